@@ -8,6 +8,8 @@ from torch import nn
 
 import minitx.nn as mx
 from minitx.config import TransformerConfig
+from minitx.nn.efficient import AdditiveAttention, EfficientAttention, build_core
+from minitx.nn.models import build_model
 
 B, H, L, S, D = 2, 6, 5, 7, 11
 Q, K = torch.randn(B, H, L, D), torch.randn(B, 3, S, D)
@@ -38,9 +40,21 @@ def lm(*inputs, call=None, **options):
     return model(*inputs, **(call or {})) if inputs else model
 
 
-def go_on(ids=IDS, *, layers=1, before=None, **described):
+def build(architecture, *inputs, call=None, **options):
+    """A model of another architecture, called where there are inputs."""
+    sizes = {"vocab_size": 13, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "architecture": architecture}
+    model = build_model(TransformerConfig(**{**sizes, **options}))
+    return model(*inputs, **(call or {})) if inputs else model
+
+
+def picture(pixels, **options):
+    return build("vision", pixels, **{"image_size": 8, "num_channels": 1, "num_labels": 5, "head": "sequence", **options})
+
+
+def go_on(ids=IDS, *, layers=1, before=None, window=None, **described):
     """A model and a cache of 16 positions that reads five tokens of two rows, and then ``ids``."""
-    model, cache = lm(position="rotary", head_dim=4), mx.KVCache(16, num_layers=layers)
+    model = lm(position="rotary", head_dim=4, window=window)
+    cache = mx.KVCache(16, num_layers=layers) if window is None else model.make_cache(16)
     with torch.no_grad():
         model(IDS, cache=cache, **(before or {}))
         return model(ids, cache=cache, **described)
@@ -169,6 +183,18 @@ VALUE_ERRORS = {
     "max_len: more tokens than positions": lambda: lm(IDS, max_len=4),
     "token_type_ids: the model has none": lambda: lm(IDS, call={"token_type_ids": IDS}),
     "token_type_ids: beyond their table": lambda: lm(IDS, type_vocab_size=2, call={"token_type_ids": 2 * IDS}),
+    "token_type_ids: another shape": lambda: lm(IDS, type_vocab_size=2, call={"token_type_ids": IDS[:, :3]}),
+    "vocab_size: none": lambda: lm(vocab_size=None),
+    "architecture: another": lambda: mx.Encoder(TransformerConfig(vocab_size=13)),
+    "num_labels: none": lambda: build("encoder", head="token"),
+    "image_size: none": lambda: picture(torch.zeros(2, 1, 8, 8), image_size=None),
+    "pixel_values: no whole patches": lambda: picture(torch.zeros(2, 1, 8, 7)),
+    "input_ids: none, and no memory": lambda: build("encoder_decoder", None, IDS),
+    "memory: of other rows": lambda: build("encoder_decoder", None, IDS, call={"memory": X[:1]}),
+    "mask: a cache that forgets": lambda: go_on(window=3, mask=mx.SlidingWindow(2)),
+    "hidden_dim: none": lambda: AdditiveAttention(4, hidden_dim=0),
+    "num_slots: of another core": lambda: build_core("linear", head_dim=4, max_len=8, num_slots=2),
+    "backend: an unknown one": lambda: mx.DotProductAttention(backend="fast"),
     "rotary_factor: nothing to stretch": lambda: TransformerConfig(position="rotary", rotary_factor=2.0),
     "rotary_scaling: nothing turns": lambda: TransformerConfig(rotary_scaling="ntk"),
 }  # fmt: skip
@@ -178,6 +204,7 @@ TYPE_ERRORS = {
     "input_ids: nested": lambda: lm(torch.nested.as_nested_tensor(list(IDS), layout=torch.jagged)),
     "cache: that of a model for a layer": lambda: mha(X, call={"cache": mx.KVCache(9, 2)}),
     "cache: that of a layer for a model": lambda: lm(IDS, call={"cache": mx.LayerCache(9)}),
+    "pixel_values: whole numbers": lambda: picture(torch.zeros(2, 1, 8, 8, dtype=torch.long)),
     "attn_mask: floats": lambda: attend(attn_mask=torch.zeros(L, S)),
     "attn_bias: where the floats of a mask belong": lambda: mha(X, call={"attn_mask": torch.zeros(L, L)}),
     "attn_mask: whole numbers": lambda: attend(attn_mask=torch.ones(L, S, dtype=torch.long)),
@@ -207,3 +234,12 @@ CASES = [(ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)]
 def test_a_plain_mistake_is_answered_by_the_name_of_the_argument(error, mistake, call):
     with pytest.raises(error, match=rf"\b{mistake.partition(':')[0]}\b"):
         call()
+
+
+@pytest.mark.parametrize("kind", [mx.Mask, mx.Bias, EfficientAttention])
+def test_a_part_of_ones_own_without_its_method_is_named(kind):
+    class Mine(kind):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Mine must define"):
+        Mine()(mx.functional.make_call(Q, K, K)) if kind is EfficientAttention else Mine().dense(2, 3)
