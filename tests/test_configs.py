@@ -34,6 +34,7 @@ def test_every_option_composes(options):
     chosen += ["data.path=some.txt"] if any(name in OF_OWN_FILES for _, name in filter(None, options)) else []
     chosen += ["model.path=FOLDER"] if "model=hf" in chosen else []
     chosen += ["model.max_len=1024"] if "data=chat" in chosen else []
+    chosen += ["model.path=somewhere"] if "model=hf" in chosen else []
     assert isinstance(compose_config(chosen), RunConfig)
 
 
