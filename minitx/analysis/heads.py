@@ -213,13 +213,15 @@ def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, F
         behind = place - place[:, None]  # j − i
         for name, keys in pattern_keys(behind, ids, window).items():
             found[name] = mass(keys, rules=name in ("duplicate", "induction"))
-        offsets = [mass(behind == k) for k in OFFSETS]
-        found["offset"] = Found(
-            torch.stack([one.value for one in offsets]), torch.stack([one.uniform for one in offsets])
-        )  # (K, H)
+        found["offset"] = Found(*_stacked([mass(behind == k) for k in OFFSETS]))  # (K, H)
         far = [((w * behind.abs()).sum(-1) * chooses).sum(-1) / chooses.sum(-1) for w in (p, uniform)]
-        found["distance"] = Found(far[0], far[1])
+        found["distance"] = Found(*far)
     return found
+
+
+def _stacked(found: Sequence[Found]) -> tuple[Tensor, Tensor]:
+    """The values of several results, and those of uniform attention."""
+    return torch.stack([one.value for one in found]), torch.stack([one.uniform for one in found])
 
 
 def _favourite_key(p: Tensor, visible: Tensor) -> Tensor:
@@ -284,7 +286,7 @@ def head_scores(
     heads, layers = [], []
     for name, found in sentences.items():
         scores = pattern_scores(found)
-        far, uniform = (torch.stack([one["distance"][i] for one in found]) for i in (0, 1))  # type: ignore[misc]
+        far, uniform = _stacked([one["distance"] for one in found])
         entropy = torch.stack([one["entropy"].value for one in found])  # (n, H)
         for head in range(entropy.shape[1]):
             own = {pattern: per_head[head] for pattern, per_head in scores.items()}
@@ -300,7 +302,7 @@ def pattern_scores(found: Sequence[Mapping[str, Found]]) -> dict[str, list[Score
     """Return the scores of each head, by pattern, from the results of ``measure`` for each sentence."""
     out: dict[str, list[Score]] = {}
     for name in sorted(set(PATTERNS) & set(found[0]), key=lambda name: name != "offset"):
-        value, chance = torch.stack([one[name].value for one in found]), torch.stack([one[name].uniform for one in found])
+        value, chance = _stacked([one[name] for one in found])
         if name == "global":
             position = torch.full_like(value, math.nan)
         elif name == "offset":  # (n, K, H)
@@ -515,8 +517,7 @@ def _judged(candidate: str, plain: Sequence[Mapping[str, Found]], control: Seque
     heads = next(of[candidate].value for of in plain if candidate in of)
     nothing = Found(torch.full_like(heads, math.nan), torch.full_like(heads, math.nan))
     found, again = ([of.get(candidate, nothing) for of in half] for half in (plain, control))
-    value, shuffled = (torch.stack([one.value for one in half]) for half in (found, again))
-    uniform = torch.stack([one.uniform for one in found])
+    (value, uniform), (shuffled, _) = _stacked(found), _stacked(again)
     position = hits_of_best_rule([one.rules for one in found])[:, None].expand_as(value)
     return (value - position)[0::2].nanmean(0), _scores(value[1::2], uniform[1::2], position[1::2], shuffled[1::2])
 

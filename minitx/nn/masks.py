@@ -596,10 +596,8 @@ def real_key_counts(
     if not all(isinstance(part, Padding | Causal) for part in parts):
         cells = And(tuple(parts)).dense(num_queries, num_keys, batch_size=batch_size, num_heads=num_heads, device=device)
         return cells.sum(-1, keepdim=True)
-    real = torch.ones(1, num_keys, dtype=torch.bool, device=device)
-    for part in parts:
-        if isinstance(part, Padding):
-            real = real & part.key_mask
+    masks = [part.key_mask for part in parts if isinstance(part, Padding)]
+    real = reduce(operator.and_, masks, torch.ones(1, num_keys, dtype=torch.bool, device=device))
     if any(isinstance(part, Causal) for part in parts):
         counts = real.cumsum(-1)[:, num_keys - num_queries :]
     else:

@@ -358,14 +358,11 @@ class Pool(nn.Module):
 
     def forward(self, hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
         hidden = hidden[:, self.start :]
-        if self.pooling == "first":
-            if key_mask is None:
-                pooled = hidden[:, 0]
-            else:
-                first = key_mask.int().argmax(-1)  # not 0 in a left-padded row
-                pooled = hidden.gather(1, first.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1]))[:, 0]
-        elif key_mask is None:
-            pooled = hidden.mean(1)
+        if key_mask is None:
+            pooled = hidden[:, 0] if self.pooling == "first" else hidden.mean(1)
+        elif self.pooling == "first":
+            first = key_mask.int().argmax(-1)  # not 0 in a left-padded row
+            pooled = hidden.gather(1, first.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1]))[:, 0]
         else:
             real = key_mask.unsqueeze(-1)
             pooled = hidden.masked_fill(~real, 0.0).sum(1) / real.sum(1).clamp(min=1)

@@ -13,24 +13,10 @@ import torch
 from torch import Tensor, nn
 
 
-def sinusoids(position_ids: Tensor, width: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return sinusoidal position embeddings (..., width) for positions (...).
-
-    PE(pos, 2i) = sin(pos / base^(2i/width)), PE(pos, 2i+1) = cos(pos / base^(2i/width)). Vaswani et al. 2017, arXiv:1706.03762,
-    §3.5.
-
-    >>> sinusoids(torch.tensor([0]), 4).tolist()
-    [[0.0, 1.0, 0.0, 1.0]]
-    """
-    high = torch.promote_types(dtype, torch.float32)
-    even = torch.arange(0, width, 2, dtype=high, device=position_ids.device)
-    angles = position_ids.unsqueeze(-1).to(high) * torch.exp(even * (-math.log(base) / width))
-    interleaved = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (..., 2 * ceil(width / 2))
-    return interleaved[..., :width].to(dtype)
-
-
 class SinusoidalPositions(nn.Module):
-    """Sinusoidal position embeddings: positions (..., L) to (..., L, E). Any length, no parameters (Vaswani et al. 2017, §3.5).
+    """Sinusoidal position embeddings: positions (..., L) to (..., L, E). Any length, no parameters.
+
+    PE(pos, 2i) = sin(pos / base^(2i/E)), PE(pos, 2i+1) = cos(pos / base^(2i/E)). Vaswani et al. 2017, arXiv:1706.03762, §3.5.
 
     Args:
         embed_dim: E.
@@ -45,7 +31,11 @@ class SinusoidalPositions(nn.Module):
         self.embed_dim, self.base = embed_dim, base
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        return sinusoids(position_ids, self.embed_dim, base=self.base, dtype=dtype)
+        high = torch.promote_types(dtype, torch.float32)
+        even = torch.arange(0, self.embed_dim, 2, dtype=high, device=position_ids.device)
+        angles = position_ids.unsqueeze(-1).to(high) * torch.exp(even * (-math.log(self.base) / self.embed_dim))
+        interleaved = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (..., 2 * ceil(E / 2))
+        return interleaved[..., : self.embed_dim].to(dtype)
 
 
 class LearnedPositions(nn.Module):

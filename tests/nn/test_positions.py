@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from minitx.nn import Rotary, RotaryScaling, SinusoidalPositions
-from minitx.nn.positions import position_ids_from, sinusoids
+from minitx.nn.positions import position_ids_from
 
 CPU = torch.device("cpu")
 
 
 def test_sinusoids_by_hand():
-    row = sinusoids(torch.tensor([3]), 4, dtype=torch.float64)[0].tolist()
+    row = SinusoidalPositions(4)(torch.tensor([3]), torch.float64)[0].tolist()
     assert row == pytest.approx([math.sin(3), math.cos(3), math.sin(3 / 100), math.cos(3 / 100)], rel=1e-14)
 
 
 def test_sinusoids_of_an_odd_width_are_cut():
-    full, odd = sinusoids(torch.arange(5), 8, dtype=torch.float64), sinusoids(torch.arange(5), 7, dtype=torch.float64)
+    full, odd = (SinusoidalPositions(width)(torch.arange(5), torch.float64) for width in (8, 7))
     assert odd.shape == (5, 7)
     assert torch.equal(odd[:, :2], full[:, :2])  # the first wavelength does not depend on the width
     angle = 4 / 10000 ** (6 / 7)
