@@ -207,6 +207,7 @@ def everything(place: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
             continue
         more = [f"data.path={place / own[name]}"] if name in own else []
         more += ["data.context_len=64", "data.tokenizer=char"] if name == "chat" else []
+        more += ["data.context_len=64"] if name == "text" else []
         yield f"task {name}", partial(of_task, [f"data={name}", *more])
     yield (
         "task hf",

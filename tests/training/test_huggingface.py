@@ -18,7 +18,7 @@ from minitx.cli.ablate import check, run_cell
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
 from minitx.data.tokenizers import train_tokenizer
-from minitx.training.build import open_data
+from minitx.training.build import check_trusted, open_data
 from minitx.training.checkpoints import load_model, load_stored
 from minitx.training.loggers import read_metrics, read_probes
 from minitx.training.run import train
@@ -164,6 +164,54 @@ def test_a_classifier_has_a_new_head_with_the_labels_of_the_data(name, words, tm
     assert type(model).__name__.endswith("ForSequenceClassification") and model.config.num_labels == 2
     assert "does not have are new" in caplog.text
     assert load_stored(tmp_path / "run" / "checkpoints" / "last.ckpt").task().label_names == ("a", "b")
+
+
+def test_a_step_of_a_classifier_has_the_gradients_of_a_loop_over_rows_without_padding(words, folders, tmp_path):
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 2}
+    given = transformers.AutoModelForSequenceClassification.from_pretrained(folders / "bert", **still)
+    given.save_pretrained(tmp_path / "still")
+    shutil.copy(folders / "bert" / "tokenizer.json", tmp_path / "still")
+    more = [
+        f"model.path={tmp_path / 'still'}",
+        f"data.batch_size={len(DOCUMENTS)}",
+        "trainer.precision=64-true",
+        "trainer.max_steps=1",
+    ]
+    more += [
+        "optimizer=sgd",
+        "optimizer.lr=1.0",
+        "optimizer.weight_decay=0",
+        "trainer.clip=null",
+        "schedule=constant",
+        "data.bucket=false",
+    ]
+    config = compose_config(words("bert", *more, data="classify"))
+    rows = list(open_data(config).task.train)
+    assert len({len(row["input_ids"]) for row in rows}) > 4
+    train(config, tmp_path / "run")
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "still", dtype="float64").train()
+    for row in rows:
+        plain(torch.tensor(row["input_ids"])[None], labels=torch.tensor([row["labels"]])).loss.div(len(rows)).backward()
+    after = last(tmp_path / "run")["state_dict"]
+    for key, parameter in plain.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        before = given.state_dict()[key].double()
+        torch.testing.assert_close(before - after[f"network.{key}"], gradient, rtol=1e-6, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("key", "node", "said"),
+    [
+        ("model", {"_target_": "minitx.interop.pretrained_hf", "path": "somebody/model"}, "none of the classes"),
+        ("data", {"_target_": "minitx.interop.hf_from_config", "config": {}}, "none of the classes"),
+        ("model", {"_target_": "minitx.interop.hf_from_config", "config": {"model_type": "${oc.env:HOME}"}}, "interpolation"),
+        ("model", {"_target_": "minitx.interop.hf_from_config", "config": {"x": {"_target_": "os.system"}}}, "os.system"),
+    ],
+)
+def test_a_checkpoint_names_no_folder_and_no_code_of_a_model(key, node, said):
+    with pytest.raises(ConfigError, match=said):
+        check_trusted(node, key)
+    check_trusted({"_target_": "minitx.interop.hf_from_config", "config": {"model_type": "llama"}}, "model")
 
 
 def test_a_classifier_of_a_decoder_pads_with_the_end_mark_that_is_all_its_tokenizer_has(words, folders, tmp_path):
