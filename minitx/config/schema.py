@@ -196,8 +196,9 @@ def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
     if nodes and is_part(value):
         return value
     options = [part for part in parts if part not in (*nodes, types.NoneType)] or nodes
-    if len(options) == 1:
-        return read(options[0], value, key)
+    groups = [option for option in options if dataclasses.is_dataclass(option)]
+    if len(options) == 1 or (groups and isinstance(value, Mapping)):
+        return read((groups or options)[0], value, key)
     for option in sorted(options, key=lambda o: o is str):  # a number that fits stays a number
         with suppress(ConfigError):
             return read(option, value, key)

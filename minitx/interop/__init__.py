@@ -4,12 +4,13 @@ Pickle files and code are never read.
 """
 
 from minitx.interop.adopt import adopt_hf, release_hf
-from minitx.interop.hf_models import hf_from_config, pretrained_hf
+from minitx.interop.hf_models import Lora, hf_from_config, pretrained_hf
 from minitx.interop.huggingface import FAMILIES, load_hf, save_hf
 from minitx.interop.pretrained import from_pretrained, save_pretrained
 
 __all__ = [
     "FAMILIES",
+    "Lora",
     "adopt_hf",
     "from_pretrained",
     "hf_from_config",

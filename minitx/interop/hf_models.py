@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,11 +31,26 @@ TASKS = {
     "tag": "AutoModelForTokenClassification",
 }
 """The class of transformers for a kind of task (``Task.kind``)."""
-LORA_KEYS = (  # others of LoraConfig need data, or import modules that they name
-    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "bias"),
-    *("layers_pattern", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "use_rslora", "use_dora", "init_lora_weights"),
-)
-"""The arguments of ``peft.LoraConfig`` that ``lora`` takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Arguments of ``peft.LoraConfig`` for ``pretrained_hf``.
+
+    Attributes:
+        r: the rank. lora_alpha: the factor of the adapter, divided by r; ``null``: 2r. lora_dropout: before the adapter.
+        target_modules: names of the layers that get an adapter, a regular expression for them, or ``all-linear``: all but the head.
+        modules_to_save: names of other modules to train. The new head of a classifier is trained in any case.
+        use_rslora, use_dora: variants of LoRA.
+    """
+
+    r: int = 8
+    lora_alpha: int | None = None
+    lora_dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    modules_to_save: tuple[str, ...] = ()
+    use_rslora: bool = False
+    use_dora: bool = False
 
 
 def pretrained_hf(
@@ -43,7 +60,7 @@ def pretrained_hf(
     adopt: bool = False,
     scale: str | float = "own",
     fold_scale: bool = False,
-    lora: int | Mapping[str, Any] | None = None,
+    lora: int | Lora | None = None,
     attention: Attention = "sdpa",
     num_labels: int | None = None,
     pad_id: int | None = None,
@@ -62,8 +79,7 @@ def pretrained_hf(
         scale: the score scale of an adopted model, as in ``set_scale``. ``own``: that of the model.
         fold_scale: multiply the weights of the queries so that the model with the new scale starts as the same function.
         lora: train a low-rank adapter only (Hu et al. 2021, arXiv:2106.09685), by the package ``peft``. A number is the rank r, with
-            ``lora_alpha`` = 2r on all linear layers but the head. A mapping has arguments of
-            ``peft.LoraConfig`` (``LORA_KEYS``).
+            ``lora_alpha`` = 2r on all linear layers but the head. ``Lora`` has more of its arguments.
         attention: how a model that is not adopted computes attention.
         num_labels: the number of labels, for ``classify`` and ``tag``. In a run, the data decide.
         pad_id: the id of padding in the data, instead of that of the config. In a run, the data decide.
@@ -92,7 +108,7 @@ def hf_from_config(
     task: str | None = None,
     adopt: bool = False,
     scale: str | float = "own",
-    lora: int | Mapping[str, Any] | None = None,
+    lora: int | Lora | None = None,
     attention: Attention = "sdpa",
 ) -> nn.Module:
     """Build a Hugging Face model with new weights from ``config``, the content of its ``config.json``. Nothing is read.
@@ -117,11 +133,12 @@ def _finished(
     adopt: bool,
     scale: str | float,
     fold_scale: bool,
-    lora: int | Mapping[str, Any] | None,
+    lora: int | Lora | None,
     attention: Attention,
 ) -> nn.Module:
     """Adopt the model, change its scale, put an adapter around it, and note how to build it again."""
-    node = {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention}
+    node = {"task": task, "adopt": adopt, "scale": scale, "attention": attention}
+    node["lora"] = dataclasses.asdict(lora) if isinstance(lora, Lora) else lora
     node["config"] = json.loads(model.config.to_json_string())
     if adopt:
         adopt_hf(model)
@@ -192,18 +209,17 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
         raise ValueError(f"data.tokenizer has other ids than the tokenizer of the model: set data.tokenizer={folder}")
 
 
-def _with_lora(model: Any, lora: int | Mapping[str, Any], task: str | None) -> Any:
-    own = {"r": lora, "lora_alpha": 2 * lora} if isinstance(lora, int) else dict(lora)
-    if unknown := sorted(set(own) - set(LORA_KEYS)):
-        raise ValueError(f"lora.{unknown[0]} must be one of {', '.join(LORA_KEYS)}")
+def _with_lora(model: Any, lora: int | Lora, task: str | None) -> Any:
     try:
         import peft
     except ImportError:
         raise ImportError("lora needs the package peft: pip install peft") from None
-    heads = {"classify": "SEQ_CLS", "tag": "TOKEN_CLS"}  # whose new head is trained, too
-    options = {"target_modules": "all-linear", "task_type": heads.get(task or ""), **own}
+    own = dataclasses.asdict(Lora(r=lora) if isinstance(lora, int) else lora)
+    own["lora_alpha"] = own["lora_alpha"] or 2 * own["r"]
+    own["modules_to_save"] = list(own["modules_to_save"]) or None
+    kind = {"classify": "SEQ_CLS", "tag": "TOKEN_CLS"}.get(task or "")  # whose new head is trained, too
     with warnings.catch_warnings(action="ignore"):
-        return peft.get_peft_model(model, peft.LoraConfig(**options))
+        return peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **own))
 
 
 def _transformers() -> Any:

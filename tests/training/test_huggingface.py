@@ -129,7 +129,11 @@ def test_a_checkpoint_needs_neither_trust_nor_the_folder_that_it_came_from(words
         torch.testing.assert_close(model.state_dict()[name.removeprefix("network.")], weight, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("more", [["model.lora=2"], ["model.adopt=true", "model.scale=unscaled"]], ids=["lora", "unscaled"])
+@pytest.mark.parametrize(
+    "more",
+    [["model.lora={r: 2, target_modules: [c_attn]}"], ["model.adopt=true", "model.scale=unscaled"]],
+    ids=["lora", "unscaled"],
+)
 def test_a_run_that_goes_on_is_bit_equal_to_one_that_was_never_stopped(more, words, tmp_path):
     pytest.importorskip("peft", reason="adapters need the package peft")
     chosen = words("gpt2", *more, "schedule=constant")
@@ -203,7 +207,7 @@ def test_a_step_of_a_classifier_has_the_gradients_of_a_loop_over_rows_without_pa
     ("key", "node", "said"),
     [
         ("model", {"_target_": "minitx.interop.pretrained_hf", "path": "somebody/model"}, "none of the classes"),
-        ("data", {"_target_": "minitx.interop.hf_from_config", "config": {}}, "none of the classes"),
+        ("data", {"_target_": "minitx.interop.hf_from_config", "config": {}}, "no data set"),
         ("model", {"_target_": "minitx.interop.hf_from_config", "config": {"model_type": "${oc.env:HOME}"}}, "interpolation"),
         ("model", {"_target_": "minitx.interop.hf_from_config", "config": {"x": {"_target_": "os.system"}}}, "os.system"),
     ],
@@ -321,8 +325,8 @@ def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path
         (["model.adopt=true", "model.fold_scale=true"], "fold_scale=true needs another scale"),
         (["model.path=nowhere"], "data.tokenizer=nowhere"),
         (["data.tokenizer=char"], "data.tokenizer has other ids than the tokenizer of the model"),
-        (["model.lora={megatron_core: os}"], "lora.megatron_core must be one of"),
-        (["model.lora={q: 2}"], "lora.q must be one of"),
+        (["model.lora={megatron_core: os}"], "model.lora.megatron_core is not a key"),
+        (["model.lora={r: two}"], "model.lora.r=two must be a whole number"),
         (["trainer.strategy=sharded", "trainer.shard=[Nothing]"], "trainer.shard=Nothing is the class of no module"),
     ],
 )
