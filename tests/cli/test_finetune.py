@@ -66,7 +66,10 @@ def as_it_is(path, *more):
     return [*kept, "model=hf", f"model.path={path}", *more]
 
 
-@pytest.mark.parametrize("more", [[], ["model.adopt=true"]], ids=["plain", "adopted"])
+PROBED = ["model.adopt=true", "callbacks.probe.every=1", "callbacks.probe.weights_every=1"]
+
+
+@pytest.mark.parametrize("more", [[], PROBED], ids=["plain", "adopted"])
 def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_trust(cli, output, theirs, place, more):
     pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
     said = cli(*as_it_is(theirs, STILL, *more))
@@ -76,6 +79,8 @@ def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_tru
     assert "bits_per_byte" in output("evaluate", f"ckpt_path={LAST}", "device=cpu")
     assert output("generate", f"ckpt_path={LAST}", "prompt=the Word", "max_new_tokens=3", "device=cpu")
     assert "1 layer, 3 heads" in output("view", f"ckpt_path={LAST}", "text=the Word was God", "device=cpu")
+    if more:
+        assert "1 layer, 3 heads, 3 steps" in output("view", "ckpt_path=run", "row=0")
 
 
 def test_conversations_are_written_with_the_template_of_the_folder_of_the_model(cli, theirs, place):
