@@ -240,7 +240,8 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
         return Result(case.name, _short(dtype), "failed", f"raised {type(error).__name__}: {error}")
     scale = case.options.get("scale", inputs[0].shape[-1] ** -0.5)
     is_half = dtype in (torch.bfloat16, torch.float16)  # there the rounding of the result is larger
-    sizes = {} if is_half else gradient_sizes(*inputs, cotangent, want["weights"], scale)
+    query, key, value = inputs
+    sizes = {} if is_half else gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
     results = [_compare(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]
     failed = next((result for result in results if result.status == "failed"), None)
