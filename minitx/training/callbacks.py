@@ -99,7 +99,8 @@ class StepLog(StepCallback):
         self._open, self.unit = (step, dict.fromkeys(batch)), unit_of(batch["labels"])
         if step % self.log_every == 0 or step in (1, trainer.max_steps):
             self._write(trainer, module, step, batch)
-            module.log_dict(self.row, logger=False)  # for other callbacks, such as EarlyStopping
+            # for other callbacks, such as EarlyStopping; what the module logs, Lightning handles in each later step
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self.row.items()})
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if self._open is not None:  # the run was stopped before max_steps
