@@ -30,7 +30,7 @@ OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewCo
 def test_help_shows_groups_keys_and_values(cli):
     said = cli("--help")
     assert (said.code, said.err) == (0, "")
-    for part in ("model: bert_small, char_small", "scaling_ablation", "scale: inv_sqrt", "max_steps: 1000", "traceback=true"):
+    for part in ("model: bert_small, char_small", "scaling_ablation", "scale: inv_sqrt", "max_epochs: null", "traceback=true"):
         assert part in said.out, part
 
 
@@ -121,7 +121,14 @@ def test_flags_may_stand_anywhere(cli, place, monkeypatch):
         "minitx.cli.train.run_training",
         lambda config, *_: (
             seen.append(config.seed)
-            or {"val_loss": 1.0, "steps": 1, "nonfinite_step": None, "val_accuracy": None, "floors": {}}
+            or {
+                "val_loss": 1.0,
+                "steps": 1,
+                "nonfinite_step": None,
+                "val_accuracy": None,
+                "floors": {},
+                "metrics": {"val_loss": 1.0},
+            }
         ),
     )
     for flags in (["-m"], ["--config-dir", "conf", "--multirun"]):

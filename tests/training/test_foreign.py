@@ -443,6 +443,15 @@ def test_a_schedule_that_reads_a_metric_gets_it_after_each_validation_and_resume
         fit(tmp_path / "none", data, **{**options, "monitor": "nothing"})
 
 
+def test_overfitting_repeats_the_first_batch_of_a_loader_of_ones_own(tmp_path):
+    data, first = Squares(), Squares()
+    first.rows = data.rows[:3]
+    model = nn.Linear(3, 2)
+    fit(tmp_path / "first", first, model=copy.deepcopy(model))
+    fit(tmp_path / "overfit", data, model=model, overfit=True)
+    assert losses_of(tmp_path / "overfit") == losses_of(tmp_path / "first")
+
+
 def test_other_callbacks_can_watch_the_training_loss(tmp_path):
     stop = {
         "early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "train_loss", "stopping_threshold": 1e9}
