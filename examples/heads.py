@@ -11,6 +11,7 @@ import sys
 import torch
 
 from minitx.analysis import Snapshot, head_scores, heads_figure, read_conllu, save_figure, syntax_scores, take_snapshot
+from minitx.data.datamodule import DataModule
 from minitx.training.build import Caller
 from minitx.training.checkpoints import load_stored
 
@@ -28,7 +29,7 @@ def main(checkpoint: str, treebank: str | None = None, num_rows: int = 64, path:
 
     syntax = None
     if treebank is None:
-        batch = Caller(model).inputs(stored.data().probe_batch(num_rows))  # the keys that the model reads
+        batch = Caller(model).inputs(DataModule(stored.task(), batch_size=num_rows).probe_batch(num_rows))  # the keys that the model reads
         count = len(next(iter(batch.values())))
         snapshots = (take_snapshot(model, {name: tensor[i : i + 1] for name, tensor in batch.items()}) for i in range(count))
     else:

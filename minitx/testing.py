@@ -226,7 +226,8 @@ def check_kernel(kernel: Callable[..., Any], device: str = "cpu") -> list[Result
 
 def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: str) -> Result:
     """Compare the kernel with ``naive_attention`` in one case."""
-    *inputs, cotangent = _draw(case, dtype)
+    query, key, value, cotangent = _draw(case, dtype)
+    inputs = query, key, value
     plain = {name: option for name, option in case.options.items() if name not in ("dropout_p", "need_weights")}
     loops = partial(naive_attention, **plain)
     want = _run(loops, inputs, cotangent, torch.float64)
@@ -238,9 +239,8 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
         return Result(case.name, _short(dtype), "refused", str(error))
     except Exception as error:  # any other exception is a fault of the kernel
         return Result(case.name, _short(dtype), "failed", f"raised {type(error).__name__}: {error}")
-    scale = case.options.get("scale", inputs[0].shape[-1] ** -0.5)
+    scale = case.options.get("scale", query.shape[-1] ** -0.5)
     is_half = dtype in (torch.bfloat16, torch.float16)  # there the rounding of the result is larger
-    query, key, value = inputs
     sizes = {} if is_half else gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
     results = [_compare(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]

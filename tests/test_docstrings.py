@@ -56,10 +56,11 @@ def test_every_public_name_says_what_it_is():
 
 PUBLIC = {
     f"{room.__name__}.{key}": getattr(room, key)
-    for room in (nn, efficient, backends, models, interop)
+    for room in (nn, backends, models, interop)
     for key in room.__all__
     if callable(getattr(room, key)) or inspect.isclass(getattr(room, key))
 }
+PUBLIC |= {f"{efficient.__name__}.{key}": thing for key, thing in members(efficient.__name__) if "." not in key}
 CALLABLE = [name for name, thing in PUBLIC.items() if inspect.isclass(thing) or inspect.isfunction(thing)]
 
 

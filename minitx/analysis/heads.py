@@ -213,9 +213,10 @@ def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, F
         behind = place - place[:, None]  # j − i
         for name, keys in pattern_keys(behind, ids, window).items():
             found[name] = mass(keys, rules=name in ("duplicate", "induction"))
-        found["offset"] = Found(*_stacked([mass(behind == k) for k in OFFSETS]))  # (K, H)
-        far = [((w * behind.abs()).sum(-1) * chooses).sum(-1) / chooses.sum(-1) for w in (p, uniform)]
-        found["distance"] = Found(*far)
+        value, chance = _stacked([mass(behind == k) for k in OFFSETS])  # (K, H)
+        found["offset"] = Found(value, chance)
+        value, chance = (((w * behind.abs()).sum(-1) * chooses).sum(-1) / chooses.sum(-1) for w in (p, uniform))
+        found["distance"] = Found(value, chance)
     return found
 
 

@@ -137,7 +137,7 @@ def _finished(
     attention: Attention,
 ) -> nn.Module:
     """Adopt the model, change its scale, put an adapter around it, and note how to build it again."""
-    node = {"task": task, "adopt": adopt, "scale": scale, "attention": attention}
+    node: dict[str, Any] = {"task": task, "adopt": adopt, "scale": scale, "attention": attention}
     node["lora"] = dataclasses.asdict(lora) if isinstance(lora, Lora) else lora
     node["config"] = json.loads(model.config.to_json_string())
     if adopt:

@@ -445,7 +445,7 @@ class Combined(Mask):
 
         if "rows" in options or "keys" in options:
             return build()
-        return self.remember("dense", (num_queries, num_keys, *sorted(options.items())), build)
+        return self.remember("dense", (num_queries, num_keys, *(options[name] for name in sorted(options))), build)
 
     def verdict(self, rows: Range, keys: Range) -> tuple[Any, Any]:
         return self._joined([member.verdict(rows, keys) for member in self.members])

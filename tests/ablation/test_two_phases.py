@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(
             parameter *= 16**-0.25
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=config.optimizer.betas, weight_decay=0.0)
     expected = []
-    for batch in data.train_dataloader():
+    for batch in islice(data.train_dataloader(), 5):
         inputs = {key: batch[key] for key in ("input_ids", "token_type_ids")}
         loss = nn.functional.cross_entropy(model(**inputs).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
         expected.append(loss.item())
