@@ -30,6 +30,7 @@ from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
 from minitx.training.build import Caller, config_of, network_inputs, open_data
+from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import finite, read_metrics, read_probes
@@ -116,7 +117,8 @@ class Measures(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         data, network = trainer.datamodule, module.network  # type: ignore[attr-defined]
-        config = from_dict(RunConfig, module.state["config"])
+        stored = next(each.state for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
+        config = from_dict(RunConfig, stored["config"])
         found = {}
         for length in self.lengths:
             rows = config.evaluation.num_rows

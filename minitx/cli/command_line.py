@@ -104,6 +104,12 @@ def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [*given.overrides, *flags], [given.config_dir] if given.config_dir else []
 
 
+def words_to_show(arguments: Sequence[str]) -> list[str] | None:
+    """Return the overrides if ``--help`` or ``--cfg job`` asks for the config of ``train`` with them."""
+    given = _Flags().parse_intermixed_args(list(arguments))
+    return given.overrides if given.config_name is None and (given.help or given.cfg == "job") else None
+
+
 def sentence(error: BaseException) -> tuple[str, int]:
     """Return one line and the exit code for ``error``."""
     text, kind = _one_line(str(error)), type(error).__name__  # some kinds are of modules that load torch, and known by name

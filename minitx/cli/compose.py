@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +18,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError
 
 from minitx.ablation.design import AblationConfig
-from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict
+from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict, is_part
 from minitx.config.schema import defaults
 
 GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer")
@@ -53,7 +55,10 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
         typed: the overrides of the command line. With ``init_from``, they take precedence over the shape of the model in the
             file.
     """
-    values = plain(composed)
+    try:
+        values = plain(composed)
+    except InterpolationKeyError:  # it may name a key that is at the default of its target
+        values = plain(_with_defaults(composed))
     for name in ("experiment", "debug"):  # what a file without that line says lands there
         if isinstance(values.get(name), dict | list):
             raise ConfigError(
@@ -138,6 +143,25 @@ def composed(words: Sequence[str]) -> DictConfig:
             return hydra.compose("train", overrides=[*overrides, *search])
     finally:
         GlobalHydra.instance().hydra = running
+
+
+def unlisted(words: Sequence[str]) -> list[str]:
+    """Return overrides that add the keys of nodes which are at the defaults of their targets, for ``--help`` and ``--cfg``."""
+    found = composed(words)
+    whole: Any = OmegaConf.to_container(_with_defaults(found))
+    groups = {group: whole[group] for group in GROUPS if is_part(whole.get(group))}
+    keys = {
+        f"{group}.{name}": value for group, node in groups.items() for name, value in node.items() if name not in found[group]
+    }
+    return [f"+{key}={json.dumps(value)}" for key, value in keys.items() if not isinstance(value, dict)]
+
+
+def _with_defaults(composed: DictConfig) -> DictConfig:
+    """Return a config with every key of its nodes. Interpolations are kept."""
+    from minitx.training.nodes import completed
+
+    values: Any = OmegaConf.to_container(composed)
+    return OmegaConf.create({name: completed(node, name) if is_part(node) else node for name, node in values.items()})
 
 
 def compose_config(words: Sequence[str]) -> RunConfig:

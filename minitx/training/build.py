@@ -20,7 +20,7 @@ from minitx.data.task import Batch, Task, num_targets
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.models import build_model
 from minitx.nn.modes import evaluating
-from minitx.training.nodes import build, check_data, named_by, without_loading
+from minitx.training.nodes import LOADING, build, check_data, named_by, without_loading
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -332,14 +332,14 @@ def logits_of(found: Any, network: nn.Module) -> Tensor:
 
 # --- data
 
-DEFAULT_BATCH_SIZE = 32
+DEFAULT_BATCH_SIZE = LOADING["batch_size"]
 """The default of ``data.batch_size``."""
 
 
 def loading_of(node: Part) -> dict[str, int]:
     """Return the keys of ``data`` that belong to every data set: ``batch_size`` and ``num_workers``."""
-    rows = read(Count, node.get("batch_size", DEFAULT_BATCH_SIZE), "data.batch_size")
-    return {"batch_size": rows, "num_workers": read(Natural, node.get("num_workers", 0), "data.num_workers")}
+    kinds = {"batch_size": Count, "num_workers": Natural}
+    return {name: read(kinds[name], node.get(name, default), f"data.{name}") for name, default in LOADING.items()}
 
 
 def load_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> Any:

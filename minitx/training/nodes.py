@@ -18,8 +18,8 @@ FROM_THE_RUN = ("seed", "batch_size", "num_workers", "max_steps", "tokenizer")
 """Arguments that a run passes to any target that names them."""
 
 
-LOADING = ("batch_size", "num_workers")
-"""Keys of ``data`` that belong to every data set. The trainer reads them."""
+LOADING = {"batch_size": 32, "num_workers": 0}
+"""Keys of ``data`` that belong to every data set, and their defaults. The trainer reads them."""
 
 
 def target_of(node: Part, key: str) -> Any:
@@ -56,7 +56,7 @@ def without_loading(node: Part) -> dict[str, Any]:
 
 def check_data(node: Part) -> None:
     """Read the node of ``data``. See ``check_node``."""
-    check_node(without_loading(node), "data", FROM_THE_RUN, beside=LOADING)
+    check_node(without_loading(node), "data", FROM_THE_RUN, beside=[*LOADING])
 
 
 def check_node(node: Part, key: str, given: Collection[str] = (), positional: int = 0, beside: Sequence[str] = ()) -> None:
@@ -76,6 +76,7 @@ def completed(node: Part, key: str) -> dict[str, Any]:
     except (ConfigError, TypeError, ValueError):  # without a target or a signature
         return dict(node)
     plain = {name: value for name, value in known.items() if name not in FROM_THE_RUN or isinstance(value, str)}
+    plain |= LOADING if key == "data" else {}
     return {**node, **{name: value for name, value in plain.items() if name not in node and _is_plain(value)}}
 
 

@@ -20,8 +20,9 @@ from minitx.cli.view import ViewConfig
 from minitx.config import RunConfig
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import COLUMNS, read_metrics
+from minitx.training.nodes import completed
 from tests.cli.conftest import TINY, losses
-from tests.cli.processes import start
+from tests.cli.processes import ROOT, start
 from tests.waiting import PATIENCE, wait_for
 
 OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig}
@@ -30,8 +31,24 @@ OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewCo
 def test_help_shows_groups_keys_and_values(cli):
     said = cli("--help")
     assert (said.code, said.err) == (0, "")
-    for part in ("model: bert_small, char_small", "scaling_ablation", "scale: inv_sqrt", "max_epochs: null", "traceback=true"):
+    for part in (
+        "model: bert_small, char_small",
+        "scaling_ablation",
+        "scale: inv_sqrt",
+        "max_epochs: null",
+        "context_len: 64",
+        "num_workers: 0",
+        "traceback=true",
+    ):
         assert part in said.out, part
+
+
+def test_the_composed_config_lists_every_argument_of_a_data_set_of_ours_and_of_the_users(cli):
+    own = (f"--config-dir={ROOT / 'examples' / 'own_project' / 'conf'}", "experiment=sorted_task")
+    for words, listed in ((["data=text"], ["path: ???", "context_len: 128", "num_workers: 0"]), (own, ["train_size: 512"])):
+        said = cli(*words, "--cfg", "job", "--package", "data")
+        assert (said.code, said.err) == (0, "")
+        assert set(listed) <= set(said.out.splitlines())
 
 
 def test_help_of_the_other_programs_shows_every_key_and_its_meaning(cli):
@@ -50,7 +67,7 @@ def test_without_arguments_the_default_model_is_trained_and_that_is_said_first(c
     for words in (["seed=0"], []):
         cli(*words)
     (_, before), (config, said) = seen
-    assert config == RunConfig()
+    assert config == dataclasses.replace(RunConfig(), data=completed(RunConfig().data, "data"))
     assert ("the default model" in before, "the default model" in said) == (False, True)
     assert "Without arguments: a small decoder" in cli("--help").out
 
