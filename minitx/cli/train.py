@@ -54,7 +54,7 @@ def run_job(composed: DictConfig) -> float | None:
     speak_on_the_first_rank()
     find_own_modules(own_config_dirs())
     try:
-        config = build_config(composed, HydraConfig.get().overrides.task)
+        config = build_config(composed, typed_words())
         grid = build_grid(composed)
         folder = output_folder(config, composed, grid)
         if grid is not None:
@@ -118,9 +118,15 @@ def own_config_dirs() -> list[str]:
     return [source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "command-line"]
 
 
+def typed_words() -> list[str]:
+    """Return the overrides of this job as they were typed, with their interpolations."""
+    found: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return list(found)
+
+
 def command_words() -> list[str]:
     """Return the command line of this job only, without the other jobs of a sweep."""
-    return [*(f"{CONFIG_DIR}{folder}" for folder in own_config_dirs()), *HydraConfig.get().overrides.task]
+    return [*(f"{CONFIG_DIR}{folder}" for folder in own_config_dirs()), *typed_words()]
 
 
 def command() -> str:
