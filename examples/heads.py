@@ -29,7 +29,9 @@ def main(checkpoint: str, treebank: str | None = None, num_rows: int = 64, path:
 
     syntax = None
     if treebank is None:
-        batch = Caller(model).inputs(DataModule(stored.task(), batch_size=num_rows).probe_batch(num_rows))  # the keys that the model reads
+        batch = Caller(model).inputs(
+            DataModule(stored.task(), batch_size=num_rows).probe_batch(num_rows)
+        )  # the keys that the model reads
         count = len(next(iter(batch.values())))
         snapshots = (take_snapshot(model, {name: tensor[i : i + 1] for name, tensor in batch.items()}) for i in range(count))
     else:
