@@ -268,6 +268,12 @@ class KernelisedAttention(EfficientAttention):
     the quotient. The output is zero for a query without a visible key, and for one whose sum of weights is below √tiny (1e-19 in
     float32) of the largest possible. In causal attention, the factor of a row depends on keys up to that row only, so later tokens
     never change the output of earlier ones.
+
+    Args:
+        chunk_size: the number of positions that causal attention computes at a time. It does not change the result.
+
+    Raises:
+        ValueError: ``chunk_size`` is no positive whole number.
     """
 
     refusals: ClassVar[dict[str, str]] = {

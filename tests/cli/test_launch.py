@@ -21,7 +21,7 @@ from tests.cli.conftest import losses
 from tests.cli.processes import OF_LAUNCHERS, run, start
 from tests.waiting import PATIENCE, wait_for
 
-RESULT = {"steps": 1, "nonfinite_step": None, "val_loss": None, "val_accuracy": None, "floors": {}}
+RESULT = {"steps": 1, "nonfinite_step": None, "val_loss": None, "val_accuracy": None, "floors": {}, "metrics": {}}
 SHORT = ("trainer.val_batches=1", "trainer.val_every=0")
 TINY = (*ALONE[:-2], "callbacks.progress=false", "trainer=ddp_cpu", *SHORT, "trainer.log_every=5")
 
