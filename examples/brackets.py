@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from minitx.analysis import Sentence, Snapshot, head_scores, heads_figure, save_figure, syntax_scores, take_snapshot
-from minitx.config import OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig, TransformerConfig
+from minitx.config import RunConfig, TrainerConfig, node
 from minitx.data.task import Task
+from minitx.nn import build_model
 from minitx.training.checkpoints import load_model
+from minitx.training.optimizers import adamw, cosine
 from minitx.training.run import train
 
 SYMBOLS = ".([{<"
@@ -73,9 +75,9 @@ def sentences(count: int, seed: int) -> list[Sentence]:
 def main(steps: int = 1200, seed: int = 0, folder: str | Path = "runs/brackets") -> dict[str, float]:
     """Train, then look at the heads on 100 new rows. Return the accuracy and the best head's agreement with its controls."""
     config = RunConfig(
-        model=TransformerConfig(embed_dim=64, num_heads=4, num_layers=3, max_len=64),
-        optimizer=OptimizerConfig(lr=3e-3),
-        schedule=ScheduleConfig(warmup_steps=min(50, steps)),
+        model=node(build_model, embed_dim=64, num_heads=4, num_layers=3, max_len=64),
+        optimizer=node(adamw, lr=3e-3),
+        schedule=node(cosine, warmup_steps=min(50, steps)),
         trainer=TrainerConfig(max_steps=steps, val_every=0, threads=1, accelerator="cpu"),
         seed=seed,
     )

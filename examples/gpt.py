@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig
+from minitx.config import RunConfig, TrainerConfig, node
 from minitx.data import kjv
 from minitx.nn import Block, FeedForward, MultiHeadAttention, init_weights
+from minitx.training.optimizers import adamw, cosine
 from minitx.training.run import train
 
 
@@ -94,8 +95,8 @@ def main(steps: int = 300, folder: str | Path = "runs/gpt") -> tuple[float, str]
     model = GPT(task.tokenizer.vocab_size)
     config = RunConfig(
         data={"_target_": "minitx.data.kjv", "context_len": 64, "batch_size": 32},
-        optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.1),
-        schedule=ScheduleConfig(warmup_steps=min(50, steps)),
+        optimizer=node(adamw, lr=3e-3, weight_decay=0.1),
+        schedule=node(cosine, warmup_steps=min(50, steps)),
         trainer=TrainerConfig(max_steps=steps, val_every=0, val_batches=20, clip=1.0),
     )
     result = train(config, Path(folder), model=model, data=task, batch_size=32)

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from why_scale_figures import Output, output_folder
 
 from minitx.analysis import attention_statistics, capture, zhai_entropy_bound
-from minitx.config import OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
+from minitx.config import ParameterRule, TransformerConfig
 from minitx.data import kv_lookup
 from minitx.data.task import VALIDATION_SEED, Batch, generator
 from minitx.nn import AttentionCall, DecoderLM, attention_weights, fold_scale, masked_softmax, scale_multiplier
-from minitx.training.optimizers import build_optimizer, lr_factor
+from minitx.training.optimizers import adamw, cosine
 
 WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SCALES = ("unscaled", "inv_sqrt", "inv")
@@ -265,7 +265,7 @@ def recall_loss(model: nn.Module, batch: Batch) -> Tensor:
 def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
     """Train on 64 new examples per step and return the losses. 5 % warm-up, then cosine decay to a tenth of the peak rate."""
     losses = []
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(ScheduleConfig(warmup_steps=steps // 20), steps))
+    schedule = cosine(optimizer, steps, warmup_steps=steps // 20)
     for step in range(steps):
         loss = recall_loss(model, TASK.train(64, generator(0, "train", step)))
         optimizer.zero_grad()
@@ -279,7 +279,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
 def recall_accuracy(lr: float, **switches: Any) -> float:
     """Return the accuracy on 1,024 validation examples after 100 AdamW updates with peak rate ``lr``. Chance is 1/16."""
     model, batch = one_layer(**switches), unseen_batch()
-    train(model, build_optimizer(model, OptimizerConfig(lr=lr), head_dim=64), steps=100)
+    train(model, adamw(model, lr=lr), steps=100)
     with torch.no_grad():
         return (answers(model, batch).argmax(-1) == batch["labels"][:, -1]).double().mean().item()
 
@@ -287,7 +287,7 @@ def recall_accuracy(lr: float, **switches: Any) -> float:
 def first_logit_step(lr: float = 1e-2, **switches: Any) -> float:
     """Return the RMS change of the last query's attention logits in the first AdamW update."""
     model, batch = one_layer(**switches), TASK.train(64, generator(0, "train", 0))
-    optimizer = build_optimizer(model, OptimizerConfig(lr=lr), head_dim=64)
+    optimizer = adamw(model, lr=lr)
     with capture(model, what="scores") as seen:
         recall_loss(model, batch).backward()
         optimizer.step()
@@ -331,7 +331,7 @@ def training(out: Output) -> None:
 def folded_adamw(model: DecoderLM, fold: float) -> Optimizer:
     """Return AdamW with the rate of W_Q multiplied by ``fold`` and its eps divided by it."""
     rule = ParameterRule(match="q_proj", lr=fold, eps=1 / fold)
-    return build_optimizer(model, OptimizerConfig(lr=1e-2, rules=(rule,)), head_dim=64)
+    return adamw(model, lr=1e-2, rules=(rule,))
 
 
 def adafactor(model: DecoderLM, fold: float) -> Optimizer:

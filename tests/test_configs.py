@@ -12,7 +12,7 @@ from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.compose import compose_cell, compose_config, compose_grid
 from minitx.cli.launch import run_training
 from minitx.config import RunConfig, to_dict
-from minitx.training.nodes import completed
+from minitx.training.nodes import with_defaults
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and not path.name.startswith("_"))
@@ -39,8 +39,7 @@ def test_every_option_composes(options):
 
 
 def test_a_run_without_a_word_has_the_defaults_of_the_dataclasses():
-    config = RunConfig()
-    assert compose_config([]) == dataclasses.replace(config, data=completed(config.data, "data"))
+    assert compose_config([]) == with_defaults(RunConfig())
 
 
 @pytest.fixture(scope="module")

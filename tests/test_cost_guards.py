@@ -19,16 +19,17 @@ from minitx.analysis.canvas import panels
 from minitx.analysis.counting import allocations
 from minitx.config import (
     CallbacksConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
     ProbeConfig,
     RunConfig,
     TrainerConfig,
     TransformerConfig,
+    node,
 )
-from minitx.nn import DecoderLM
+from minitx.nn import DecoderLM, build_model
 from minitx.nn.backends import chunked
 from minitx.training.module import TrainingModule
+from minitx.training.objectives import CrossEntropy
+from minitx.training.optimizers import adamw
 from minitx.training.run import train
 
 PACKAGE = Path(minitx.__file__).parent
@@ -56,14 +57,15 @@ class Dispatched(TorchDispatchMode):
 
 def config(steps, *, layers=1, **groups):
     values = {
-        "model": TransformerConfig(embed_dim=8, num_heads=2, num_layers=layers, ffn_dim=16, max_len=32),
+        "model": node(build_model, embed_dim=8, num_heads=2, num_layers=layers, ffn_dim=16, max_len=32),
         "data": {"_target_": "minitx.data.kv_lookup", "batch_size": 12, "val_size": 5},
-        "optimizer": OptimizerConfig(weight_decay=0.1),
+        "optimizer": node(adamw, weight_decay=0.1),
+        "objective": node(CrossEntropy),
         "trainer": TrainerConfig(max_steps=steps, clip=1.0, accelerator="cpu", val_every=0, log_every=1000, ckpt_every=0),
         "callbacks": CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=3)),
     }
     changed = {
-        name: {**values[name], **keys} if name == "data" else dataclasses.replace(values.get(name, ObjectiveConfig()), **keys)
+        name: {**values[name], **keys} if isinstance(values[name], dict) else dataclasses.replace(values[name], **keys)
         for name, keys in groups.items()
     }
     return RunConfig(**{**values, **changed})

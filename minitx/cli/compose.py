@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
+import logging
 import sys
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -21,17 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.ablation.design import AblationConfig
-from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict, is_part
+from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_part
 from minitx.config.schema import defaults
+from minitx.config.training import MODEL, NODES
 
-GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer")
+log = logging.getLogger(__name__)
+
+GROUPS = (*NODES, "trainer")
 """The groups of which every run has one option."""
-
-
-def _typed(group: str) -> list[Any]:
-    """The dataclass of a group, if it has one."""
-    hint = typing.get_type_hints(RunConfig)[group]
-    return [kind for kind in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(kind)]
 
 
 @cache
@@ -39,8 +35,7 @@ def register_defaults() -> None:
     """Register the defaults of the config classes with Hydra, for ``defaults: [/schema@_here_: NAME]`` in YAML files."""
     store = ConfigStore.instance()
     run = {name: {} if name in GROUPS else value for name, value in defaults(RunConfig).items()}
-    nodes = {name: defaults(cls) for name in GROUPS for cls in _typed(name)}
-    for name, values in {**nodes, "ablation": defaults(AblationConfig)}.items():
+    for name, values in {"trainer": defaults(TrainerConfig), "ablation": defaults(AblationConfig)}.items():
         store.store(group="schema", name=name, node=OmegaConf.create(values, flags={"struct": False}))
     node = OmegaConf.create(run)
     for group in filter(OmegaConf.is_dict, node.values()):  # takes any key, which is read later: one reader says what is wrong
@@ -70,44 +65,54 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
                 f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
             )
         _check_option(name, values[name], typed)
-        if "_target_" in values[name] and any(set(defaults(cls)) <= set(values[name]) for cls in _typed(name)):
-            raise ConfigError(
-                f"{name}._target_={values[name]['_target_']} stands among the keys of minitx's own {name}: "
-                f"put '- override /{name}: null' into the defaults of your config, or type ~{name} +{name}._target_=VALUE"
-            )
     for name in ("debug", "ablation"):
         values.pop(name, None)
-    if (values.get("init_from") or {}).get("path") and "_target_" not in values["model"]:
+    if (values.get("init_from") or {}).get("path") and values["model"].get("_target_") == MODEL:
         from minitx.training.checkpoints import stored_shape
 
         words = [word for word in typed if word.lstrip("+~").startswith("model.")]
         shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."))
         chosen = {name.lstrip("+~").partition(".")[2].partition("=")[0] for name in words}
-        values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}}
+        values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
+    values = _without_leftovers(values, typed)
     config = from_dict(RunConfig, values)
-    if config.experiment == "finetune" and config.init_from.path is None and isinstance(config.model, TransformerConfig):
+    if config.experiment == "finetune" and config.init_from.path is None and config.model["_target_"] == MODEL:
         raise ConfigError("experiment=finetune goes on with a model: add init_from.path=FOLDER, or model=hf model.path=FOLDER")
-    from minitx.training.nodes import check_data, completed  # which find the data set, and with it torch
+    from minitx.training.nodes import check_nodes, with_defaults  # which find the targets, and with them torch
 
-    check_data(config.data)
-    return dataclasses.replace(config, data=completed(config.data, "data"))
+    check_nodes(config)
+    return with_defaults(config)
+
+
+def _without_leftovers(values: dict[str, Any], typed: Iterable[str]) -> dict[str, Any]:
+    """Return the config without the keys that an experiment sets for its own option of a part, if another ``group=OPTION`` was typed.
+
+    These keys belong to another option of ours. Any other key that the target does not know is kept, and refused later.
+    """
+    from minitx.training.nodes import foreign_keys, target_of
+
+    found = dict(values)
+    words = [word.lstrip("+~").partition("=")[0] for word in typed]
+    for name in [name for name in NODES if name in words and name != "data" and is_part(values[name])]:
+        texts = [path.read_text(encoding="utf-8") for path in files("minitx.configs").joinpath(name).iterdir()]
+        options: list[Any] = [OmegaConf.create(text) for text in texts if "_target_:" in text]
+        known = {key for option in options for key in defaults(target_of(option, name))}
+        left = [key for key in foreign_keys(values[name], name) if key in known and f"{name}.{key}" not in words]
+        if left:
+            log.info("%s: without %s, which the experiment sets for another option", name, ", ".join(left))
+            found[name] = {key: value for key, value in values[name].items() if key not in left}
+    return found
 
 
 def _check_option(group: str, node: Mapping[str, Any], typed: Iterable[str]) -> None:
     """Raise a ConfigError if ``group=OPTION`` was typed, but keys of an experiment make the group something else."""
     chosen = [word.partition("=")[2] for word in typed if word.startswith(f"{group}=")]
-    hints = [typing.get_type_hints(cls).get("name") for cls in _typed(group)]
-    names = {name for hint in hints for name in typing.get_args(hint)}
-    found = "_target_" if "_target_" in node else "name"
     file = files("minitx.configs").joinpath(group, f"{chosen[-1]}.yaml") if chosen else None
     option: Any = OmegaConf.create(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
     target = option.get("_target_")
-    differs = (
-        node.get("_target_") != target if target else bool(chosen) and chosen[-1] in names and node.get(found) != chosen[-1]
-    )
-    if differs:
+    if target and node.get("_target_") != target:
         raise ConfigError(
-            f"{group}={chosen[-1]} was typed, but the config also says {group}.{found}={node.get(found)}, which comes later: "
+            f"{group}={chosen[-1]} was typed, but the config also says {group}._target_={node.get('_target_')}, which comes later: "
             f"leave out {group}={chosen[-1]}, or these keys of {group}"
         )
 

@@ -58,6 +58,7 @@ def _generate(config: GenerateConfig) -> None:
     import torch
 
     from minitx.cli.inputs import open_stored, reader_of_ids, shape_of
+    from minitx.training.build import config_of
     from minitx.training.checkpoints import place
 
     stored = open_stored(config.ckpt_path, trust=config.trust)
@@ -67,7 +68,7 @@ def _generate(config: GenerateConfig) -> None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text")
     if tokenizer is None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds no tokenizer: its model was not trained on text")
-    if "_target_" in stored.state["model"]:
+    if config_of(model) is None:
         model = reader_of_ids(stored)
     generator = torch.Generator().manual_seed(config.seed)
     answer = partial(_answer, place(model, config.device), tokenizer, config, generator)

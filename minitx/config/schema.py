@@ -10,6 +10,7 @@ import difflib
 import inspect
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,6 +27,8 @@ PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 Part = Mapping[str, Any]
 """A node of a config: ``_target_`` and arguments for it."""
+
+_FIELDS_OF = "__config_class__"
 
 
 class ConfigError(ValueError):
@@ -72,6 +75,33 @@ class Config:
         """Raise a ConfigError for fields that do not fit together."""
 
 
+def takes_fields_of(cls: type) -> Callable[[T], T]:
+    """Decorate a function whose first argument is a ``cls``, a dataclass: the other keys of its node are the fields of ``cls``."""
+
+    def decorate(function: T) -> T:
+        setattr(function, _FIELDS_OF, cls)
+        return function
+
+    return decorate
+
+
+def config_class_of(target: Any) -> type | None:
+    """Return the dataclass whose fields are the keys of a node with this target, or None if its arguments are."""
+    return getattr(target, _FIELDS_OF, None)
+
+
+def node(target: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Return the node that calls ``target`` with ``arguments``. It names the shortest module that has the target.
+
+    >>> node(Bound, wanted="be even")
+    {'_target_': 'minitx.config.schema.Bound', 'wanted': 'be even'}
+    """
+    parts = target.__module__.split(".")
+    modules = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+    public = [name for name in modules if getattr(sys.modules.get(name), target.__name__, None) is target]
+    return {"_target_": f"{[*public, modules[-1]][0]}.{target.__qualname__}", **to_dict(arguments)}
+
+
 @cache
 def hints_of(target: Any) -> dict[str, Any]:
     """Return the hints of the fields of a dataclass, or of the parameters of a function or class. {} if they cannot be resolved."""
@@ -113,17 +143,18 @@ def read_call(
     target: Callable[..., Any],
     values: Mapping[str, Any],
     path: str = "",
-    given: Collection[str] = (),
+    given: Collection[str] | None = (),
     positional: int = 0,
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Read ``values`` as arguments of ``target``, a function or class, by its signature.
 
-    A parameter without a hint takes any value. A value that is a node (``_target_``) is left as it is.
+    A parameter without a hint takes any value. A value that is a node (``_target_``) is left as it is. ``values`` of a target with
+    ``takes_fields_of`` become one argument, its dataclass.
 
     Args:
         path: the beginning of keys in messages.
-        given: names of arguments that the caller adds.
+        given: names of arguments that the caller adds; None: any may come later.
         positional: the number of first arguments that the caller passes by position.
         beside: keys that stand beside ``values`` and are read by others, for messages.
 
@@ -134,14 +165,15 @@ def read_call(
         parameters = list(inspect.signature(target).parameters.values())[positional:]
     except (ValueError, TypeError):  # some written in C have no signature
         return dict(values)
-    hints, named = (
-        hints_of(target),
-        {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)},
-    )
+    if (cls := config_class_of(target)) is not None:
+        return {parameters[0].name: from_dict(cls, values, path)}
+    hints = hints_of(target)
+    named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     if not any(one.kind is one.VAR_KEYWORD for one in parameters):
         _check_names(values, named, path, beside)
     for name, one in named.items():
-        require(one.default is not one.empty or name in values or name in given, f"{path}{name} is missing")
+        known = given is None or one.default is not one.empty or name in values or name in given
+        require(known, f"{path}{name} is missing")
     return {name: read(hints.get(name, Any), value, f"{path}{name}") for name, value in values.items()}
 
 
@@ -167,12 +199,12 @@ def read(hint: Any, value: Any, key: str) -> Any:
     if hint is tuple or origin is tuple:
         return _read_tuple(parts or (Any, ...), value, key)
     if origin is Mapping:
-        require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")
+        require(isinstance(value, Mapping), f"{key}={_shown(value)!s:.60} must be a group of keys")
         return {str(name): read(parts[1], entry, f"{key}.{name}") for name, entry in value.items()}
     if dataclasses.is_dataclass(hint):
         if isinstance(value, typing.cast(type, hint)):
             return value
-        require(isinstance(value, Mapping), f"{key}={_shown(value)} must be a group of keys")
+        require(isinstance(value, Mapping), f"{key}={_shown(value)!s:.60} must be a group of keys")
         return from_dict(typing.cast(type, hint), value, f"{key}.")
     return _read_plain(hint, value, key)
 
@@ -287,6 +319,7 @@ def to_dict(config: Any) -> Any:
 def defaults(target: Any) -> dict[str, Any]:
     """Return the defaults of a dataclass, or of the parameters of a function, as plain data. A key that must be given is ``???``."""
     found: dict[str, Any] = {}
+    target = config_class_of(target) or target
     if dataclasses.is_dataclass(target):
         for field in dataclasses.fields(target):
             if field.default_factory is not dataclasses.MISSING:

@@ -1,4 +1,4 @@
-"""The configs of training: objective, optimizer, schedule, trainer, callbacks."""
+"""The config of a run: its parts, which are nodes, and the options of the trainer, the callbacks and the evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from minitx.config.schema import (
     NotNegative,
     Part,
     Positive,
-    Share,
     is_part,
     nearest,
     require,
@@ -25,23 +24,20 @@ from minitx.config.schema import (
 IGNORED = -100
 """The label of positions that do not count."""
 
+CONFIG_DIR = "--config-dir="
+"""The option of the command line that names a folder of the user's own configs."""
 
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig(Config):
-    """The loss: cross-entropy, averaged over the labels of a whole optimizer step.
+MODEL = "minitx.nn.build_model"
+"""The ``_target_`` of our models, whose arguments are the fields of ``TransformerConfig``."""
 
-    Attributes:
-        name: cross_entropy.
-        label_smoothing: share of the target probability that is spread over all classes.
-        chunk_tokens: compute logits for this many tokens at a time to save memory (for example 1024), with head=lm; null: for
-            all.
-        count_correct: count right answers in training steps, for train_accuracy.
-    """
-
-    name: Literal["cross_entropy"] = "cross_entropy"
-    label_smoothing: Share = 0.0
-    chunk_tokens: Count | None = None
-    count_correct: bool = True
+NODES = {
+    "model": MODEL,
+    "data": "minitx.data.kjv",
+    "objective": "minitx.training.objectives.CrossEntropy",
+    "optimizer": "minitx.training.optimizers.adamw",
+    "schedule": "minitx.training.optimizers.cosine",
+}
+"""The parts of a run, and the ``_target_`` of each that is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,55 +80,6 @@ def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") 
     matched = re.fullmatch(r"head_dim\^(-?\d+(?:\.\d+)?)", factor.strip())
     require(matched is not None, f"{key}={factor} must be a number or head_dim^p, for example head_dim^-0.25")
     return float(head_dim) ** float(matched[1])  # type: ignore[index]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Config):
-    """``adamw`` or ``sgd`` for every parameter, or ``muon`` for the matrices of the blocks and AdamW for the rest.
-
-    Weight decay is not applied to vectors (biases, norms).
-
-    Attributes:
-        name: adamw | sgd | muon (the blocks' matrices; AdamW for the rest).
-        lr: the peak learning rate.
-        matrix_lr: for muon: the learning rate of the blocks' matrices; all other parameters use lr.
-        momentum: momentum of muon and sgd.
-        ns_steps: for muon: Newton-Schulz iterations per update.
-        weight_decay: weight decay, not applied to vectors (biases, norms).
-        betas: decay rates of the two moments.
-        eps: added to the square root of the second moment.
-        rules: [{match: q_proj, lr: head_dim^-0.25, trainable: true}]: factors by name.
-    """
-
-    name: Literal["adamw", "muon", "sgd"] = "adamw"
-    lr: Positive = 1e-3
-    matrix_lr: Positive = 0.02
-    momentum: Share = 0.95
-    ns_steps: Count = 5
-    weight_decay: NotNegative = 0.0
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    rules: tuple[ParameterRule, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Config):
-    """The learning rate over the run: a linear warm-up, then the schedule ``name``.
-
-    Attributes:
-        name: the schedule after the warm-up.
-        warmup_steps: steps of a linear rise from zero.
-        final_lr: final learning rate, as a share of optimizer.lr.
-        decay_fraction: for trapezoid: the last part of the run, in which the learning rate falls.
-    """
-
-    name: Literal["cosine", "linear", "constant", "trapezoid"] = "cosine"
-    warmup_steps: Natural = 0
-    final_lr: NotNegative = 0.1
-    decay_fraction: float = 0.2
-
-    def check(self) -> None:
-        require(0.0 < self.decay_fraction <= 1.0, f"decay_fraction={self.decay_fraction} must lie in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,3 +310,92 @@ def check_parts(group: Mapping[str, Any], path: str, known: tuple[str, ...] = ()
         option = f"choose its option, as in '{path}=[{'default' if known else 'csv'},{name}]', or give {path}.{name}._target_"
         near = nearest(name, known, f"{path}.") or f": {option}"
         require(node is None or is_part(node), f"{path}.{name} has no _target_, which names a class{near}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitFrom(Config):
+    """Weights to start from. Optimizer, step and order of the data start from the beginning.
+
+    Attributes:
+        path: a checkpoint, a folder with config.json and weights (Hugging Face's or ours), or a name on the hub; null: new
+            weights.
+        overrides: keys that replace those of a Hugging Face config.json.
+        ignore: names or patterns of tensors in a Hugging Face folder to ignore.
+        fold_scale: allow another model.scale than that of the file. W_Q and W_K are then multiplied so that the model starts as
+            the same function.
+    """
+
+    path: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
+    fold_scale: bool = False
+
+    def check(self) -> None:
+        require(self.path != "", "path= must name a checkpoint or a model folder")
+        require(not self.fold_scale or self.path is not None, "fold_scale=true needs init_from.path, the weights to fold")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Config):
+    """One training run.
+
+    ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` are nodes: ``_target_`` names a function or class, and the
+    other keys are its arguments (``minitx.config.node`` makes a node in Python). ``batch_size`` and ``num_workers`` belong to every
+    data set. ``output_dir`` is relative to the current folder.
+
+    Attributes:
+        experiment: a name for the run's folder: runs/<experiment>/<date_time>/.
+        tags: words about the run, for config.yaml and Weights & Biases.
+        optimized_metric: the metric of result.json that a sweep optimizes.
+        model: the model.
+        data: the data set; batch_size and num_workers are keys of every one.
+        objective: the loss.
+        optimizer: the optimizer.
+        schedule: the learning-rate schedule.
+        trainer: steps, devices, precision, checkpoints.
+        logger: loggers in addition to metrics.csv, by name.
+        callbacks: callbacks of the run, by name.
+        evaluation: the evaluation after training.
+        seed: seed of the initial weights, the order of the rows, and dropout.
+        ckpt_path: a checkpoint to continue from; last: the newest one in output_dir.
+        init_from: weights to start from.
+        output_dir: the run's folder, relative to the current one.
+        on_nonfinite: at a loss or gradient that is not finite: stop (exit code 3, the last good checkpoint is kept) | record
+            (end with exit code 0).
+        imports: modules to import first, for example one that registers a backend.
+        traceback: show the traceback of an error.
+        trust: build any class that a checkpoint names. This can run any code.
+    """
+
+    experiment: str = "default"
+    tags: tuple[str, ...] = ()
+    optimized_metric: str = "val_loss"
+    model: Part = field(default_factory=lambda: {"_target_": NODES["model"]})
+    data: Part = field(default_factory=lambda: {"_target_": NODES["data"], "batch_size": 12})
+    objective: Part = field(default_factory=lambda: {"_target_": NODES["objective"]})
+    optimizer: Part = field(default_factory=lambda: {"_target_": NODES["optimizer"]})
+    schedule: Part = field(default_factory=lambda: {"_target_": NODES["schedule"]})
+    trainer: TrainerConfig = TrainerConfig()
+    logger: Mapping[str, Part | None] = field(default_factory=dict)
+    callbacks: CallbacksConfig = CallbacksConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    seed: int = 0
+    ckpt_path: str | None = None
+    init_from: InitFrom = InitFrom()
+    output_dir: str | None = None
+    on_nonfinite: Literal["stop", "record"] = "stop"
+    imports: tuple[str, ...] = ()
+    traceback: bool = False
+    trust: bool = False
+
+    def check(self) -> None:
+        require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")
+        for name in ("ckpt_path", "output_dir"):
+            require(getattr(self, name) != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
+        for name in NODES:
+            is_node = is_part(getattr(self, name))
+            require(is_node, f"{name} has no _target_, which names what to build: choose an option, {name}=OPTION")
+        check_parts(self.logger, "logger")
+        check_parts(self.callbacks.parts, "callbacks", ("progress", "probe", "samples", "wandb"))
+        best = self.evaluation.test == "best" and not self.trainer.ckpt_every
+        require(not best, "evaluation.test=best needs best.ckpt, which trainer.ckpt_every=0 does not write")

@@ -36,7 +36,7 @@ from minitx.nn.masks import (
     from_key_padding_mask,
     intersect,
 )
-from minitx.nn.models import DecoderLM, Encoder, EncoderDecoder, VisionTransformer
+from minitx.nn.models import DecoderLM, Encoder, EncoderDecoder, VisionTransformer, build_model
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import LearnedPositions, Rotary, RotaryScaling, SinusoidalPositions
 from minitx.nn.scale import ScoreScale, fold_scale, scale_multiplier, set_scale
@@ -78,6 +78,7 @@ __all__ = [
     "attention_scores",
     "attention_weights",
     "backend_names",
+    "build_model",
     "explain_backends",
     "fold_scale",
     "from_key_padding_mask",

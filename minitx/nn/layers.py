@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
-from minitx.config.model import of_layer
+from minitx.config.transformer import of_layer
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
 from minitx.nn.blocks import Block, LayerScale, StochasticDepth

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig
+from minitx.config.schema import takes_fields_of
 from minitx.nn.bias import as_bias
 from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache, LayerCache
@@ -559,6 +560,7 @@ class EncoderDecoder(TransformerModel):
 MODELS = {model.architecture: model for model in (DecoderLM, Encoder, EncoderDecoder, VisionTransformer)}
 
 
+@takes_fields_of(TransformerConfig)
 def build_model(config: TransformerConfig, core: Core | None = None) -> TransformerModel:
     """Build the model of ``config.architecture``. ``core`` builds the attention core of each layer, instead of ``config.attention``.
 

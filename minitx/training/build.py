@@ -1,4 +1,4 @@
-"""Build data and network of a run from its config: ours, or the user's own, which are nodes with ``_target_``."""
+"""Build data and network of a run from the nodes of its config."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import minitx.data as data_sets
-from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, is_part
-from minitx.config.schema import Count, Natural, first_line, nearest, read
+from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
+from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read
+from minitx.config.training import MODEL, NODES
 from minitx.data.task import Batch, Task, num_targets
 from minitx.data.tokenizers import Tokenizer
-from minitx.nn.models import build_model
 from minitx.nn.modes import evaluating
-from minitx.training.nodes import LOADING, build, check_data, named_by, without_loading
+from minitx.training.nodes import LOADING, arguments_of, build, check_data, named_by, target_of, without_loading
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -32,15 +32,16 @@ log = logging.getLogger(__name__)
 
 OURS = (
     *("minitx.config.TransformerConfig", "minitx.nn.DecoderLM", "minitx.nn.Encoder", "minitx.nn.EncoderDecoder"),
-    *("minitx.nn.VisionTransformer", "minitx.nn.MultiHeadAttention", "minitx.training.objectives.CrossEntropy"),
+    *("minitx.nn.VisionTransformer", "minitx.nn.MultiHeadAttention"),
 )
 """Classes of this package that a checkpoint may name."""
 
 BUILDERS = {
     "data": frozenset(f"minitx.data.{name}" for name in data_sets.__all__ if name != "Task"),
-    "model": frozenset(["minitx.interop.hf_from_config"]),
+    "model": frozenset([MODEL, "minitx.interop.hf_from_config"]),
+    "objective": frozenset([NODES["objective"]]),
 }
-"""Functions of this package that a checkpoint may name, by the key of their node. They run no other code."""
+"""Parts of this package that a checkpoint may name, by the key of their node. They run no other code."""
 
 GIVEN = "given to train() from Python"
 """The ``_target_`` in a checkpoint for data and objectives that were objects. Nothing can be built from it."""
@@ -434,21 +435,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     from lightning.pytorch import LightningModule
 
     torch.manual_seed(config.seed)
-    if model is None and isinstance(config.model, TransformerConfig):
-        shape = fit_model_config(config.model, data)
-        try:
-            model = build_model(shape, core_of(shape))
-        except (ValueError, TypeError, RuntimeError, MemoryError) as error:  # what torch says of sizes, it says in many lines
-            raise ConfigError(f"model cannot be built: {first_line(error)}") from error
-    elif model is None:
-        assert isinstance(config.model, Mapping)
-        task = getattr(data, "task", None)
-        asked = {"task": getattr(task, "kind", None), "tokenizer": getattr(task, "tokenizer", None)}
-        model = build(config.model, "model", {**decided_fields(data), **asked})
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model._target_={config.model['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
-            )
+    model = network_of(config.model, data) if model is None else model
     if isinstance(model, LightningModule):
         return model
     check_network(model, decided_fields(data))
@@ -457,6 +444,41 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     if config.trainer.precision == "64-true":
         to_float64(model)  # Lightning would, after it has loaded a checkpoint into float32
     return model
+
+
+def network_of(node: Part, data: L.LightningDataModule | None = None) -> nn.Module:
+    """Build the network of a node of ``model``, with the fields that the data decide if ``data`` is given.
+
+    Raises:
+        ConfigError: the model cannot be built, does not fit the data, or is no ``torch.nn.Module``.
+    """
+    given: dict[str, Any] = {}
+    if is_shape(node):
+        node = node if data is None else fitted(node, data)
+        given["core"] = core_of(shape_of_node(node))
+    elif data is not None:
+        task = getattr(data, "task", None)
+        asked = {"task": getattr(task, "kind", None), "tokenizer": getattr(task, "tokenizer", None)}
+        given = {**decided_fields(data), **asked}
+    model = build(node, "model", given)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model._target_={node['_target_']} must give a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def is_shape(node: Part) -> bool:
+    """Return whether the keys of a node of ``model`` are the fields of a ``TransformerConfig``."""
+    return config_class_of(target_of(node, "model")) is TransformerConfig
+
+
+def shape_of_node(node: Part) -> TransformerConfig:
+    """Return the ``TransformerConfig`` of a node of ``model``."""
+    return from_dict(TransformerConfig, arguments_of(node), "model.")
+
+
+def node_of(shape: TransformerConfig) -> dict[str, Any]:
+    """Return the node of ``model`` for one of our models. The inverse of ``shape_of_node``."""
+    return {"_target_": MODEL, **to_dict(shape)}
 
 
 def check_network(network: nn.Module, fields: Mapping[str, Any]) -> None:
@@ -505,15 +527,15 @@ def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:
     return fields
 
 
-def fit_model_config(model: TransformerConfig, data: L.LightningDataModule) -> TransformerConfig:
-    """Return the model's config with the fields that the data decide: vocabulary, labels, images, special ids.
+def fitted(node: Part, data: L.LightningDataModule) -> dict[str, Any]:
+    """Return the node of one of our models with the fields that the data decide: vocabulary, labels, images, special ids.
 
     Raises:
         ConfigError: the model is for another task or too small for the data, or there are fewer rows than in a batch.
     """
     from minitx.data.datamodule import DataModule
 
-    fields, longest = decided_fields(data), 0
+    model, fields, longest = shape_of_node(node), decided_fields(data), 0
     fields.pop("num_classes", None)
     if isinstance(data, DataModule):
         data.check_batch()
@@ -533,7 +555,7 @@ def fit_model_config(model: TransformerConfig, data: L.LightningDataModule) -> T
             how = "is smaller than" if name == "vocab_size" else "differs from"
             raise ConfigError(f"model.{name}={given} {how} {what} of the data, {value}")
         found[name] = value if given is None or (given == 0 and not name.endswith("_id")) else given
-    return dataclasses.replace(model, **found)
+    return {"_target_": node["_target_"], **to_dict(dataclasses.replace(model, **found))}
 
 
 def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any]) -> None:

@@ -25,14 +25,14 @@ from torch import nn
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
 from minitx.config.schema import first_line
+from minitx.config.training import MODEL
 from minitx.data import tokenizers
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
-from minitx.nn.models import build_model
 from minitx.nn.scale import ScoreScale, fold_scale
 from minitx.training import rank
-from minitx.training.build import GIVEN, check_trusted, config_of, core_of, import_modules, load_data
-from minitx.training.nodes import build, completed
+from minitx.training.build import GIVEN, check_trusted, config_of, import_modules, load_data, network_of
+from minitx.training.nodes import arguments_of, completed
 from minitx.training.objectives import Objective, build_objective
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def _read(path: Path) -> dict[str, Any]:
         check_digest(path)
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         state = dict(found["minitx"])
-        dict(state["model"])
+        if not is_part(state["model"]):
+            raise ConfigError("a minitx before version 0.2 wrote it, which this one does not read")
     except ConfigError:
         raise
     except Exception as error:  # torch raises many kinds for a damaged or foreign file
@@ -237,7 +238,7 @@ def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
         raise ConfigError(f"init_from.path={path} is a folder without config.json")
     checkpoint = read_checkpoint(place, key="init_from.path", verb="start from")
     state = checkpoint["minitx"]
-    shape = None if "_target_" in state["model"] else dict(state["model"])
+    shape = arguments_of(state["model"]) if state["model"]["_target_"] == MODEL else None
     return network_weights(checkpoint), shape, tokenizers.from_dict(state["tokenizer"]) if state["tokenizer"] else None
 
 
@@ -329,25 +330,29 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     if config.ckpt_path is None:
         return 0
     checkpoint = read_checkpoint(config.ckpt_path)
-    saved, wanted = checkpoint["minitx"]["model"], state["model"]
-    if not is_part(saved) and not is_part(wanted):  # options that are younger than it, at their defaults
-        saved = to_dict(TransformerConfig(**saved))
-    other = [f"{name} {saved.get(name)} != {value}" for name, value in wanted.items() if saved.get(name) != value]
+    other = changes_of(checkpoint["minitx"]["model"], state["model"], "model")
     if other:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds another model than the config asks for: {'; '.join(other)}")
     for name in ("optimizer", "schedule"):  # their state in the checkpoint would win over the config
-        saved, wanted = checkpoint["minitx"]["config"][name], state["config"][name]
-        keys = [key for key in saved | wanted if saved.get(key) != wanted.get(key)]
-        if keys:
-            changed = "; ".join(f"{name}.{key} {saved.get(key)} != {wanted.get(key)}" for key in keys)
+        changed = changes_of(checkpoint["minitx"]["config"][name], state["config"][name], name)
+        if changed:
             raise ConfigError(
-                f"ckpt_path={config.ckpt_path} goes on with its own {name}, and the config asks for another: {changed}. "
+                f"ckpt_path={config.ckpt_path} goes on with its own {name}, and the config asks for another: "
+                f"{'; '.join(f'{name}.{key}' for key in changed)}. "
                 "Leave it as it was, or start a new run from the weights with init_from.path"
             )
     step, most = int(checkpoint["global_step"]), config.trainer.max_steps
     if most is not None and step > most:
         raise ConfigError(f"ckpt_path={config.ckpt_path} is of step {step}, after trainer.max_steps={most}")
     return step if state["prefix"] else checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
+
+
+def changes_of(saved: Mapping[str, Any], wanted: Mapping[str, Any], key: str) -> list[str]:
+    """Return the keys in which two nodes differ, with both values. A key that is missing is at the default of the target."""
+    if saved and saved.get("_target_") == wanted.get("_target_"):
+        saved, wanted = completed(saved, key), completed(wanted, key)
+    names = {**wanted, **saved}
+    return [f"{name} {saved.get(name)} != {wanted.get(name)}" for name in names if saved.get(name) != wanted.get(name)]
 
 
 # --- building the contents of a checkpoint again
@@ -439,8 +444,8 @@ def load_stored(
     values |= {"ckpt_path": None, "init_from": {}, "output_dir": None}
     trainer = {key: value for key, value in values["trainer"].items() if key not in ("plugins", "profiler", "extra")}
     values |= {"trainer": trainer, "model": state["model"]}
-    for name in ("optimizer", "schedule"):
-        values.pop(name, None)
+    values = {name: value for name, value in values.items() if name not in ("optimizer", "schedule")}
+    values["objective"] = values["objective"] or {"_target_": GIVEN}  # a LightningModule of the user's has its own
     changes = dict(changes or {})
     untrusted = {}
     for name in ("model", "data", "objective"):
@@ -459,21 +464,13 @@ def load_stored(
     try:
         tokenizer = None if state["tokenizer"] is None else tokenizers.from_dict(state["tokenizer"])
         if model is None:
-            model = build_stored(values["model"])
+            model = network_of(values["model"])
         model.load_state_dict(network_weights(checkpoint))
     except ConfigError:
         raise
     except Exception as error:  # an unknown field, weights of other shapes, a tokenizer of another kind
         raise ConfigError(f"ckpt_path={path} holds a model that cannot be built: {first_line(error)}") from error
     return Stored(str(path), model.eval(), tokenizer, from_dict(RunConfig, values), state, untrusted)
-
-
-def build_stored(node: Mapping[str, Any]) -> nn.Module:
-    """Build the network of a stored node, with new weights."""
-    if is_part(node):
-        return build(node, "model")
-    config = TransformerConfig(**node)
-    return build_model(config, core_of(config))
 
 
 def load_model(

@@ -29,8 +29,7 @@ from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, as_split, num_targets
 from minitx.generation import beam_search, generate
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, rows_of_batch, to_float64
-from minitx.training.checkpoints import build_stored
+from minitx.training.build import Caller, network_of, rows_of_batch, to_float64
 from minitx.training.devices import whole_state
 from minitx.training.loggers import naming
 from minitx.training.module import TrainingModule
@@ -343,7 +342,7 @@ def unsharded(network: nn.Module, config: RunConfig, state: Mapping[str, Any]) -
     """Return a network with whole weights. With ``trainer.strategy=sharded`` it is a copy on the CPU, made by all processes together."""
     if config.trainer.strategy != "sharded":
         return network
-    weights, whole = whole_state(network), build_stored(state["model"])
+    weights, whole = whole_state(network), network_of(state["model"])
     if config.trainer.precision == "64-true":
         to_float64(whole)
     whole.to(next(iter(weights.values())).dtype).load_state_dict(weights)

@@ -23,7 +23,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from minitx.config import ConfigError, OptimizerConfig, RunConfig, ScheduleConfig
+from minitx.config import ConfigError, Part, RunConfig
 from minitx.data.datamodule import DataModule
 from minitx.training import rank
 from minitx.training.build import config_of
@@ -306,27 +306,22 @@ def describe_training(config: RunConfig, objective: Any, data: L.LightningDataMo
     if isinstance(data, DataModule):
         divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
     optimizer, schedule, clip = config.optimizer, config.schedule, config.trainer.clip
-    if isinstance(optimizer, OptimizerConfig):
-        rates = {"lr": optimizer.lr, **({"matrix_lr": optimizer.matrix_lr} if optimizer.name == "muon" else {})}
-        said = [optimizer.name, *(f"{name} {rate:g}" for name, rate in rates.items())]
-        said += [f"weight_decay {optimizer.weight_decay:g} (not of vectors)"] if optimizer.weight_decay else []
-        said += [f"without {rule.match}" for rule in optimizer.rules if not rule.trainable]
-    else:
-        said = _describe_part(optimizer)
-    curve = _describe_part(schedule)
-    if isinstance(schedule, ScheduleConfig):
-        curve = [schedule.name, *([f"warmup_steps {schedule.warmup_steps}"] if schedule.warmup_steps else [])]
     name = getattr(loss, "__name__", type(loss).__name__)
-    parts = (f"{name}, {divisor}", ", ".join(said), ", ".join(curve), f"clip {clip:g}" if clip else "no clip")
+    parts = (f"{name}, {divisor}", describe_node(optimizer), describe_node(schedule), f"clip {clip:g}" if clip else "no clip")
     return " · ".join(parts)
 
 
-def _describe_part(node: Any) -> list[str]:
-    """The last name of a target of the user's, and its arguments that are numbers or words."""
-    if not isinstance(node, Mapping):
-        return []
-    given = [f"{name} {value}" for name, value in node.items() if name[0] != "_" and isinstance(value, str | int | float)]
-    return [str(node["_target_"]).rpartition(".")[2], *given]
+def describe_node(node: Part) -> str:
+    """Return the last name of the target of a node, its arguments that are words or numbers but 0, and what its rules freeze.
+
+    >>> describe_node({"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0, "nesterov": False})
+    'SGD, lr 0.1'
+    """
+    given = {name: value for name, value in node.items() if name[0] != "_" and value and not isinstance(value, bool)}
+    said = [f"{name} {value:g}" for name, value in given.items() if isinstance(value, int | float)]
+    said += [f"{name} {value}" for name, value in given.items() if isinstance(value, str)]
+    said += [f"without {rule['match']}" for rule in node.get("rules", ()) if not rule.get("trainable", True)]
+    return ", ".join([str(node["_target_"]).rpartition(".")[2], *said])
 
 
 def describe_data(data: L.LightningDataModule, val_batches: int | None = None) -> str:

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from minitx.config import ConfigError, OptimizerConfig, RunConfig, TransformerConfig, to_dict
+from minitx.config import ConfigError, RunConfig, TransformerConfig, to_dict
 from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, num_targets
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
-from minitx.training.build import MASKS, Caller, config_of, decided_fields
+from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of
 from minitx.training.checkpoints import FORMAT, read_checkpoint
 from minitx.training.devices import (
     compiled,
@@ -45,7 +45,7 @@ from minitx.training.devices import (
 )
 from minitx.training.nodes import named_by
 from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, check_sum, checked_sums
-from minitx.training.optimizers import build_optimizer, build_schedule, parameter_groups, skips_on_device
+from minitx.training.optimizers import build_optimizer, build_schedule, skips_on_device
 
 log = logging.getLogger(__name__)
 
@@ -307,8 +307,8 @@ def build_module(
     if isinstance(built, CrossEntropy):
         check_head(built, network, ours.head if ours else "none")
     head_dim = ours.width_per_head if ours else 1
-    if isinstance(config.optimizer, OptimizerConfig):
-        parameter_groups(network, config.optimizer, head_dim=head_dim)  # refuses its rules before the run has a folder
+    first = build_optimizer(network, config.optimizer, head_dim)  # what they refuse is said before the run has a folder
+    build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
     if isinstance(data, DataModule) and device_type(config.trainer) == "cpu":
         try_once(network, built, data)
     if isinstance(data, DataModule) and (caller := Caller(network)).packs:
@@ -377,13 +377,13 @@ def stored_state(config: RunConfig, data: L.LightningDataModule, network: nn.Mod
 def stored_node(
     config: RunConfig, data: L.LightningDataModule, ours: TransformerConfig | None, network: nn.Module
 ) -> dict[str, Any]:
-    """Return the description of a model in a checkpoint: the config of one of ours, the attribute
-    ``stored_node`` of the network, the user's node with the fields that the data decided, or the class."""
+    """Return the node of a model in a checkpoint: that of one of ours, the attribute ``stored_node`` of the network, the user's node
+    with the fields that the data decided, or, for a model that was given from Python, its class."""
     if ours is not None:
-        return dict(to_dict(ours))
+        return node_of(ours)
     if isinstance(own := getattr(network, "stored_node", None), Mapping):
         return dict(own)
-    if isinstance(config.model, Mapping):
+    if config.model["_target_"] != GIVEN:
         names = named_by(config.model, "model")
         return {**{name: value for name, value in decided_fields(data).items() if name in names}, **config.model}
     return {"_target_": f"{type(network).__module__}.{type(network).__qualname__}"}

@@ -1,21 +1,27 @@
 """Build nodes of a config: ``_target_`` names a function or class, and the other keys are its arguments.
 
 Ours and the user's are built in the same way. A node is read by the signature of its target (``read_call``) before anything in it
-is built. Hydra finds targets and builds nested nodes.
+is built. Hydra finds targets and builds nested nodes, except in the fields of a dataclass (``takes_fields_of``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from minitx.config.schema import ConfigError, Part, defaults, first_line, nearest, read_call
+from minitx.config import RunConfig
+from minitx.config.schema import ConfigError, Part, config_class_of, defaults, first_line, nearest, read_call
+from minitx.config.training import NODES
 
-FROM_THE_RUN = ("seed", "batch_size", "num_workers", "max_steps", "tokenizer")
+FROM_THE_RUN = ("seed", "batch_size", "num_workers", "max_steps", "tokenizer", "head_dim")
 """Arguments that a run passes to any target that names them."""
+
+BY_POSITION = {"optimizer": 1, "schedule": 1}
+"""How many first arguments a run passes to the target of a node."""
 
 
 LOADING = {"batch_size": 32, "num_workers": 0}
@@ -54,12 +60,34 @@ def without_loading(node: Part) -> dict[str, Any]:
     return {name: value for name, value in node.items() if name in names or name not in LOADING}
 
 
+def check_nodes(config: RunConfig) -> None:
+    """Read the arguments of every part of a run, and build nothing. See ``check_node``."""
+    check_data(config.data)
+    for name in NODES:
+        if name != "data":  # what the data decide of a model, and the arguments of an objective, come later
+            given = FROM_THE_RUN if name in BY_POSITION else None
+            check_node(getattr(config, name), name, given, BY_POSITION.get(name, 0))
+
+
 def check_data(node: Part) -> None:
     """Read the node of ``data``. See ``check_node``."""
     check_node(without_loading(node), "data", FROM_THE_RUN, beside=[*LOADING])
 
 
-def check_node(node: Part, key: str, given: Collection[str] = (), positional: int = 0, beside: Sequence[str] = ()) -> None:
+def foreign_keys(node: Part, key: str) -> list[str]:
+    """Return the keys of a node that its target does not know. Empty if it takes any."""
+    target = target_of(node, key)
+    try:
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(target).parameters.values())
+        known = defaults(target)
+    except (TypeError, ValueError):  # without a signature
+        return []
+    return [] if takes_any else [name for name in arguments_of(node) if name not in known]
+
+
+def check_node(
+    node: Part, key: str, given: Collection[str] | None = (), positional: int = 0, beside: Sequence[str] = ()
+) -> None:
     """Read the arguments of a node, and build nothing. Further arguments are those of ``read_call``.
 
     Raises:
@@ -70,14 +98,22 @@ def check_node(node: Part, key: str, given: Collection[str] = (), positional: in
 
 
 def completed(node: Part, key: str) -> dict[str, Any]:
-    """Return a node with the defaults of its target, as plain data. A key that must be given is ``???``."""
+    """Return a node with the defaults of its target, as plain data. A key of ``data`` that must be given is ``???``."""
     try:
         known = defaults(target_of(node, key))
     except (ConfigError, TypeError, ValueError):  # without a target or a signature
         return dict(node)
     plain = {name: value for name, value in known.items() if name not in FROM_THE_RUN or isinstance(value, str)}
-    plain |= LOADING if key == "data" else {}
+    if key == "data":
+        plain |= LOADING
+    else:  # the others come from the run
+        plain = {name: value for name, value in plain.items() if value != "???"}
     return {**node, **{name: value for name, value in plain.items() if name not in node and _is_plain(value)}}
+
+
+def with_defaults(config: RunConfig) -> RunConfig:
+    """Return a config whose parts have every key of their targets."""
+    return dataclasses.replace(config, **{name: completed(getattr(config, name), name) for name in NODES})
 
 
 def _is_plain(value: Any) -> bool:
@@ -88,7 +124,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def factory(node: Part, key: str, given: Collection[str] = (), positional: int = 0) -> partial[Any]:
+def factory(node: Part, key: str, given: Collection[str] | None = (), positional: int = 0) -> partial[Any]:
     """Return the target of ``node`` with its arguments, as a partial function. Nested nodes are built.
 
     Args:
@@ -102,6 +138,8 @@ def factory(node: Part, key: str, given: Collection[str] = (), positional: int =
     from hydra.utils import instantiate
 
     check_node(node, key, given, positional)
+    if config_class_of(target := target_of(node, key)) is not None:
+        return partial(target, **read_call(target, arguments_of(node), f"{key}."))
     try:
         made = instantiate({"_convert_": "all", **node, "_partial_": True})
     except Exception as error:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, ConfigError, ObjectiveConfig, is_part
+from minitx.config import IGNORED, ConfigError, is_part
+from minitx.config.schema import Count, Share
 from minitx.data.task import Batch
 from minitx.nn.modes import evaluating
 from minitx.training.build import Caller, rows_of_batch
@@ -29,13 +30,16 @@ Objective = Callable[[Tensor, Batch], Tensor | Sums]
 class CrossEntropy:
     """-Σ ln softmax(logits)[label] over the labels that are not -100.
 
+    The run divides by the number of labels of a whole optimizer step.
+
     Args:
-        label_smoothing: ε of the uniform share in the target (Szegedy et al. 2016, arXiv:1512.00567, §7).
-        chunk_tokens: compute the logits of this many tokens at a time (``chunked_cross_entropy``). None: of all.
-        count_correct: also count right answers in training. They are always counted in validation.
+        label_smoothing: share of the target probability that is spread over all classes (ε of Szegedy et al. 2016, arXiv:1512.00567, §7).
+        chunk_tokens: compute logits for this many tokens at a time to save memory (for example 1024), with head=lm; null: for
+            all.
+        count_correct: count right answers in training steps, for train_accuracy.
     """
 
-    def __init__(self, label_smoothing: float = 0.0, chunk_tokens: int | None = None, count_correct: bool = True) -> None:
+    def __init__(self, label_smoothing: Share = 0.0, chunk_tokens: Count | None = None, count_correct: bool = True) -> None:
         self.label_smoothing, self.chunk_tokens, self.count_correct = label_smoothing, chunk_tokens, count_correct
 
     def __call__(self, logits: Tensor, batch: Batch) -> Sums:
@@ -198,7 +202,7 @@ def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor,
 
 
 def build_objective(node: Any) -> Objective:
-    """Build the objective of ``node``: a config of ours, a node with ``_target_``, or a callable.
+    """Build the objective of ``node``: a node with ``_target_``, or a callable.
 
     A loss of torch with ``reduction="sum"`` is called as (logits, labels). If the logits have one more axis than the labels,
     both are flattened to (targets, classes) and (targets,).
@@ -206,8 +210,6 @@ def build_objective(node: Any) -> Objective:
     Raises:
         ConfigError: the target cannot be built, or the loss averages.
     """
-    if isinstance(node, ObjectiveConfig):
-        return CrossEntropy(node.label_smoothing, node.chunk_tokens, node.count_correct)
     found = build_callable(node, "objective", arguments=2) if is_part(node) else node
     if not callable(found):
         raise ConfigError(f"objective={type(found).__name__} must be callable: (logits, batch) to a sum over the targets")

@@ -1,4 +1,4 @@
-"""Build optimizers and schedules: ours, with parameter groups from rules, or any other"""
+"""Optimizers and schedules: ours are functions, whose arguments are their keys; any other of torch or of the user's is built as well."""
 
 from __future__ import annotations
 
@@ -6,51 +6,145 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
+from torch.optim.adamw import adamw as fused_adamw
+from torch.optim.lr_scheduler import LambdaLR
 
-from minitx.config import ConfigError, OptimizerConfig, ParameterRule, Part, ScheduleConfig, evaluate_factor
-from minitx.training.nodes import call, factory
+from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
+from minitx.config.schema import Bound, Count, Natural, NotNegative, Positive, Share
+from minitx.training.nodes import call, factory, named_by
+
+Rules = tuple[ParameterRule, ...]
 
 
-def parameter_groups(network: nn.Module, config: OptimizerConfig, *, head_dim: int) -> list[dict[str, object]]:
-    """Return groups of parameters with the same lr, weight decay and eps, and for ``name=muon`` the same update rule (``matrix``).
-
-    Weight decay is not applied to vectors (biases, norms, gains). Matrices for Muon use ``matrix_lr``, all other parameters use
-    ``lr``. The first of ``config.rules`` whose ``match`` is found in a parameter's name applies to it. ``trainable: false``
-    freezes it (``requires_grad`` becomes False).
+def adamw(
+    network: nn.Module,
+    *,
+    lr: Positive = 1e-3,
+    weight_decay: NotNegative = 0.0,
+    betas: tuple[Share, Share] = (0.9, 0.95),
+    eps: Positive = 1e-8,
+    rules: Rules = (),
+    head_dim: int = 1,
+) -> torch.optim.AdamW:
+    """Fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) for every parameter. Weight decay is not applied to vectors (biases, norms).
 
     Args:
+        lr: the peak learning rate.
+        weight_decay: weight decay, not applied to vectors (biases, norms).
+        betas: decay rates of the two moments.
+        eps: added to the square root of the second moment.
+        rules: [{match: q_proj, lr: head_dim^-0.25, trainable: true}]: factors by name.
+        head_dim: d_k of the model, for ``head_dim^p`` in rules. The run passes it.
+    """
+    groups = parameter_groups(network, lr=lr, weight_decay=weight_decay, eps=eps, rules=rules, head_dim=head_dim)
+    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+
+
+def sgd(
+    network: nn.Module,
+    *,
+    lr: Positive = 1e-3,
+    momentum: Share = 0.9,
+    weight_decay: NotNegative = 0.0,
+    rules: Rules = (),
+    head_dim: int = 1,
+) -> torch.optim.SGD:
+    """Fused stochastic gradient descent with momentum for every parameter. Weight decay is not applied to vectors (biases, norms).
+
+    Args:
+        lr: see ``adamw``.
+        momentum: share of the earlier updates; 0: none.
+        weight_decay, rules, head_dim: see ``adamw``. The factor ``eps`` of a rule has no effect.
+    """
+    groups = parameter_groups(network, lr=lr, weight_decay=weight_decay, rules=rules, head_dim=head_dim)
+    is_cut = any(isinstance(parameter, DTensor) for parameter in network.parameters())  # the fused kernel takes none of these
+    return torch.optim.SGD(
+        [{name: value for name, value in group.items() if name != "eps"} for group in groups],
+        momentum=momentum,
+        fused=not is_cut,
+    )
+
+
+def muon(
+    network: nn.Module,
+    *,
+    lr: Positive = 4e-3,
+    matrix_lr: Positive = 0.02,
+    momentum: Share = 0.95,
+    ns_steps: Count = 5,
+    weight_decay: NotNegative = 0.0,
+    betas: tuple[Share, Share] = (0.9, 0.95),
+    eps: Positive = 1e-8,
+    rules: Rules = (),
+    head_dim: int = 1,
+) -> Muon:
+    """``Muon`` for the matrices of the blocks, AdamW for embeddings, heads and vectors.
+
+    Args:
+        lr: the peak learning rate of all other parameters.
+        matrix_lr: the peak learning rate of the blocks' matrices.
+        momentum: μ, the momentum of the matrices.
+        ns_steps: Newton-Schulz iterations per update.
+        weight_decay, betas, eps, rules, head_dim: see ``adamw``.
+
+    Raises:
+        ConfigError: a parameter is sharded. An update needs whole matrices.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in network.parameters()):
+        raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
+    options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
+    groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
+    return Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
+
+
+def parameter_groups(
+    network: nn.Module,
+    *,
+    lr: float,
+    matrix_lr: float | None = None,
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+    rules: Rules = (),
+    head_dim: int = 1,
+) -> list[dict[str, object]]:
+    """Return groups of parameters with the same lr, weight decay and eps, and with ``matrix_lr`` the same update rule (``matrix``).
+
+    Weight decay is not applied to vectors (biases, norms, gains). The first of ``rules`` whose ``match`` is found in a parameter's
+    name applies to it. ``trainable: false`` freezes it (``requires_grad`` becomes False).
+
+    Args:
+        matrix_lr: the lr of matrices for Muon; None: no parameter is one.
         head_dim: d_k, for factors such as ``head_dim^p``.
 
     Raises:
         ConfigError: a rule matches no parameter, a factor is negative, or no parameter is trainable.
     """
     groups: dict[tuple[float, float, float, bool], list[nn.Parameter]] = defaultdict(list)
-    matrices = matrix_names(network) if config.name == "muon" else set()
-    unused = set(range(len(config.rules)))
+    matrices = set() if matrix_lr is None else matrix_names(network)
+    unused = set(range(len(rules)))
     for name, parameter in network.named_parameters():
-        index = next((i for i, rule in enumerate(config.rules) if re.search(rule.match, name)), None)
-        rule = ParameterRule(match="") if index is None else config.rules[index]
+        index = next((i for i, rule in enumerate(rules) if re.search(rule.match, name)), None)
+        rule = ParameterRule(match="") if index is None else rules[index]
         unused.discard(-1 if index is None else index)
         if not rule.trainable:
             parameter.requires_grad_(False)
             continue
-        lr, decay, eps = (_factor(rule, key, f"optimizer.rules[{index}]", head_dim) for key in ("lr", "weight_decay", "eps"))
+        rate, decay, add = (_factor(rule, key, f"optimizer.rules[{index}]", head_dim) for key in ("lr", "weight_decay", "eps"))
         decay = decay if parameter.dim() > 1 else 0.0
-        rate = (config.matrix_lr if name in matrices else config.lr) * lr
-        groups[rate, config.weight_decay * decay, config.eps * eps, name in matrices].append(parameter)
+        base = matrix_lr if matrix_lr is not None and name in matrices else lr
+        groups[base * rate, weight_decay * decay, eps * add, name in matrices].append(parameter)
     if unused:
-        raise ConfigError(f"optimizer.rules[{min(unused)}].match={config.rules[min(unused)].match} matches no parameter name")
+        raise ConfigError(f"optimizer.rules[{min(unused)}].match={rules[min(unused)].match} matches no parameter name")
     if not groups:
         raise ConfigError("optimizer.rules freeze every parameter: nothing is left to train")
     return [
-        {"params": params, "lr": lr, "weight_decay": decay, "eps": eps, **({"matrix": True} if matrix else {})}
-        for (lr, decay, eps, matrix), params in groups.items()
+        {"params": params, "lr": rate, "weight_decay": decay, "eps": add, **({"matrix": True} if matrix else {})}
+        for (rate, decay, add, matrix), params in groups.items()
     ]
 
 
@@ -64,31 +158,22 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
     return factor
 
 
-def build_optimizer(network: nn.Module, node: OptimizerConfig | Part, head_dim: int = 1) -> torch.optim.Optimizer:
-    """Build the optimizer of the trainable parameters: fused AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD with
-    ``parameter_groups``, ``Muon``, or the ``_target_`` of a node.
+def build_optimizer(network: nn.Module, node: Part, head_dim: int = 1) -> torch.optim.Optimizer:
+    """Build the optimizer of a node. A target that names ``network`` gets the network, any other the trainable parameters.
 
     Raises:
         ConfigError: the target cannot be built, or does not return a ``torch.optim.Optimizer``.
     """
-    if not isinstance(node, OptimizerConfig):
-        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        found = call(factory(node, "optimizer", positional=1), "optimizer", node, parameters)
-        if not isinstance(found, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optimizer._target_={node['_target_']} must give a torch.optim.Optimizer, got {type(found).__name__}"
-            )
-        return found
-    groups = parameter_groups(network, node, head_dim=head_dim)
-    if node.name == "sgd":
-        groups = [{name: value for name, value in group.items() if name != "eps"} for group in groups]
-        is_cut = any(
-            isinstance(parameter, DTensor) for parameter in network.parameters()
-        )  # the fused kernel takes none of these
-        return torch.optim.SGD(groups, momentum=node.momentum, fused=not is_cut)
-    if node.name == "muon":
-        return Muon(groups, betas=node.betas, momentum=node.momentum, steps=node.ns_steps)
-    return torch.optim.AdamW(groups, betas=node.betas, eps=node.eps, fused=True)
+    names = named_by(node, "optimizer")
+    more = {"head_dim": head_dim} if "head_dim" in names and "head_dim" not in node else {}
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    made = factory(node, "optimizer", positional=1)
+    found = call(made, "optimizer", node, network if "network" in names else trained, **more)
+    if not isinstance(found, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer._target_={node['_target_']} must give a torch.optim.Optimizer, got {type(found).__name__}"
+        )
+    return found
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -98,47 +183,92 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 # --- schedules
 
+DecayFraction = Annotated[float, Bound("lie in (0, 1]", lambda share: 0.0 < share <= 1.0)]
 
-def build_schedule(optimizer: torch.optim.Optimizer, node: ScheduleConfig | Part, max_steps: int) -> Any:
-    """Build the schedule of ``optimizer``, which is stepped once per update: ours (``lr_factor``), or the ``_target_`` of a node.
 
-    Raises:
-        ConfigError: the target cannot be built.
+def constant(optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Natural = 0) -> LambdaLR:
+    """The peak rate to the end, after a linear warm-up (step + 1) / ``warmup_steps``.
+
+    Args:
+        max_steps: the number of steps of the run, which the run passes.
+        warmup_steps: steps of a linear rise from zero.
     """
-    if isinstance(node, ScheduleConfig):
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(node, max_steps))
-    return call(factory(node, "schedule", positional=1), "schedule", node, optimizer)
+    return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0)
 
 
-def lr_factor(config: ScheduleConfig, max_steps: int) -> Callable[[int], float]:
-    """Return a function from ``step`` = 0, 1, …, max_steps - 1 to the factor on the learning rate.
+def linear(
+    optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Natural = 0, final_lr: NotNegative = 0.1
+) -> LambdaLR:
+    """A straight line from the peak to f = ``final_lr``: 1 - (1 - f) t, while t runs from 0 to 1 after the warm-up.
 
-    After a linear warm-up (step + 1) / warmup_steps, t runs from 0 to 1:
+    Args:
+        max_steps, warmup_steps: see ``constant``.
+        final_lr: final learning rate, as a share of optimizer.lr.
 
-    * ``constant``: 1
-    * ``linear``: 1 - (1 - f) t; ``cosine``: f + (1 - f) (1 + cos πt) / 2 (Loshchilov & Hutter 2017, arXiv:1608.03983)
-    * ``trapezoid``: 1, then linearly to f over the last ``decay_fraction`` of the run (WSD; Hu et al. 2024, arXiv:2404.06395)
-
-    with f = ``final_lr``.
-
-    >>> factor = lr_factor(ScheduleConfig(name="linear", warmup_steps=2, final_lr=0.0), max_steps=6)
-    >>> [factor(step) for step in range(6)]
+    >>> schedule = linear(torch.optim.SGD([torch.zeros(1)], lr=1.0), 6, warmup_steps=2, final_lr=0.0)
+    >>> [schedule.lr_lambdas[0](step) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    warmup, final = config.warmup_steps, config.final_lr
-    decay_start = {"trapezoid": max(warmup, max_steps - round(config.decay_fraction * max_steps))}.get(config.name, warmup)
+    return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0 - (1.0 - final_lr) * t)
+
+
+def cosine(
+    optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Natural = 0, final_lr: NotNegative = 0.1
+) -> LambdaLR:
+    """Half a cosine from the peak to f = ``final_lr``: f + (1 - f) (1 + cos πt) / 2 (Loshchilov & Hutter 2017, arXiv:1608.03983).
+
+    Args:
+        max_steps, warmup_steps: see ``constant``.
+        final_lr: see ``linear``.
+    """
+    return _after_warmup(
+        optimizer, max_steps, warmup_steps, lambda t: final_lr + (1.0 - final_lr) * 0.5 * (1.0 + math.cos(math.pi * t))
+    )
+
+
+def trapezoid(
+    optimizer: torch.optim.Optimizer,
+    max_steps: int,
+    *,
+    warmup_steps: Natural = 0,
+    final_lr: NotNegative = 0.1,
+    decay_fraction: DecayFraction = 0.2,
+) -> LambdaLR:
+    """Flat, then a straight fall to ``final_lr`` (warm-up, stable, decay: WSD; Hu et al. 2024, arXiv:2404.06395).
+
+    Args:
+        max_steps, warmup_steps: see ``constant``.
+        final_lr: see ``linear``.
+        decay_fraction: the last part of the run, in which the learning rate falls.
+    """
+    start = max(warmup_steps, max_steps - round(decay_fraction * max_steps))
+    return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0 - (1.0 - final_lr) * t, start)
+
+
+def _after_warmup(
+    optimizer: torch.optim.Optimizer, max_steps: int, warmup: int, curve: Callable[[float], float], start: int | None = None
+) -> LambdaLR:
+    """The factor (step + 1) / warmup, then ``curve`` of t, which runs from 0 to 1 between the steps ``start`` and ``max_steps``."""
+    if warmup > max_steps:
+        raise ConfigError(f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={max_steps}")
+    first = warmup if start is None else start
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        t = min(1.0, max(0.0, (step - decay_start) / max(1, max_steps - decay_start)))
-        if config.name == "constant":
-            return 1.0
-        if config.name == "cosine":
-            return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * t))
-        return 1.0 - (1.0 - final) * t
+        return curve(min(1.0, max(0.0, (step - first) / max(1, max_steps - first))))
 
-    return factor
+    return LambdaLR(optimizer, factor)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, node: Part, max_steps: int) -> Any:
+    """Build the schedule of ``optimizer``, which is stepped once per update. A target that names ``max_steps`` gets the number of steps.
+
+    Raises:
+        ConfigError: the target cannot be built.
+    """
+    more = {"max_steps": max_steps} if "max_steps" in named_by(node, "schedule") and "max_steps" not in node else {}
+    return call(factory(node, "schedule", given=more, positional=1), "schedule", node, optimizer, **more)
 
 
 # --- Muon
@@ -238,7 +368,7 @@ class Muon(torch.optim.Optimizer):
         options: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         options |= {"amsgrad": False, "maximize": False, "fused": True, "found_inf": self.found_inf}
         beta1, beta2 = group["betas"]
-        adamw(params, grads, mean, square, [], step, beta1=beta1, beta2=beta2, **options)
+        fused_adamw(params, grads, mean, square, [], step, beta1=beta1, beta2=beta2, **options)
 
     def _matrices(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         go = 1.0

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from minitx.config import ConfigError, RunConfig, TrainerConfig, is_part, to_dict
+from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
@@ -97,7 +97,7 @@ def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective
     require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
     check_free(folder, config.ckpt_path)
     import_modules(config.imports)
-    parts = {"data": data, "objective": objective}
+    parts = {"model": model, "data": data, "objective": objective}
     given: dict[str, Any] = {name: {"_target_": GIVEN} for name, part in parts.items() if part is not None}
     if config.ckpt_path == "last":
         given["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
@@ -285,7 +285,7 @@ def check_parallel(config: RunConfig, network: nn.Module) -> None:
     sharded_parts(network, config.trainer.shard)
     if config.callbacks.probe.every:
         raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
-    is_built = config_of(network) or hasattr(network, "stored_node") or is_part(config.model)
+    is_built = config_of(network) or hasattr(network, "stored_node") or config.model["_target_"] != GIVEN
     if config.evaluation.at_end and not is_built:
         raise ConfigError("evaluation.at_end needs a model that the config can build again with trainer.strategy=sharded")
 

@@ -24,8 +24,7 @@ from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.ablate import check, run_cell
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import ConfigError
-from minitx.nn.models import build_model
-from minitx.training.build import open_data
+from minitx.training.build import network_of, open_data
 from minitx.training.checkpoints import network_weights, read_checkpoint
 from minitx.training.loggers import read_metrics
 
@@ -68,14 +67,14 @@ def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(
     assert 0.0 <= result["start_error"] < 1e-5
     config = compose_config([*SMALL, *words])
     data = open_data(config)
-    model = build_model(replace(config.model, **data.task.model_fields))
+    model = network_of(config.model, data)
     model.load_state_dict(network_weights(read_checkpoint(first)))
     folded = [(part, p) for part, p in model.named_parameters() if "q_proj" in part or "k_proj" in part]
     assert len(folded) == 4  # weights and biases
     with torch.no_grad():
         for _, parameter in folded:
             parameter *= 16**-0.25
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=config.optimizer.betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=config.optimizer["betas"], weight_decay=0.0)
     expected = []
     for batch in islice(data.train_dataloader(), 5):
         inputs = {key: batch[key] for key in ("input_ids", "token_type_ids")}

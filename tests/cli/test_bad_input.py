@@ -33,7 +33,7 @@ COMPOSED = {
     "~optimizer": "optimizer",
     "logger.wandb.name=x": "'logger=[csv,wandb]'",
     "model._target_=own.Net": "~model +model._target_=VALUE",
-    "optimizer=adamw optimizer.name=sgd": "optimizer=adamw",
+    "optimizer=adamw optimizer._target_=torch.optim.SGD": "optimizer=adamw",
     "+objective._target_=torch.nn.CrossEntropyLoss": "override /objective: null",
     # values
     "model.num_heads=abc": "model.num_heads=abc",
@@ -140,7 +140,7 @@ def test_an_option_of_the_users_with_the_name_of_one_of_ours_is_refused_with_bot
 
 
 @pytest.mark.parametrize(("text", "key"), [
-    ("optimizer: {name: sgd, lr: 0.5}", "optimizer.name=sgd"),
+    ("optimizer: {_target_: torch.optim.SGD, lr: 0.5}", "optimizer._target_=torch.optim.SGD"),
     ("defaults: [{override /optimizer: null}]\noptimizer: {_target_: torch.optim.SGD, lr: 0.5}", "optimizer._target_=torch.optim.SGD"),
 ])  # fmt: skip
 def test_an_option_that_was_typed_is_not_replaced_by_an_experiment_without_a_word(cli, place, no_run, text, key):

@@ -20,7 +20,7 @@ from minitx.cli.view import ViewConfig
 from minitx.config import RunConfig
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import COLUMNS, read_metrics
-from minitx.training.nodes import completed
+from minitx.training.nodes import with_defaults
 from tests.cli.conftest import TINY, losses
 from tests.cli.processes import ROOT, start
 from tests.waiting import PATIENCE, wait_for
@@ -67,7 +67,7 @@ def test_without_arguments_the_default_model_is_trained_and_that_is_said_first(c
     for words in (["seed=0"], []):
         cli(*words)
     (_, before), (config, said) = seen
-    assert config == dataclasses.replace(RunConfig(), data=completed(RunConfig().data, "data"))
+    assert config == with_defaults(RunConfig())
     assert ("the default model" in before, "the default model" in said) == (False, True)
     assert "Without arguments: a small decoder" in cli("--help").out
 

@@ -12,9 +12,8 @@ from scipy import stats
 
 from minitx.config import EvaluationConfig, TransformerConfig
 from minitx.data.task import Task
-from minitx.nn.models import build_model
 from minitx.training import evaluation
-from minitx.training.build import fit_model_config, open_data
+from minitx.training.build import network_of, open_data
 from minitx.training.evaluation import Evaluation, evaluate, ratio_interval, share_interval
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
@@ -52,7 +51,7 @@ def ready(make_config, tmp_path):
             config = dataclasses.replace(config, data=data, model=TransformerConfig(**SMALL, **model))
         data = open_data(config)
         torch.manual_seed(3)
-        return build_model(fit_model_config(config.model, data)).double(), data
+        return network_of(config.model, data).double(), data
 
     return build
 

@@ -21,10 +21,11 @@ from minitx.config import (
     ProbeConfig,
     RunConfig,
     TrainerConfig,
-    TransformerConfig,
+    node,
 )
 from minitx.config.training import StopAtConfig
 from minitx.data.task import Task
+from minitx.nn import build_model
 from minitx.training.build import Caller, build_network, set_training
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
@@ -127,7 +128,7 @@ def test_the_last_step_of_a_run_that_stops_early_has_a_row_and_is_counted(tmp_pa
 
 def test_rows_that_are_given_are_not_held_against_those_of_the_config(tmp_path):
     accumulated = RunConfig(trainer=TrainerConfig(accumulate=5, max_steps=1))  # 12 rows of the default data, 64 tokens each
-    short = RunConfig(model=TransformerConfig(max_len=7))
+    short = RunConfig(model=node(build_model, max_len=7))
     for config, key in ((accumulated, "data.batch_size=12"), (short, "model.max_len=7")):
         with pytest.raises(ConfigError, match=key):
             train(config, tmp_path / "config")
@@ -152,7 +153,7 @@ def test_fields_that_the_data_decide_are_fields_of_the_model(tmp_path):
     data = Squares()
     for fields, said in (({"num_class": 3}, "model.num_class=3, but a model has no such field"), ({"num_classes": 3}, "")):
         data.model_fields = fields
-        model = TransformerConfig(architecture="encoder", head="sequence", vocab_size=5, embed_dim=8, num_heads=2, num_layers=1)
+        model = node(build_model, architecture="encoder", head="sequence", vocab_size=5, embed_dim=8, num_heads=2, num_layers=1)
         config = RunConfig(model=model)
         if said:
             with pytest.raises(ConfigError, match=said):

@@ -9,11 +9,11 @@ import torch
 from extra import last, losses_of
 from torch import nn
 
-from minitx.config import ConfigError, ObjectiveConfig, TransformerConfig
+from minitx.config import ConfigError, TransformerConfig
 from minitx.nn.models import build_model
 from minitx.training.loggers import read_metrics, read_probes
 from minitx.training.module import Latch, TrainingModule, hash_seed
-from minitx.training.objectives import CrossEntropy, build_objective, check_head
+from minitx.training.objectives import CrossEntropy, check_head
 from minitx.training.run import quiet_lightning, train
 
 
@@ -60,7 +60,7 @@ def fit(rows, accumulate, *, network=None, **options):
     torch.manual_seed(5)
     module = TrainingModule(
         network or Table(),
-        build_objective(ObjectiveConfig()),
+        CrossEntropy(),
         lambda network: torch.optim.SGD(network.parameters(), lr=0.3),
         lambda optimizer, steps: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
         **options,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.config import OptimizerConfig, ParameterRule, TransformerConfig
+from minitx.config import ParameterRule, TransformerConfig, node
 from minitx.nn import DecoderLM
-from minitx.training.optimizers import COEFFICIENTS, Muon, build_optimizer, matrix_names
+from minitx.training.optimizers import COEFFICIENTS, Muon, adamw, build_optimizer, matrix_names, muon
 
 SHAPES = ((7, 13), (13, 7), (11, 11), (7, 13), (2, 5, 3))
 SMALL = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
@@ -60,10 +60,10 @@ def test_each_matrix_is_updated_by_the_formula_as_if_it_stood_alone(steps):
 
 def test_what_is_no_matrix_is_updated_by_adamw_bit_for_bit():
     networks = []
-    for name in ("adamw", "muon"):
+    for target in (adamw, muon):
         torch.manual_seed(0)
         network = DecoderLM(SMALL)
-        optimizer = build_optimizer(network, OptimizerConfig(name=name, lr=1e-2, weight_decay=0.1), head_dim=4)
+        optimizer = build_optimizer(network, node(target, lr=1e-2, weight_decay=0.1), head_dim=4)
         for step in range(3):
             give_gradients(list(network.parameters()), step)
             optimizer.step()
@@ -76,8 +76,7 @@ def test_what_is_no_matrix_is_updated_by_adamw_bit_for_bit():
 def test_rates_and_rules_reach_the_matrices_too():
     rules = (ParameterRule(match="q_proj", lr=0.5), ParameterRule(match="head|token", lr=3.0))
     network = DecoderLM(SMALL)
-    config = OptimizerConfig(name="muon", lr=1e-3, matrix_lr=0.04, weight_decay=0.1, rules=rules)
-    optimizer = build_optimizer(network, config, head_dim=4)
+    optimizer = build_optimizer(network, node(muon, lr=1e-3, matrix_lr=0.04, weight_decay=0.1, rules=rules), head_dim=4)
     rate = {id(p): (g["matrix"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     found = {name: rate[id(p)] for name, p in network.named_parameters()}
     assert found["blocks.0.attention.q_proj.weight"] == (True, 0.02, 0.1)

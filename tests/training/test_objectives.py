@@ -1,5 +1,6 @@
 """Objectives, schedules, optimizers: worked out by hand."""
 
+import inspect
 import math
 import re
 from functools import partial
@@ -9,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from minitx.analysis.counting import allocations, count_flops
-from minitx.config import ConfigError, ObjectiveConfig, OptimizerConfig, ParameterRule, ScheduleConfig, TransformerConfig
+from minitx.config import ConfigError, ParameterRule, TransformerConfig, node
 from minitx.data.task import num_targets
 from minitx.nn.models import build_model
+from minitx.training import optimizers
 from minitx.training.build import Caller
 from minitx.training.objectives import (
     CrossEntropy,
@@ -22,12 +24,12 @@ from minitx.training.objectives import (
     chunked_cross_entropy,
     cross_entropy,
 )
-from minitx.training.optimizers import build_optimizer, lr_factor, parameter_groups
+from minitx.training.optimizers import adamw, build_optimizer, build_schedule, parameter_groups, sgd
 
 
 def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves_the_likelihood_alone():
     logits, labels = torch.randn(2, 3, 7, dtype=torch.float64), torch.tensor([[1, -100, 6], [0, 2, 3]])
-    sums = build_objective(ObjectiveConfig(label_smoothing=0.3))(logits, {"labels": labels})
+    sums = build_objective(node(CrossEntropy, label_smoothing=0.3))(logits, {"labels": labels})
     log_p, counted = logits.log_softmax(-1)[labels != -100], labels[labels != -100]
     hit = -log_p.gather(-1, counted[:, None]).sum()
     assert (int(sums["correct"]), int(num_targets(labels))) == (int((log_p.argmax(-1) == counted).sum()), 5)
@@ -210,6 +212,14 @@ def test_by_default_labels_are_not_smoothed_and_right_answers_are_counted_in_tra
     assert int(sums["correct"]) == int((logits.argmax(-1) == labels).sum())
 
 
+def lr_factor(name, max_steps, **keys):
+    """The factor of a schedule of ours, by step. A key that it has no use for is left out."""
+    target = getattr(optimizers, name)
+    known = {key: value for key, value in keys.items() if key in inspect.signature(target).parameters}
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    return build_schedule(optimizer, node(target, **known), max_steps).lr_lambdas[0]
+
+
 @pytest.mark.parametrize(
     ("name", "warmup", "final", "steps", "expected"),
     [
@@ -221,15 +231,15 @@ def test_by_default_labels_are_not_smoothed_and_right_answers_are_counted_in_tra
     ],
 )
 def test_schedules_by_hand(name, warmup, final, steps, expected):
-    factor = lr_factor(ScheduleConfig(name=name, warmup_steps=warmup, final_lr=final), steps)
+    factor = lr_factor(name, steps, warmup_steps=warmup, final_lr=final)
     assert [factor(step) for step in range(steps)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "trapezoid"])
 def test_a_schedule_ends_at_final_lr_and_a_warm_up_as_long_as_the_run_never_divides_by_zero(name):
-    factor = lr_factor(ScheduleConfig(name=name, warmup_steps=3, final_lr=0.125, decay_fraction=0.5), 20)
+    factor = lr_factor(name, 20, warmup_steps=3, final_lr=0.125, decay_fraction=0.5)
     assert factor(20) == factor(10_000) == pytest.approx(0.125)
-    factor = lr_factor(ScheduleConfig(name=name, warmup_steps=5), 5)
+    factor = lr_factor(name, 5, warmup_steps=5)
     assert [factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert math.isfinite(factor(5))
 
@@ -238,17 +248,17 @@ def network(**values):
     return build_model(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, max_len=7, **values))
 
 
-def groups_by_name(model, config, head_dim):
+def groups_by_name(model, **options):
     names = {id(p): name for name, p in model.named_parameters()}
-    groups = parameter_groups(model, config, head_dim=head_dim)
+    groups = parameter_groups(model, **options)
     return {names[id(p)]: group for group in groups for p in group["params"]}
 
 
 def test_every_parameter_is_updated_once_and_weight_decay_spares_every_vector():
     model = network(tie_embeddings=True)
-    found = groups_by_name(model, OptimizerConfig(weight_decay=0.3), 4)
+    found = groups_by_name(model, lr=1e-3, weight_decay=0.3)
     assert found.keys() == {name for name, _ in model.named_parameters()}
-    assert sum(len(group["params"]) for group in parameter_groups(model, OptimizerConfig(), head_dim=4)) == len(found)
+    assert sum(len(group["params"]) for group in parameter_groups(model, lr=1e-3)) == len(found)
     for name, parameter in model.named_parameters():
         assert found[name]["weight_decay"] == (0.3 if parameter.dim() > 1 else 0.0), name
 
@@ -256,7 +266,7 @@ def test_every_parameter_is_updated_once_and_weight_decay_spares_every_vector():
 def test_the_first_rule_that_matches_wins_and_factors_may_be_powers_of_head_dim():
     rules = (ParameterRule(match=r"q_proj\.weight", lr=2.0), ParameterRule(match="q_proj", lr=3.0, eps=10.0))
     rules += (ParameterRule(match="k_proj", lr="head_dim^-0.25", weight_decay="head_dim^0.25", eps="head_dim^0.25"),)
-    found = groups_by_name(network(), OptimizerConfig(lr=0.1, weight_decay=0.2, rules=rules, eps=1e-8), 16)
+    found = groups_by_name(network(), lr=0.1, weight_decay=0.2, rules=rules, eps=1e-8, head_dim=16)
     weight, bias = found["blocks.0.attention.q_proj.weight"], found["blocks.0.attention.q_proj.bias"]
     assert (weight["lr"], weight["eps"]) == pytest.approx((0.2, 1e-8))
     assert (bias["lr"], bias["eps"]) == pytest.approx((0.3, 1e-7))
@@ -273,15 +283,14 @@ RULES = {
 
 @pytest.mark.parametrize("key", RULES)
 def test_rules_that_cannot_be_followed_are_refused_by_key(key):
-    config = OptimizerConfig(weight_decay=0.1, rules=tuple(ParameterRule(**rule) for rule in RULES[key]))
     with pytest.raises(ConfigError, match=f"^{re.escape(key)}"):
-        parameter_groups(network(), config, head_dim=16)
+        build_optimizer(network(), node(adamw, weight_decay=0.1, rules=RULES[key]), head_dim=16)
 
 
 def test_frozen_parameters_do_not_move():
     model = network()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    optimizer = build_optimizer(model, OptimizerConfig(rules=(ParameterRule(match="(q|k)_proj", trainable=False),)), head_dim=4)
+    optimizer = build_optimizer(model, node(adamw, rules=[{"match": "(q|k)_proj", "trainable": False}]), head_dim=4)
     model(torch.randint(11, (2, 5))).square().sum().backward()
     optimizer.step()
     for name, parameter in model.named_parameters():
@@ -291,8 +300,7 @@ def test_frozen_parameters_do_not_move():
 
 def test_sgd_has_momentum_decay_and_the_rates_of_the_rules():
     rules = (ParameterRule(match="q_proj", lr="head_dim^-0.5"),)
-    config = OptimizerConfig(name="sgd", lr=0.1, momentum=0.75, weight_decay=0.5, rules=rules)
-    optimizer = build_optimizer(network(), config, head_dim=16)
+    optimizer = build_optimizer(network(), node(sgd, lr=0.1, momentum=0.75, weight_decay=0.5, rules=rules), head_dim=16)
     assert type(optimizer) is torch.optim.SGD
     found = {(group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups}
     assert found == {(lr, 0.75, decay) for lr in (0.1, 0.025) for decay in (0.5, 0.0)}

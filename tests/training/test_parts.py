@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import minitx.data as data_sets
-from minitx.config import ConfigError, TransformerConfig
+from minitx.config import ConfigError, node
 from minitx.config.schema import Count
+from minitx.nn import build_model
 from minitx.training.build import check_trusted
 from minitx.training.checkpoints import load_model, load_stored
 from minitx.training.nodes import build
@@ -160,8 +161,8 @@ class Mean(nn.Module):
 
 
 def test_an_attention_of_ones_own_trains_and_comes_back_from_its_checkpoint_with_trust(make_config, tmp_path):
-    node = {"_target_": "mine_of_parts.Mean", "start": 0.5}
-    model = TransformerConfig(embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention=node)
+    own = {"_target_": "mine_of_parts.Mean", "start": 0.5}
+    model = node(build_model, embed_dim=12, num_heads=3, num_layers=2, max_len=32, attention=own)
     train(
         make_config(
             model=model,

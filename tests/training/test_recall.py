@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from minitx.analysis import capture
-from minitx.config import CallbacksConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig, TransformerConfig
+from minitx.config import CallbacksConfig, RunConfig, TrainerConfig, node
 from minitx.data.recall import answer_positions
-from minitx.nn.models import build_model
-from minitx.training.build import fit_model_config, open_data
+from minitx.nn import build_model
+from minitx.training.build import network_of, open_data
+from minitx.training.optimizers import adamw, cosine
 from minitx.training.run import train
 
 TASKS = {
@@ -33,10 +34,10 @@ def make_config(task, num_layers):
     data, steps = TASKS[task]
     sizes = {"embed_dim": 64, "num_heads": 1, "num_layers": num_layers, "ffn_dim": 128, "max_len": 32}
     return RunConfig(
-        model=TransformerConfig(**sizes, activation="relu", position="rotary", init="lecun", tie_embeddings=False),
+        model=node(build_model, **sizes, activation="relu", position="rotary", init="lecun", tie_embeddings=False),
         data=data,
-        optimizer=OptimizerConfig(lr=3e-3),
-        schedule=ScheduleConfig(warmup_steps=15),
+        optimizer=node(adamw, lr=3e-3),
+        schedule=node(cosine, warmup_steps=15),
         trainer=TrainerConfig(max_steps=steps, accelerator="cpu", val_every=0, ckpt_every=steps, threads=1),
         callbacks=CallbacksConfig(progress=False),
     )
@@ -48,7 +49,7 @@ def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path):
     config = make_config(task, num_layers=2)
     assert train(config, tmp_path)["val_accuracy"] >= 0.99
     data = open_data(config)
-    network = build_model(fit_model_config(config.model, data)).eval()
+    network = network_of(config.model, data).eval()
     weights = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     network.load_state_dict({name.removeprefix("network."): weight for name, weight in weights.items()})
     batch = data.probe_batch(64)

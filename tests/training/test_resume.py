@@ -204,7 +204,7 @@ def test_a_checkpoint_holds_plain_data_and_one_of_another_model_or_a_damaged_one
     stored = torch.load(path, weights_only=True)["minitx"]["config"]
     assert json.loads(json.dumps(stored)) == json.loads(json.dumps(to_dict(config)))
     for field, value in {"scale": "unscaled", "num_heads": 1, "softcap": 5.0}.items():
-        other = dataclasses.replace(config, model=dataclasses.replace(config.model, **{field: value}))
+        other = dataclasses.replace(config, model={**config.model, field: value})
         with pytest.raises(ConfigError, match=rf"holds another model.*{field} \S+ != {value}"):
             train(resumed(other, tmp_path / "first"), tmp_path / "second")
     path.write_bytes(path.read_bytes()[:2000])
@@ -248,7 +248,7 @@ POISONS = {
 def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path, where):
     config, seen = make_config(trainer__max_steps=6, trainer__ckpt_every=4, trainer__log_every=50), []
     if where == "data":
-        model = dataclasses.replace(config.model, architecture="vision", head="sequence", image_size=8, patch_size=4)
+        model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
         config = dataclasses.replace(config, data={"_target_": "minitx.data.digits", "batch_size": 12}, model=model)
 
     def poison(trainer, module, batch):

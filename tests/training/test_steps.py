@@ -144,7 +144,7 @@ def test_other_metrics_make_no_row_and_stand_in_columns_of_their_own(make_config
     assert [(row["step"], row["tokens"]) for row in rows] == [(1, 84), (3, 3 * 84), (6, 6 * 84)]
     assert all(row["train_loss"] is not None for row in rows)
     assert [row["my_metric"] for row in rows[1:]] == [4.0, 7.0]  # the latest when the row was complete
-    assert [row["lr-AdamW"] for row in rows] == [config.optimizer.lr] * 3
+    assert [row["lr-AdamW"] for row in rows] == [1e-3] * 3
 
 
 # --- the end of a run by a metric

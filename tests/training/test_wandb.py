@@ -18,13 +18,14 @@ PROGRAM = """
 import dataclasses, sys
 from pathlib import Path
 from lightning.pytorch.loggers import WandbLogger
-from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig
+from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, node
+from minitx.nn import build_model
 from extra import AddLoggers, train_with
 from minitx.training.loggers import WandbExtras, finish_wandb
 
 folder = Path("run")
 config = RunConfig(
-    model=TransformerConfig(embed_dim=8, num_heads=2, num_layers=1, ffn_dim=16, max_len=16),
+    model=node(build_model, embed_dim=8, num_heads=2, num_layers=1, ffn_dim=16, max_len=16),
     data={"_target_": "minitx.data.text", "path": "text.txt", "batch_size": 12, "context_len": 7},
     trainer=TrainerConfig(max_steps=4, accelerator="cpu", val_every=2, log_every=1, ckpt_every=4, val_batches=2),
     callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(every=2, weights_every=4, batch_size=3, weights_rows=2)),
