@@ -25,7 +25,7 @@ from torch import nn
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
 from minitx.config.schema import first_line
-from minitx.config.training import MODEL
+from minitx.config.training import MODEL, NODES
 from minitx.data import tokenizers
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
@@ -445,7 +445,7 @@ def load_stored(
     trainer = {key: value for key, value in values["trainer"].items() if key not in ("plugins", "profiler", "extra")}
     values |= {"trainer": trainer, "model": state["model"]}
     values = {name: value for name, value in values.items() if name not in ("optimizer", "schedule")}
-    values["objective"] = values["objective"] or {"_target_": GIVEN}  # a LightningModule of the user's has its own
+    values["objective"] = values["objective"] or {"_target_": NODES["objective"]}  # a LightningModule of the user's has none
     changes = dict(changes or {})
     untrusted = {}
     for name in ("model", "data", "objective"):

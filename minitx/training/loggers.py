@@ -29,6 +29,7 @@ from minitx.training import rank
 from minitx.training.build import config_of
 from minitx.training.checkpoints import clean_up
 from minitx.training.module import TrainingModule
+from minitx.training.nodes import completed
 
 # --- the folder of a run, with the log of each process
 
@@ -305,9 +306,10 @@ def describe_training(config: RunConfig, objective: Any, data: L.LightningDataMo
     divisor = "mean of each micro-batch"
     if isinstance(data, DataModule):
         divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
-    optimizer, schedule, clip = config.optimizer, config.schedule, config.trainer.clip
+    clip = config.trainer.clip
     name = getattr(loss, "__name__", type(loss).__name__)
-    parts = (f"{name}, {divisor}", describe_node(optimizer), describe_node(schedule), f"clip {clip:g}" if clip else "no clip")
+    said = [describe_node(completed(getattr(config, part), part)) for part in ("optimizer", "schedule")]
+    parts = (f"{name}, {divisor}", *said, f"clip {clip:g}" if clip else "no clip")
     return " · ".join(parts)
 
 

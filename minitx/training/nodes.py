@@ -98,9 +98,13 @@ def check_node(
 
 
 def completed(node: Part, key: str) -> dict[str, Any]:
-    """Return a node with the defaults of its target, as plain data. A key of ``data`` that must be given is ``???``."""
+    """Return a node with the defaults of its target, as plain data. A key of ``data`` that must be given is ``???``.
+
+    A model of the user's stays as it is, because the data may decide what has a default.
+    """
     try:
-        known = defaults(target_of(node, key))
+        target = target_of(node, key)
+        known = defaults(target) if key != "model" or config_class_of(target) else {}
     except (ConfigError, TypeError, ValueError):  # without a target or a signature
         return dict(node)
     plain = {name: value for name, value in known.items() if name not in FROM_THE_RUN or isinstance(value, str)}

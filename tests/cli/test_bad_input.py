@@ -32,9 +32,17 @@ COMPOSED = {
     "hydra/launcher=nope": "hydra/launcher=nope is not an option",
     "~optimizer": "optimizer",
     "logger.wandb.name=x": "'logger=[csv,wandb]'",
-    "model._target_=own.Net": "~model +model._target_=VALUE",
+    "model._target_=own.Net": "model._target_=own.Net cannot be built",
     "optimizer=adamw optimizer._target_=torch.optim.SGD": "optimizer=adamw",
-    "+objective._target_=torch.nn.CrossEntropyLoss": "override /objective: null",
+    "model.num_heads=7": "num_heads=7",
+    "model.dropout=nan": "model.dropout=nan",
+    "model.init=lecunn": "did you mean lecun?",
+    "optimizer.lr=0": "optimizer.lr=0.0 must be positive",
+    "optimizer.rules=[{match:a},{matc:b}]": "optimizer.rules[1].matc",
+    "optimizer.rules=[{match:'('}]": "optimizer.rules[0].match=(",
+    "optimizer.matrix_lr=0.1": "optimizer.matrix_lr is not a key",
+    "schedule=linear schedule.decay_fraction=0.1": "schedule.decay_fraction is not a key",
+    "objective.chunk_tokens=0": "objective.chunk_tokens=0 must be positive",
     # values
     "model.num_heads=abc": "model.num_heads=abc",
     "model.scale=null": "unscaled",
@@ -55,6 +63,8 @@ BUILT = {
     "model.backend=sdpa model.softcap=5": "sdpa",
     "model.embed_dim=1000000000000000000": "model",
     "optimizer.rules=[{match:nomatch}]": "optimizer.rules[0].match=nomatch",
+    "schedule.warmup_steps=9999": "schedule.warmup_steps=9999 must not exceed trainer.max_steps",
+    "objective._target_=torch.nn.CrossEntropyLoss": "objective.reduction=mean must be sum",
     "+callbacks.a={_target_:lightning.pytorch.callbacks.Timer,nonsense:1}": "callbacks.a",
     "+trainer.extra.foo=1": "trainer.extra.foo is no argument",
     "imports=[no_such_module_anywhere]": "imports=no_such_module_anywhere",
@@ -215,7 +225,7 @@ def test_a_run_that_stops_being_finite_exits_with_3_or_records_it(cli):
 
 def test_a_typo_is_answered_before_torch_is_imported(tmp_path):
     """In one process of its own, for all programs."""
-    typed = [("train", "model.num_head=3"), ("train", "schedule.warmup_steps=9999"), ("train", "model=nope")]
+    typed = [("train", "trainer.max_step=3"), ("train", "trainer.val_every=-1"), ("train", "model=nope")]
     typed += [(program, "ckpt_pth=x") for program in PROGRAMS if program != "train"]
     code = (
         "import importlib, sys\n"

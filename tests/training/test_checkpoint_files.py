@@ -11,7 +11,7 @@ from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoints import FORMAT, CheckpointError, newest_valid, read_checkpoint, write_checkpoint
 from minitx.training.run import AtomicCheckpointIO, train
 
-SMALL = {"minitx": {"model": {}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
+SMALL = {"minitx": {"model": {"_target_": "torch.nn.Linear"}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
 
 
 @pytest.fixture
@@ -60,8 +60,10 @@ def test_a_file_of_another_program_or_of_a_newer_version_is_refused(path):
     assert_refused(path, "another program's")
     torch.save(SMALL, path)
     assert_refused(path, "another program's")
-    write_checkpoint({**SMALL, "minitx": {"model": {}, "format": FORMAT + 1}}, path)
+    write_checkpoint({**SMALL, "minitx": {**SMALL["minitx"], "format": FORMAT + 1}}, path)
     assert_refused(path, f"format {FORMAT + 1}", "update minitx")
+    write_checkpoint({**SMALL, "minitx": {"model": {"embed_dim": 8}, "format": FORMAT}}, path)
+    assert_refused(path, "a minitx before version 0.2 wrote it")
 
 
 def test_the_newest_whole_one_is_offered(path):

@@ -10,8 +10,9 @@ import torch
 from sacrebleu.metrics import BLEU, CHRF
 from scipy import stats
 
-from minitx.config import EvaluationConfig, TransformerConfig
+from minitx.config import EvaluationConfig, node
 from minitx.data.task import Task
+from minitx.nn import build_model
 from minitx.training import evaluation
 from minitx.training.build import network_of, open_data
 from minitx.training.evaluation import Evaluation, evaluate, ratio_interval, share_interval
@@ -48,7 +49,7 @@ def ready(make_config, tmp_path):
             )
             if task != "seq2seq":
                 data = {**data, "path": str(tmp_path / data["path"])}
-            config = dataclasses.replace(config, data=data, model=TransformerConfig(**SMALL, **model))
+            config = dataclasses.replace(config, data=data, model=node(build_model, **SMALL, **model))
         data = open_data(config)
         torch.manual_seed(3)
         return network_of(config.model, data).double(), data

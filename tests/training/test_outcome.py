@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from minitx.config import ConfigError, EvaluationConfig, ParameterRule
+from minitx.config import ConfigError, EvaluationConfig, node
 from minitx.training.evaluation import Evaluation, report
 from minitx.training.loggers import MetricsFile, add_records, read_metrics, summarise
+from minitx.training.optimizers import muon
 from minitx.training.run import train
 
 FLOORS = {"unigram": 3.0, "bigram": 2.5}
@@ -105,7 +106,7 @@ def test_a_run_makes_its_folder_and_nothing_else(make_config, tmp_path, monkeypa
 
 def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, caplog):
     caplog.set_level("INFO")
-    frozen = (ParameterRule(match="ffn|feed", trainable=False),)
+    frozen = [{"match": "ffn|feed", "trainable": False}]
     train(make_config(trainer__val_every=3, trainer__accumulate=2, optimizer__rules=frozen), tmp_path / "run")
     said = next(message for message in caplog.messages if message.startswith("model "))
     lines = dict(line.split(maxsplit=1) for line in said.splitlines())
@@ -121,8 +122,8 @@ def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, ca
     [
         ({"trainer__clip": 0.5}, ["sum / labels of a step", "adamw, lr 0.001", "cosine", "clip 0.5"]),
         (
-            {"optimizer__name": "muon", "optimizer__weight_decay": 0.25, "schedule__warmup_steps": 3},
-            ["sum / labels of a step", "matrix_lr 0.02, weight_decay 0.25 (not of vectors)", "warmup_steps 3", "no clip"],
+            {"optimizer": node(muon, weight_decay=0.25), "schedule__warmup_steps": 3},
+            ["sum / labels of a step", "muon, weight_decay 0.25, lr 0.004, matrix_lr 0.02", "warmup_steps 3", "no clip"],
         ),
         (
             {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.125}},

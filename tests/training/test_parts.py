@@ -100,7 +100,7 @@ def test_an_annotated_function_of_the_users_is_read_like_ours(monkeypatch):
     monkeypatch.setattr(sys.modules["mine_of_parts"], "load", load, raising=False)
     mine, ours = {"_target_": "mine_of_parts.load", "path": "x"}, {"_target_": "minitx.data.text", "path": "x"}
     assert build({**mine, "size": 4.0}, "data", {"seed": 5, "batch_size": 7}) == 9
-    for node, changed, said in (
+    for part, changed, said in (
         (mine, {"sice": 3}, "data.sice is not a key (did you mean data.size?)"),
         (ours, {"contextlen": 3}, "data.contextlen is not a key (did you mean data.context_len?)"),
         (mine, {"size": "x"}, "data.size=x must be a whole number, got str"),
@@ -109,11 +109,11 @@ def test_an_annotated_function_of_the_users_is_read_like_ours(monkeypatch):
         (mine, {"kind": "c"}, "data.kind=c is not allowed: one of a, b"),
     ):
         with pytest.raises(ConfigError) as refused:
-            build({**node, **changed}, "data")
+            build({**part, **changed}, "data")
         assert str(refused.value) == said
-    for node in (mine, ours):
+    for part in (mine, ours):
         with pytest.raises(ConfigError, match=r"^data\.path is missing$"):
-            build({"_target_": node["_target_"]}, "data")
+            build({"_target_": part["_target_"]}, "data")
 
 
 def test_a_nested_node_is_not_built_where_another_key_is_wrong(monkeypatch):

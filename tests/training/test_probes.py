@@ -10,11 +10,11 @@ from minitx.analysis.gradients import gradient_statistics
 from minitx.config import (
     CallbacksConfig,
     ConfigError,
-    ParameterRule,
     ProbeConfig,
     RunConfig,
     TrainerConfig,
     TransformerConfig,
+    node,
 )
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
@@ -22,6 +22,7 @@ from minitx.nn import DecoderLM
 from minitx.training.build import open_data
 from minitx.training.checkpoints import load_model
 from minitx.training.loggers import read_probes, read_records
+from minitx.training.optimizers import constant
 from minitx.training.run import train
 from tests.interop.families import build
 
@@ -60,7 +61,7 @@ def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path
     """Against the scores of two checkpoints one update apart, computed from the network alone."""
     scores = []
     for steps in (3, 4):
-        config = make_config(trainer__max_steps=steps, trainer__ckpt_every=1, schedule__name="constant", probe__every=2)
+        config = make_config(trainer__max_steps=steps, trainer__ckpt_every=1, schedule=node(constant), probe__every=2)
         train(config, tmp_path / str(steps))
         network = load_model(tmp_path / str(steps) / "checkpoints" / "last.ckpt")[0].eval()
         ids = open_data(config).probe_batch(3)["input_ids"]
@@ -143,7 +144,7 @@ def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, 
 
 
 def test_frozen_projections_are_looked_at_like_others_but_have_no_gradient(make_config, tmp_path):
-    rules = (ParameterRule(match="(q|k)_proj", trainable=False),)
+    rules = [{"match": "(q|k)_proj", "trainable": False}]
     train(make_config(probe__every=2, optimizer__rules=rules, trainer__max_steps=2), tmp_path / "run")
     layers = [record["layers"][0] for record in read_probes(tmp_path / "run" / "probes.jsonl")]
     assert all("snr_v" in layer and "snr_q" not in layer for layer in layers)

@@ -9,8 +9,8 @@ from extra import last, losses_of
 from minitx.ablation.grid import cells
 from minitx.analysis import attention_statistics, zhai_entropy_bound
 from minitx.cli.compose import compose_config, compose_grid
-from minitx.config import TransformerConfig
-from minitx.nn import AttentionCall
+from minitx.config import node
+from minitx.nn import AttentionCall, build_model
 from minitx.training.loggers import read_probes
 from minitx.training.run import train
 
@@ -84,7 +84,7 @@ def test_r5_no_row_violates_the_entropy_bound_and_the_extremal_vector_attains_it
 def test_r6_the_gradients_of_q_and_k_grow_with_the_scale_at_step_0(make_config, tmp_path, init, width, heads):
     layers, data = {}, {"_target_": "minitx.data.kv_lookup", "batch_size": 32, "val_size": 8}
     for scale in ("inv", "inv_sqrt", "unscaled"):
-        model = TransformerConfig(embed_dim=128, num_heads=heads, num_layers=2, max_len=32, scale=scale, init=init)
+        model = node(build_model, embed_dim=128, num_heads=heads, num_layers=2, max_len=32, scale=scale, init=init)
         train(make_config(model=model, data=data, trainer__max_steps=1, probe__every=1, probe__batch_size=4), tmp_path / scale)
         layers[scale] = read_probes(tmp_path / scale / "probes.jsonl")[0]["layers"]
     for layer in range(2):

@@ -17,11 +17,12 @@ from ranks import run_ranks
 
 import minitx.data.corpus
 from minitx.cli.command_line import sentence
-from minitx.config import ConfigError, to_dict
+from minitx.config import ConfigError, node, to_dict
 from minitx.training.build import open_data
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import read_metrics, read_probes
 from minitx.training.module import NonFiniteError
+from minitx.training.optimizers import constant, linear, sgd
 from minitx.training.run import train
 
 
@@ -118,7 +119,7 @@ def test_a_run_that_goes_on_with_other_micro_batches_reads_each_step_once(make_c
         "trainer__ckpt_every": 100,
         "trainer__val_every": 4,
         "trainer__precision": "64-true",
-        "schedule__name": "constant",
+        "schedule": node(constant),
     }
     train(make_config(trainer__max_steps=11, **options), tmp_path / "whole")
     whole = read_metrics(tmp_path / "whole" / "metrics.csv")
@@ -144,8 +145,8 @@ def test_a_run_that_goes_on_with_other_micro_batches_reads_each_step_once(make_c
     [
         ({"optimizer__lr": 0.25}, r"optimizer\.lr 0\.001 != 0\.25"),
         ({"optimizer__weight_decay": 0.5}, r"optimizer\.weight_decay 0\.0 != 0\.5"),
-        ({"optimizer__name": "sgd"}, r"optimizer\.name adamw != sgd"),
-        ({"schedule__name": "linear"}, r"schedule\.name cosine != linear"),
+        ({"optimizer": node(sgd)}, r"optimizer\._target_ \S+adamw != \S+sgd"),
+        ({"schedule": node(linear)}, r"schedule\._target_ \S+cosine != \S+linear"),
         ({"trainer__max_steps": 5}, r"is of step 6, after trainer\.max_steps=5"),
         ({"callbacks__parts": {"early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping"}}}, r"callbacks\.early"),
     ],
@@ -160,7 +161,7 @@ def test_what_a_resumed_run_would_not_do_is_refused_before_anything_is_written(m
 
 def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path):
     options = {"trainer__ckpt_every": 100, "trainer__val_every": 2, "trainer__max_steps": 4}
-    config = make_config(**options, optimizer__lr=3.0, schedule__name="constant")
+    config = make_config(**options, optimizer__lr=3.0, schedule=node(constant))
     train(config, tmp_path / "whole")
     with pytest.raises(StoppedError):
         train_with(config, tmp_path / "cut", Before(3, stop))

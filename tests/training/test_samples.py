@@ -8,7 +8,8 @@ import torch
 from extra import AddLoggers, losses_of, train_with
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from minitx.config import ConfigError, SamplesConfig, TransformerConfig
+from minitx.config import ConfigError, SamplesConfig, node
+from minitx.nn import build_model
 from minitx.training.callbacks import Samples
 from minitx.training.loggers import read_records
 from minitx.training.run import train
@@ -56,7 +57,7 @@ def test_draws_depend_on_seed_and_step_alone_and_leave_the_run_bit_equal(make_co
 
 
 def test_an_encoder_decoder_answers(make_config, tmp_path):
-    model = TransformerConfig(architecture="encoder_decoder", embed_dim=8, num_heads=2, num_layers=1, max_len=64)
+    model = node(build_model, architecture="encoder_decoder", embed_dim=8, num_heads=2, num_layers=1, max_len=64)
     data = {"_target_": "minitx.data.dates", "batch_size": 12, "locales": ("en",), "train_size": 31, "val_size": 7}
     train_with(make_config(trainer__max_steps=2, model=model, data=data), tmp_path, samples(tmp_path))
     assert len(read_records(tmp_path / "samples.jsonl")) == 2

@@ -14,12 +14,13 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from minitx.analysis.counting import train_flops
-from minitx.config import ConfigError, TransformerConfig
+from minitx.config import ConfigError, TransformerConfig, node
 from minitx.training import callbacks
 from minitx.training.callbacks import StepLog, StopAt, batch_flops
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.loggers import read_metrics
 from minitx.training.module import TrainingModule
+from minitx.training.optimizers import constant
 from minitx.training.run import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -70,7 +71,7 @@ def made_up(**changes):
 
 def test_a_row_says_what_the_step_came_to(make_config, tmp_path, answers):
     answers(lambda step: 21 * (step % 2))
-    config = make_config(schedule__warmup_steps=4, optimizer__lr=0.4, schedule__name="constant", trainer__val_every=3)
+    config = make_config(schedule=node(constant, warmup_steps=4), optimizer__lr=0.4, trainer__val_every=3)
     train(config, tmp_path)
     rows = read_metrics(tmp_path / "metrics.csv")
     names = ["step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds"]
@@ -138,7 +139,7 @@ class Own(L.Callback):
 
 
 def test_other_metrics_make_no_row_and_stand_in_columns_of_their_own(make_config, tmp_path):
-    config = make_config(trainer__log_every=3, trainer__val_every=3, schedule__name="constant")
+    config = make_config(trainer__log_every=3, trainer__val_every=3, schedule=node(constant))
     train_with(config, tmp_path, Own(), *preset("lr_monitor"))
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [(row["step"], row["tokens"]) for row in rows] == [(1, 84), (3, 3 * 84), (6, 6 * 84)]
@@ -238,7 +239,7 @@ def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_b
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
 def test_averaged_weights_are_what_is_validated_and_saved_and_resume_bit_equal(make_config, tmp_path):
     """``state_dict`` is the average; the weights that training goes on with are ``current_model_state``."""
-    options = {"trainer__val_every": 2, "trainer__ckpt_every": 2, "schedule__name": "constant", "optimizer__lr": 0.1}
+    options = {"trainer__val_every": 2, "trainer__ckpt_every": 2, "schedule": node(constant), "optimizer__lr": 0.1}
     half, rest = str(tmp_path / "half" / "checkpoints" / "last.ckpt"), {**options, "trainer__max_steps": 4}
     train_with(make_config(trainer__max_steps=2, **options), tmp_path / "half", *preset("ema"))
     whole = train_with(make_config(**rest), tmp_path / "whole", *preset("ema"))
