@@ -146,17 +146,15 @@ class TransformerModel(nn.Module):
     def _masks(
         self, mask: Mask | None, key_mask: Tensor | None, document_ids: Tensor | None, cache: KVCache | None, num_new: int
     ) -> list[Mask | None]:
-        """Return each layer's complete mask. Layers with the same window and the same number of kept keys share one object."""
+        """Return each layer's complete mask. Layers with the same window, and with caches of the same window, share one object."""
         causal = Causal() if self.causal and not (mask is not None and mask.is_causality) else None
         found: dict[tuple[int | None, int | None], Mask | None] = {}
         masks = []
         for layer, window in enumerate(self.windows):
-            kind = window, None if cache is None else cache.layers[layer].num_kept
+            kind = window, None if cache is None else cache.layers[layer].window  # no length, which a graph would fix
             if kind not in found:
-                described = [key_mask, document_ids]
-                if cache is not None:  # of the keys that the layer reads
-                    newest = slice(-cache.layers[layer].num_kept - num_new, None)
-                    described = [None if tensor is None else tensor[:, newest] for tensor in described]
+                count = None if cache is None else cache.layers[layer].num_kept + num_new  # the keys that the layer reads
+                described = _newest(key_mask, count), _newest(document_ids, count)
                 found[kind] = intersect(causal, *_hiding_rules(window, *described), mask)
             masks.append(found[kind])
         return masks
@@ -204,6 +202,11 @@ class TransformerModel(nn.Module):
         if config.position == "learned" and counted and config.max_len < past + L:
             before = f" after {past} in the cache" if past else ""
             raise ValueError(f"{name} has {L} tokens per row{before}, but max_len={config.max_len} with position=learned")
+
+
+def _newest(tensor: Tensor | None, count: int | None) -> Tensor | None:
+    """Return the last ``count`` columns."""
+    return tensor if tensor is None or count is None else tensor[:, tensor.shape[1] - count :]
 
 
 def _hiding_rules(window: int | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask]:
