@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
+from typing import Any
 
 import pytest
 from page_blocks import ROOT, read
@@ -55,7 +57,7 @@ def patched(text: str, diff: str) -> str:
 
 
 class Copy:
-    """The package in a folder of its own."""
+    """The package in a folder of its own, and a folder ``runs`` beside it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder / "copy", folder / "runs"
@@ -65,100 +67,116 @@ class Copy:
         (self.folder / "minitx" / "configs").symlink_to(self.folder / "configs")  # as in the wheel
 
     def follow(self, recipe: str) -> None:
-        for name, language, text in FILE.findall(recipe):
+        """Write the blocks of a recipe, which must touch as many files as it says."""
+        (count, text), before = recipes()[recipe], self.touched()
+        for name, language, block in FILE.findall(text):
             path = self.folder / name
             assert path.exists() == (language == "diff"), name
-            path.write_text(patched(path.read_text(encoding="utf-8"), text) if language == "diff" else text, encoding="utf-8")
+            path.write_text(patched(path.read_text(encoding="utf-8"), block) if language == "diff" else block, encoding="utf-8")
+        assert len(self.touched() - before) == count, f"{recipe} touches {self.touched() - before}"
 
     def touched(self) -> set[str]:
         """The files that are not as they were."""
         found = [
             path for name in COPIED for path in (self.folder / name).rglob("*.*") if path.is_file() and path.suffix != ".pyc"
         ]
-        names = [path.relative_to(self.folder) for path in found]
+        both = {str(path.relative_to(self.folder)): path for path in found}
         return {
-            str(name)
-            for name in names
-            if not (ROOT / name).exists() or (ROOT / name).read_bytes() != (self.folder / name).read_bytes()
+            name for name, path in both.items() if not (ROOT / name).exists() or (ROOT / name).read_bytes() != path.read_bytes()
         }
 
-    def run(self, code: str) -> str:
-        """What Python prints; ``program(NAME, *WORDS)`` runs a script of the copy."""
-        start = (
-            "import runpy, sys\n"
-            "def program(name, *words):\n"
-            f"    sys.argv = [f'{self.folder}/scripts/{{name}}.py', *words]\n"
-            "    try:\n"
-            "        runpy.run_path(sys.argv[0], run_name='__main__')\n"
-            "    except SystemExit as end:\n"
-            "        assert not end.code, (sys.argv, end.code)\n"
-            "if __name__ == '__main__':\n"
-        )
+    def run(self, code: str) -> None:
+        """Run Python in ``runs``. ``program(NAME, *WORDS)`` is a script of the copy, and returns its exit code."""
         path = self.runs / "start.py"
-        path.write_text(start + "".join(f"    {line}\n" for line in code.strip().splitlines()), encoding="utf-8")
+        path.write_text(
+            f"{PROGRAM}if __name__ == '__main__':  # workers of a grid import it\n{indent(code, '    ')}", encoding="utf-8"
+        )
         clean = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
             [sys.executable, path], cwd=self.runs, env=clean, capture_output=True, text=True, timeout=PATIENCE
         )
+        (self.runs / "said.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+
+    def read(self, name: str) -> Any:
+        """A file of ``runs``; JSON as data. Without it, what the process said is the message."""
+        path = self.runs / name
+        assert path.exists(), (self.runs / "said.txt").read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else text
 
 
-@pytest.fixture
-def followed(request: pytest.FixtureRequest, tmp_path: Path) -> Copy:
-    """A copy of the package in which the recipe was followed that the test's parameter names; it touched as many files as it says."""
-    files, recipe = recipes()[request.param]
-    copy = Copy(tmp_path)
+PROGRAM = """
+import runpy, sys
+from pathlib import Path
+
+def program(name, *words):
+    sys.argv = [f"{sys.path[1]}/scripts/{name}.py", *words]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code
+
+"""
+KERNEL = """
+import torch
+from minitx.nn import explain_backends, scaled_dot_product_attention
+from minitx.testing import check_kernel
+
+def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None):
+    return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, backend="plain")
+
+query = torch.randn(1, 2, 5, 8)
+lines = [str(line) for options in ({}, {"softcap": 30.0}) for line in explain_backends(query, query, query, backend="plain", **options)]
+found = sorted({result.status for result in check_kernel(attention)})
+Path("kernel.txt").write_text("\\n".join([*lines, *found]))
+"""
+"""What ``explain_backends`` says of the backend of the recipe, and how its results compare with the definition."""
+
+
+def quoted(recipe: str, begin: str) -> list[str]:
+    """The words of the one piece of code in a recipe that begins with ``begin``, without it."""
+    (found,) = re.findall(rf"`{re.escape(begin)}([^`]*)`", recipes()[recipe][1])
+    return found.split() if begin.endswith(" ") else [begin + found]
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Copy:
+    """A copy in which all recipes but the lab's were followed, and what comes of them was run."""
+    copy = Copy(tmp_path_factory.mktemp("recipes"))
     assert copy.touched() == set()
-    copy.follow(recipe)
-    assert len(copy.touched()) == files
+    for recipe in ("A data set", "An option of a run", "A backend"):
+        copy.follow(recipe)
+    shape = [word for word in TINY if not word.startswith("data=")]
+    data = [*quoted("A data set", "python scripts/train.py "), *shape, "output_dir=data"]
+    limited = [*TINY, "trainer.max_steps=5", "trainer.max_minutes=1e-6", "output_dir=option"]
+    (words,) = quoted("A backend", "imports=")
+    copy.run(
+        f"program('train', *{data})\n"
+        "program('evaluate', 'ckpt_path=data/checkpoints/last.ckpt', 'output=found.json')\n"
+        f"program('train', *{limited})\n"
+        f"program('train', *{[*TINY, *words.split(), 'output_dir=backend']})\n{KERNEL}"
+    )
     return copy
 
 
-def follows(recipe: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("followed", [recipe], indirect=True)
-
-
-@follows("A data set")
 def test_a_data_set_trains_and_its_checkpoint_is_read_without_trust(followed: Copy) -> None:
-    (command,) = re.findall(r"`python scripts/train.py (.*?)`", recipes()["A data set"][1])
-    words = [*command.split(), *(word for word in TINY if not word.startswith("data")), "data.val_size=16", "output_dir=run"]
-    followed.run(f"program('train', *{words})\nprogram('evaluate', 'ckpt_path=run/checkpoints/last.ckpt', 'output=found.json')")
-    stored = (followed.runs / "run" / "config.yaml").read_text(encoding="utf-8")
+    stored, result = followed.read("data/config.yaml"), followed.read("data/result.json")
     assert "_target_: minitx.data.parity.parity" in stored and "length: 5" in stored
-    result = json.loads((followed.runs / "run" / "result.json").read_text())
-    found = json.loads((followed.runs / "found.json").read_text())["metrics"]
-    assert result["steps"] == 2 and found["loss"]["value"] == pytest.approx(result["val_loss"])
+    assert result["steps"] == 2
+    assert followed.read("found.json")["metrics"]["accuracy"]["value"] == pytest.approx(result["val_accuracy"])
 
 
-@follows("An option of a run")
 def test_an_option_of_a_run_has_its_effect(followed: Copy) -> None:
-    words = [*TINY, "trainer.max_steps=5"]
-    followed.run(
-        f"program('train', *{words}, 'output_dir=a')\nprogram('train', *{words}, 'trainer.max_minutes=1e-6', 'output_dir=b')"
-    )
-    assert [json.loads((followed.runs / name / "result.json").read_text())["steps"] for name in "ab"] == [5, 1]
+    assert followed.read("option/result.json")["steps"] == 1  # of five
 
 
-@follows("A backend")
 def test_a_backend_is_listed_trains_and_equals_the_definition(followed: Copy) -> None:
-    (words,) = re.findall(r"`(imports=.*?)`", recipes()["A backend"][1])
-    said = followed.run(
-        f"program('train', *{[*TINY, *words.split(), 'output_dir=run']})\n"
-        "import torch\n"
-        "from minitx.nn import explain_backends, scaled_dot_product_attention\n"
-        "from minitx.testing import check_kernel\n"
-        "def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None):\n"
-        "    return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, backend='plain')\n"
-        "print({result.status for result in check_kernel(attention)})\n"
-        "query = torch.randn(1, 2, 5, 8)\n"
-        "for options in ({}, {'softcap': 30.0}):\n"
-        "    print(*explain_backends(query, query, query, backend='plain', **options), sep='\\n')\n"
-    )
-    assert (followed.runs / "run" / "result.json").exists()
-    assert "-> plain          can     it holds the whole L x S matrix" in said
-    assert "   plain          cannot  it has no soft-cap" in said
-    assert "{'passed', 'skipped'}" in said or "{'skipped', 'passed'}" in said
+    assert followed.read("backend/result.json")["steps"] == 2
+    lines = followed.read("kernel.txt").splitlines()
+    assert "-> plain          can     it holds the whole L x S matrix" in lines
+    assert "   plain          cannot  it has no soft-cap" in lines
+    assert lines[-2:] == ["passed", "skipped"]
 
 
 GRID = """
@@ -172,24 +190,26 @@ studies:
     arms: [wide, narrow]
     seeds: [0, 1]
     scores: [loss]
-    measures: [weight_norm]
+    measures: {measures}
 comparisons:
   - {{study: lookup, arms: [wide, narrow]}}
 """
 
 
-@follows("An endpoint of the lab")
-def test_an_endpoint_of_the_lab_is_judged_and_reported(followed: Copy) -> None:
-    (callback,) = re.findall(r"`(\+callbacks.*?)`", recipes()["An endpoint of the lab"][1])
-    path = followed.runs / "conf" / "ablation" / "recipe.yaml"
+@pytest.mark.slow
+def test_an_endpoint_of_the_lab_is_judged_and_reported(tmp_path: Path) -> None:
+    copy, recipe = Copy(tmp_path), "An endpoint of the lab"
+    copy.follow(recipe)
+    base, (measures,) = [*TINY, *quoted(recipe, "+callbacks.measures=")], quoted(recipe, "measures: ")
+    path = copy.runs / "conf" / "ablation" / "recipe.yaml"
     path.parent.mkdir(parents=True)
-    path.write_text(GRID.format(base=json.dumps([*TINY, callback])), encoding="utf-8")
+    path.write_text(GRID.format(base=json.dumps(base), measures=measures), encoding="utf-8")
     words = ["--config-dir=conf", "experiment=scaling_ablation", "ablation=recipe", "output_dir=grid"]
-    followed.run(f"program('train', *{words})")
-    cells = [json.loads(line) for line in (followed.runs / "grid" / "cells.jsonl").read_text().splitlines()]
+    copy.run(f"program('train', *{words})")
+    cells = [json.loads(line) for line in copy.read("grid/cells.jsonl").splitlines()]
     norms = {cell["arm"]: cell["result"]["measures"]["weight_norm"] for cell in cells}
-    assert norms["wide"] > norms["narrow"] > 0
-    assert "weight_norm" in (followed.runs / "grid" / "report.html").read_text(encoding="utf-8")
+    assert len(cells) == 4 and norms["wide"] > norms["narrow"] > 0
+    assert "weight_norm" in copy.read("grid/report.html")
 
 
 def test_nothing_that_a_recipe_adds_is_there_already():
