@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -13,13 +14,16 @@ from textwrap import indent
 from typing import Any
 
 import pytest
+import yaml
 from page_blocks import ROOT, read
 
 from minitx.ablation.design import AblationConfig, StudyConfig
 from minitx.ablation.measures import check_measures
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
+from minitx.data.task import Task
 from minitx.nn import backend_names
+from minitx.training.nodes import target_of
 from tests.waiting import PATIENCE
 
 HEADING = re.compile(r"^### (.*): (one|two) files?$", re.MULTILINE)
@@ -210,6 +214,15 @@ def test_an_endpoint_of_the_lab_is_judged_and_reported(tmp_path: Path) -> None:
     norms = {cell["arm"]: cell["result"]["measures"]["weight_norm"] for cell in cells}
     assert len(cells) == 4 and norms["wide"] > norms["narrow"] > 0
     assert "weight_norm" in copy.read("grid/report.html")
+
+
+def test_a_data_set_of_ours_and_one_of_a_users_are_the_same_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "own_project"))
+    for path in ("configs/data/kv_lookup.yaml", "examples/own_project/conf/data/rows.yaml"):
+        node = yaml.safe_load(read(path))
+        assert set(node) == {"_target_", "batch_size"}
+        assert inspect.signature(target_of(node, "data")).return_annotation in (Task, "Task")
+    del sys.modules["own"]
 
 
 def test_nothing_that_a_recipe_adds_is_there_already():
