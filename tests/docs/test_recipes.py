@@ -133,7 +133,7 @@ def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None)
 query = torch.randn(1, 2, 5, 8)
 lines = [str(line) for options in ({}, {"softcap": 30.0}) for line in explain_backends(query, query, query, backend="plain", **options)]
 found = sorted({result.status for result in check_kernel(attention)})
-Path("kernel.txt").write_text("\\n".join([*lines, *found]))
+Path("kernel.txt").write_text("\\n".join([*lines, " ".join(found)]))
 """
 """What ``explain_backends`` says of the backend of the recipe, and how its results compare with the definition."""
 
@@ -180,7 +180,7 @@ def test_a_backend_is_listed_trains_and_equals_the_definition(followed: Copy) ->
     lines = followed.read("kernel.txt").splitlines()
     assert "-> plain          can     it holds the whole L x S matrix" in lines
     assert "   plain          cannot  it has no soft-cap" in lines
-    assert lines[-2:] == ["passed", "skipped"]
+    assert lines[-1] == "passed skipped"  # and none failed or was refused
 
 
 GRID = """
