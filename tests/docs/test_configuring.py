@@ -12,13 +12,16 @@ from minitx.ablation.design import AblationConfig
 GRID = list(made.sections(AblationConfig, "ablation"))
 
 
-@pytest.mark.parametrize(("place", "cls"), [*made.sections(), *GRID, *made.PROGRAMS.items(), ("model", made.TransformerConfig), ("rules", made.ParameterRule)])
+@pytest.mark.parametrize(
+    ("place", "cls"),
+    [*made.sections(), *GRID, *made.PROGRAMS.items(), ("model", made.TransformerConfig), ("rules", made.ParameterRule)],
+)
 def test_every_key_has_a_meaning_and_no_other_word_has_one(place, cls):
     assert [key.name for key in made.keys(cls) if not key.meaning] == []
     assert set(made.attributes(cls)) <= {field.name for field in dataclasses.fields(cls)}
 
 
-TARGETS = {f"data={name}": getattr(made.data, name) for name in made.DATA_SETS} | made.PARTS
+TARGETS = made.targets("objective", "optimizer", "schedule", "data")
 
 
 @pytest.mark.parametrize("option", TARGETS)
