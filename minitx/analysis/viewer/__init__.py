@@ -26,7 +26,7 @@ from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot, named_input
 
 __all__ = ["Trace", "View", "view", "viewer_page"]
 
-SCRIPTS = ("data.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
+SCRIPTS = ("common.js", "data.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
 FULL = 65534
 """The 16-bit number for a weight of 1. The next larger one means NaN."""
 
@@ -245,18 +245,23 @@ def _base64(values: np.ndarray, kind: str) -> str:
 
 
 def _page(title: str, data: dict[str, Any]) -> str:
-    """The files of this folder put together; the hashes in the policy allow this style and this script alone."""
-    style, script = _read("page.css"), "\n".join(_read(name) for name in SCRIPTS)
-    parts = {
-        "style-hash": _hash(style),
-        "script-hash": _hash(script),
+    given = {
         "title": html.escape(title),
-        "style": style,
-        "script": script,
         # text of users: in ASCII, and without a "<" that could end the element that holds it
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    return re.sub(r"\{\{([a-z-]+)\}\}", lambda place: parts[place[1]], _read("page.html"))  # in one pass: parts may hold {{
+    return _assembled("page", SCRIPTS, given)
+
+
+def _assembled(name: str, scripts: Sequence[str], given: Mapping[str, str]) -> str:
+    """The files of this folder put together; the hashes in the policy allow this style and this script alone."""
+    style, script = (_joined(names) for names in (("base.css", f"{name}.css"), scripts))
+    parts = {"style": style, "script": script, "style-hash": _hash(style), "script-hash": _hash(script), **given}
+    return re.sub(r"\{\{([a-z-]+)\}\}", lambda place: parts[place[1]], _read(f"{name}.html"))  # in one pass: parts may hold {{
+
+
+def _joined(names: Sequence[str]) -> str:
+    return "\n".join(map(_read, names))
 
 
 def _hash(text: str) -> str:
