@@ -133,7 +133,7 @@ function buildHand() {
   const { heads, key, sum } = words();
   const texts = tokensByHand();
   const asking = texts[state.hand.query];
-  byId("tokens").value = texts.join(" ");
+  Object.assign(byId("tokens"), { value: texts.join(" "), ariaInvalid: "false" });
   byId("query").replaceChildren(...texts.map((text, i) => Object.assign(element("option", "", text), { value: i })));
   byId("mask").querySelector("div")?.remove();
   buildChoice(byId("mask"), "mask", words().masks, (mask) => {
@@ -233,10 +233,15 @@ function showNumber(button, value) {
 
 // --- changes
 
+// The number that a step explains until the reader clicks another.
+function firstCell(step) {
+  const name = NAMES_OF_STEPS[step - 1];
+  return name === "sum" ? "sum" : `${name}-0`;
+}
+
 function goToStep(step) {
   state.step = clamp(step, 1, STEPS_BY_HAND);
-  const name = NAMES_OF_STEPS[state.step - 1];
-  state.cell = name === "sum" ? "sum" : `${name}-0`;
+  state.cell = firstCell(state.step);
   showHand();
 }
 
@@ -264,7 +269,7 @@ function typeTokens() {
   const fresh = Array.from({ length: TOKENS.most }, () => ["q", "k", "v"].map(() => Array.from(draw.fill(new Float32Array(3)), (x) => Math.round(10 * x) / 10)));
   for (const [at, name] of ["q", "k", "v"].entries()) hand[name] = parts.map((_, i) => hand[name][i] ?? fresh[i][at]);
   hand.own = parts.map((_, i) => hand.own[i] ?? true);
-  goToStep(state.step); // the cell that was explained may be gone
+  state.cell = firstCell(state.step); // the one that was explained may be gone
   changeHand({ tokens: parts, query: parts.length - 1 });
 }
 
@@ -283,8 +288,7 @@ function startHand() {
   byId("tokens").addEventListener("change", typeTokens);
   byId("query").addEventListener("change", (event) => changeHand({ query: Number(event.target.value) }));
   byId("reset").addEventListener("click", () => {
-    state.hand = START();
-    goToStep(1);
+    Object.assign(state, { hand: START(), step: 1, cell: firstCell(1) });
     buildHand();
   });
 }

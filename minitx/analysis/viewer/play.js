@@ -172,7 +172,7 @@ function buildQuestion(scene, i, question) {
 startHand();
 startWidth();
 readPlayAddress();
-state.cell = NAMES_OF_STEPS[state.step - 1] === "sum" ? "sum" : `${NAMES_OF_STEPS[state.step - 1]}-0`;
+state.cell = firstCell(state.step);
 byId("language").addEventListener("click", () => {
   state.lang = state.lang === "en" ? "zh" : "en";
   showPlay();
