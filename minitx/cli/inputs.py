@@ -271,7 +271,7 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
             all weights; transformers cannot read it; or ``adopt_hf`` refuses the model.
     """
     from minitx.interop import adopt_hf
-    from minitx.interop.hf_models import load_folder, quiet
+    from minitx.interop.finetune import load_folder, quiet
 
     said = f"{name}={path}"
     try:
@@ -334,7 +334,7 @@ def with_target(model: Any, tokenizer: Any, source: Inputs, target: str | None, 
     """
     import torch
 
-    from minitx.interop.hf_models import quiet
+    from minitx.interop.finetune import quiet
 
     require(model.can_generate(), f"{type(model).__name__} is an encoder-decoder without a head, so it reads no target")
     if target is None:
