@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.command_line import StoredConfig, key, run_program, write
-from minitx.cli.inputs import encode_text
 from minitx.config import ConfigError
 from minitx.config.schema import Count, require
 
@@ -129,6 +128,8 @@ def _write_token(stream: TextStream, row: int, id: int) -> None:
 
 def _prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of the prompt; of a language model's empty one, the mark with which texts begin."""
+    from minitx.cli.inputs import encode_text
+
     bos_id: Any = getattr(getattr(model, "config", None), "bos_id", None)
     if not prompt and (bos_id is None or hasattr(model, "encode")):
         raise ConfigError("prompt is empty: the model needs one character at least")
@@ -137,6 +138,7 @@ def _prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int
 
 def _stop_ids(model: nn.Module, tokenizer: Tokenizer, stop: str | None) -> list[int]:
     """The ids that end an answer."""
+    from minitx.cli.inputs import encode_text
     from minitx.generation.decoding import eos_ids
 
     if stop is None:

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import nn
 
 from minitx.analysis import take_snapshot
-from minitx.cli.inputs import Inputs
-from minitx.cli.view import ViewConfig, _snapshot
+from minitx.cli.inputs import Inputs, attention_of
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
@@ -180,7 +179,7 @@ def test_a_model_of_ones_own_may_take_fewer_keys_than_the_data_have():
             return self.attention(self.embed(input_ids))
 
     row = Inputs({"input_ids": torch.tensor([[1, 2, 3, 5, 6]]), "key_mask": torch.ones(1, 5, dtype=torch.bool)}, {})
-    assert _snapshot(ViewConfig(ckpt_path="x"), Net(), row, 0).step == 0
+    assert attention_of(Net(), row, step=0).step == 0
 
 
 def test_a_hugging_face_folder_and_a_text_are_enough_and_the_page_holds_what_the_model_does(data, folders):
