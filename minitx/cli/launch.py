@@ -31,12 +31,9 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 class RankFailedError(RuntimeError):
     """A process of the run failed. ``code`` is its exit code."""
 
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message, code)
+    def __init__(self, message: str, code: int = 3) -> None:  # a default, so that it can be pickled
+        super().__init__(message)
         self.code = code
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class ProgramStoppedError(RuntimeError):
@@ -120,7 +117,7 @@ def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
         return RankFailedError(said["message"], failure.exitcode)
     how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
     text = f"process {number} of the run {how} and the others were stopped; see {folder / 'logs'}"
-    return RankFailedError(text, 3)
+    return RankFailedError(text)
 
 
 def tell_launcher(message: str) -> None:

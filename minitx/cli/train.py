@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.command_line import check_flags, exit_code, sentence, words_to_show
+from minitx.cli.command_line import check_flags, exit_code, sentence
 from minitx.cli.compose import build_config, build_grid, find_own_modules, register_defaults, unlisted
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
@@ -37,10 +37,10 @@ def main() -> int:
     register_defaults()
 
     def program() -> None:
-        sys.argv[1:], config_dirs = check_flags(sys.argv[1:])
+        sys.argv[1:], config_dirs, shown = check_flags(sys.argv[1:])
         find_own_modules(config_dirs)
-        if (words := words_to_show(sys.argv[1:])) is not None:
-            sys.argv[1:1] = unlisted([*(f"{CONFIG_DIR}{folder}" for folder in config_dirs), *words])
+        if shown is not None:
+            sys.argv[1:1] = unlisted([*(f"{CONFIG_DIR}{folder}" for folder in config_dirs), *shown])
         try:
             hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")(run_job)()
         finally:
