@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -166,29 +166,13 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
     outermost = list(_outermost(model, PreTrainedModel))
     if not outermost:
         raise TypeError(f"adopt_hf takes a model of transformers, got {type(model).__name__}, which contains none")
     if adopted_cores(model):
         raise ValueError(f"{type(model).__name__} is adopted already: release_hf gives it back")
-    layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
-    containers = {name[:end] for name in layers for end, letter in enumerate(name) if letter == "."} | {""}
-    others = [
-        name
-        for name, module in model.named_modules()
-        if name not in layers and name not in containers and _attends_by_itself(type(module))
-    ]
-    if others or not layers:
-        where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
-        raise ValueError(
-            f"the attention of {where} does not pass through transformers' AttentionInterface, "
-            "so no other function can take its place"
-        )
-    taken = [name for name, module in layers.items() if hasattr(module, "core")]
-    if taken:
-        raise ValueError(f"{taken[0]} has an attribute named core already")
+    layers = _attention_layers(model)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     adoption = Adoption(_copy_configs(model))
@@ -197,17 +181,10 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         if not set(OTHER_STATES).isdisjoint(inspect.signature(module.forward).parameters):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_attention, with_kwargs=True))
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and adopted_cores(module):
-            module.is_block = True
         if isinstance(module, PreTrainedModel):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_model, with_kwargs=True))
             adoption.hooks.append(module.register_forward_hook(adoption.leave_model, always_call=True))
-    for name in layers:  # layers of another class (ALBERT): those of a ModuleList
-        around = [name[:end] for end, letter in enumerate(name) if letter == "."]
-        listed = [path for path in around if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.ModuleList)]
-        if listed and not any(is_block(model.get_submodule(path)) for path in around):
-            block: Any = model.get_submodule(listed[-1])
-            block.is_block = True
+    _mark_blocks(model, layers)
     for root in outermost:
         root.adoption = adoption
         root.set_attn_implementation(NAME)
@@ -259,6 +236,42 @@ def _outermost(module: nn.Module, kind: type) -> Iterator[Any]:
     else:
         for child in module.children():
             yield from _outermost(child, kind)
+
+
+def _attention_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the attention modules of ``model`` by name. Raise a ValueError if some attention cannot be replaced."""
+    layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
+    known = {*layers, "", *(around for name in layers for around in _around(name))}
+    others = [name for name, module in model.named_modules() if name not in known and _attends_by_itself(type(module))]
+    if others or not layers:
+        where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
+        raise ValueError(
+            f"the attention of {where} does not pass through transformers' AttentionInterface, "
+            "so no other function can take its place"
+        )
+    if taken := [name for name, module in layers.items() if hasattr(module, "core")]:
+        raise ValueError(f"{taken[0]} has an attribute named core already")
+    return layers
+
+
+def _mark_blocks(model: nn.Module, layers: Iterable[str]) -> None:
+    """Note which modules are blocks, for those who look at the residual stream: layers of transformers' class, else of a list (ALBERT)."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and adopted_cores(module):
+            module.is_block = True
+    for name in layers:
+        around = {path: model.get_submodule(path) for path in _around(name)}
+        listed = [path for path in around if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.ModuleList)]
+        if listed and not any(map(is_block, around.values())):
+            block: Any = around[listed[-1]]
+            block.is_block = True
+
+
+def _around(name: str) -> list[str]:
+    """The names of the modules that contain the module ``name``, the outermost first."""
+    return [name[:end] for end, letter in enumerate(name) if letter == "."]
 
 
 def _calls_interface(kind: type[nn.Module]) -> bool:
