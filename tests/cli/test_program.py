@@ -21,7 +21,7 @@ from minitx.config import RunConfig
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import COLUMNS, read_metrics
 from minitx.training.nodes import with_defaults
-from tests.cli.conftest import TINY, losses
+from tests.cli.conftest import RESULT, TINY, losses
 from tests.cli.processes import ROOT, start
 from tests.waiting import PATIENCE, wait_for
 
@@ -31,15 +31,8 @@ OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewCo
 def test_help_shows_groups_keys_and_values(cli):
     said = cli("--help")
     assert (said.code, said.err) == (0, "")
-    for part in (
-        "model: bert_small, char_small",
-        "scaling_ablation",
-        "scale: inv_sqrt",
-        "max_epochs: null",
-        "context_len: 64",
-        "num_workers: 0",
-        "traceback=true",
-    ):
+    groups = "model: bert_small, char_small", "scaling_ablation"
+    for part in (*groups, "scale: inv_sqrt", "max_epochs: null", "context_len: 64", "num_workers: 0", "traceback=true"):
         assert part in said.out, part
 
 
@@ -134,20 +127,8 @@ def test_a_job_of_a_sweep_that_cannot_be_resolved_leaves_no_folder(cli, place):
 def test_flags_may_stand_anywhere(cli, place, monkeypatch):
     (place / "conf").mkdir()
     seen = []
-    monkeypatch.setattr(
-        "minitx.cli.train.run_training",
-        lambda config, *_: (
-            seen.append(config.seed)
-            or {
-                "val_loss": 1.0,
-                "steps": 1,
-                "nonfinite_step": None,
-                "val_accuracy": None,
-                "floors": {},
-                "metrics": {"val_loss": 1.0},
-            }
-        ),
-    )
+    result = {**RESULT, "val_loss": 1.0, "metrics": {"val_loss": 1.0}}
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda config, *_: seen.append(config.seed) or result)
     for flags in (["-m"], ["--config-dir", "conf", "--multirun"]):
         assert cli(*TINY, *flags, "seed=3,5").code == 0
     assert seen == [3, 5, 3, 5]

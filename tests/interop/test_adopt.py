@@ -6,22 +6,22 @@ import copy
 import io
 from functools import partial
 
+import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-transformers = pytest.importorskip("transformers")
-
-from minitx.analysis import capture, intervene  # noqa: E402
-from minitx.analysis.capture import watch  # noqa: E402
-from minitx.analysis.statistics import real_keys  # noqa: E402
-from minitx.interop import adopt_hf, release_hf  # noqa: E402
-from minitx.interop.adopt import adopted_cores  # noqa: E402
-from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale  # noqa: E402
-from minitx.training.devices import parallelize  # noqa: E402
-from tests.interop.families import BESIDE, NAMES, QUICK, REFUSED, build, inputs_of, output_of  # noqa: E402
+from minitx.analysis import capture, intervene
+from minitx.analysis.capture import watch
+from minitx.analysis.statistics import real_keys
+from minitx.interop import adopt_hf, release_hf
+from minitx.interop.adopt import adopted_cores
+from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale
+from minitx.training.devices import parallelize
+from tests.interop.families import BESIDE, NAMES, QUICK, REFUSED, build, inputs_of, output_of
 
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in NAMES]
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
@@ -321,7 +321,6 @@ def test_in_half_precision_an_adopted_model_is_as_near_to_float32_as_its_eager_s
 @pytest.mark.parametrize("first", ["adopt_hf", "peft"])
 @pytest.mark.parametrize("name", QUICK)
 def test_lora_before_and_after_adopting_is_the_same_model(name, first):
-    peft = pytest.importorskip("peft")
     model, options = build(name), peft.LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear")
     torch.manual_seed(1)
     plain = peft.get_peft_model(copy.deepcopy(model), options)
@@ -586,7 +585,6 @@ def test_weights_that_make_more_than_the_queries_are_refused_and_left_as_they_we
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft says so of itself
 def test_a_fold_of_lora_of_a_speech_model_without_inputs_and_beside_our_attention_is_refused():
-    peft = pytest.importorskip("peft")
     options = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
     wrapped = adopt_hf(peft.get_peft_model(build("Llama"), options))
     with pytest.raises(ValueError, match="no projection or norm"):
