@@ -20,7 +20,7 @@ GPT2 = Family(
         "num_heads": "n_head",
         "ffn_dim": "n_inner",
         "activation": "activation_function",
-        "dropout": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
+        "dropout": "resid_pdrop",
         "norm_eps": "layer_norm_epsilon",
         "scale": "scale_attn_weights",
     },
@@ -50,10 +50,11 @@ GPT2 = Family(
         "blocks.*.feedforward.down_proj": "h.*.mlp.c_proj",
         "final_norm": "ln_f",
     },
-    harmless=("n_ctx", "n_special", "predict_special_tokens"),
+    harmless=("n_ctx", "n_special", "predict_special_tokens", "embd_pdrop", "attn_pdrop"),
     ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
     copies={"lm_head.weight": "wte.weight"},
     is_transposed=True,
+    untidy=lambda values: {**values, "embd_pdrop": values["resid_pdrop"], "attn_pdrop": values["resid_pdrop"]},
 )
 
 # --- rotary positions

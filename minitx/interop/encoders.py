@@ -10,12 +10,7 @@ from minitx.interop.families import ACTIVATIONS, SIZES, TEXT, Architecture, Fami
 
 # --- BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019), which counts positions from pad_token_id + 1
 
-KEYS: dict[str, str | tuple[str, ...]] = {
-    **SIZES,
-    "dropout": ("attention_probs_dropout_prob", "hidden_dropout_prob"),
-    "norm_eps": "layer_norm_eps",
-    "num_labels": "num_labels",
-}
+KEYS = {**SIZES, "dropout": "hidden_dropout_prob", "norm_eps": "layer_norm_eps", "num_labels": "num_labels"}
 BERT_KEYS = {**KEYS, **TEXT, "max_len": "max_position_embeddings", "type_vocab_size": "type_vocab_size"}
 BERT_DEFAULTS = {
     **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "hidden_act": "gelu"},
@@ -32,6 +27,13 @@ BERT_BLOCK = {
     "blocks.*.feedforward.down_proj": "encoder.layer.*.output.dense",
     "blocks.*.feedforward_residual.norm": "encoder.layer.*.output.LayerNorm",
 }
+
+
+def untidy_dropout(values: Values) -> Values:
+    """Write the dropout of the attention weights, too."""
+    return {**values, "attention_probs_dropout_prob": values["hidden_dropout_prob"]}
+
+
 NO_HEAD: Values = {"head": "none", "pooler": True, "num_labels": None}
 
 
@@ -73,7 +75,7 @@ def _bert_family(
         ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
         copies={f"{head}.decoder.weight": "embeddings.word_embeddings.weight", **twice},
         renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-        **{"keys": BERT_KEYS, **more},
+        **{"keys": BERT_KEYS, "untidy": untidy_dropout, **more},
     )
 
 
@@ -90,7 +92,7 @@ def untidy_roberta(values: Values) -> Values:
     """Add the unused rows to ``max_position_embeddings`` again."""
     offset = values.pop("position_offset")
     rows = values["max_position_embeddings"] + offset
-    return {**values, "max_position_embeddings": rows, "pad_token_id": offset - 1}
+    return {**untidy_dropout(values), "max_position_embeddings": rows, "pad_token_id": offset - 1}
 
 
 BERT = _bert_family(
@@ -154,6 +156,7 @@ VIT = Family(
     shapes={"embeddings.position.weight": lambda config, shape: (1, *shape), "embeddings.patch_proj.weight": _kernel},
     harmless=("encoder_stride", "pooler_output_size"),  # they do not change the output
     tidy=tidy_vit,
+    untidy=untidy_dropout,
 )
 
 # --- T5 v1.0 and v1.1 (Raffel et al. 2020): unscaled scores, a relative position bias in encoder and decoder, RMSNorm, no biases

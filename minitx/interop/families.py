@@ -65,8 +65,7 @@ class Family:
 
     Args:
         model_type: the value of this key in ``config.json``.
-        keys: the fields of our config to keys of ``config.json``. Several keys of one field are a tuple: all are written, the
-            last is read.
+        keys: the fields of our config to keys of ``config.json``.
         defaults: the values of keys that are missing in ``config.json``. Default: None.
         words: for keys whose values have other names here, a table from theirs to ours. If two of theirs mean the same, the
             first is written.
@@ -89,7 +88,7 @@ class Family:
     """
 
     model_type: str
-    keys: Mapping[str, str | tuple[str, ...]]
+    keys: Mapping[str, str]
     defaults: Values
     words: Mapping[str, Mapping[Any, Any]]
     architectures: Mapping[str, Architecture]
@@ -107,11 +106,6 @@ class Family:
     renames: Mapping[str, str] = field(default_factory=dict)
     tidy: Tidy = lambda values, names: values
     untidy: Callable[[Values], Values] = lambda values: values
-
-    def theirs(self, ours: str) -> tuple[str, ...]:
-        """Return the keys of a field of our config, the one that is read last."""
-        found = self.keys.get(ours, ())
-        return (found,) if isinstance(found, str) else found
 
 
 def find_architecture(family: Family, values: Values) -> Architecture:
@@ -156,14 +150,14 @@ def read_config(
     try:
         config = from_dict(TransformerConfig, fields)
     except ConfigError as error:
-        theirs = family.theirs(str(error).partition("=")[0])
-        raise ValueError("".join(f"{key}: " for key in theirs) + str(error)) from None
+        theirs = family.keys.get(str(error).partition("=")[0])
+        raise ValueError(f"{theirs}: {error}" if theirs else str(error)) from None
     return config, _check_rest(family, values)
 
 
 def _read_key(family: Family, ours: str, values: Values) -> Any:
     """Return the value of our field from the values of ``config.json``."""
-    key = family.theirs(ours)[-1]
+    key = family.keys[ours]
     theirs, words = values.get(key, family.defaults.get(key)), family.words.get(key)
     if words is None:
         return theirs
@@ -175,7 +169,7 @@ def _read_key(family: Family, ours: str, values: Values) -> Any:
 
 def _check_rest(family: Family, values: Values) -> list[str]:
     """Return the keys that are ignored. Raise a ValueError for unknown keys that could change what the model computes."""
-    read = {"architectures", "model_type", *(key for ours in family.keys for key in family.theirs(ours))}
+    read = {"architectures", "model_type", *family.keys.values()}
     passed, refused = [], []
     for name, value in values.items():
         wanted = family.required.get(name)
@@ -197,11 +191,10 @@ def write_config(family: Family, name: str, config: TransformerConfig) -> Values
     """Return our config as the ``config.json`` of class ``name``. Fields without a key are lost; ``unlike`` finds them."""
     fields = filled(config)
     values: Values = {}
-    for ours in family.keys:
-        for key in family.theirs(ours):
-            words = family.words.get(key)
-            found = [fields[ours]] if words is None else [word for word, meaning in words.items() if meaning == fields[ours]]
-            values.update((key, word) for word in found[:1])
+    for ours, key in family.keys.items():
+        words = family.words.get(key)
+        found = [fields[ours]] if words is None else [word for word, meaning in words.items() if meaning == fields[ours]]
+        values.update((key, word) for word in found[:1])
     labels = values.pop("num_labels", None)
     values = family.untidy(values)
     if labels is not None and config.head in ("sequence", "token"):
