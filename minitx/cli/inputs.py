@@ -26,8 +26,7 @@ from minitx.interop.finetune import load_folder, quiet
 from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, unwrapped
 from minitx.training.checkpoints import Stored, load_stored
 
-SOURCE, TARGET = "input_ids", "decoder_input_ids"
-TYPES = "token_type_ids"
+SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,8 @@ def with_attention(stored: Stored) -> nn.Module:
             adopt_hf(stored.network)
         except ValueError as error:
             raise ConfigError(f"ckpt_path={stored.path} cannot be shown: {error}") from error
-    said = (
-        f"ckpt_path={stored.path} holds a {type(stored.network).__name__} without attention of minitx, so there is none to show"
-    )
-    require(bool(attention_cores(stored.network)), said)
+    holds = f"ckpt_path={stored.path} holds a {type(stored.network).__name__}"
+    require(bool(attention_cores(stored.network)), f"{holds} without attention of minitx, so there is none to show")
     return stored.network
 
 
@@ -205,9 +202,8 @@ def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
         ConfigError: the text is not UTF-8, or a character model does not know a character.
     """
     check_utf8(text, name)
-    known: str | None = getattr(tokenizer, "characters", None)
-    unknown = next((character for character in text if known is not None and character not in known), None)
-    if known is not None and unknown is not None:
+    known: str = getattr(tokenizer, "characters", None) or text
+    for unknown in (character for character in text if character not in known):
         code = f"{unknown!r} (U+{ord(unknown):04X})"
         raise ConfigError(f"{name} has the character {code}, which is none of the {len(known)} that the model knows")
     return tokenizer.encode(text).tolist()
@@ -304,9 +300,8 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
         if target is None:
             given = {key: tensors[key].to(model.device) for key in (SOURCE, "attention_mask")}
             with quiet():
-                tensors[TARGET] = model.generate(**given, do_sample=False, **options)[
-                    :, :-1
-                ].cpu()  # nothing reads the last token
+                answer = model.generate(**given, do_sample=False, **options)
+            tensors[TARGET] = answer[:, :-1].cpu()  # nothing reads the last token
         else:
             labels = torch.tensor([hf_ids(model, tokenizer, target, "target", is_target=True)[SOURCE]])
             tensors[TARGET] = model.prepare_decoder_input_ids_from_labels(labels)
