@@ -167,12 +167,9 @@ def test_the_state_of_several_processes_has_the_place_of_each(folder, monkeypatc
     moved = zip(sources, positions, strict=True)
     own = [source.state_dict(rank, position)["stream"][0] for rank, (source, position) in enumerate(moved)]
 
-    def gather(found, mine):
-        found[:] = [{rank: of_rank} for rank, of_rank in enumerate(own)]
-
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setattr("torch.distributed.all_gather_object", lambda found, mine: found.__setitem__(slice(None), own))
     state = {"step": 3, **sources[0].state_dict(0, positions[0])}
     assert state["stream"] == own
     for rank, source in enumerate(sources):
