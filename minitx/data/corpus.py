@@ -489,10 +489,9 @@ def tokenised(
     file = cache_file(cache_dir, name)
 
     def build() -> dict[str, Any]:
-        length, blank = 0, True
-        for piece in read_text(path):
-            length, blank = length + len(piece), blank and not piece.strip()
-        require(not blank, f"{said} has no text: {length} characters, none of them but white space")
+        length = sum(map(len, read_text(path)))
+        written = any(piece.strip() for piece in read_text(path))
+        require(written, f"{said} has no text: {length} characters, none of them but white space")
         cut = int(length * (1 - val_fraction))
         require(0 < cut < length, f"{said} has {length} characters, too few for a training and a validation split")
         every = -(-cut // CHARACTERS_TO_LEARN_FROM) if tokenizer == "bpe" else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -74,9 +74,8 @@ def pairs(
     Raises:
         ConfigError: a file has no pairs, a split has no pairs, or columns and files do not fit each other.
     """
-    wanted = val_path is not None and target_path is not None
     said = f"data.val_target_path={val_target_path} must be given where val_path and target_path are, and only there"
-    require(wanted == (val_target_path is not None), said)
+    require((val_path is not None and target_path is not None) == (val_target_path is not None), said)
     named = f"data.source_column={source_column} and data.target_column={target_column} must be given together"
     require((source_column is None) == (target_column is None), named)
     lines = f"data.source_column={source_column} belongs to a table, and data.target_path={target_path} to a file of lines"
@@ -85,8 +84,7 @@ def pairs(
         columns = None if source_column is None else (source_column, str(target_column))
         both = _columns(Where(path, val_path, subset, split, val_split), columns, val_fraction)
     else:
-        val_paths = {"val_path": str(val_path), "val_target_path": str(val_target_path)} if wanted else {}
-        both = _files({"path": path, "target_path": target_path}, val_paths, val_fraction, subset=subset, split=split)
+        both = _files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
     return _task(f"data.path={path}", "pairs", both, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
 
 
@@ -179,19 +177,19 @@ def _columns(where: Where, columns: tuple[str, str] | None, val_fraction: float)
     return _without_blanks(read(train), where.path), _without_blanks(read(val), where.path)
 
 
-def _files(paths: Mapping[str, str], val_paths: Mapping[str, str], val_fraction: float, **options: Any) -> Both:
-    """The lines of two files that belong together, by their keys."""
+def _files(path: str, target: str, val_path: str | None, val_target: str | None, val_fraction: float, **options: Any) -> Both:
+    """The lines of two files that belong together, and of two others that validate, if they are given."""
 
-    def read(files: Mapping[str, str]) -> Pairs:
-        sides = [texts_of(load_table(file, key, kind="text", **options), "text", key) for key, file in files.items()]
-        (first, _), (second, other) = files.items()
-        lines = f"{len(sides[1])} lines, but data.{first} has {len(sides[0])}"
-        require(len(sides[0]) == len(sides[1]), f"data.{second}={other} has {lines}: line n belongs to line n")
-        return _without_blanks(sides, paths["path"])
+    def read(key: str, source: str, target: str) -> Pairs:
+        files = {f"{key}path": source, f"{key}target_path": target}
+        sides = [texts_of(load_table(file, name, kind="text", **options), "text", name) for name, file in files.items()]
+        lines = f"{len(sides[1])} lines, but data.{key}path has {len(sides[0])}"
+        require(len(sides[0]) == len(sides[1]), f"data.{key}target_path={target} has {lines}: line n belongs to line n")
+        return _without_blanks(sides, path)
 
-    found = read(paths)
-    if val_paths:
-        return found, read(val_paths)
+    found = read("", path, target)
+    if val_path is not None and val_target is not None:
+        return found, read("val_", val_path, val_target)
     train, val = hold_out([source for source, _ in found], val_fraction)
     return [found[i] for i in train], [found[i] for i in val]
 
