@@ -514,12 +514,10 @@ def cached(
     in the log, which warns of characters that the tokenizer does not know.
     """
     found, beside = None, path.with_suffix(".json")
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is made again
         record = json.loads(beside.read_text(encoding="utf-8"))
         if record["format"] == FORMAT and record["tokens_sha256"] == sha256_of(path):
             found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
     if found is None:
         logger.info("tokenising %s", source)
         record = build()
@@ -539,10 +537,7 @@ def token_arrays(path: Path, record: Mapping[str, Any]) -> tuple[TokenArray, Tok
 
 
 def write_ids(
-    path: Path,
-    tokenizer: Tokenizer,
-    splits: Mapping[str, Iterable[str]],
-    encode: Callable[[Sequence[str]], Iterable[np.ndarray]],
+    path: Path, tokenizer: Tokenizer, splits: Mapping[str, Iterable[str]], encode: Callable[[Sequence[str]], list[np.ndarray]]
 ) -> dict[str, Any]:
     """Write the ids of the texts of ``train`` and then of ``val`` to ``path``. Return the record of them."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
@@ -553,7 +548,7 @@ def write_ids(
         for split, counted in counts.items():
             texts = iter(splits[split])
             while batch := list(islice(texts, TEXTS_AT_ONCE)):
-                written = np.concatenate(list(encode(batch))).astype(dtype)
+                written = np.concatenate(encode(batch)).astype(dtype)
                 counted["tokens"] += len(written)
                 counted["characters"] += sum(map(len, batch))
                 counted["bytes"] += sum(len(text.encode()) for text in batch)

@@ -70,13 +70,21 @@ class DocumentRows:
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         pieces = self.rows[row]
-        ids = [self.pieces[piece] for piece in pieces]
-        found = {"input_ids": np.concatenate([own[:-1] for own in ids]), "labels": np.concatenate([own[1:] for own in ids])}
+        input_ids, labels, document_ids = shifted([self.pieces[piece] for piece in pieces])
         if self.counted is not None:
-            found["labels"][np.concatenate([self.counted[piece] for piece in pieces]) == 0] = IGNORED
-        if self.packing:
-            found["document_ids"] = np.repeat(np.arange(len(ids)), [len(own) - 1 for own in ids])
-        return found
+            labels[np.concatenate([self.counted[piece] for piece in pieces]) == 0] = IGNORED
+        return {"input_ids": input_ids, "labels": labels} | ({"document_ids": document_ids} if self.packing else {})
+
+
+def shifted(documents: Sequence[np.ndarray], first: int = 0) -> np.ndarray:
+    """Return ids, labels and numbers of documents, one after another: (3, n) int64. The label of an id is the next id of its
+    document. Documents are numbered from ``first``.
+
+    >>> shifted([np.array([1, 5, 6, 1]), np.array([1, 7, 1])]).tolist()
+    [[1, 5, 6, 1, 7], [5, 6, 1, 7, 1], [0, 0, 0, 1, 1]]
+    """
+    numbers = np.repeat(np.arange(first, first + len(documents)), [len(ids) - 1 for ids in documents])
+    return np.stack([np.concatenate([ids[:-1] for ids in documents]), np.concatenate([ids[1:] for ids in documents]), numbers])
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -301,9 +309,7 @@ class DocumentStream:
                 blank += len(rows[self.column]) - len(texts)
                 ids = with_marks(self.tokenizer, texts)
                 if ids:
-                    numbers = np.repeat(np.arange(count, count + len(ids)), [len(own) - 1 for own in ids])
-                    sides = np.concatenate([own[:-1] for own in ids]), np.concatenate([own[1:] for own in ids])
-                    yield epoch, state, np.stack([*sides, numbers])
+                    yield epoch, state, shifted(ids, count)
                 count, found, state = count + len(ids), found or bool(ids), table.state_dict()
             require(found, f"{self.name} has no documents to train on for part {part} of {parts}")
             epoch, state = epoch + 1, None

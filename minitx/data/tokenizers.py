@@ -108,10 +108,9 @@ class Tokenizer:
         for text, ids in zip(texts, found, strict=True):
             if self._never[ids].any():
                 name = self._model.id_to_token(int(ids[self._never[ids]][0]))
-                raise ConfigError(
-                    f"data.tokenizer would read its special token {name} in the text {text!r:.60}: its vocabulary has {name} as "
-                    "a word; remove it from the text, or take another tokenizer"
-                )
+                said = f"data.tokenizer would read its special token {name} in the text {text!r:.60}"
+                more = f"its vocabulary has {name} as a word; remove it from the text, or take another tokenizer"
+                raise ConfigError(f"{said}: {more}")
         return found
 
     def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
@@ -235,14 +234,9 @@ def _byte_pairs(chunks: Iterable[str], vocab_size: int, special: list[str]) -> t
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    model.train_from_iterator(chunks, trainer=trainer)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options: dict[str, Any] = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    model.train_from_iterator(chunks, trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, **options))
     return model
 
 
