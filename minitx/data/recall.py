@@ -94,16 +94,13 @@ def induction(*, num_tokens: Count = 64, segment_len: Count = 12, max_gap: Natur
 
 
 def _kv_lookup(num_keys: int, num_values: int, num_pairs: int, count: int, random: np.random.Generator) -> Batch:
-    shape = (count, num_pairs + 1)
-    input_ids, token_type_ids = np.empty(shape, np.int64), np.zeros(shape, np.int64)
-    labels = np.full(shape, IGNORED, np.int64)
-    input_ids[:, :-1] = _distinct(num_keys, (count, num_pairs), random)
+    keys = _distinct(num_keys, (count, num_pairs), random)
     values = random.integers(num_values, size=(count, num_pairs))
-    token_type_ids[:, :-1] = values + 1
-    asked, rows = random.integers(num_pairs, size=count), np.arange(count)
-    input_ids[:, -1] = input_ids[rows, asked]
-    labels[:, -1] = num_keys + values[rows, asked]
-    return _batch(input_ids=input_ids, token_type_ids=token_type_ids, labels=labels)
+    asked = random.integers(num_pairs, size=(count, 1))
+    input_ids = np.concatenate([keys, np.take_along_axis(keys, asked, axis=1)], axis=1)
+    labels = np.full(input_ids.shape, IGNORED, np.int64)
+    labels[:, -1:] = num_keys + np.take_along_axis(values, asked, axis=1)
+    return _batch(input_ids=input_ids, token_type_ids=np.pad(values + 1, ((0, 0), (0, 1))), labels=labels)
 
 
 def _multi_query_recall(
