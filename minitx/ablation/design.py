@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -92,8 +91,8 @@ class StudyConfig(Config):
         scores: what is judged. time: steps until the task is solved, and the largest rate that solves it; stability: the
             largest rate that is stable; loss, accuracy: of validation after the last step; equal: whether the losses are
             equal bit for bit.
-        measures: other numbers to judge, at the rate that the first score chose; smaller is better: ``loss_at_N``,
-            ``attention_error``, ``attention_cost``.
+        measures: other numbers to judge, at the rate that the first score chose; smaller is better: names of ``MEASURES`` in
+            ``minitx.ablation.measures``, such as ``loss_at_256``.
         solved: when the task counts as solved, for ``time``.
         stable: when a run counts as stable, for ``stability``.
         keep_attention: keep the attention weights of ``callbacks.probe.weights_every`` in the records.
@@ -118,12 +117,10 @@ class StudyConfig(Config):
         both = sorted(set(self.seeds) & set(self.tune_seeds))
         require(not both, f"tune_seeds={list(self.tune_seeds)} are judged too: seed {both[:1]} is in both lists")
         chooses = "loss" in self.scores or "accuracy" in self.scores
-        measures = f"measures={list(self.measures)}"
-        known = re.compile(r"loss_at_\d+|attention_error|attention_cost")
         require(
-            all(map(known.fullmatch, self.measures)), f"{measures} must be among loss_at_N, attention_error, attention_cost"
+            chooses or not self.measures,
+            f"measures={list(self.measures)} need a score of loss or accuracy to choose the rate by",
         )
-        require(chooses or not self.measures, f"{measures} need a score of loss or accuracy to choose the rate by")
         require("stability" not in self.scores or self.start is not None, "scores=[stability] needs start, a trained model")
         words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]
         require(not words, f"factors.{RATE} has the level {words[:1]}; the name of a learning rate is a positive number")

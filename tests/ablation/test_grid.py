@@ -162,7 +162,6 @@ def compared(study="main", arms=("a", "b"), expected=None, law=None):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"seeds": (1, 2), "tune_seeds": (2, 3)}, "tune_seeds=[2, 3] are judged too: seed [2]"),
     ({"measures": ("loss_at_9",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
-    ({"measures": ("loss_at_nine",)}, "measures=['loss_at_nine'] must be among loss_at_N"),
     ({"scores": ("stability",)}, "scores=[stability] needs start"),
     ({"prune": "unsolved"}, "prune=unsolved needs tune_seeds"),
     ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),
