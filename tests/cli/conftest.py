@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from minitx.cli import evaluate, export, generate, train, view
 from minitx.cli.compose import compose_config
 from minitx.cli.launch import run_training
 from minitx.training.loggers import read_metrics
+from tests.cli.processes import ROOT
 
 PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view": view, "export": export}
 TEXT = "In the beginning God created the heaven and the earth.\n你好世界 🎉\n"
@@ -97,6 +99,17 @@ def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
         return Said(code, out, err)
 
     return run
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def copy_example(name: str, folder: Path) -> None:
+    """Copy ``examples/NAME`` into ``folder``, without what Python compiled there."""
+    shutil.copytree(ROOT / "examples" / name, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def losses(folder: str | Path) -> list[float | None]:

@@ -16,8 +16,7 @@ from minitx.interop import load_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
 from minitx.training.checkpoints import load_model, read_checkpoint, write_checkpoint
 from minitx.training.loggers import read_metrics
-from tests.cli.conftest import SHORT
-from tests.cli.processes import ROOT
+from tests.cli.conftest import SHORT, copy_example
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
 GPT2 = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 64, "activation": "gelu_tanh"}
@@ -161,7 +160,7 @@ def test_a_checkpoint_is_data_and_no_interpolation_in_it_is_resolved(assert_refu
 
 
 def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, monkeypatch):
-    shutil.copytree(ROOT / "examples" / "own_project", place, dirs_exist_ok=True)
+    copy_example("own_project", place)
     words = "--config-dir=conf", "experiment=sorted_task", "trainer.max_steps=3", "trainer.accelerator=cpu"
     assert cli(*words, "output_dir=first").code == 0
     assert cli(*words, "output_dir=run", "init_from.path=first/checkpoints/last.ckpt", "optimizer.lr=1e-30").code == 0
