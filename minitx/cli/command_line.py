@@ -208,11 +208,9 @@ def parse(cls: type[T], arguments: Iterable[str]) -> T:
     values: dict[str, Any] = {}
     for argument in arguments:
         name, is_pair, value = argument.lstrip("+").partition("=")
-        if not is_pair:
-            raise ConfigError(f"{argument} is not key=value; --help shows the keys")
+        require(bool(is_pair), f"{argument} is not key=value; --help shows the keys")
         first, *nested = name.split(".")
-        if first in values and not nested:
-            raise ConfigError(f"{name} is given twice")
+        require(first not in values or bool(nested), f"{name} is given twice")
         found = _read(name, value, is_text=kinds.get(first, "str").startswith("str"))
         for part in reversed(nested):
             found = {part: found}

@@ -62,8 +62,8 @@ def _generate(config: GenerateConfig) -> None:
 
     stored = open_stored(config.ckpt_path, trust=config.trust)
     tokenizer, shape, kind = stored.tokenizer, config_of(stored.network), shape_of(stored.network).architecture
-    if kind not in ("decoder", "encoder_decoder"):
-        raise ConfigError(f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text")
+    said = f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text"
+    require(kind in ("decoder", "encoder_decoder"), said)
     if tokenizer is None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds no tokenizer: its model was not trained on text")
     model = place(stored.network if shape is not None else reader_of_ids(stored), config.device)
@@ -72,8 +72,7 @@ def _generate(config: GenerateConfig) -> None:
     generator = torch.Generator().manual_seed(config.seed)
 
     def answer(prompt: str) -> None:
-        if not prompt and bos_id is None:
-            raise ConfigError("prompt is empty: the model needs one character at least")
+        require(bool(prompt) or bos_id is not None, "prompt is empty: the model needs one character at least")
         ids = torch.tensor([encode_text(tokenizer, prompt, "prompt") or [bos_id]], device=next(model.parameters()).device)
         _write_answers(model, ids, tokenizer, config, generator, options)
 

@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
+from minitx.config.schema import require
 from minitx.training import rank
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
@@ -63,15 +64,12 @@ def needs_launch(options: TrainerConfig) -> bool:
             torchrun or srun.
     """
     outside, wanted = started_from_outside(), options.world_size
-    if outside and outside != wanted:
-        said = f"trainer.devices={options.devices} x trainer.num_nodes={options.num_nodes}"
-        raise ConfigError(f"{said} is {wanted}, but {outside} processes were started")
+    nodes = f"trainer.num_nodes={options.num_nodes}"
+    said = f"trainer.devices={options.devices} x {nodes} is {wanted}, but {outside} processes were started"
+    require(outside in (0, wanted), said)
     if outside or wanted == 1 or "LOCAL_RANK" in os.environ:
         return False
-    if options.num_nodes > 1:
-        raise ConfigError(
-            f"trainer.num_nodes={options.num_nodes}: processes on several machines are started by torchrun or srun"
-        )
+    require(options.num_nodes == 1, f"{nodes}: processes on several machines are started by torchrun or srun")
     return True
 
 

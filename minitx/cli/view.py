@@ -80,8 +80,8 @@ def _view(config: ViewConfig) -> None:
 
     paths = {name: path for name in ("ckpt_path", "model", "compare") if (path := getattr(config, name))}
     folders = [not config.model and Path(path).is_dir() for path in paths.values()]
-    if folders[0] != folders[-1]:
-        raise ConfigError(f"compare={config.compare} must be a {'run folder' if folders[0] else 'checkpoint'} as ckpt_path is")
+    kind = "run folder" if folders[0] else "checkpoint"
+    require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind} as ckpt_path is")
     title, traces = (_recorded if folders[0] else _taken)(config, paths)
     try:
         page = viewer_page(traces, title=title)
@@ -109,8 +109,7 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
     from minitx.analysis.snapshot import read_snapshots
     from minitx.analysis.viewer import Trace
 
-    if config.text is not None:
-        raise ConfigError("text is for checkpoints: a run's folder holds sentences of its own, to be chosen by row=N")
+    require(config.text is None, "text is for checkpoints: a run's folder holds sentences of its own, to be chosen by row=N")
     row, traces = config.row or 0, []
     for path, shown in zip(paths.values(), _names(list(paths.values())), strict=True):
         try:
@@ -118,8 +117,7 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
         except ValueError as error:
             raise ConfigError(f"{error}; or give one of its checkpoints") from error
         count = snapshots[0].num_rows
-        if row >= count:
-            raise ConfigError(f"row={row} must lie in [0, {count}), the sentences that {path} holds")
+        require(row < count, f"row={row} must lie in [0, {count}), the sentences that {path} holds")
         traces.append(Trace(shown, [_with_layers(snapshot.sentence(row), config) for snapshot in snapshots]))
         _check_size(traces[-1].snapshots[0], sum(len(trace.snapshots) for trace in traces))
     return f"Attention on recorded sentence {row}", traces
@@ -155,10 +153,10 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
             other, its_tokenizer, _ = opened.pop(file) if file in opened else _open(config, name, file)
             if stored is not None:
                 check_reads_alike(f"{name}={file}", model, other, (tokenizer, its_tokenizer), first)
-            elif hf_ids(other, its_tokenizer, config.text or "", "text")[SOURCE] != inputs[0].tensors[SOURCE][0].tolist():
-                raise ConfigError(
-                    f"compare={config.compare} reads text with another tokenizer than model={config.model}: their tokens differ"
-                )
+            else:
+                ids = hf_ids(other, its_tokenizer, config.text or "", "text")[SOURCE]
+                said = f"{name}={file} reads text with another tokenizer than model={first}: their tokens differ"
+                require(ids == inputs[0].tensors[SOURCE][0].tolist(), said)
             for taken, given in zip(snapshots, inputs, strict=True):
                 taken.append(attention_of(other, given, layers=config.chosen_layers, step=steps.get(file)))
                 _check_size(taken[-1], sum(map(len, files.values())) * len(inputs))
@@ -224,11 +222,8 @@ def _quoted(text: str) -> str:
 
 def _check_size(snapshot: Snapshot, count: int) -> None:
     size = count * sum(int(layer.visible.sum()) for layer in snapshot.maps) * 8 // 3  # two bytes, four letters for three
-    if size > LARGEST_PAGE:
-        raise ConfigError(
-            f"the page would have {size / 2**20:,.0f} MiB, more than browsers take ({LARGEST_PAGE >> 20}): choose some "
-            "layers=, fewer steps, or a shorter text"
-        )
+    said = f"the page would have {size / 2**20:,.0f} MiB, more than browsers take ({LARGEST_PAGE >> 20})"
+    require(size <= LARGEST_PAGE, f"{said}: choose some layers=, fewer steps, or a shorter text")
 
 
 def _files(path: str) -> list[str]:
