@@ -338,20 +338,9 @@ def _attention(
             f"{type(module).__name__} hands {chosen[0]} to its attention function, which no core takes: release_hf"
         )
     core: AdoptedCore = module.core
-    adoption = core.adoption
-    L, S = query.shape[2], key.shape[2]
-    causal = module.is_causal if is_causal is None else is_causal
-    bias = position_bias
-    key_mask = adoption.key_masks[core.is_cross]
-    if attention_mask is not None and causal and not core.is_cross and key_mask is not None and key_mask.shape[1] < S:
-        S = key_mask.shape[1]  # a static cache hands out keys that are not written
-        key, value = key[:, :, :S], value[:, :, :S]
-    if attention_mask is None or attention_mask.dtype == torch.bool:
-        mask = adoption.mask(attention_mask, bool(causal), (key.shape[0], S), core.is_cross)
-        if attention_mask is None and causal and L > 1:
-            key, value = key[:, :, :L], value[:, :, :L]
-    else:
-        mask, bias = None, attention_mask[..., :S] if bias is None else bias + attention_mask[..., :S]
+    causal = bool(module.is_causal if is_causal is None else is_causal)
+    mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, causal, query.shape[2], key)
+    key, value = key[:, :, :S], value[:, :, :S]
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries have one row
     if core.scale is not None:
@@ -362,13 +351,32 @@ def _attention(
         key,
         value,
         mask,
-        None if bias is None else bias[..., : key.shape[2]],
+        bias,
         query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap,
         s_aux,
         dropout_p=dropout,
-        need_weights=adoption.weights_wanted,
+        need_weights=core.adoption.weights_wanted,
         is_cross=core.is_cross,
     )
     out, weights = core(call) if call.need_weights else (core(call), None)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _mask_and_bias(
+    core: AdoptedCore, attention_mask: Tensor | None, position_bias: Tensor | None, causal: bool, L: int, key: Tensor
+) -> tuple[Mask | None, Tensor | None, int]:
+    """What hides keys, what is added to the scores, and how many keys count: a static cache hands out keys that are not written."""
+    adoption, (B, _, S, _) = core.adoption, key.shape
+    if attention_mask is None:
+        mask = adoption.mask(None, causal, (B, S), core.is_cross)
+        S = min(L, S) if causal and L > 1 else S
+        return mask, None if position_bias is None else position_bias[..., :S], S
+    key_mask = adoption.key_masks[core.is_cross]
+    if causal and not core.is_cross and key_mask is not None:
+        S = min(S, key_mask.shape[1])
+    bias = None if position_bias is None else position_bias[..., :S]
+    if attention_mask.dtype == torch.bool:
+        return adoption.mask(attention_mask, causal, (B, S), core.is_cross), bias, S
+    added = attention_mask[..., :S]
+    return None, added if bias is None else bias + added, S

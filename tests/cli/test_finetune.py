@@ -84,14 +84,15 @@ def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_tru
         assert "1 layer, 3 heads, 3 steps" in output("view", "ckpt_path=run", "row=0")
 
 
-def test_conversations_are_written_with_the_template_of_the_folder_of_the_model(output, theirs, place):
+def test_conversations_are_written_with_the_template_of_the_folder_of_the_model(cli, theirs, place):
     chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "God."}]}
     (place / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 20), encoding="utf-8")
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     (theirs / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
     words = [word for word in as_it_is(theirs, STILL) if not word.startswith("data.")]
     words += ["data=chat", "data.path=chats.jsonl", "data.context_len=32", "data.batch_size=4"]
-    output("train", *words, "trainer.val_batch_size=4")
+    said = cli(*words, "trainer.val_batch_size=4")
+    assert (said.code, said.err) == (0, "")
 
 
 @pytest.mark.parametrize("more", [[], ["model.adopt=true", "model.lora=2"]], ids=["plain", "adopted with LoRA"])
