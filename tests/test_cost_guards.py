@@ -17,14 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minitx
 from minitx.analysis.canvas import panels
 from minitx.analysis.counting import allocations
-from minitx.config import (
-    CallbacksConfig,
-    ProbeConfig,
-    RunConfig,
-    TrainerConfig,
-    TransformerConfig,
-    node,
-)
+from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.nn import DecoderLM, build_model
 from minitx.nn.backends import chunked
 from minitx.training.module import TrainingModule

@@ -5,11 +5,7 @@ import torch
 from sizes import FUSED_CPU, OpRecorder, assert_same, in_pieces, tokens
 from sizes import small_model as model
 
-from minitx.nn import (
-    KVCache,
-    PrefixLM,
-    SlidingWindow,
-)
+from minitx.nn import KVCache, PrefixLM, SlidingWindow
 
 E, H, L = 12, 3, 11
 POSITIONS = {

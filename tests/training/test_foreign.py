@@ -14,15 +14,7 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import (
-    CallbacksConfig,
-    ConfigError,
-    EvaluationConfig,
-    ProbeConfig,
-    RunConfig,
-    TrainerConfig,
-    node,
-)
+from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, RunConfig, TrainerConfig, node
 from minitx.config.training import StopAtConfig
 from minitx.data.task import Task
 from minitx.nn import build_model

@@ -280,11 +280,7 @@ class Here(LocalPool):
 def test_arms_of_a_grid_are_adopted_models_with_and_without_their_scale_from_the_same_start(words, tmp_path):
     base = [*words("llama", "model.adopt=true", "trainer.precision=64-true", "schedule=constant"), "optimizer.lr=1e-30"]
     grid = AblationConfig(
-        arms={
-            "own": (),
-            "unscaled": ("model.scale=unscaled",),
-            "folded": ("model.scale=unscaled", "model.fold_scale=true"),
-        },
+        arms={"own": (), "unscaled": ("model.scale=unscaled",), "folded": ("model.scale=unscaled", "model.fold_scale=true")},
         studies={"text": StudyConfig(base=tuple(base), arms=("own", "unscaled", "folded"), seeds=(5, 7), scores=("loss",))},
         comparisons=(ComparisonConfig(study="text", arms=("own", "folded")),),
     )

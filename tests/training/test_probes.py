@@ -7,15 +7,7 @@ import torch
 
 from minitx.analysis import capture, read_snapshots
 from minitx.analysis.gradients import gradient_statistics
-from minitx.config import (
-    CallbacksConfig,
-    ConfigError,
-    ProbeConfig,
-    RunConfig,
-    TrainerConfig,
-    TransformerConfig,
-    node,
-)
+from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM

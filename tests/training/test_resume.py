@@ -115,12 +115,7 @@ def test_a_stopped_run_that_goes_on_is_the_run_that_was_never_stopped(make_confi
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3), (3, 2)])
 def test_a_run_that_goes_on_with_other_micro_batches_reads_each_step_once(make_config, tmp_path, first, then):
     """Steps, batches and validations are those of the whole run, also where the checkpoint is that of a finished run."""
-    options = {
-        "trainer__ckpt_every": 100,
-        "trainer__val_every": 4,
-        "trainer__precision": "64-true",
-        "schedule": node(constant),
-    }
+    options = {"trainer__ckpt_every": 100, "trainer__val_every": 4, "trainer__precision": "64-true", "schedule": node(constant)}
     train(make_config(trainer__max_steps=11, **options), tmp_path / "whole")
     whole = read_metrics(tmp_path / "whole" / "metrics.csv")
     for steps in (5, 11):
