@@ -224,12 +224,8 @@ def padded_batch(of_pairs=False):
     real = torch.arange(7) < torch.tensor([[7], [5], [2]])
     batch = {"input_ids": torch.randint(3, 37, (3, 7)), "key_mask": real, "labels": torch.randint(3, 37, (3, 7))}
     if of_pairs:
-        target = torch.arange(5) < torch.tensor([[3], [5], [2]])
-        batch |= {
-            "decoder_input_ids": torch.randint(3, 37, (3, 5)),
-            "decoder_key_mask": target,
-            "labels": torch.randint(37, (3, 5)),
-        }
+        batch |= {"decoder_input_ids": torch.randint(3, 37, (3, 5)), "labels": torch.randint(37, (3, 5))}
+        batch["decoder_key_mask"] = torch.arange(5) < torch.tensor([[3], [5], [2]])
     return batch
 
 
@@ -240,14 +236,11 @@ def test_a_model_of_transformers_gets_our_masks_under_its_names_and_neither_labe
     inner = next(part for part in model.modules() if isinstance(part, transformers.PreTrainedModel))
     batch = padded_batch(of_pairs=name == "t5")
     with torch.no_grad():
-        asked = {"attention_mask": batch["key_mask"].long()}
+        ids, asked = {"input_ids": batch["input_ids"]}, {"attention_mask": batch["key_mask"].long()}
         if name == "t5":
-            asked |= {
-                "decoder_input_ids": batch["decoder_input_ids"],
-                "decoder_attention_mask": batch["decoder_key_mask"].long(),
-            }
-        wanted = inner(batch["input_ids"], **asked).logits
-        without = inner(batch["input_ids"], **{key: value for key, value in asked.items() if key != "attention_mask"}).logits
+            ids |= {"decoder_input_ids": batch["decoder_input_ids"]}
+            ids |= {"decoder_attention_mask": batch["decoder_key_mask"].long()}
+        wanted, without = inner(**ids, **asked).logits, inner(**ids).logits
         inner.register_forward_pre_hook(lambda part, args, kwargs: calls.append(kwargs), with_kwargs=True)
         found = Caller(model)(batch | {"num_targets": torch.tensor(3)})
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
@@ -383,9 +376,8 @@ def test_batches_that_are_pairs_and_models_that_return_a_dict_give_the_same_run(
     assert losses_of(tmp_path / "pairs") == losses_of(tmp_path / "linear") and result["steps"] == 6
     assert evaluate(model, data, objective=squared).metrics["loss"].value == pytest.approx(result["val_loss"], rel=1e-12)
     data.rows = [(*row, 1) for row in data.rows]
-    with pytest.raises(
-        ConfigError, match=r"^data: a batch must be a mapping of tensors with labels, or a pair \(inputs, labels\)"
-    ):
+    said = r"^data: a batch must be a mapping of tensors with labels, or a pair \(inputs, labels\)"
+    with pytest.raises(ConfigError, match=said):
         fit(tmp_path / "three", data, model=Named())
 
 
@@ -410,9 +402,8 @@ def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_f
     model = nn.Linear(3, 2)
     for which, name in (("last", "last"), ("best", "best")):
         task, test = Task(name="mine", train=rows[:4], val=rows[4:5], test=rows[5:]), EvaluationConfig(test=which)
-        result = fit(
-            tmp_path / which, task, model=copy.deepcopy(model), evaluation=test, precision="32-true", val_every=1, max_steps=9
-        )
+        options = {"evaluation": test, "precision": "32-true", "val_every": 1, "max_steps": 9}
+        result = fit(tmp_path / which, task, model=copy.deepcopy(model), **options)
         model.load_state_dict(load_model(tmp_path / which / "checkpoints" / f"{name}.ckpt", model=model)[0].state_dict())
         batch = default_collate(rows[5:])
         assert result["metrics"]["test_loss"] == pytest.approx(squared(model(batch["input"]), batch).item() / 4, rel=1e-5)
@@ -446,10 +437,9 @@ def test_overfitting_repeats_the_first_batch_of_a_loader_of_ones_own(tmp_path):
 
 
 def test_other_callbacks_can_watch_the_training_loss(tmp_path):
-    stop = {
-        "early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "train_loss", "stopping_threshold": 1e9}
-    }
-    result = fit(tmp_path, Squares(), callbacks=CallbacksConfig(progress=False, parts=stop), val_every=2, max_steps=9)
+    stop = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "train_loss", "stopping_threshold": 1e9}
+    callbacks = CallbacksConfig(progress=False, parts={"early": stop})
+    result = fit(tmp_path, Squares(), callbacks=callbacks, val_every=2, max_steps=9)
     assert result["steps"] == 2 and result["metrics"]["lr"] == 0.05
 
 

@@ -227,15 +227,6 @@ def test_probes_look_at_an_adopted_model_while_it_trains(words, tmp_path):
         train(compose_config(words("llama", *chosen)), tmp_path / "plain")
 
 
-def test_a_folded_scale_starts_as_the_same_function_and_another_one_does_not(words, tmp_path):
-    found, other = {}, ["model.scale=unscaled"]
-    for name, more in {"own": [], "fold": ["model.fold_scale=true", *other], "other": other}.items():
-        still = ["optimizer.lr=1e-30", "trainer.max_steps=1", "model.adopt=true", "trainer.precision=64-true"]
-        found[name] = train(compose_config(words("llama", *more, *still)), tmp_path / name)["val_loss"]
-    assert found["fold"] == pytest.approx(found["own"], rel=1e-6)
-    assert abs(found["other"] - found["own"]) > 1e-4
-
-
 class Here(LocalPool):
     """A pool of this process."""
 

@@ -67,25 +67,11 @@ def config_of(make_config, tmp_path, dropout, data, accumulate, workers, warmup)
     )  # fmt: skip
     text = tmp_path / "epochs.txt"
     text.write_text(("abcdefg" * 99)[: 60 * 7 * 10 // 9 + 16], encoding="utf-8")
+    pairs, stream = {"num_keys": 5, "num_values": 3, "num_pairs": 4, "val_size": 8}, {"streaming": True, "val_rows": 3}
     kinds = {
-        "rows drawn anew": {
-            "_target_": "minitx.data.kv_lookup",
-            "num_keys": 5,
-            "num_values": 3,
-            "num_pairs": 4,
-            "batch_size": 12,
-            "val_size": 8,
-        },
+        "rows drawn anew": {"_target_": "minitx.data.kv_lookup", "batch_size": 12, **pairs},
         "shuffled epochs": {**config.data, "path": str(text), "val_fraction": 0.1},
-        "streaming": {
-            "_target_": "minitx.data.hf",
-            "path": config.data["path"],
-            "tokenizer": "char",
-            "batch_size": 12,
-            "context_len": 7,
-            "streaming": True,
-            "val_rows": 3,
-        },
+        "streaming": {**config.data, "_target_": "minitx.data.hf", "tokenizer": "char", **stream},
     }
     return dataclasses.replace(config, data={**kinds[data], "num_workers": workers})
 
