@@ -92,25 +92,15 @@ def test_on_an_accelerator_a_step_reads_no_value_between_log_points(tmp_path, mo
     assert not ops.keys() & {"nonzero", "unique", "is_nonzero", "masked_select", "item"}  # whose sizes are values
 
 
-def test_a_read_in_a_step_is_counted(tmp_path, monkeypatch):
-    """The counter itself: a loss that is looked at in every step shows."""
-    real = TrainingModule.training_step
-
-    def curious(self, batch, batch_idx):
-        share = real(self, batch, batch_idx)
-        float(share.detach())
-        return share
-
-    monkeypatch.setattr(TrainingModule, "training_step", curious)
-    seen = Dispatched()
-    with seen:
-        train(config(3), tmp_path)
-    assert seen.ops["_local_scalar_dense"] >= 3 * 8
+@pytest.fixture(scope="module")
+def by_layers(tmp_path_factory):
+    """What a step of one layer and of three dispatches."""
+    return [step_of(tmp_path_factory.mktemp("steps"), layers=layers)[0] for layers in (1, 3)]
 
 
-def test_a_layer_costs_eighteen_products_and_one_fused_attention_each_way(tmp_path):
+def test_a_layer_costs_eighteen_products_and_one_fused_attention_each_way(by_layers):
     """Six matrices a layer (Q, K, V, O, up, down), each in one product forward and two backward."""
-    one, three = (step_of(tmp_path / str(layers), layers=layers)[0] for layers in (1, 3))
+    one, three = by_layers
     layer = {name: (three[name] - one.get(name, 0)) / 2 for name in three}
     assert layer["mm"] + layer["addmm"] == 18
     assert layer.get("bmm", 0) == layer.get("copy_", 0) == 0
@@ -120,9 +110,9 @@ def test_a_layer_costs_eighteen_products_and_one_fused_attention_each_way(tmp_pa
     assert layer.get("_softmax", 0) == layer.get("clone", 0) == layer.get("_to_copy", 0) == 0
 
 
-def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(tmp_path):
+def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(by_layers):
     """Norm, clipping and update are one operation each for all of a group's parameters."""
-    one, three = (step_of(tmp_path / str(layers), layers=layers)[0] for layers in (1, 3))
+    one, three = by_layers
     for name in ("_foreach_norm", "_foreach_mul_", "_fused_adamw_", "linalg_vector_norm"):
         assert one[name] == three[name] <= 2, name
     outside = sum(one.values()) - (sum(three.values()) - sum(one.values())) / 2
