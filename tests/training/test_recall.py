@@ -12,8 +12,8 @@ from minitx.training.optimizers import adamw, cosine
 from minitx.training.run import train
 
 TASKS = {  # the data, and how many steps
-    "multi_query_recall": ({"num_keys": 8, "num_values": 4, "num_pairs": 4, "num_queries": 4}, 150),
-    "induction": ({"num_tokens": 16, "segment_len": 6, "max_gap": 7}, 300),
+    "multi_query_recall": ({"num_keys": 8, "num_values": 4, "num_pairs": 4, "num_queries": 4}, 300),
+    "induction": ({"num_tokens": 16, "segment_len": 6, "max_gap": 7}, 600),
 }
 
 
