@@ -40,11 +40,8 @@ class Layered(nn.Module):
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
-        self.embed, self.layers, self.head = (
-            nn.Embedding(vocab_size, 8),
-            nn.Sequential(Layer(), Layer()),
-            nn.Linear(8, vocab_size),
-        )
+        self.embed, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+        self.layers = nn.Sequential(Layer(), Layer())
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(self.embed(input_ids)))

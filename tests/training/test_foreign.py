@@ -44,46 +44,39 @@ def squared(logits, batch):
     return (logits - batch["labels"]).square().sum()
 
 
+QUIET = CallbacksConfig(progress=False)
 CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
 
 
-def fit(
-    folder,
-    data,
-    *,
-    model=None,
-    callbacks=None,
-    on_nonfinite="stop",
-    schedule=CONSTANT,
-    evaluation=None,
-    ckpt_path=None,
-    **trainer,
-):
-    options = {"max_steps": 4, "accelerator": "cpu", "log_every": 1, "val_every": 0, "precision": "64-true", **trainer}
-    config = RunConfig(
-        trainer=TrainerConfig(**options),
-        optimizer={"_target_": "torch.optim.SGD", "lr": 0.05},
-        schedule=schedule,
-        evaluation=evaluation or EvaluationConfig(),
-        ckpt_path=ckpt_path,
-        callbacks=callbacks or CallbacksConfig(progress=False),
-        on_nonfinite=on_nonfinite,
-    )
+OF_THE_RUN = {field.name for field in dataclasses.fields(RunConfig)}
+
+
+def fit(folder, data, *, model=None, **options):
+    """A run on ``data``; options are keys of the run or of its trainer."""
+    trainer = {"max_steps": 4, "accelerator": "cpu", "log_every": 1, "val_every": 0, "precision": "64-true"}
+    trainer |= {name: value for name, value in options.items() if name not in OF_THE_RUN}
+    parts = {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05}, "schedule": CONSTANT, "callbacks": QUIET}
+    parts |= {name: value for name, value in options.items() if name in OF_THE_RUN}
+    config = RunConfig(trainer=TrainerConfig(**trainer), **parts)
     return train(config, folder, model=model or nn.Linear(3, 2), data=data, objective=squared, batch_size=2)
 
 
-def test_a_loader_of_ones_own_gets_the_mean_of_each_batch(tmp_path):
-    data, model = Squares(), nn.Linear(3, 2).double()
-    ours, losses = copy.deepcopy(model), []
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_has_the_mean_loss_and_gradient_of_its_batches_an_incomplete_accumulation_too(tmp_path, accumulate):
+    data, model, wanted = Squares(), nn.Linear(3, 2).double(), []
+    ours = copy.deepcopy(model)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
-    for batch in [*data.train_dataloader(), default_collate(data.rows[:3])]:
-        loss = squared(ours(batch["input"]), batch) / batch["labels"].numel()
-        losses.append(loss.item())
+    first, second, third = data.train_dataloader()
+    steps = [[first], [second], [third], [first]] if accumulate == 1 else [[first, second], [third]]
+    for step in steps:
+        loss = sum(squared(ours(batch["input"]), batch) / batch["labels"].numel() for batch in step) / len(step)
         optimizer.zero_grad()
         loss.backward()
+        wanted.append((loss.item(), torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()]).item()))
         optimizer.step()
-    fit(tmp_path, data, model=model)
-    assert losses_of(tmp_path) == pytest.approx(losses, rel=1e-12)
+    fit(tmp_path, data, model=model, accumulate=accumulate, max_steps=len(steps))
+    found = [(row["train_loss"], row["grad_norm"]) for row in read_metrics(tmp_path / "metrics.csv")]
+    assert found == [pytest.approx(pair, rel=1e-12) for pair in wanted]
     torch.testing.assert_close(last(tmp_path)["state_dict"]["network.weight"], ours.weight.detach(), rtol=1e-12, atol=0)
 
 
@@ -92,22 +85,6 @@ def test_an_incomplete_accumulation_is_one_update_and_validation_uses_the_object
     result, batch = fit(tmp_path, data, model=model, accumulate=2), default_collate(data.rows)
     assert result["val_loss"] == pytest.approx(squared(model(batch["input"]), batch).item() / 14, rel=1e-12)
     assert [row["tokens"] for row in read_metrics(tmp_path / "metrics.csv")] == [12, 14, 26, 28]  # two epochs
-
-
-def test_the_loss_and_gradient_of_an_incomplete_accumulation_are_the_mean_over_its_micro_batches(tmp_path):
-    data, model, wanted = Squares(), nn.Linear(3, 2), []
-    ours = copy.deepcopy(model).double()
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
-    first, second, third = data.train_dataloader()
-    for step in ((first, second), (third,)):
-        loss = sum(squared(ours(batch["input"]), batch) / batch["labels"].numel() for batch in step) / len(step)
-        optimizer.zero_grad()
-        loss.backward()
-        wanted.append((loss.item(), torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()]).item()))
-        optimizer.step()
-    fit(tmp_path, data, model=model, accumulate=2, max_steps=2)
-    found = [(row["train_loss"], row["grad_norm"]) for row in read_metrics(tmp_path / "metrics.csv")]
-    assert found == [pytest.approx(pair, rel=1e-12) for pair in wanted]
 
 
 def test_the_last_step_of_a_run_that_stops_early_has_a_row_and_is_counted(tmp_path):
@@ -134,7 +111,7 @@ def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
     data.train_dataloader = lambda: DataLoader(data.rows, batch_size=1)
     config = RunConfig(
         trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1, val_every=0, precision="64-true", accumulate=2),
-        callbacks=CallbacksConfig(progress=False),
+        callbacks=QUIET,
     )
     train(config, tmp_path, model=nn.Linear(3, 2), data=data)
     assert all(math.isfinite(loss) for loss in losses_of(tmp_path))
@@ -258,7 +235,7 @@ def rows_of_tokens(real, **more):
 def train_tokens(folder, model, rows, **options):
     config = RunConfig(
         trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1, val_every=0),
-        callbacks=CallbacksConfig(progress=False),
+        callbacks=QUIET,
     )
     options = {"vocab_size": 37, **options}
     fields = {name: options.pop(name) for name in ("vocab_size", "num_labels") if name in options}
@@ -304,7 +281,7 @@ def test_a_mask_that_hides_something_in_a_later_batch_only_is_refused_there(tmp_
     data.train_dataloader = data.val_dataloader = lambda: DataLoader(batches, batch_size=None)
     trainer = TrainerConfig(max_steps=2, accelerator="cpu", val_every=0)
     with pytest.raises(ConfigError, match=r"Reads\.forward does not name key_mask"):
-        train(RunConfig(trainer=trainer, callbacks=CallbacksConfig(progress=False)), tmp_path, model=Reads(), data=data)
+        train(RunConfig(trainer=trainer, callbacks=QUIET), tmp_path, model=Reads(), data=data)
 
 
 def as_batch(rows):

@@ -1,5 +1,6 @@
 """The training step: whole-step losses, clipping, accumulation, seeds, and what happens when numbers stop being finite."""
 
+import functools
 import itertools
 import math
 
@@ -174,3 +175,13 @@ def test_an_objective_from_python_meets_the_same_checks(make_config, tmp_path):
     capped = make_config(model__logit_softcap=3.0)
     with pytest.raises(ConfigError, match=r"objective\.chunk_tokens=5 .* model\.logit_softcap=3"):
         train(capped, tmp_path / "capped", objective=CrossEntropy(chunk_tokens=5))
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_as_a_plain_one(make_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # which needs no C++
+    for name in ("plain", "compiled"):
+        train(make_config(trainer__max_steps=3, trainer__compile=name == "compiled"), tmp_path / name)
+    assert losses_of(tmp_path / "compiled") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
+    torch.compiler.reset()

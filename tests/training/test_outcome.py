@@ -117,25 +117,22 @@ def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, ca
     assert (lines["steps"], lines["folder"]) == ("6, validation every 3", str(tmp_path / "run"))
 
 
+MUON, RATES = node(muon, weight_decay=0.25), "lr 0.004, matrix_lr 0.02"
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"trainer__clip": 0.5}, ["sum / labels of a step", "adamw, lr 0.001", "cosine", "clip 0.5"]),
-        (
-            {"optimizer": node(muon, weight_decay=0.25), "schedule__warmup_steps": 3},
-            ["sum / labels of a step", "muon, weight_decay 0.25, lr 0.004, matrix_lr 0.02", "warmup_steps 3", "no clip"],
-        ),
-        (
-            {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.125}},
-            ["sum / labels of a step", "SGD, lr 0.125", "cosine", "no clip"],
-        ),
+        ({"trainer__clip": 0.5}, ["adamw, lr 0.001", "cosine", "clip 0.5"]),
+        ({"optimizer": MUON, "schedule__warmup_steps": 3}, [f"muon, weight_decay 0.25, {RATES}", "warmup_steps 3", "no clip"]),
+        ({"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.125}}, ["SGD, lr 0.125", "cosine", "no clip"]),
     ],
 )
 def test_a_run_says_what_it_minimises_and_how_in_one_line(make_config, tmp_path, caplog, changes, parts):
     caplog.set_level(logging.INFO, "minitx")
     train(make_config(trainer__max_steps=3, **changes), tmp_path / "run")
     (line,) = re.findall(r"^training +CrossEntropy, (.*)$", caplog.text, re.MULTILINE)
-    assert all(part in said for part, said in zip(parts, line.split(" · "), strict=True)), line
+    assert all(part in said for part, said in zip(["sum / labels of a step", *parts], line.split(" · "), strict=True)), line
     assert "the host" not in caplog.text
 
 
