@@ -18,8 +18,8 @@ import minitx
 from minitx.analysis.canvas import panels
 from minitx.analysis.counting import allocations
 from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
-from minitx.nn import DecoderLM, build_model
-from minitx.nn.backends import chunked
+from minitx.nn import Causal, DecoderLM, Padding, build_model
+from minitx.nn.backends import chunked, sdpa
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import CrossEntropy
 from minitx.training.optimizers import adamw
@@ -118,6 +118,59 @@ def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(by_l
     outside = sum(one.values()) - (sum(three.values()) - sum(one.values())) / 2
     # 120 in torch 2.13: embeddings, loss, head, right answers, clipping, latch, optimizer and Lightning together
     assert outside <= 124
+
+
+LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "qk_norm": "rms", "num_kv_heads": 1}
+
+
+def small(layers, **options):
+    sizes = {"vocab_size": 11, "embed_dim": 32, "num_heads": 2, "max_len": 64}
+    model = DecoderLM(TransformerConfig(**sizes, num_layers=layers, **options)).eval()
+    ids, real = torch.randint(11, (2, 7)), torch.arange(7)[None] >= torch.tensor([[2], [0]])
+    return lambda: model(ids, key_mask=real)
+
+
+def test_at_most_seven_frames_lie_between_a_models_forward_and_torchs_kernel(monkeypatch):
+    depths, kernel = [], sdpa.F.scaled_dot_product_attention
+
+    def counting(*args, **kwargs):
+        frame, found = sys._getframe(1), []
+        while frame is not None:
+            found += [frame.f_code.co_qualname] * frame.f_code.co_filename.startswith(str(PACKAGE))
+            frame = frame.f_back
+        depths.append(found)
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", counting)
+    small(2, **LLAMA)()
+    assert len(depths) == 2
+    for found in depths:
+        assert found[-1] == "DecoderLM.forward"
+        assert len(found) <= 7, found
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+@pytest.mark.parametrize("windows", [(None,), (9,), (None, 9)], ids=str)
+def test_a_mask_is_lowered_once_a_forward_and_not_once_a_layer(monkeypatch, backend, windows):
+    """Padding and Causal become one tensor for all layers with the same window."""
+    lowered = Counter()
+
+    def counting(owner, name):
+        real = getattr(owner, name)
+
+        def count(self, *args, **kwargs):
+            lowered[owner] += 1
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, count)
+
+    counting(Padding, "dense")
+    counting(Causal, "visible")
+    monkeypatch.setattr(TransformerConfig, "window_of", lambda self, layer: windows[layer % len(windows)])
+    forward = small(5, backend=backend)
+    for forwards in (1, 2):
+        forward()
+        assert lowered == {Padding: len(windows) * forwards, Causal: len(windows) * forwards}
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -1,5 +1,6 @@
 """Runs with callbacks and loggers that are objects of the test's own."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ class Layered(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(self.embed(input_ids)))
+
+
+def of_digits(config: RunConfig, **changes: Any) -> RunConfig:
+    """``config`` on pictures of digits."""
+    model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
+    return dataclasses.replace(config, data={"_target_": "minitx.data.digits", "batch_size": 12}, model=model, **changes)
 
 
 def train_with(config: RunConfig, folder: Path, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:

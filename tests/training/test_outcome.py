@@ -1,7 +1,6 @@
 """The files of a run and what is read off them."""
 
 import csv
-import dataclasses
 import json
 import logging
 import math
@@ -9,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from extra import of_digits
 
 from minitx.config import ConfigError, EvaluationConfig, node
 from minitx.training.evaluation import Evaluation, report
@@ -138,9 +138,7 @@ def test_a_run_says_what_it_minimises_and_how_in_one_line(make_config, tmp_path,
 
 def test_where_a_target_is_a_row_speed_is_in_rows(make_config, tmp_path, caplog):
     caplog.set_level(logging.INFO, "minitx")
-    config = make_config(callbacks__progress=True, trainer__max_steps=2)
-    model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
-    train(dataclasses.replace(config, data={"_target_": "minitx.data.digits", "batch_size": 12}, model=model), tmp_path / "run")
+    train(of_digits(make_config(callbacks__progress=True, trainer__max_steps=2)), tmp_path / "run")
     assert re.search(r"step 2/2 .* rows/s", caplog.text) and "tokens/s" not in caplog.text
     assert "sum / rows of a step" in caplog.text
 
@@ -173,9 +171,7 @@ def test_a_callback_that_counts_epochs_is_refused(make_config, tmp_path, name):
 
 def test_pixels_in_float32_train_a_network_in_float64(make_config, tmp_path):
     config = make_config(trainer__precision="64-true", trainer__max_steps=2, probe__every=2)
-    model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
-    data, evaluation = {"_target_": "minitx.data.digits", "batch_size": 12}, EvaluationConfig(at_end=True, num_rows=7)
-    train(dataclasses.replace(config, data=data, model=model, evaluation=evaluation), tmp_path / "run")
+    train(of_digits(config, evaluation=EvaluationConfig(at_end=True, num_rows=7)), tmp_path / "run")
     for name in ("evaluation.json", "probes.jsonl"):
         assert (tmp_path / "run" / name).stat().st_size > 0
 

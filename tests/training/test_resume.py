@@ -11,7 +11,7 @@ import shutil
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import last, train_with
+from extra import last, of_digits, train_with
 from killing import result_of
 from ranks import run_ranks
 
@@ -230,8 +230,7 @@ POISONS = {
 def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path, where):
     config, seen = make_config(trainer__max_steps=6, trainer__ckpt_every=4, trainer__log_every=50), []
     if where == "data":
-        model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
-        config = dataclasses.replace(config, data={"_target_": "minitx.data.digits", "batch_size": 12}, model=model)
+        config = of_digits(config)
 
     def poison(trainer, module, batch):
         POISONS[where](module, batch)
