@@ -8,7 +8,7 @@ from test_models import PAIRS
 
 from minitx.nn import KVCache, PrefixLM, SlidingWindow
 
-E, H, L = 12, 3, 11
+L = 11
 NTK = {"position": "rotary", "rotary_interleaved": True, "rotary_scaling": "ntk", "rotary_factor": 4.0}
 WAYS = [*({"position": position, **options} for position, options in PAIRS), NTK, {"position": "rotary", "qk_norm": "layer"}]
 # lengths of the pieces in which a prompt of 11 tokens is read
