@@ -34,7 +34,7 @@ const WORDS = {
     ],
     asks: (token) => ["", token, " asks with q ="],
     key: "token",
-    heads: { k: "k", dot: "q·k", z: "z = q·k / √3", seen: "seen", m: "z after mask", e: "exp(z − max)", p: "weight p", v: "value v", pv: "p·v" },
+    heads: { k: "key k", dot: "q·k", z: "z = q·k / √3", seen: "seen", m: "z after mask", e: "exp(z − max)", p: "weight p", v: "value v", pv: "p·v" },
     sum: "sum",
     seen_label: (token) => `The query sees ${token}`,
     number_label: (name, token, i) => `${name} of ${token}, number ${i}`,
