@@ -93,7 +93,7 @@ def test_a_pronoun_leads_to_the_only_female_noun_before_it(example):
 @pytest.mark.release
 @pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="needs the extra models")
 def test_heads_of_minilm_follow_objects_and_pronouns_better_than_every_control(example, tmp_path):
-    found = example("real_bert").main(tmp_path, count=97)
+    found = example("real_bert").main(tmp_path)  # as many sentences as the record has: a third leaves no interval to speak of
     assert found["capture changes a bit"] is False and found["adopted - transformers"] < 1e-5
     for relation in ("dobj →", "antecedent →"):
         best, random = found["MiniLM"]["relations"][relation], found["random weights"]["relations"][relation]
