@@ -185,9 +185,12 @@ class StoredConfig(Config):
     trust: bool = key(False, "build any class that the checkpoint names, which can run any code")
 
 
-def run_program(cls: type[T], usage: str, program: Callable[[T], None]) -> int:
-    """Run ``program`` with a config of class ``cls`` from the command line. Errors are printed as one sentence. Return the exit code."""
-    arguments = [word for word in sys.argv[1:] if word not in ("traceback=true", "traceback=false")]
+def run_program(cls: type[T], usage: str, program: Callable[[T], None], *, flag: str = "") -> int:
+    """Run ``program`` with a config of class ``cls`` from the command line. Errors are printed as one sentence. Return the exit code.
+
+    ``flag`` is a word of the command line that chose this program.
+    """
+    arguments = [word for word in sys.argv[1:] if word not in ("traceback=true", "traceback=false", flag)]
     if {"--help", "-h"} & set(arguments):
         return exit_code(lambda: write(help_text(cls, usage)))
     if "--version" in arguments:

@@ -1,17 +1,18 @@
-"""``view_attention.py``: write the attention of a model as one HTML file for a browser."""
+"""``view_attention.py``: write the attention of a model, or a page to play with, as one HTML file for a browser."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.command_line import StoredConfig, check_output, key, run_program, write, writing
 from minitx.config import ConfigError
-from minitx.config.schema import Count, Natural, require
+from minitx.config.schema import Config, Count, Natural, require
 
 if TYPE_CHECKING:
     from minitx.analysis.snapshot import Snapshot
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from minitx.training.checkpoints import Stored
 
 USAGE = """python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value ...]
-python scripts/view_attention.py model=FOLDER text=TEXT [key=value ...]"""
+python scripts/view_attention.py model=FOLDER text=TEXT [key=value ...]
+python scripts/view_attention.py --play [output=FILE]   a page to play with, without a model"""
+PLAY_USAGE = "python scripts/view_attention.py --play [output=FILE]"
 LARGEST_PAGE = 256 * 2**20
 """In bytes. Browsers need minutes for larger pages, or fail."""
 
@@ -70,9 +73,36 @@ class ViewConfig(StoredConfig):
         return [int(p) if re.fullmatch(r"-?\d+", p, re.ASCII) else p for p in parts if p] or None
 
 
+PLAY = "--play"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayConfig(Config):
+    """The keys of ``view_attention.py --play``."""
+
+    output: str = key("play.html", "the file to write")
+
+    def check(self) -> None:
+        check_output(self.output)
+
+
 def main() -> int:
     """The program behind ``scripts/view_attention.py`` and ``minitx-view``; returns the exit code."""
+    if PLAY in sys.argv[1:]:
+        return run_program(PlayConfig, PLAY_USAGE, _play, flag=PLAY)
     return run_program(ViewConfig, USAGE, _view)
+
+
+def _play(config: PlayConfig) -> None:
+    from minitx.analysis.viewer import playground
+
+    _write_page(playground().page, config.output)
+
+
+def _write_page(page: str, output: str, said: str = "") -> None:
+    with writing("output", output):
+        Path(output).write_text(page, encoding="utf-8")
+    write(f"{said}{output}  {len(page.encode()) / 1e6:.2f} MB\n")
 
 
 def _view(config: ViewConfig) -> None:
@@ -87,11 +117,7 @@ def _view(config: ViewConfig) -> None:
         page = viewer_page(traces, title=title)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    with writing("output", config.output):
-        Path(config.output).write_text(page, encoding="utf-8")
-    write(
-        f"{_say(traces, 'model' if config.compare_text is None else 'text')}\n{config.output}  {len(page.encode()) / 1e6:.2f} MB\n"
-    )
+    _write_page(page, config.output, f"{_say(traces, 'model' if config.compare_text is None else 'text')}\n")
 
 
 def _say(traces: list[Trace], side: str) -> str:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import nn
 
 from minitx.analysis import take_snapshot
+from minitx.analysis.viewer import playground
 from minitx.cli.inputs import Inputs, attention_of
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import token_texts, train_tokenizer
@@ -284,6 +285,16 @@ def test_what_no_page_can_be_made_of_is_refused_in_one_sentence(part, arguments,
     (place / "narrow" / "tokenizer.json").unlink()
     train_tokenizer("bpe", [TEXT * 7], vocab_size=290).save(place / "narrow" / "tokenizer.json")
     assert_refused(part, *arguments.split(" ", 2), program="view")
+
+
+def test_a_page_to_play_with_needs_no_model(output, assert_refused, place):
+    said = output("view", "--play")
+    assert re.fullmatch(r"play\.html  0\.\d\d MB\n", said)
+    assert (place / "play.html").read_text(encoding="utf-8") == playground().page
+    output("view", "output=mine.html", "--play")
+    assert (place / "mine.html").exists()
+    assert_refused("ckpt_path is not a key", "--play", "ckpt_path=a", program="view")
+    assert_refused("output=no/play.html", "--play", "output=no/play.html", program="view")
 
 
 @pytest.mark.parametrize("kind", ["own", "llama"])

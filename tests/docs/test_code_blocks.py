@@ -45,7 +45,7 @@ SMALL = {
     r"^train .*context_len=|^train .*data=(text|hf)": "data.context_len=16",
     r"^evaluate": "num_rows=2 num_beams=1 device=cpu",
     r"^generate": "max_new_tokens=3 device=cpu",
-    r"^view_attention": "device=cpu",
+    r"^view_attention(?!.*--play)": "device=cpu",
 }
 """A command that a pattern is found in gets these overrides behind its own: the same command on a toy."""
 

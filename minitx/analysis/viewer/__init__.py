@@ -1,6 +1,6 @@
-"""The attention viewer: it writes snapshots as one HTML file, which needs no network.
+"""The attention viewer and the playground: each is one HTML file, which needs no network.
 
-The page is plain HTML, CSS and JavaScript (the files in this folder). The data are JSON: weights of visible pairs as 16-bit
+The pages are plain HTML, CSS and JavaScript (the files in this folder). The viewer's data are JSON: weights of visible pairs as 16-bit
 numbers, masks as bits, entropy and the largest logit of each row as float32.
 """
 
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot, named_inputs, snapshot_of_weights, take_snapshot
 
-__all__ = ["Trace", "View", "view", "viewer_page"]
+__all__ = ["Trace", "View", "playground", "view", "viewer_page"]
 
-SCRIPTS = ("data.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
+SCRIPTS = ("common.js", "data.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
+PLAY_SCRIPTS = ("common.js", "words.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "play.js")
 FULL = 65534
 """The 16-bit number for a weight of 1. The next larger one means NaN."""
 
@@ -46,7 +47,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class View:
-    """A page of the viewer. A notebook shows it in a frame below the cell. Nothing is loaded from the network.
+    """A page of the viewer, or the playground. A notebook shows it in a frame below the cell. Nothing is loaded from the network.
 
     Attributes:
         page: the page as HTML. height: the height of the frame, in pixels.
@@ -130,6 +131,23 @@ def view(
         placed = {key: given.to(device) if isinstance(given, Tensor) else given for key, given in batch.items()}
         traces.append(Trace(name, [take_snapshot(one, placed, tokens=texts).sentence(row)]))
     return View(viewer_page(traces), height)
+
+
+def playground(*, height: int = 1000) -> View:
+    """Return a page to play with, in English and Chinese. It needs no model: everything is computed in the browser.
+
+    Scene 1 computes one row of softmax(q Kᵀ / √d_k) V by hand, for the reader's tokens and numbers (d_k = 3). Scene 2 draws random
+    queries and keys, and shows what d_k (1 to 1,024) and a factor on q·k do to logits, weights, the softmax's Jacobian and numbers
+    of 16 bits. With seed 0, its numbers are those of ``examples/why_scale.py``.
+
+    Args:
+        height: of the frame in a notebook, in pixels.
+
+    >>> page = playground().page
+    >>> page.startswith("<!DOCTYPE html>"), len(page.encode()) < 100_000
+    (True, True)
+    """
+    return View(_assembled("play", PLAY_SCRIPTS, {}), height)
 
 
 def _encoded(text: str, tokenizer: Any) -> Tensor:
@@ -241,18 +259,23 @@ def _base64(values: np.ndarray, kind: str) -> str:
 
 
 def _page(title: str, data: dict[str, Any]) -> str:
-    """The files of this folder put together; the hashes in the policy allow this style and this script alone."""
-    style, script = _read("page.css"), "\n".join(_read(name) for name in SCRIPTS)
-    parts = {
-        "style-hash": _hash(style),
-        "script-hash": _hash(script),
+    given = {
         "title": html.escape(title),
-        "style": style,
-        "script": script,
         # text of users: in ASCII, and without a "<" that could end the element that holds it
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    return re.sub(r"\{\{([a-z-]+)\}\}", lambda place: parts[place[1]], _read("page.html"))  # in one pass: parts may hold {{
+    return _assembled("page", SCRIPTS, given)
+
+
+def _assembled(name: str, scripts: Sequence[str], given: Mapping[str, str]) -> str:
+    """The files of this folder put together; the hashes in the policy allow this style and this script alone."""
+    style, script = (_joined(names) for names in (("base.css", f"{name}.css"), scripts))
+    parts = {"style": style, "script": script, "style-hash": _hash(style), "script-hash": _hash(script), **given}
+    return re.sub(r"\{\{([a-z-]+)\}\}", lambda place: parts[place[1]], _read(f"{name}.html"))  # in one pass: parts may hold {{
+
+
+def _joined(names: Sequence[str]) -> str:
+    return "\n".join(map(_read, names))
 
 
 def _hash(text: str) -> str:

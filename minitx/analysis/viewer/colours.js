@@ -12,9 +12,6 @@ const HEADS = {
   dark: ["#56b4e9", "#f08a3c", "#2cc79b", "#e39ac6", "#9fd4f5", "#f0c04a", "#b4bac4", "#b7a2f2"],
 };
 const STEPS_OF_RAMP = 256;
-const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
-
-const theme = () => state.theme ?? (systemIsDark.matches ? "dark" : "light");
 const headColour = (head) => HEADS[theme()][head % HEADS.light.length];
 
 const parse = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));

@@ -1,8 +1,5 @@
 // What is shown, where it is kept (the address), and the controls that change it.
 
-const byId = (id) => document.getElementById(id);
-const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-
 const VIEWS = COMPARES
   ? { a: "A", b: "B", both: "A beside B", diff: "A − B" }
   : { a: "A" };
@@ -48,7 +45,7 @@ function favourite({ weights }, q, S) {
 }
 
 function readAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
+  const given = addressed();
   const number = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : undefined);
   const known = { layer: number("layer"), head: number("head"), q: number("q"), k: number("k"), zoom: number("zoom") };
   for (const name of ["view", "scale", "theme"]) known[name] = given.get(name) ?? undefined;
@@ -69,28 +66,10 @@ function writeAddress() {
   if (!state.hatch) said.hatch = 0;
   if (state.scale !== SCALES[0]) said.scale = state.scale;
   for (const name of ["zoom", "theme"]) if (state[name] !== null) said[name] = state[name];
-  const address = `#${new URLSearchParams(said)}`;
-  if (address !== location.hash && location.protocol !== "about:") history.replaceState(null, "", address); // a frame in a notebook has none
+  putAddress(said);
 }
 
 // --- the row of controls
-
-function buildChoice(fieldset, name, options, onChange) {
-  const row = element("div");
-  for (const [value, text] of Object.entries(options)) {
-    const label = element("label");
-    const input = Object.assign(document.createElement("input"), { type: "radio", name, value });
-    input.addEventListener("change", () => onChange(value));
-    label.append(input, element("span", "", text));
-    row.append(label);
-  }
-  fieldset.append(row);
-  fieldset.hidden = Object.keys(options).length < 2;
-}
-
-function setChoice(fieldset, value) {
-  for (const input of fieldset.querySelectorAll("input")) input.checked = input.value === String(value);
-}
 
 function buildControls() {
   buildChoice(byId("group"), "group", { ...GROUPS.map((group) => group.label) }, (i) => {
@@ -121,7 +100,7 @@ function buildControls() {
 }
 
 function showControls() {
-  document.documentElement.dataset.theme = theme();
+  showTheme();
   setChoice(byId("group"), GROUPS.indexOf(groupOf(state.layer)));
   setChoice(byId("view"), state.view);
   byId("step").value = state.step;
@@ -129,8 +108,6 @@ function showControls() {
   byId("step-text").textContent = stepText(state.step);
   byId("scale").value = state.scale;
   byId("hatch").checked = state.hatch;
-  byId("theme").textContent = theme() === "dark" ? "Light" : "Dark";
-  byId("theme").ariaLabel = theme() === "dark" ? "Light colours" : "Dark colours";
   document.body.classList.toggle("hatched", state.hatch);
 }
 

@@ -28,11 +28,6 @@ function groups() {
   return all.sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind));
 }
 
-// An element with a class and a text; texts of users go nowhere but through textContent.
-function element(tag, className = "", text = "") {
-  return Object.assign(document.createElement(tag), { className, textContent: text });
-}
-
 const groupOf = (layer) => GROUPS.find((group) => group.layers.includes(layer));
 
 function snapshotAt(trace, step) {
@@ -116,13 +111,6 @@ function mean(values) {
   const counted = values.filter((v) => !Number.isNaN(v));
   return counted.length ? counted.reduce((sum, v) => sum + v, 0) / counted.length : NaN;
 }
-
-// Numbers and tokens as text.
-
-const fixed = (value, digits = 4) => (Number.isNaN(value) ? "NaN" : value.toFixed(digits).replace("-", "−"));
-const known = (value, digits) => (Number.isNaN(value) ? "–" : fixed(value, digits));
-const signed = (value, digits = 4) => (value > 0 ? "+" : "") + fixed(value, digits);
-const short = (value) => (Math.abs(value) >= 1000 ? value.toExponential(1) : fixed(value, Math.abs(value) >= 100 ? 0 : 1));
 
 const PICTURES = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽" };
 const UNSEEN = /[\p{Zs}\p{Zl}\p{Zp}\p{Cc}\p{Cf}\p{Cs}\p{Cn}]/gu;

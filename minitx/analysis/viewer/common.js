@@ -1,0 +1,57 @@
+// What both pages share: elements, numbers as text, choices, colours of the system, the address.
+
+const byId = (id) => document.getElementById(id);
+const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+
+// An element with a class and a text; texts of users go nowhere but through textContent.
+function element(tag, className = "", text = "") {
+  return Object.assign(document.createElement(tag), { className, textContent: text });
+}
+
+// --- numbers as text
+
+const fixed = (value, digits = 4) => (Number.isNaN(value) ? "NaN" : value.toFixed(digits).replace("-", "−"));
+const known = (value, digits) => (Number.isNaN(value) ? "–" : fixed(value, digits));
+const signed = (value, digits = 4) => (value > 0 ? "+" : "") + fixed(value, digits);
+const short = (value) => (Math.abs(value) >= 1000 ? value.toExponential(1) : fixed(value, Math.abs(value) >= 100 ? 0 : 1));
+
+// --- one of several
+
+function buildChoice(fieldset, name, options, onChange) {
+  const row = element("div");
+  for (const [value, text] of Object.entries(options)) {
+    const label = element("label");
+    const input = Object.assign(document.createElement("input"), { type: "radio", name, value });
+    input.addEventListener("change", () => onChange(value));
+    label.append(input, element("span", "", text));
+    row.append(label);
+  }
+  fieldset.append(row);
+  fieldset.hidden = Object.keys(options).length < 2;
+}
+
+function setChoice(fieldset, value) {
+  for (const input of fieldset.querySelectorAll("input")) input.checked = input.value === String(value);
+}
+
+// --- light and dark: `state.theme`, or what the system says
+
+const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+
+const theme = () => state.theme ?? (systemIsDark.matches ? "dark" : "light");
+
+// The button that changes them. `names`: of each, what its button says, and its label for a screen reader.
+function showTheme(names = { light: ["Light", "Light colours"], dark: ["Dark", "Dark colours"] }) {
+  document.documentElement.dataset.theme = theme();
+  const [text, label] = names[theme() === "dark" ? "light" : "dark"];
+  Object.assign(byId("theme"), { textContent: text, ariaLabel: label });
+}
+
+// --- the address holds what is shown; a frame in a notebook has none
+
+const addressed = () => new URLSearchParams(location.hash.slice(1));
+
+function putAddress(said) {
+  const address = `#${new URLSearchParams(said)}`;
+  if (address !== location.hash && location.protocol !== "about:") history.replaceState(null, "", address);
+}

@@ -1,0 +1,198 @@
+// The playground: language, scenes, questions, and the address that holds what is shown.
+
+const SCENES = ["hand", "width"];
+
+// step: of scene 1, from 1. cell: the number that scene 1 explains. width, keys, own: exponents of 2 of d_k, n and a factor of
+// one's own. theme: null follows the system.
+const state = {
+  lang: navigator.language.startsWith("zh") ? "zh" : "en",
+  theme: null,
+  scene: 1,
+  hand: START(),
+  step: 1,
+  cell: "dot-0",
+  width: 6,
+  keys: 6,
+  factor: "inv_sqrt",
+  own: -3,
+  half: "none",
+  seed: 0,
+};
+
+// What an address may say, and the values that mean something.
+const range = (low, high, step = 1) => (text) => (/^-?\d+(\.\d+)?$/.test(text) && Number(text) >= low && Number(text) <= high && Number(text) % step === 0 ? Number(text) : undefined);
+const among = (...options) => (text) => (options.includes(text) ? text : undefined);
+const ADDRESSED = {
+  lang: among("en", "zh"),
+  theme: among("light", "dark"),
+  scene: range(1, SCENES.length),
+  step: range(1, STEPS_BY_HAND),
+  width: range(0, 10),
+  keys: range(2, 8),
+  factor: among(...Object.keys(FACTORS), "own"),
+  own: range(-10, 3, 0.25),
+  half: among("none", "half"),
+  seed: range(0, 9999),
+};
+const IN_SCENE = { 1: ["step"], 2: ["width", "keys", "factor", "own", "half", "seed"] };
+
+function readPlayAddress() {
+  for (const [name, text] of addressed()) {
+    const value = ADDRESSED[name]?.(text);
+    if (value !== undefined) state[name] = value;
+  }
+}
+
+function writePlayAddress() {
+  const names = ["lang", "scene", ...IN_SCENE[state.scene].filter((name) => name !== "own" || state.factor === "own")];
+  if (state.theme) names.push("theme");
+  putAddress(Object.fromEntries(names.map((name) => [name, state[name]])));
+}
+
+// --- language, colours, scenes
+
+function showPlay() {
+  document.documentElement.lang = state.lang === "zh" ? "zh-Hans" : "en";
+  document.title = words().title;
+  for (const node of document.querySelectorAll("[data-text]")) node.textContent = words()[node.dataset.text];
+  for (const node of document.querySelectorAll("[data-label]")) node.ariaLabel = words()[node.dataset.label];
+  const [text, label] = words().language;
+  Object.assign(byId("language"), { textContent: text, ariaLabel: `${text}: ${label}` });
+  showTheme(words().theme);
+  buildHand();
+  buildWidth();
+  for (const scene of SCENES) buildQuiz(scene);
+  showScene();
+}
+
+function showScene() {
+  SCENES.forEach((name, i) => {
+    const isOpen = state.scene === i + 1;
+    byId(name).hidden = !isOpen;
+    Object.assign(byId(`tab-${name}`), { ariaSelected: String(isOpen), tabIndex: isOpen ? 0 : -1 });
+  });
+  if (state.scene === 2) countAgain();
+  writePlayAddress();
+}
+
+function openScene(scene) {
+  state.scene = scene;
+  showScene();
+  byId(`tab-${SCENES[scene - 1]}`).focus();
+}
+
+// --- two questions at the end of each scene: predict, then look
+
+const largestWeight = () => Math.max(...byHand().weights);
+
+// Of each question: the right answer, and what the page does when the reader looks; it returns what the words need.
+const QUESTIONS = {
+  hand: [
+    {
+      right: 1,
+      look() {
+        const { hand } = state;
+        const before = tidy(largestWeight());
+        hand.q[hand.query] = hand.q[hand.query].map((x) => clamp(2 * x, -LIMIT, LIMIT));
+        goToStep(6);
+        return { before, after: tidy(largestWeight()) };
+      },
+    },
+    {
+      right: 2,
+      look() {
+        if (visibleByHand().filter(Boolean).length < 2) state.hand.mask = "none";
+        const largest = largestWeight();
+        const own = visibleByHand();
+        own[byHand().weights.indexOf(largest)] = false;
+        changeHand({ mask: "own", own });
+        goToStep(6);
+        return { before: tidy(largest), after: tidy(1 / (1 - largest)) };
+      },
+    },
+  ],
+  width: [
+    { right: 2, look: () => showDraws({ width: 9, keys: 6, factor: "unscaled", half: "none", seed: 0 }) },
+    { right: 1, look: () => showDraws({ width: 9, keys: 6, factor: "unscaled", half: "none", seed: 0 }) },
+  ],
+};
+const given = {}; // "hand-0": { picked, numbers }: numbers once the reader has looked
+
+function showDraws(settings) {
+  Object.assign(state, settings);
+  showWidth();
+  return {};
+}
+
+function buildQuiz(scene) {
+  const quiz = document.querySelector(`#${scene} .quiz`);
+  const forms = QUESTIONS[scene].map((question, i) => buildQuestion(scene, i, question));
+  quiz.replaceChildren(element("h2", "", words().quiz), ...forms);
+}
+
+function buildQuestion(scene, i, question) {
+  const name = `${scene}-${i}`;
+  const { ask, options, tell } = words().questions[scene][i];
+  const mine = (given[name] ??= { picked: null, numbers: null });
+  const field = element("fieldset", "question");
+  const answer = Object.assign(element("p", "answer"), { role: "status" });
+  const look = Object.assign(element("button", "main", words().look), { type: "button" });
+  const show = () => {
+    look.disabled = mine.numbers !== null;
+    for (const input of field.querySelectorAll("input")) input.disabled = mine.numbers !== null;
+    if (mine.numbers === null) return;
+    const isRight = mine.picked === question.right;
+    answer.replaceChildren(element("strong", isRight ? "right" : "wrong", words()[isRight ? "right" : "wrong"]), " ", tell(mine.numbers));
+  };
+  field.append(element("legend", "", ask));
+  options.forEach((text, number) => {
+    const label = element("label", "check");
+    const input = Object.assign(document.createElement("input"), { type: "radio", name, value: number, checked: mine.picked === number });
+    input.addEventListener("change", () => {
+      mine.picked = number;
+      answer.textContent = "";
+    });
+    label.append(input, element("span", "", text));
+    field.append(label);
+  });
+  look.addEventListener("click", () => {
+    if (mine.picked === null) answer.textContent = words().pick;
+    else {
+      mine.numbers = question.look();
+      show();
+    }
+  });
+  field.append(look, answer);
+  show();
+  return field;
+}
+
+// --- start
+
+startHand();
+startWidth();
+readPlayAddress();
+state.cell = firstCell(state.step);
+byId("language").addEventListener("click", () => {
+  state.lang = state.lang === "en" ? "zh" : "en";
+  showPlay();
+});
+byId("theme").addEventListener("click", () => {
+  state.theme = theme() === "dark" ? "light" : "dark";
+  showTheme(words().theme);
+  writePlayAddress();
+});
+SCENES.forEach((name, i) => byId(`tab-${name}`).addEventListener("click", () => openScene(i + 1)));
+byId("scenes").addEventListener("keydown", (event) => {
+  const to = { ArrowLeft: state.scene - 1, ArrowRight: state.scene + 1, Home: 1, End: SCENES.length }[event.key];
+  if (to === undefined) return;
+  event.preventDefault();
+  openScene(clamp(to, 1, SCENES.length));
+});
+addEventListener("hashchange", () => {
+  readPlayAddress();
+  goToStep(state.step);
+  showPlay();
+});
+systemIsDark.addEventListener("change", () => showTheme(words().theme));
+showPlay();
