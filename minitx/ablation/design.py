@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from minitx.config.schema import Config, Count, Finite, Positive, require
+from minitx.config.schema import Config, Count, Finite, Natural, Positive, require
 
 RATE = "lr"
 """The name of the tuned factor. Its levels are learning rates."""
@@ -68,6 +68,29 @@ class StartConfig(Config):
     solved: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class ThresholdConfig(Config):
+    """How the largest stable learning rate of a trained model is measured, for each arm and seed: doubling, then bisection.
+
+    The rate is ``optimizer.lr``, and the other keys of the optimizer stay. A run of ``trainer.max_steps`` steps is stable if it
+    never fails. It ends when it fails.
+
+    Attributes:
+        first: the rate at which the search starts, by arm.
+        bisections: halvings of the logarithm after the doubling: high / low = 2^(1 / 2^bisections), 1.044 with four.
+        metric: train_accuracy: a run fails when the mean over ``window`` steps falls below ``value``; train_loss: when it rises
+            more than ``value`` nats above the loss of the starting model on the first ``window`` batches.
+        value: the limit.
+        window: number of steps in a mean.
+    """
+
+    first: Mapping[str, Positive]
+    bisections: Natural = 4
+    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
+    value: Finite = 0.9
+    window: Count = 8
+
+
 Score = Literal["time", "stability", "loss", "accuracy", "equal"]
 
 
@@ -96,6 +119,7 @@ class StudyConfig(Config):
             ``attention_error``, ``attention_cost``.
         solved: when the task counts as solved, for ``time``.
         stable: when a run counts as stable, for ``stability``.
+        threshold: measure the largest stable rate of each arm, instead of one run for each level of ``lr``.
         keep_attention: keep the attention weights of ``callbacks.probe.weights_every`` in the records.
     """
 
@@ -112,6 +136,7 @@ class StudyConfig(Config):
     measures: tuple[str, ...] = ()
     solved: Solved = Solved()
     stable: Stable = Stable()
+    threshold: ThresholdConfig | None = None
     keep_attention: bool = False
 
     def check(self) -> None:
@@ -125,6 +150,12 @@ class StudyConfig(Config):
         )
         require(chooses or not self.measures, f"{measures} need a score of loss or accuracy to choose the rate by")
         require("stability" not in self.scores or self.start is not None, "scores=[stability] needs start, a trained model")
+        if self.threshold is not None:
+            require(
+                not self.scores and RATE not in self.factors, f"threshold searches the rate: no scores and no factor {RATE}"
+            )
+            absent = [arm for arm in self.arms if arm not in self.threshold.first]
+            require(not absent, f"threshold.first={dict(self.threshold.first)} has no rate for the arm {absent[:1]}")
         words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]
         require(not words, f"factors.{RATE} has the level {words[:1]}; the name of a learning rate is a positive number")
         require(self.prune is None or RATE in self.factors, f"prune={self.prune} needs the factor {RATE}")
@@ -139,17 +170,20 @@ class StudyConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LawConfig(Config):
-    """A prediction for a ratio: the level of ``factor`` to the power of ``power``.
+    """A prediction for a ratio: the level of ``factor`` to the power of ``power``; with ``parts``, that is an upper bound.
 
     Attributes:
         factor: a factor of the study whose levels are numbers.
-        power: the exponent of the level.
+        power: the exponent of the level, e.
         text: the law as text for the report.
+        parts: a factor of a threshold whose levels ``qk`` and ``rest`` train only W_Q and W_K, or only the other weights. With
+            the largest stable rates η_QK and η_R of the first arm there, the ratio is (level^e / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R).
     """
 
     factor: str
     power: Finite
     text: str = ""
+    parts: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +206,22 @@ class ComparisonConfig(Config):
 
 Verdict = Literal["SLOWER", "FASTER", "LESS STABLE", "MORE STABLE", "NARROWER", "WIDER", "WORSE", "BETTER", "SAME", "UNDECIDED"]
 Endpoint = str
-"""``time``, ``largest_rate``, ``stability``, ``loss``, ``accuracy``, or the name of a measure."""
+"""``threshold``, ``time``, ``largest_rate``, ``stability``, ``loss``, ``accuracy``, or the name of a measure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverConfig(Config):
+    """What a measured ratio is divided by: the median ratio of another comparison at the same levels of the factors that both have.
+
+    Attributes:
+        study: the study of the other comparison.
+        arms: its arms.
+        condition: levels of further factors of that study.
+    """
+
+    study: str
+    arms: tuple[str, str]
+    condition: Condition = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +231,13 @@ class ExpectedConfig(Config):
     Attributes:
         study: the study of the comparison.
         arms: the arms of the comparison.
-        endpoint: what is compared: time, largest_rate, stability, loss, accuracy, or the name of a measure.
+        endpoint: what is compared: threshold, time, largest_rate, stability, loss, accuracy, or the name of a measure.
         verdict: the expected verdict; null: any.
         ratio: bounds on the printed ratio, or on the difference for scores and largest rates; null: no bound on this side.
         condition: consider only comparisons with these levels.
+        over: divide the ratio by that of another comparison, before it is held against the bounds; null: do not.
+        formula: divide the ratio by the one that the comparison's law predicts.
+        by: median: the median ratio lies within the bounds; interval: the interval of the median has a number within them.
     """
 
     study: str
@@ -194,6 +246,9 @@ class ExpectedConfig(Config):
     verdict: Verdict | None = None
     ratio: tuple[float | None, float | None] = (None, None)
     condition: Condition = field(default_factory=dict)
+    over: OverConfig | None = None
+    formula: bool = False
+    by: Literal["median", "interval"] = "median"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +337,9 @@ class AblationConfig(Config):
     def _check_comparison(self, place: str, comparison: ComparisonConfig) -> None:
         _known(f"{place}.study", [comparison.study], self.studies, "ablation.studies")
         study = self.studies[comparison.study]
-        require(bool(study.scores), f"{place}.study={comparison.study} has no scores; set studies.{comparison.study}.scores")
+        require(
+            bool(endpoints(study)), f"{place}.study={comparison.study} has no scores; set studies.{comparison.study}.scores"
+        )
         require(comparison.arms[0] != comparison.arms[1], f"{place}.arms={list(comparison.arms)} compares an arm with itself")
         _known(f"{place}.arms", comparison.arms, study.arms, f"studies.{comparison.study}.arms")
         for condition in comparison.primary:
@@ -293,6 +350,10 @@ class AblationConfig(Config):
             _known(f"{place}.law.factor", [factor], study.factors, f"studies.{comparison.study}.factors")
             numbers = factor != RATE and all(map(_is_rate, study.factors[factor]))
             require(numbers, f"{place}.law.factor={factor} must be a condition whose levels are positive numbers")
+            if comparison.law.parts is not None:
+                _known(f"{place}.law.parts", [comparison.law.parts], study.factors, f"studies.{comparison.study}.factors")
+                levels = study.factors[comparison.law.parts]
+                _known(f"{place}.law.parts={comparison.law.parts} needs levels", ["qk", "rest"], levels, "it")
 
     def _check_expected(self, place: str, expected: ExpectedConfig) -> None:
         compared = any((c.study, c.arms) == (expected.study, expected.arms) for c in self.comparisons)
@@ -300,6 +361,13 @@ class AblationConfig(Config):
         study = self.studies[expected.study]
         _known(f"{place}.endpoint", [expected.endpoint], endpoints(study), "that study")
         _check_condition(f"{place}.condition", expected.condition, study)
+        if (over := expected.over) is not None:
+            compared = any((c.study, c.arms) == (over.study, over.arms) for c in self.comparisons)
+            require(compared, f"{place}.over: arms={list(over.arms)} of study={over.study} are not in ablation.comparisons")
+            _check_condition(f"{place}.over.condition", over.condition, self.studies[over.study])
+        if expected.formula:
+            laws = [c.law for c in self.comparisons if (c.study, c.arms) == (expected.study, expected.arms)]
+            require(all(law and law.parts for law in laws), f"{place}.formula=true needs a law with parts in the comparison")
 
     def phases(self, name: str) -> list[str]:
         """Return a study, the study that it starts from, and so on.
@@ -330,7 +398,7 @@ class AblationConfig(Config):
 
 def endpoints(study: StudyConfig) -> list[Endpoint]:
     """Return the endpoints of a comparison in ``study``, the primary one first."""
-    found: list[Endpoint] = []
+    found: list[Endpoint] = ["threshold"] if study.threshold else []
     for score in study.scores:
         found += ["time", "largest_rate"] if score == "time" and RATE in study.factors else [score]
     return [*found, *study.measures]

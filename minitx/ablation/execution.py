@@ -242,7 +242,8 @@ def _decided(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Book
 
 def _submit(pool: Pool, grid: AblationConfig, cell: Cell, folder: Path, run_cell: RunCell) -> Any:
     keep = grid.studies[cell.place.study].keep_attention
-    what = (cell.words(folder), str(cell.folder(folder)), cell.steps(), cell.keeps_weights, keep)
+    what: tuple[Any, ...] = (cell.words(folder), str(cell.folder(folder)), cell.steps(), cell.keeps_weights, keep)
+    what += () if cell.threshold is None else (cell.threshold,)
     return pool.submit(attempt, run_cell, *what)
 
 

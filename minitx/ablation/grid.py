@@ -8,15 +8,15 @@ import itertools
 import json
 import shlex
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.design import AblationConfig, StudyConfig
+from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.records import Place
-from minitx.config import CONFIG_DIR, ConfigError
+from minitx.config import CONFIG_DIR, ConfigError, to_dict
 
 NEW_DATA = 1000
 """Added to the seed of a run that starts from another run's weights. Its batches are therefore new, and the same for all arms."""
@@ -24,7 +24,8 @@ NEW_DATA = 1000
 # what decides the result of a run, below the package and its configs
 _LOOKS = ("capture", "statistics", "gradients", "snapshot", "counting")  # what probes and measures read
 _CODE = (
-    *("nn", "data", "training", "config", "ablation/measures.py"),
+    *("nn", "data", "training", "config"),
+    *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/training")),
     *(f"analysis/{name}.py" for name in _LOOKS),
 )
 _CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer", "schedule", "trainer", "train.yaml")
@@ -32,12 +33,13 @@ _CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer"
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of a grid: its place, its overrides, and the run whose weights it starts from."""
+    """One training run of a grid, or one threshold: its place, its overrides, and the run whose weights it starts from."""
 
     place: Place
     overrides: tuple[str, ...]
     start: Cell | None = None
     keeps_weights: bool = False
+    threshold: ThresholdConfig | None = field(default=None, hash=False)
 
     @cached_property
     def hash(self) -> str:
@@ -46,6 +48,8 @@ class Cell:
         own = [folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)]
         place = [self.place.study, self.place.arm, self.place.factors, self.place.seed]
         parts = [*place, keys, code_fingerprint(), *own, self.start.hash if self.start else None]
+        if self.threshold is not None:
+            parts.append({**to_dict(self.threshold), "first": self.threshold.first[self.place.arm]})
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def folder(self, grid: Path) -> Path:
@@ -135,8 +139,10 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
                         f"ablation.arms.{arm} and the factors of ablation.studies.{name} both set {', '.join(sorted(both))}"
                     )
                 own_seed = seed + NEW_DATA if study.start else seed
-                overrides = (*study.base, *grid.arms[arm], *levels, f"seed={own_seed}", *common)
-                found[place] = (max(block, first), Cell(place, overrides, start, (name, arm) in starts))
+                first_rate = [f"optimizer.lr={study.threshold.first[arm]:g}"] if study.threshold else []
+                overrides = (*study.base, *grid.arms[arm], *levels, *first_rate, f"seed={own_seed}", *common)
+                cell = Cell(place, overrides, start, (name, arm) in starts, study.threshold)
+                found[place] = (max(block, first), cell)
     return [cell for _, cell in sorted(found.values(), key=lambda entry: entry[0])]
 
 

@@ -122,7 +122,7 @@ def judge(grid: AblationConfig, runs: Runs) -> Findings:
             for endpoint in endpoints(grid.studies[comparison.study]):
                 if endpoint == "equal":
                     equalities.append(_equality(comparison, condition, arms))
-                else:
+                elif endpoint != "threshold":
                     found.append(_Contest(comparison, condition, endpoint, arms).finding())
     return Findings(grid, runs, tuple(_with_holm(grid, found)), tuple(equalities))
 

@@ -193,7 +193,7 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
     return {
         "steps": rows[-1]["step"] if rows else 0,
         "cap": cap,
-        "loss": [_short(loss) for loss in losses],
+        "loss": [short(loss) for loss in losses],
         "accuracy": _curve(rows, "train_accuracy"),
         "gradient": _curve(rows, GRADIENT),
         "nonfinite_step": trained["nonfinite_step"],
@@ -202,8 +202,8 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
         "floors": dict(trained["floors"]),
         "digest": hashlib.sha256(b"".join(struct.pack("<d", loss) for loss in losses)).hexdigest(),
         "parameters": trained["num_parameters"],
-        "start_error": _read(folder / START_FILE).get("error"),
-        "measures": {name: finite(value) for name, value in _read(folder / MEASURES_FILE).items()},
+        "start_error": read_json(folder / START_FILE).get("error"),
+        "measures": {name: finite(value) for name, value in read_json(folder / MEASURES_FILE).items()},
         "probes": [
             {"step": probe["step"], "layers": [_layer(layer) for layer in probe["layers"]]}
             for probe in read_probes(folder / "probes.jsonl")
@@ -212,24 +212,24 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
     }
 
 
-def _short(value: float | None) -> float | None:
+def short(value: float | None) -> float | None:
     """Five significant digits: curves are drawn and smoothed, and kept in the repository."""
     return None if finite(value) is None else float(f"{value:.5g}")
 
 
 def _curve(rows: list[dict[str, Any]], name: str) -> list[float | None] | None:
-    values = [_short(row.get(name)) for row in rows]
+    values = [short(row.get(name)) for row in rows]
     return None if all(value is None for value in values) else values
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}  # type: ignore[no-any-return]
 
 
 def _layer(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a layer; histograms are left out."""
     plain = {name: value for name, value in layer.items() if not isinstance(value, list | dict)}
-    return {name: _short(value) if isinstance(value, float) else value for name, value in plain.items()}
+    return {name: short(value) if isinstance(value, float) else value for name, value in plain.items()}
 
 
 def _kept_weights(folder: Path) -> dict[str, list[Any]]:

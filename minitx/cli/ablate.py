@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minitx.ablation.design import AblationConfig
+from minitx.ablation.design import AblationConfig, ThresholdConfig
 from minitx.ablation.execution import duration, run_cells
 from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
@@ -101,11 +101,24 @@ def report(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Recor
     log.info("\n%s\n\n%s", "\n".join(sentences), folder / "report.html")
 
 
-def run_cell(words: Sequence[str], folder: str, cap: int, keep_weights: bool, keep_attention: bool) -> dict[str, Any]:
-    """Run one cell, an ordinary training run, in a worker process. Return the ``result`` of its record."""
+def run_cell(
+    words: Sequence[str],
+    folder: str,
+    cap: int,
+    keep_weights: bool,
+    keep_attention: bool,
+    threshold: ThresholdConfig | None = None,
+) -> dict[str, Any]:
+    """Run one cell, an ordinary training run or a threshold, in a worker process. Return the ``result`` of its record."""
     from minitx.ablation.measures import result_of
 
     place = Path(folder)
+    if threshold is not None:
+        from minitx.ablation.thresholds import measure_threshold
+
+        found = measure_threshold(compose_cell(words), place, threshold)
+        shutil.rmtree(place)
+        return found
     shutil.rmtree(place, ignore_errors=True)  # what a killed run left
     trained = run_training(compose_cell(words), place, command_of(words))
     result = result_of(place, trained, cap, keep_attention=keep_attention)
