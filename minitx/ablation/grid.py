@@ -77,8 +77,7 @@ class Cell:
         given = settings(self.overrides).get("trainer.max_steps", "missing")
         if not given.isdecimal():
             study = f"ablation.studies.{self.place.study}"
-            why = "so that its time can be projected"
-            raise ConfigError(f"{study}.base must set trainer.max_steps to a whole number, {why}; it is {given}")
+            raise ConfigError(f"{study}.base must set trainer.max_steps to a whole number; it is {given}")
         return int(given)
 
     def describe(self, grid: Path) -> dict[str, Any]:
@@ -113,8 +112,7 @@ def command_of(words: Sequence[str]) -> str:
 def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     """Return all cells of the grid, ordered by seed: all studies at their first seed, then at their second, and so on.
 
-    A grid that is interrupted is therefore still balanced. Tuning seeds come first, and a cell comes after the one that it
-    starts from. Overrides apply in the order base, arm, factors, seed, common.
+    A grid that is interrupted is therefore still balanced. A cell comes after the one that it starts from. Overrides apply in the order base, arm, factors, seed, common.
 
     Args:
         common: overrides for every cell.
@@ -127,7 +125,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     starts = {(study.start.study, study.start.arm) for study in grid.studies.values() if study.start}
     for name in sorted(grid.studies, key=lambda name: len(grid.phases(name))):
         study = grid.studies[name]
-        for block, seed in enumerate((*study.tune_seeds, *study.seeds)):
+        for block, seed in enumerate(study.seeds):
             for arm, factors in _combinations(study, seed):
                 place = Place(name, arm, tuple(sorted(factors.items())), seed)
                 if place in found:

@@ -27,6 +27,18 @@ A record is one line of ``cells.jsonl``:
 ``probes``           a list of {``step``, ``layers``}: statistics of each attention layer, the mean over its heads
 ``attention``        {step: (rows, L, S) weights of the first layer's first head}, where the study keeps them; else {}
 ===================  =====================================================================================================
+
+The ``result`` of a threshold is what ``minitx.ablation.thresholds.measure_threshold`` found:
+
+===================  =====================================================================================================
+``low, high``        the largest stable rate is between them: ``low`` is stable and ``high`` is not
+``above``            rates above ``high`` that were stable all the same: a second crossing
+``start``            for train_loss, the mean loss of the starting model on the first batches, else null
+``cap``              ``trainer.max_steps``
+``parameters, start_error``  as above
+``runs``             a list of {``rate``, ``stable``, ``steps``, ``nonfinite_step``, ``worst``, ``loss``, ``accuracy``}, by rate;
+                     ``worst`` is the worst mean that decided, or null if the run ended before there was one
+===================  =====================================================================================================
 """
 
 from __future__ import annotations
@@ -39,7 +51,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.design import RATE, Condition, Solved, Stable
+from minitx.ablation.design import RATE, Condition, Solved
 
 Record = dict[str, Any]
 
@@ -158,20 +170,6 @@ def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
         if value >= solved.value if solved.metric == "train_accuracy" else value <= solved.value:
             return step
     return None
-
-
-def worst_accuracy(result: Mapping[str, Any], window: int) -> float:
-    """Return the lowest mean of the training accuracy over ``window`` consecutive steps. It is 0 if a step was not finite."""
-    if result["nonfinite_step"] is not None:
-        return 0.0
-    return min(_means(result, "train_accuracy", window), default=0.0)
-
-
-def is_lost(result: Mapping[str, Any], stable: Stable) -> bool:
-    """Return whether a run that started from a trained model lost what it had learned."""
-    if stable.metric == "train_accuracy":
-        return worst_accuracy(result, stable.window) < stable.lost
-    return result["nonfinite_step"] is not None
 
 
 def _means(result: Mapping[str, Any], metric: str, window: int) -> list[float]:

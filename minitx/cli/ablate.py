@@ -21,8 +21,8 @@ from minitx.ablation.execution import duration, run_cells
 from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
 from minitx.ablation.pools import SLURM_JOBS, LocalPool, Pool, SlurmPool
-from minitx.ablation.predictions import check_rules
 from minitx.ablation.records import Record, Runs, read_records
+from minitx.ablation.report import module_of, write_report
 from minitx.cli.command_line import CellsFailedError, sentence
 from minitx.cli.compose import compose_cell, compose_config
 from minitx.cli.launch import ProgramStoppedError, run_training
@@ -50,7 +50,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
             raise ConfigError(f"output_dir={folder} has no cells.jsonl: run the grid first, without ablation.report_only=true")
         report(grid, chosen, read_records(folder / "cells.jsonl"), folder)  # whatever code made them
         return
-    check_rules(grid)
+    module_of(grid)
     check(chosen)
     launch = Launch(folder / "launches.json", command)
     with stop_on_signals():
@@ -94,8 +94,6 @@ def check(chosen: Sequence[Cell]) -> None:
 
 def report(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Record], folder: Path) -> None:
     """Write the report, and print its sentences and the path of its page."""
-    from minitx.ablation.report import write_report
-
     findings = judge(grid, Runs.of([cell.place for cell in chosen], records))
     sentences = write_report(findings, folder, meta=read_meta(folder / "launches.json"))
     log.info("\n%s\n\n%s", "\n".join(sentences), folder / "report.html")
