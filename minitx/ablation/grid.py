@@ -61,12 +61,17 @@ class Cell:
         return self.folder(grid) / "checkpoints" / "last.ckpt"
 
     def words(self, grid: Path) -> list[str]:
-        """The overrides, with those that load the weights of ``start`` and check that the run starts as the same function."""
-        if self.start is None:
+        """The overrides, with those that load the weights of ``start``. Where the scale is folded, the run checks that it starts as the same function."""
+        own = settings(self.overrides)
+        if self.start is not None:
+            path, load = str(self.start.weights(grid)), ["init_from.fold_scale=true"]
+            load = [f"init_from.path={json.dumps(path)}", *load]
+        elif own.get("init_from.fold_scale") == "true":
+            path, load = own.get("init_from.path", "").strip("\"'"), []
+        else:
             return list(self.overrides)
-        path = str(self.start.weights(grid))
         check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(path)}}}"
-        return [*self.overrides, f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true", check]
+        return [*self.overrides, *load, check]
 
     def steps(self) -> int:
         """The number of steps in the last ``trainer.max_steps`` override.

@@ -22,16 +22,17 @@ import torch
 from torch import nn
 
 from minitx.analysis.counting import flop_counter
-from minitx.config import ConfigError, RunConfig, TransformerConfig, from_dict
+from minitx.config import ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict
+from minitx.config.training import MODEL
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, config_of, network_inputs, open_data
+from minitx.training.build import Caller, config_of, network_inputs, network_of, open_data
 from minitx.training.callbacks import LastCheckpoint
-from minitx.training.checkpoints import load_model
+from minitx.training.checkpoints import load_model, load_start
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import finite, read_metrics, read_probes
 
@@ -43,7 +44,9 @@ _ROWS = 8
 
 
 class SameStart(L.Callback):
-    """Check that the run starts as the same function as the checkpoint at ``path``, also with another score scale.
+    """Check that the run starts as the same function as the weights at ``path``, also with another score scale.
+
+    ``path`` is what ``init_from.path`` may be: a checkpoint, a folder, or a name on the hub.
 
     Both networks read a validation batch. The largest difference of their outputs, divided by the largest output, is written to
     ``start.json`` in the run's folder.
@@ -58,7 +61,7 @@ class SameStart(L.Callback):
     @torch.no_grad()
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         batch = {name: tensor.to(module.device) for name, tensor in trainer.datamodule.probe_batch(_ROWS).items()}  # type: ignore[attr-defined]
-        before, now = (load_model(self.path)[0].to(module.device), module.network)
+        before, now = (_network_at(self.path).to(module.device), module.network)
         with evaluating(before), evaluating(now):
             expected, got = Caller(before)(batch), Caller(now)(batch)
         error = float((got - expected).abs().max() / expected.abs().max())
@@ -67,6 +70,17 @@ class SameStart(L.Callback):
             raise ConfigError(
                 f"the outputs differ from those of {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed"
             )
+
+
+def _network_at(path: str) -> nn.Module:
+    if Path(path).is_file():
+        return load_model(path)[0]
+    weights, shape, _ = load_start(InitFrom(path=path))
+    if shape is None:
+        raise ConfigError(f"init_from.fold_scale=true needs one of our models at {path}")
+    network = network_of({"_target_": MODEL, **shape})
+    network.load_state_dict(weights)
+    return network
 
 
 class GradientNorm(L.Callback):

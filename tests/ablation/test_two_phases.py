@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretend import Here, free
+from pretend import Here
 from torch import nn
 
 from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig
@@ -124,7 +124,7 @@ def test_a_stored_command_gives_the_bits_of_a_used_process_in_a_new_one(tmp_path
     config, paths = two_phases(), [str(ROOT), os.environ.get("PYTHONPATH", "")]
     check(cells(config))
     (tmp_path / "grid").mkdir()
-    first, second = run_cells(Here(), config, cells(config), tmp_path / "grid", run_cell, projection=free)
+    first, second = run_cells(Here(), config, cells(config), tmp_path / "grid", run_cell)
     assert (first["status"], second["status"], second["start"]) == ("done", "done", first["cell"])
     _, program, *words = shlex.split(second["command"])
     command = [sys.executable, ROOT / program, *words, f"output_dir={tmp_path / 'alone'}"]
