@@ -237,6 +237,7 @@ def _curve(rows: list[dict[str, Any]], name: str) -> list[float | None] | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file, or return {} without one."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}  # type: ignore[no-any-return]
 
 
