@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,8 +22,10 @@ import lightning.pytorch as L
 import torch
 from torch import nn
 
+from minitx.ablation.design import AblationConfig
 from minitx.analysis.counting import flop_counter
 from minitx.config import ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict
+from minitx.config.schema import require
 from minitx.config.training import MODEL
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch
@@ -40,7 +43,17 @@ START_FILE, MEASURES_FILE = "start.json", "measures.json"
 GRADIENT = "gradient"
 """The column of ``metrics.csv`` for ``GradientNorm``."""
 TOLERANCE = 1e-5
+MEASURES = ("loss_at_N", "attention_error", "attention_cost")
+"""The numbers that ``Measures`` can write, which a study may name in ``measures``. N is a length."""
 _ROWS = 8
+
+
+def check_measures(grid: AblationConfig) -> None:
+    """Raise a ConfigError if a study names a measure that is not among ``MEASURES``."""
+    known = re.compile("|".join(MEASURES).replace("_N", r"_\d+"))
+    for name, study in grid.studies.items():
+        fits = all(map(known.fullmatch, study.measures))
+        require(fits, f"ablation.studies.{name}.measures={list(study.measures)} must be among {', '.join(MEASURES)}")
 
 
 class SameStart(L.Callback):

@@ -151,9 +151,7 @@ def watch(model: nn.Module, recorder: Recorder, *, layers: Layers = None, heads:
     cores = chosen_modules(model, "weights", layers)
     what = next((name for name, known in RECORDERS.items() if known is recorder), None)
     watcher = _Watcher(Seen(list(cores), what), recorder, heads)
-    with ExitStack() as hooks:
-        for name, core in cores.items():
-            hooks.enter_context(core.register_forward_pre_hook(partial(watcher.enter_core, name)))
+    with before_calls(cores, watcher.enter_core), ExitStack() as hooks:
         for module in model.modules():
             if mask := _mask_of_queries(type(module)):  # type: ignore[arg-type]
                 hooks.enter_context(module.register_forward_pre_hook(partial(watcher.enter_model, mask), with_kwargs=True))
@@ -174,12 +172,20 @@ def _watch_outputs(model: nn.Module, what: str, layers: Layers, heads: Indices) 
             out = out.unflatten(0, rows[layer_of(name, rows)]) if out.dim() == 2 else out
             seen[name].append(out.clone() if heads is None else out[:, places_of("heads", heads, out.shape[1], out.device)])
 
-    with ExitStack() as hooks:
-        rows = hooks.enter_context(rows_of_blocks(model))
+    with rows_of_blocks(model) as rows, ExitStack() as hooks:
         for name, module in modules.items():
             hooks.enter_context(module.register_forward_hook(partial(leave, name)))
         yield seen
     warn_of_silence(model, seen)
+
+
+@contextmanager
+def before_calls(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -> Iterator[None]:
+    """Call ``enter(name, module, args, kwargs)`` before each call of the modules, given by name, while the context is open."""
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+        yield
 
 
 @contextmanager
@@ -191,9 +197,7 @@ def rows_of_blocks(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
         hidden = next(value for value in (*args, *options.values()) if isinstance(value, Tensor))
         rows[name] = hidden.shape[0], hidden.shape[1]
 
-    with ExitStack() as hooks:
-        for name, block in modules_of(model, "residual").items():
-            hooks.enter_context(block.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+    with before_calls(modules_of(model, "residual"), enter):
         yield rows
 
 
@@ -349,10 +353,8 @@ def refuse_compiled(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise RuntimeError(
-                f"{name or type(module).__name__} is compiled, and hooks added after compiling never fire: capture the "
-                "plain module"
-            )
+            said = f"{name or type(module).__name__} is compiled, and hooks added after compiling never fire"
+            raise RuntimeError(f"{said}: capture the plain module")
 
 
 class _Watcher:
@@ -368,7 +370,7 @@ class _Watcher:
         self.decoder_key_mask = kwargs.get(name)
 
     @torch.no_grad()
-    def enter_core(self, name: str, core: nn.Module, args: tuple[AttentionCall]) -> None:
+    def enter_core(self, name: str, core: nn.Module, args: tuple[AttentionCall], kwargs: dict[str, Any]) -> None:
         if is_recomputing():  # activation checkpointing runs a block again in the backward pass
             return
         (call,) = args

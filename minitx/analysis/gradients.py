@@ -57,7 +57,9 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
             wanted = [*(look.call.query for look in looks.values()), *weights.values()]
             found = iter(torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True))
             for name, look in looks.items():
-                rows = counted.get(_axis(look.kind, counted), look.real_queries)
+                # an encoder reads the source, where there is a target too
+                axis = SOURCE if TARGET not in counted or look.kind == "self" else TARGET
+                rows = counted.get(axis, look.real_queries)
                 norms[name].append(next(found).double().norm(dim=-1).transpose(1, 2)[rows].flatten())  # (B, L, H)[rows]
             for place, gradient in zip(weights, found, strict=True):
                 gradients[place].append(gradient.double().flatten())
@@ -97,11 +99,6 @@ def _log_histogram(norms: Tensor) -> dict[str, int]:
     edges, counts = torch.unique((positive.log10() * 4).floor() / 4, return_counts=True)
     found = {f"{edge:.2f}": int(count) for edge, count in zip(edges.tolist(), counts.tolist(), strict=True)}
     return {"zero": len(norms) - len(positive), **found} if len(positive) < len(norms) else found
-
-
-def _axis(kind: str, counted: Mapping[str, Tensor]) -> str:
-    """Which axis a core's queries stand on: an encoder reads the source where there is a target too."""
-    return SOURCE if TARGET not in counted or kind == "self" else TARGET
 
 
 def _signal_to_noise(gradients: Tensor) -> float:

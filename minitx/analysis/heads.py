@@ -161,9 +161,8 @@ class Heads:
             words = f"{head.label} {score.at}" if head.label == head.leading else head.label
             cells = "".join(f"{head.scores[name].excess.mean if name in head.scores else math.nan:7.2f}" for name in PATTERNS)
             interval = f"{score.excess.low:.2f} to {score.excess.high:.2f}"
-            lines.append(
-                f"{short_name(head.layer):18} {head.head:4} {words:21.21} {interval:>14} {cells}".replace("nan", "  -")
-            )
+            line = f"{short_name(head.layer):18} {head.head:4} {words:21.21} {interval:>14} {cells}"
+            lines.append(line.replace("nan", "  -"))
         return lines
 
 
@@ -213,8 +212,7 @@ def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, F
         behind = place - place[:, None]  # j − i
         for name, keys in pattern_keys(behind, ids, window).items():
             found[name] = mass(keys, rules=name in ("duplicate", "induction"))
-        value, chance = _stacked([mass(behind == k) for k in OFFSETS])  # (K, H)
-        found["offset"] = Found(value, chance)
+        found["offset"] = Found(*_stacked([mass(behind == k) for k in OFFSETS]))  # (K, H)
         value, chance = (((w * behind.abs()).sum(-1) * chooses).sum(-1) / chooses.sum(-1) for w in (p, uniform))
         found["distance"] = Found(value, chance)
     return found
@@ -426,10 +424,8 @@ def _sentence(tokens: Sequence[Mapping[str, Any]]) -> Sentence:
     word_of, space = {0: -1}, False
     for token in tokens:
         number = token["id"]
-        if isinstance(number, int) and number in word_of:
-            continue  # a part of a multiword token
-        if not isinstance(number, int) and number[1] == ".":
-            continue
+        if number in word_of or (not isinstance(number, int) and number[1] == "."):
+            continue  # a part of a multiword token, or an empty node
         parts = [number] if isinstance(number, int) else range(number[0], number[2] + 1)
         word_of |= dict.fromkeys(parts, len(words))
         words.append(token["form"])

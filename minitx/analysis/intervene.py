@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from minitx.analysis.capture import (
     OUTPUTS,
     Indices,
     Layers,
+    before_calls,
     capture,
     chosen_modules,
     layer_of,
@@ -105,8 +105,7 @@ def intervene(
         if not (both := modules.keys() & to.keys()):
             raise ValueError(f"the records hold none of the layers {', '.join(modules)}")
         modules = {name: module for name, module in modules.items() if name in both}
-    with ExitStack() as hooks:
-        rows = hooks.enter_context(rows_of_blocks(model))
+    with rows_of_blocks(model) as rows, ExitStack() as hooks:
         parts = {name: _Part(name, what, to, heads, positions, rows) for name in modules}
         for name, module in modules.items():
             if what in OUTPUTS:
@@ -181,9 +180,8 @@ class _Part:
             raise ValueError(f"{self.name}: nothing was recorded; run the model inside of capture first")
         record = records[self.number(tensor.detach(), len(records))].to(tensor.device)
         if record.shape[1:] != tensor.shape[1:]:
-            raise ValueError(
-                f"{self.name}: the record has the shape {tuple(record.shape)}, but {tuple(tensor.shape)} is replaced"
-            )
+            shapes = f"the record has the shape {tuple(record.shape)}, but {tuple(tensor.shape)} is replaced"
+            raise ValueError(f"{self.name}: {shapes}")
         return record[index]
 
     def number(self, tensor: Tensor, num_records: int) -> int:
@@ -304,12 +302,10 @@ def _count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
     refuse_compiled(model)
     found = dict.fromkeys(cores, 0)
 
-    def enter(name: str, core: nn.Module, args: tuple[AttentionCall]) -> None:
+    def enter(name: str, core: nn.Module, args: tuple[AttentionCall], kwargs: dict[str, Any]) -> None:
         found[name] = args[0].query.shape[1]
 
-    with ExitStack() as hooks:
-        for name, core in cores.items():
-            hooks.enter_context(core.register_forward_pre_hook(partial(enter, name)))
+    with before_calls(cores, enter):
         yield found
 
 
@@ -385,8 +381,6 @@ def _block_calls(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[tuple[s
     def enter(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((name, (args[0] if args else kwargs["x" if "x" in kwargs else "hidden_states"]).clone()))
 
-    with ExitStack() as hooks:
-        for name, block in modules_of(model, "residual").items():
-            hooks.enter_context(block.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+    with before_calls(modules_of(model, "residual"), enter):
         model(**inputs)
     return calls

@@ -207,9 +207,8 @@ def snapshot_of_weights(weights: Sequence[Tensor], tokens: Mapping[str, Sequence
     maps = []
     for i, given in enumerate(weights):
         if not given.is_floating_point() or not 2 <= given.dim() <= 4:
-            raise ValueError(
-                f"weights must be floats (B, H, L, S), (H, L, S) or (L, S), got {given.dtype} {tuple(given.shape)}"
-            )
+            got = f"{given.dtype} {tuple(given.shape)}"
+            raise ValueError(f"weights must be floats (B, H, L, S), (H, L, S) or (L, S), got {got}")
         layer = given.detach().cpu().float()[(None,) * (4 - given.dim())]
         L, S = layer.shape[2:]
         kind = "cross" if L != S else "causal" if not layer.triu(1).any() else "self"

@@ -41,6 +41,8 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
         ConfigError: the grid cannot be run.
         CellsFailedError: runs failed. The report is written before.
     """
+    from minitx.ablation.measures import check_measures
+
     grid = grid.chosen()
     common = [text for text in overrides if not text.lstrip("+~").startswith(_NOT_FOR_CELLS)]
     chosen = cells(grid, common=[*common, "callbacks.progress=false", "trainer.threads=1"])
@@ -51,6 +53,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
         report(grid, chosen, read_records(folder / "cells.jsonl"), folder)  # whatever code made them
         return
     module_of(grid)
+    check_measures(grid)
     check(chosen)
     launch = Launch(folder / "launches.json", command)
     with stop_on_signals():

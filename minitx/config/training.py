@@ -187,7 +187,7 @@ class TrainerConfig(Config):
     peak_tflops: Positive | None = None
     plugins: tuple[Part, ...] = ()
     profiler: Part | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
 
     def check(self) -> None:
         for name, node in {"profiler": self.profiler, **{f"plugins[{i}]": node for i, node in enumerate(self.plugins)}}.items():

@@ -1,5 +1,6 @@
 """Data sets. Each is a function that returns a ``Task``: its arguments are the keys of ``data`` in a config.
 
+A file of ``configs/data`` names the function by any path to it. The names here are only the short ones.
 ``minitx.data.datamodule`` makes batches of a ``Task`` for Lightning.
 """
 

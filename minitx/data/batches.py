@@ -109,7 +109,8 @@ class TrainSource(Source):
 
     def __init__(self, split: Split | Callable[..., Batch], *, seed: int, bucket: bool = False, **slices: Any) -> None:
         super().__init__(**slices)
-        self.split, self.seed, self.bucket = split, seed, bucket
+        self.split: Any = split
+        self.seed, self.bucket = seed, bucket
         self._orders: dict[int, np.ndarray] = {}
         self._counted = (-1, 0)  # a step, and its labels
 
@@ -130,33 +131,28 @@ class TrainSource(Source):
 
     def items(self, step: int, rows: range) -> np.ndarray:
         """Return the items for these rows of the global batch of ``step``, (rows,) int64."""
-        assert isinstance(self.split, Split)
-        positions = np.arange(step * self.batch_size + rows.start, step * self.batch_size + rows.stop)
+        positions = step * self.batch_size + np.arange(rows.start, rows.stop)
         epochs, index = np.divmod(positions, len(self.split))
-        items = np.empty_like(positions)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            of_epoch = epochs == epoch
-            items[of_epoch] = self.order(epoch, self.split)[index[of_epoch]]
-        return items
+        return np.concatenate([self.order(epoch)[index[epochs == epoch]] for epoch in range(epochs[0], epochs[-1] + 1)])
 
-    def order(self, epoch: int, split: Split) -> np.ndarray:
+    def order(self, epoch: int) -> np.ndarray:
         """Return the items of an epoch in order, (N,) int64. The latest two epochs are cached."""
         if epoch not in self._orders:
             while len(self._orders) > 1:
                 del self._orders[min(self._orders)]
             random = generator(self.seed, "epoch", epoch)
-            order = split.order(epoch, random)
-            self._orders[epoch] = self._bucketed(order, epoch, split.lengths, random) if self.bucket else order
+            order = self.split.order(epoch, random)
+            self._orders[epoch] = self._bucketed(order, epoch, random) if self.bucket else order
         return self._orders[epoch]
 
-    def _bucketed(self, order: np.ndarray, epoch: int, lengths: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        size, window_size = self.batch_size, BATCHES_IN_A_WINDOW * self.batch_size
+    def _bucketed(self, order: np.ndarray, epoch: int, random: np.random.Generator) -> np.ndarray:
+        size, lengths = self.batch_size, self.split.lengths
         first = -epoch * len(order) % size  # the first rows fill up the batch that the last epoch began
         stop = first + (len(order) - first) // size * size
         if stop <= first:
             return order
-        for start in range(first, stop, window_size):
-            window = order[start : min(start + window_size, stop)]
+        for start in range(first, stop, BATCHES_IN_A_WINDOW * size):
+            window = order[start : min(start + BATCHES_IN_A_WINDOW * size, stop)]
             window[:] = window[np.argsort(lengths[window], kind="stable")]
         order[first:stop] = random.permutation(order[first:stop].reshape(-1, size)).ravel()
         return order

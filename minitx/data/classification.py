@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError
-from minitx.config.schema import Count, Fraction, Natural
+from minitx.config.schema import Count, Fraction, Natural, require
 from minitx.data.tables import Where, column_of, labels_of, load_splits, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, require_marks
@@ -23,6 +23,9 @@ EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr",
 Texts = Sequence[tuple[str, ...]]
 Examples = tuple[Texts, np.ndarray]
 """The one or two texts of each row, and its label."""
+
+Labelled = tuple[Any, np.ndarray]
+"""Images, and their labels."""
 
 
 # --- texts
@@ -67,16 +70,13 @@ def classify(
     where = Where(path, val_path, subset, split, val_split)
     splits = load_splits(where, lambda table: hold_out(texts(table), val_fraction), texts=[*columns.values()])
     labels, names = labels_of(splits, label_column)
-    said = f"data.text_column={text_column}", f"data.path={path}"
-    train, val = (_with_text(texts(table), own, *said) for table, own in zip(splits, labels, strict=True))
+    train, val = (_with_text(texts(table), own, text_column, path) for table, own in zip(splits, labels, strict=True))
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), MARKS)
     marks = made_by.mark_ids
     only_end = "pad" not in marks and "eos" in marks  # the tokenizers of decoders, which people pad with the end mark
     pad_id = marks["eos"] if only_end else require_marks(made_by, "pad")[0]
-    if second_column and not marks.keys() & {"eos", "cls"}:
-        raise ConfigError(
-            f"data.second_column={second_column} needs a tokenizer with an end mark or a class token between texts"
-        )
+    said = f"data.second_column={second_column} needs a tokenizer with an end mark or a class token between texts"
+    require(not second_column or "eos" in marks or "cls" in marks, said)
     words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
     return Task(
         name=f"data.path={path}",
@@ -109,13 +109,12 @@ def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> list[dict[s
     return [{"input_ids": np.concatenate(row)[:max_len].astype(np.int64), "labels": label} for row, label in both]
 
 
-def _with_text(texts: Texts, labels: np.ndarray, column: str, source: str) -> Examples:
+def _with_text(texts: Texts, labels: np.ndarray, column: str, path: str) -> Examples:
     """The rows of a split that have a text."""
     kept = np.array([any(row) for row in texts])
-    if not kept.any():
-        raise ConfigError(f"{column} has no text in a split of {source}")
+    require(bool(kept.any()), f"data.text_column={column} has no text in a split of data.path={path}")
     if not kept.all():
-        log.info("left out %d of %d rows of %s: without text", (~kept).sum(), len(kept), source)
+        log.info("left out %d of %d rows of data.path=%s: without text", (~kept).sum(), len(kept), path)
     return [row for row, keep in zip(texts, kept, strict=True) if keep], labels[kept]
 
 
@@ -180,14 +179,10 @@ def images(
     return _image_task(f"data.path={path}", (pictures, labels), val, names, largest=255, shift=shift)
 
 
-def _image_task(
-    name: str, train: tuple[Any, np.ndarray], val: tuple[Any, np.ndarray], names: tuple[str, ...], *, largest: int, shift: int
-) -> Task:
+def _image_task(name: str, train: Labelled, val: Labelled, names: tuple[str, ...], *, largest: int, shift: int) -> Task:
     channels, height, width = train[0].shape[-3:]
-    if height != width:
-        raise ConfigError(f"{name} has images of {height}x{width} pixels, which must be squares: data.image_size=SIZE")
-    if shift >= height:
-        raise ConfigError(f"data.shift={shift} must be less than the {height} pixels of an image")
+    require(height == width, f"{name} has images of {height}x{width} pixels, which must be squares: data.image_size=SIZE")
+    require(shift < height, f"data.shift={shift} must be less than the {height} pixels of an image")
     return Task(
         name=name,
         kind="classify",
@@ -279,8 +274,7 @@ def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndar
         val.append(rows[:count])
         train.append(rows[count:])
     found = np.sort(np.concatenate(train)), random.permutation(np.concatenate(val))
-    if not all(map(len, found)):
-        raise ConfigError(f"data.val_fraction={fraction} leaves a split of {len(labels)} images empty")
+    require(all(map(len, found)), f"data.val_fraction={fraction} leaves a split of {len(labels)} images empty")
     return found
 
 

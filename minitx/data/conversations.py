@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError
-from minitx.config.schema import Count, Fraction, first_line
+from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
 from minitx.data.tables import Where, column_of, load_splits
 from minitx.data.task import Ragged, Task, VocabSize, hold_out, tokenizer_of
@@ -134,7 +134,7 @@ def chat(
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, texts, learned_marks(tokenizer))
     format, name = ChatFormat(template or made_by.chat_template or TEMPLATE, made_by), f"data.path={path}"
     train, val = (_rows(part, format, context_len, packing, name) for part in splits)
-    return task_of(name, train, val, made_by, bucket=bucket)
+    return task_of(name, train, val, made_by, bucket)
 
 
 def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str) -> DocumentRows:
@@ -142,8 +142,7 @@ def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: i
     longest = context_len + 1  # one more: the target of the last position
     encoded = [(ids[:longest], counted[:longest]) for ids, counted in map(format.encode, filter(None, chats))]
     kept = [(ids, counted) for ids, counted in encoded if counted[1:].any()]
-    if not kept:
-        raise ConfigError(f"{name} has no conversation with an answer of role assistant in {context_len} tokens")
+    require(bool(kept), f"{name} has no conversation with an answer of role assistant in {context_len} tokens")
     if len(kept) < len(chats):
         what = (len(chats) - len(kept), len(chats), name, context_len)
         log.info("left out %d of %d conversations of %s: without an answer in %d tokens", *what)
@@ -158,6 +157,5 @@ def _conversations(table: Any, column: str) -> list[list[Message]]:
         alright = all(isinstance(message[key], str) for chat in chats for message in chat for key in ("role", "content"))
     except (TypeError, KeyError):
         alright = False
-    if not alright:
-        raise ConfigError(f"data.messages_column={column} must have lists of messages, each with texts role and content")
+    require(alright, f"data.messages_column={column} must have lists of messages, each with texts role and content")
     return chats

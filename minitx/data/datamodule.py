@@ -6,7 +6,7 @@ import math
 
 from lightning.pytorch import LightningDataModule
 
-from minitx.config import ConfigError
+from minitx.config.schema import require
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
 from minitx.data.documents import DocumentStream, StreamSource
 from minitx.data.task import Batch, Split, Task, as_split, position_texts
@@ -69,15 +69,11 @@ class DataModule(LightningDataModule):
 
     def val_dataloader(self) -> AddressedLoader:
         """Return this rank's validation batches. Over all ranks, every row appears once. All ranks have the same number of batches."""
-        rank, world = self._place()
-        source = self.val_source(world)
-        return self._loader(source, Addresses(len(source), rank=rank))
+        return self._validation(self._val)
 
     def test_dataloader(self) -> AddressedLoader:
         """Return this rank's batches of the test split."""
-        rank, world = self._place()
-        source = ValSource(as_split(self.task, "test"), batch_size=self.val_batch_size(world), world=world)
-        return self._loader(source, Addresses(len(source), rank=rank))
+        return self._validation(as_split(self.task, "test"))
 
     def probe_batch(self, num_rows: int) -> Batch:
         """Return the first ``num_rows`` rows of validation, or all if there are fewer."""
@@ -94,10 +90,8 @@ class DataModule(LightningDataModule):
         Raises:
             ConfigError: the data are new in every step, or a stream.
         """
-        if not isinstance(self._train, Split):
-            raise ConfigError(
-                f"trainer.max_epochs={epochs} needs a number of training rows, which {self.task.name} has not: set trainer.max_steps"
-            )
+        said = f"trainer.max_epochs={epochs} needs a number of training rows, which {self.task.name} has not"
+        require(isinstance(self._train, Split), f"{said}: set trainer.max_steps")
         return math.ceil(epochs * len(self._train) / self.batch_size)
 
     def val_batch_size(self, world: int) -> int:
@@ -110,13 +104,17 @@ class DataModule(LightningDataModule):
         Raises:
             ConfigError: fewer training rows than ``data.batch_size``.
         """
-        rows = len(self._train) if isinstance(self._train, Split) else self.batch_size
-        if rows < self.batch_size:
-            raise ConfigError(f"{self.task.name} has {rows} training rows, fewer than data.batch_size={self.batch_size}")
+        rows, wanted = len(self._train) if isinstance(self._train, Split) else self.batch_size, self.batch_size
+        require(rows >= wanted, f"{self.task.name} has {rows} training rows, fewer than data.batch_size={wanted}")
 
     def _place(self) -> tuple[int, int]:
         """The number of this process, and how many there are."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def _validation(self, split: Split) -> AddressedLoader:
+        rank, world = self._place()
+        source = ValSource(split, batch_size=self.val_batch_size(world), world=world)
+        return self._loader(source, Addresses(len(source), rank=rank))
 
     def _loader(self, source: Source, addresses: Addresses) -> AddressedLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

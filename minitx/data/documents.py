@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minitx.config import IGNORED, ConfigError
-from minitx.config.schema import Count, Fraction
+from minitx.config import IGNORED
+from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Address, Source
 from minitx.data.corpus import FORMAT, TEXTS_AT_ONCE, bits_per, cache_file, cached, write_ids
 from minitx.data.tables import Where, as_texts, column_names, column_of, divided, load_tables
@@ -70,13 +70,21 @@ class DocumentRows:
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         pieces = self.rows[row]
-        ids = [self.pieces[piece] for piece in pieces]
-        found = {"input_ids": np.concatenate([own[:-1] for own in ids]), "labels": np.concatenate([own[1:] for own in ids])}
+        input_ids, labels, document_ids = shifted([self.pieces[piece] for piece in pieces])
         if self.counted is not None:
-            found["labels"][np.concatenate([self.counted[piece] for piece in pieces]) == 0] = IGNORED
-        if self.packing:
-            found["document_ids"] = np.repeat(np.arange(len(ids)), [len(own) - 1 for own in ids])
-        return found
+            labels[np.concatenate([self.counted[piece] for piece in pieces]) == 0] = IGNORED
+        return {"input_ids": input_ids, "labels": labels} | ({"document_ids": document_ids} if self.packing else {})
+
+
+def shifted(documents: Sequence[np.ndarray], first: int = 0) -> np.ndarray:
+    """Return ids, labels and numbers of documents, one after another: (3, n) int64. The label of an id is the next id of its
+    document. Documents are numbered from ``first``.
+
+    >>> shifted([np.array([1, 5, 6, 1]), np.array([1, 7, 1])]).tolist()
+    [[1, 5, 6, 1, 7], [5, 6, 1, 7, 1], [0, 0, 0, 1, 1]]
+    """
+    numbers = np.repeat(np.arange(first, first + len(documents)), [len(ids) - 1 for ids in documents])
+    return np.stack([np.concatenate([ids[:-1] for ids in documents]), np.concatenate([ids[1:] for ids in documents]), numbers])
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -142,26 +150,20 @@ def hf(
     names, name = column_names(tables[0]), f"data.path={path}"
     column = column_of(tables[0], text_column or (names[0] if len(names) == 1 else "text"), "text_column")
     options: dict[str, Any] = {"context_len": context_len, "packing": packing}
+    made = tables, column, name, tokenizer, bpe_vocab_size
+    train: Any
     if streaming:
-        stream, documents, counted = _stream(tables, column, tokenizer, bpe_vocab_size, val_rows, name, options)
-        val = DocumentRows(documents, **options)
-        return task_of(name, stream, val, stream.tokenizer, bits_per(int(val.lengths.sum()), counted))
-    parts, made_by, record = _tokenised(
-        tables, column, [split, val_split], val_fraction, tokenizer, bpe_vocab_size, cache_dir, name
-    )
-    train, val = (DocumentRows(part, **options) for part in parts)
-    counted = record["splits"]["val"]
-    return task_of(name, train, val, made_by, bits_per(int(val.lengths.sum()), counted), bucket=bucket)
+        train, documents, counted = _stream(*made, val_rows, **options)
+        made_by = train.tokenizer
+    else:
+        (first, documents), made_by, counted = _tokenised(*made, val_fraction, cache_dir, split, val_split)
+        train = DocumentRows(first, **options)
+    val = DocumentRows(documents, **options)
+    return task_of(name, train, val, made_by, bucket and not streaming, bits_per(int(val.lengths.sum()), counted))
 
 
 def task_of(
-    name: str,
-    train: Any,
-    val: DocumentRows,
-    tokenizer: Tokenizer,
-    bits: dict[str, float] | None = None,
-    *,
-    bucket: bool = False,
+    name: str, train: Any, val: DocumentRows, tokenizer: Tokenizer, bucket: bool, bits: dict[str, float] | None = None
 ) -> Task:
     """Return the task of language modelling on rows of documents. ``bits`` is ``Task.bits_per``."""
     return Task(
@@ -181,14 +183,14 @@ def task_of(
 def _tokenised(
     tables: list[Any],
     column: str,
-    splits: list[str | None],
-    val_fraction: float,
+    name: str,
     wanted: str | Tokenizer,
     bpe_vocab_size: int,
+    val_fraction: float,
     cache_dir: str | None,
-    name: str,
-) -> tuple[list[Ragged], Tokenizer, dict]:
-    """The documents of both splits with marks around them, the tokenizer and the record, from the cache or made anew."""
+    *splits: str | None,
+) -> tuple[list[Ragged], Tokenizer, dict[str, int]]:
+    """The documents of both splits with marks around them, the tokenizer, and the counts of validation; from the cache or made anew."""
     given = find_tokenizer(wanted)
     word = fingerprint(given) if given else [wanted, bpe_vocab_size]
     # a table that datasets keeps in memory has no files, but a fingerprint
@@ -215,10 +217,9 @@ def _tokenised(
     first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
     documents = []
     for which, tokens, own in zip(("train", "val"), parts, np.split(lengths, [first_of_val]), strict=True):
-        if not len(own):
-            raise ConfigError(f"{name} has no document for the {which} split: all of them are blank")
+        require(len(own) > 0, f"{name} has no document for the {which} split: all of them are blank")
         documents.append(Ragged(tokens, np.cumsum(own) - own, own))
-    return documents, tokenizer, record
+    return documents, tokenizer, record["splits"]["val"]
 
 
 def _documents(table: Any, column: str) -> Iterator[str]:
@@ -237,22 +238,15 @@ def learned_marks(tokenizer: str | Tokenizer) -> tuple[str, ...]:
     return ("eos",) if tokenizer == "char" else ()
 
 
-def document_marks(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return the marks before and after a document: bos and eos. If the tokenizer has only one of them, it is used for both.
+def with_marks(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """Return the ids of documents with marks around them: bos and eos. If the tokenizer has only one of them, it is used for both.
 
     Raises:
         ConfigError: the tokenizer has neither.
     """
-    marks = [tokenizer.mark_ids[mark] for mark in ("bos", "eos") if mark in tokenizer.mark_ids]
-    if not marks:
-        raise ConfigError("data.tokenizer has no bos or eos token, which ends a document")
-    return marks[0], marks[-1]
-
-
-def with_marks(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """Yield the ids of documents with the marks around them."""
-    before, behind = document_marks(tokenizer)
-    return [np.concatenate([[before], ids, [behind]]) for ids in tokenizer.encode_batch(texts)]
+    marks = [[tokenizer.mark_ids[mark]] for mark in ("bos", "eos") if mark in tokenizer.mark_ids]
+    require(bool(marks), "data.tokenizer has no bos or eos token, which ends a document")
+    return [np.concatenate([marks[0], ids, marks[-1]]) for ids in tokenizer.encode_batch(texts)]
 
 
 # --- a stream, read during training
@@ -315,12 +309,9 @@ class DocumentStream:
                 blank += len(rows[self.column]) - len(texts)
                 ids = with_marks(self.tokenizer, texts)
                 if ids:
-                    numbers = np.repeat(np.arange(count, count + len(ids)), [len(own) - 1 for own in ids])
-                    sides = np.concatenate([own[:-1] for own in ids]), np.concatenate([own[1:] for own in ids])
-                    yield epoch, state, np.stack([*sides, numbers])
+                    yield epoch, state, shifted(ids, count)
                 count, found, state = count + len(ids), found or bool(ids), table.state_dict()
-            if not found:
-                raise ConfigError(f"{self.name} has no documents to train on for part {part} of {parts}")
+            require(found, f"{self.name} has no documents to train on for part {part} of {parts}")
             epoch, state = epoch + 1, None
 
 
@@ -349,8 +340,8 @@ class StreamSource(Source):
         micro = address.step * self.accumulate + address.micro
         part = micro % self.parts
         if micro != self._next:
-            if not 0 <= micro - self._first * self.accumulate < self.parts:
-                raise ConfigError(f"{self.stream.name}: the checkpoint has no position in the stream for step {address.step}")
+            known = 0 <= micro - self._first * self.accumulate < self.parts
+            require(known, f"{self.stream.name}: the checkpoint has no position in the stream for step {address.step}")
             start, every = self._starts[address.rank][part], self.world * self.parts
             self._rows = self.stream.rows(start, self.seed, address.rank * self.parts + part, every)
         self._next, self._part = micro + self.parts, part
@@ -366,12 +357,11 @@ class StreamSource(Source):
 
     def state_dict(self, rank: int, positions: Mapping[int, str]) -> dict[str, Any]:
         """Return ``{"stream": the positions of every process}``. Every process must call it with its own new ``positions``."""
-        own = {rank: [positions.get(part, start) for part, start in enumerate(self._starts[rank])]}
+        of_all: list[Any] = [[positions.get(part, start) for part, start in enumerate(self._starts[rank])]]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            of_all: list[Any] = [None] * torch.distributed.get_world_size()
+            (own,), of_all = of_all, [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(of_all, own)
-            own = {rank: of_rank for one in of_all for rank, of_rank in one.items()}
-        return {"stream": [own[rank] for rank in sorted(own)]}
+        return {"stream": of_all}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with step ``state["step"]``.
@@ -380,20 +370,14 @@ class StreamSource(Source):
             ConfigError: the state was saved with another number of processes or of workers.
         """
         starts = [list(of_rank) for of_rank in state.get("stream", ())]
-        if list(map(len, starts)) != [self.parts] * self.world:
-            said = f"{self.stream.name}: data.streaming=true resumes with the same number of processes and the same data.num_workers"
-            raise ConfigError(f"{said}: {list(map(len, starts))} before, {[self.parts] * self.world} now, by process")
+        before, now = list(map(len, starts)), [self.parts] * self.world
+        said = "data.streaming=true resumes with the same number of processes and the same data.num_workers"
+        require(before == now, f"{self.stream.name}: {said}: {before} before, {now} now, by process")
         self._first, self._starts, self._next = int(state["step"]), starts, -1
 
 
 def _stream(
-    tables: list[Any],
-    column: str,
-    wanted: str | Tokenizer,
-    bpe_vocab_size: int,
-    val_rows: int,
-    name: str,
-    options: Mapping[str, Any],
+    tables: list[Any], column: str, name: str, wanted: str | Tokenizer, bpe_vocab_size: int, val_rows: int, **options: Any
 ) -> tuple[DocumentStream, Ragged, dict[str, int]]:
     """The training documents of a streamed table, those of validation in memory, and how many characters and bytes these have."""
     from datasets import Features, Value, concatenate_datasets
@@ -413,8 +397,8 @@ def _stream(
         table, count = table.select_columns([column]).cast(Features({column: Value("string")})), table.num_shards
         table = concatenate_datasets([table.shard(num_shards=count, index=i).skip(held_out[i]) for i in range(count)])
     first = list(islice(not_blank((text for _, text in rows), column), 1 if known else DOCUMENTS_TO_LEARN_FROM))
-    if not first or not texts:
-        raise ConfigError(f"{name} has too few documents: data.val_rows={val_rows} of them validate, and others train")
+    enough = bool(first and texts)
+    require(enough, f"{name} has too few documents: data.val_rows={val_rows} of them validate, and others train")
     tokenizer = tokenizer_of(known or wanted, bpe_vocab_size, first, learned_marks(wanted))
     stream = DocumentStream(table=table, column=column, tokenizer=tokenizer, name=name, **options)
     counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}

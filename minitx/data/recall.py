@@ -31,9 +31,8 @@ def kv_lookup(*, num_keys: Count = 64, num_values: Count = 16, num_pairs: Count 
         val_size: number of validation rows. They are the same for every seed.
     """
     _check_pairs(num_pairs, num_keys)
-
-    fields = {"vocab_size": num_keys + num_values, "type_vocab_size": num_values + 1}
-    return _recall("kv_lookup", partial(_kv_lookup, num_keys, num_values, num_pairs), val_size, fields, 1 / num_values)
+    draw, size = partial(_kv_lookup, num_keys, num_values, num_pairs), num_keys + num_values
+    return _recall("kv_lookup", draw, val_size, 1 / num_values, vocab_size=size, type_vocab_size=num_values + 1)
 
 
 def multi_query_recall(
@@ -62,14 +61,8 @@ def multi_query_recall(
     _check_pairs(num_pairs, num_keys)
     fits = num_queries <= num_pairs
     require(fits, f"data.num_queries={num_queries} must not exceed data.num_pairs={num_pairs}: a key is asked for once")
-
-    return _recall(
-        "multi_query_recall",
-        partial(_multi_query_recall, num_keys, num_values, num_pairs, num_queries),
-        val_size,
-        {"vocab_size": num_keys + num_values},
-        1 / num_values,
-    )
+    draw = partial(_multi_query_recall, num_keys, num_values, num_pairs, num_queries)
+    return _recall("multi_query_recall", draw, val_size, 1 / num_values, vocab_size=num_keys + num_values)
 
 
 def induction(*, num_tokens: Count = 64, segment_len: Count = 12, max_gap: Natural = 16, val_size: Count = 1024) -> Task:
@@ -96,23 +89,18 @@ def induction(*, num_tokens: Count = 64, segment_len: Count = 12, max_gap: Natur
     drawn = segment_len + max_gap
     require(segment_len > 1, f"data.segment_len={segment_len} must be at least 2: its first token is not asked for")
     require(drawn <= num_tokens, f"data.num_tokens={num_tokens} must be at least segment_len + max_gap = {drawn}")
-
-    return _recall(
-        "induction", partial(_induction, num_tokens, segment_len, max_gap), val_size, {"vocab_size": num_tokens}, 1 / num_tokens
-    )
+    draw = partial(_induction, num_tokens, segment_len, max_gap)
+    return _recall("induction", draw, val_size, 1 / num_tokens, vocab_size=num_tokens)
 
 
 def _kv_lookup(num_keys: int, num_values: int, num_pairs: int, count: int, random: np.random.Generator) -> Batch:
-    shape = (count, num_pairs + 1)
-    input_ids, token_type_ids = np.empty(shape, np.int64), np.zeros(shape, np.int64)
-    labels = np.full(shape, IGNORED, np.int64)
-    input_ids[:, :-1] = _distinct(num_keys, (count, num_pairs), random)
+    keys = _distinct(num_keys, (count, num_pairs), random)
     values = random.integers(num_values, size=(count, num_pairs))
-    token_type_ids[:, :-1] = values + 1
-    asked, rows = random.integers(num_pairs, size=count), np.arange(count)
-    input_ids[:, -1] = input_ids[rows, asked]
-    labels[:, -1] = num_keys + values[rows, asked]
-    return _batch(input_ids=input_ids, token_type_ids=token_type_ids, labels=labels)
+    asked = random.integers(num_pairs, size=(count, 1))
+    input_ids = np.concatenate([keys, np.take_along_axis(keys, asked, axis=1)], axis=1)
+    labels = np.full(input_ids.shape, IGNORED, np.int64)
+    labels[:, -1:] = num_keys + np.take_along_axis(values, asked, axis=1)
+    return _batch(input_ids=input_ids, token_type_ids=np.pad(values + 1, ((0, 0), (0, 1))), labels=labels)
 
 
 def _multi_query_recall(
@@ -144,9 +132,7 @@ def _check_pairs(num_pairs: int, num_keys: int) -> None:
     require(fits, f"data.num_pairs={num_pairs} must not exceed data.num_keys={num_keys}: the keys of a row are distinct")
 
 
-def _recall(
-    name: str, draw: Callable[[int, np.random.Generator], Batch], val_size: int, fields: dict[str, int], chance: float
-) -> Task:
+def _recall(name: str, draw: Callable[..., Batch], val_size: int, chance: float, **fields: int) -> Task:
     """New rows for each training step, and fixed ones for validation."""
     val = draw(val_size, generator(VALIDATION_SEED, "val"))
     return Task(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError
-from minitx.config.schema import first_line
+from minitx.config.schema import first_line, require
 
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 Rows = tuple[np.ndarray, np.ndarray]
@@ -46,20 +46,17 @@ def load_splits(where: Where, divide: Callable[[Any], Rows], **options: Any) -> 
 
 def load_tables(where: Where, **options: Any) -> list[Any]:
     """Return the table of training and, if there is one, that of validation. See ``load_table``."""
-    train = load_table(where.path, subset=where.subset, split=where.split, **options)
-    if where.val_path is None and where.val_split is None:
-        return [train]
-    options |= {"subset": where.subset, "split": where.val_split or "train", "split_key": "val_split"}
-    if where.val_path is None:
-        return [train, load_table(where.path, **options)]
-    return [train, load_table(where.val_path, "val_path", **options)]
+    tables = [load_table(where.path, subset=where.subset, split=where.split, **options)]
+    if where.val_path is not None or where.val_split is not None:
+        path, key = (where.path, "path") if where.val_path is None else (where.val_path, "val_path")
+        options |= {"subset": where.subset, "split": where.val_split or "train", "split_key": "val_split"}
+        tables.append(load_table(path, key, **options))
+    return tables
 
 
 def divided(tables: list[Any], divide: Callable[[Any], Rows]) -> tuple[Any, Any]:
     """Return both tables. If there is only one, ``divide(table)`` returns its rows of training and of validation."""
-    if len(tables) == 2:
-        return tables[0], tables[1]
-    train, val = (tables[0].select(rows) for rows in divide(tables[0]))
+    train, val = tables if len(tables) == 2 else map(tables[0].select, divide(tables[0]))
     return train, val
 
 
@@ -119,10 +116,9 @@ def _reader(
 ) -> dict[str, Any]:
     """Which of the readers of ``datasets`` reads these files, and how."""
     suffixes = sorted({Path(file).suffix.lower() for file in files})
-    if kind is None and (len(suffixes) > 1 or suffixes[0] not in KINDS):
-        raise ConfigError(f"{said} must be of one of the kinds {', '.join(KINDS)}, got {', '.join(suffixes)}")
-    if all(Path(file).stat().st_size == 0 for file in files):
-        raise ConfigError(f"{said} is empty")
+    known = kind is not None or (len(suffixes) == 1 and suffixes[0] in KINDS)
+    require(known, f"{said} must be of one of the kinds {', '.join(KINDS)}, got {', '.join(suffixes)}")
+    require(any(Path(file).stat().st_size for file in files), f"{said} is empty")
     kind = kind or KINDS[suffixes[0]]
     if kind != "csv":
         return {"path": kind, **({"encoding": "utf-8-sig"} if kind == "text" else {})}
@@ -143,8 +139,7 @@ def column_of(table: Any, wanted: str, key: str) -> str:
         ConfigError: there is no such column. The message lists the columns.
     """
     names = column_names(table)
-    if wanted not in names:
-        raise ConfigError(f"data.{key}={wanted} is no column of the data, which has: {', '.join(map(str, names))}")
+    require(wanted in names, f"data.{key}={wanted} is no column of the data, which has: {', '.join(map(str, names))}")
     return wanted
 
 
@@ -180,11 +175,9 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     for table in tables:
         values = list(table[column_of(table, column, "label_column")])
         without = sum(not isinstance(value, int | str) or (isinstance(value, str) and not value.strip()) for value in values)
-        if without:
-            raise ConfigError(f"data.label_column={column} has {without} of {len(values)} rows without a label: remove them")
+        require(not without, f"data.label_column={column} has {without} of {len(values)} rows without a label: remove them")
         own = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
-        if own and min(values, default=0) < 0:
-            raise ConfigError(f"data.label_column={column} has rows without a label (-1)")
+        require(not own or min(values, default=0) >= 0, f"data.label_column={column} has rows without a label (-1)")
         names = names or own
         columns.append([own[value] for value in values] if own else values)
     seen = {value for values in columns for value in values}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minitx.config import IGNORED, ConfigError
-from minitx.config.schema import Bound
+from minitx.config.schema import Bound, require
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, token_texts, train_tokenizer
 
 Batch = dict[str, Tensor]
@@ -144,31 +144,25 @@ class Rows(Split):
             if key in batch and batch[key].dim() == 2 and mask not in rows[0]:
                 lengths = torch.tensor([len(row[key]) for row in rows])
                 batch[mask] = torch.arange(batch[key].shape[1]) < lengths[:, None]
-        if "labels" not in batch:
-            raise ConfigError(f"{self.task.name}: rows must have labels, got {', '.join(map(str, batch))}")
+        require("labels" in batch, f"{self.task.name}: rows must have labels, got {', '.join(map(str, batch))}")
         return batch
 
     def _tensor(self, key: str, values: list[Any]) -> Tensor:
         """The values of a key, one for each row: whole numbers as int64, Python's floats as float32."""
-        first = values[0]
+        first, fill = values[0], self.task.pad.get(key, IGNORED if key == "labels" else 0)
         try:
-            if np.ndim(first) == 1:
-                fill = self.task.pad.get(key, IGNORED if key == "labels" else 0)
-                array = padded([np.asarray(value) for value in values], fill)
-            else:
-                array = np.array(values) if np.ndim(first) == 0 else np.stack([np.asarray(value) for value in values])
+            rows = [np.asarray(value) for value in values]
+            array = padded(rows, fill) if rows[0].ndim == 1 else np.stack(rows)
         except (TypeError, ValueError):
             array = np.array(None)
         if array.dtype.kind not in "biuf":
-            raise ConfigError(
-                f"{self.task.name}: {key} must be tensors, numbers or lists of numbers, of one shape in every row but for the length "
-                f"of lists, got {first!r:.60}"
-            )
+            said = "tensors, numbers or lists of numbers, of one shape in every row but for the length of lists"
+            raise ConfigError(f"{self.task.name}: {key} must be {said}, got {first!r:.60}")
         if array.dtype.kind in "iu" and array.ndim < 3:
-            return torch.from_numpy(array.astype(np.int64, copy=False))
-        return torch.from_numpy(
-            array.astype(np.float32) if isinstance(first, float | list) and array.dtype.kind == "f" else array
-        )
+            array = array.astype(np.int64, copy=False)
+        elif array.dtype.kind == "f" and isinstance(first, float | list):
+            array = array.astype(np.float32)
+        return torch.from_numpy(array)
 
     def _read(self, items: np.ndarray, draw: Draw) -> list[Mapping[str, Any]]:
         if hasattr(self.rows, "row"):
@@ -184,8 +178,8 @@ def as_split(task: Task, which: str) -> Split:
         ConfigError: it has no ``len()`` or ``[i]``, or it is empty.
     """
     data = getattr(task, which)
-    if not hasattr(data, "__len__") or not len(data):
-        raise ConfigError(f"{task.name}: {which} must have rows, len() and [i], got {type(data).__name__}")
+    filled = hasattr(data, "__len__") and len(data) > 0
+    require(filled, f"{task.name}: {which} must have rows, len() and [i], got {type(data).__name__}")
     return data if isinstance(data, Split) else Rows(data, task)
 
 
@@ -263,8 +257,7 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
     [0, 1, 2, 3]
     """
     free = sorted(set(groups))
-    if len(free) < 2:
-        raise ConfigError(f"data.val_fraction={fraction} leaves a split empty: the data have {len(free)} different rows")
+    require(len(free) > 1, f"data.val_fraction={fraction} leaves a split empty: the data have {len(free)} different rows")
     random = generator(VALIDATION_SEED, "hold_out")
     count = min(max(1, round(fraction * len(free))), len(free) - 1)
     chosen = {free[i] for i in random.permutation(len(free))[:count]}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minitx.config import ConfigError
-from minitx.config.schema import first_line
+from minitx.config.schema import first_line, require
 
 if TYPE_CHECKING:
     import tokenizers
@@ -108,10 +108,9 @@ class Tokenizer:
         for text, ids in zip(texts, found, strict=True):
             if self._never[ids].any():
                 name = self._model.id_to_token(int(ids[self._never[ids]][0]))
-                raise ConfigError(
-                    f"data.tokenizer would read its special token {name} in the text {text!r:.60}: its vocabulary has {name} as "
-                    "a word; remove it from the text, or take another tokenizer"
-                )
+                said = f"data.tokenizer would read its special token {name} in the text {text!r:.60}"
+                more = f"its vocabulary has {name} as a word; remove it from the text, or take another tokenizer"
+                raise ConfigError(f"{said}: {more}")
         return found
 
     def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
@@ -222,29 +221,22 @@ def _with_spaces(chunks: Iterable[str]) -> Iterator[str]:
     for chunk in chunks:
         longest = max(map(len, chunk.split()), default=0)
         if longest > LONGEST_WORD:
-            raise ConfigError(
-                f"data.tokenizer=bpe cannot learn from a word of {longest} characters, above {LONGEST_WORD}: the text has no "
-                "white space there; take data.tokenizer=char"
-            )
+            said = f"data.tokenizer=bpe cannot learn from a word of {longest} characters, above {LONGEST_WORD}"
+            raise ConfigError(f"{said}: the text has no white space there; take data.tokenizer=char")
         yield chunk
 
 
 def _byte_pairs(chunks: Iterable[str], vocab_size: int, special: list[str]) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 256 + len(special):
-        raise ConfigError(f"vocab_size={vocab_size} must be at least {256 + len(special)}: 256 bytes and {' '.join(special)}")
+    least = 256 + len(special)
+    require(vocab_size >= least, f"vocab_size={vocab_size} must be at least {least}: 256 bytes and {' '.join(special)}")
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    model.train_from_iterator(chunks, trainer=trainer)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options: dict[str, Any] = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    model.train_from_iterator(chunks, trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, **options))
     return model
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ LOCALES = (
     *("pl", "ru", "cs", "fi", "tr", "el", "hu", "ja", "zh", "ko"),
 )
 Pairs = list[tuple[str, str]]
+Both = tuple[Pairs, Pairs]
+"""The pairs of training and of validation."""
 
 
 def pairs(
@@ -71,9 +74,8 @@ def pairs(
     Raises:
         ConfigError: a file has no pairs, a split has no pairs, or columns and files do not fit each other.
     """
-    wanted = val_path is not None and target_path is not None
     said = f"data.val_target_path={val_target_path} must be given where val_path and target_path are, and only there"
-    require(wanted == (val_target_path is not None), said)
+    require((val_path is not None and target_path is not None) == (val_target_path is not None), said)
     named = f"data.source_column={source_column} and data.target_column={target_column} must be given together"
     require((source_column is None) == (target_column is None), named)
     lines = f"data.source_column={source_column} belongs to a table, and data.target_path={target_path} to a file of lines"
@@ -82,8 +84,7 @@ def pairs(
         columns = None if source_column is None else (source_column, str(target_column))
         both = _columns(Where(path, val_path, subset, split, val_split), columns, val_fraction)
     else:
-        val_paths = {"val_path": str(val_path), "val_target_path": str(val_target_path)} if wanted else {}
-        both = _files({"path": path, "target_path": target_path}, val_paths, val_fraction, subset=subset, split=split)
+        both = _files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
     return _task(f"data.path={path}", "pairs", both, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
 
 
@@ -112,9 +113,8 @@ def dates(
         ConfigError: Babel is missing or does not know a locale, or the years or sizes do not fit each other.
     """
     require(len(locales) > 0, "data.locales=[] must name at least one locale")
-    ordered = 1000 <= first_year <= last_year <= 9999
     said = f"data.first_year={first_year} and data.last_year={last_year} must be years of four digits in this order"
-    require(ordered, said)
+    require(1000 <= first_year <= last_year <= 9999, said)
     days = 365 * (last_year - first_year + 1)
     require(val_size < days, f"data.val_size={val_size} must be smaller than the number of days, about {days}")
     both = date_pairs(locales, (first_year, last_year), train_size, val_size)
@@ -122,20 +122,13 @@ def dates(
 
 
 def _task(
-    name: str,
-    short: str,
-    both: tuple[Pairs, Pairs],
-    tokenizer: str | Tokenizer,
-    bpe_vocab_size: int,
-    longest: tuple[int, int],
-    bucket: bool,
+    name: str, short: str, both: Both, tokenizer: str | Tokenizer, bpe_vocab_size: int, longest: tuple[int, int], bucket: bool
 ) -> Task:
-    texts = (side for pair in both[0] for side in pair)
-    made_by = tokenizer_of(tokenizer, bpe_vocab_size, texts, MARKS)
+    made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain.from_iterable(both[0]), MARKS)
     pad_id, bos_id, eos_id = require_marks(made_by, *MARKS)
     (_, train), (kept_val, val) = (_rows(part, made_by, longest, short) for part in both)
-    count, left_out = len(both[0]) + len(both[1]), len(both[0]) + len(both[1]) - len(train) - len(val)
-    if left_out:
+    count = sum(map(len, both))
+    if left_out := count - len(train) - len(val):
         log.info("left out %d of %d pairs: longer than the config allows", left_out, count)
     fields = {"vocab_size": made_by.vocab_size, "pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
     for side, key in (("max_source_len", "input_ids"), ("max_target_len", "labels")):
@@ -164,50 +157,46 @@ def _rows(pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: st
         if 0 < len(s) <= longest[0] and 0 < len(t) < longest[1]:
             kept.append(pair)
             rows.append({"input_ids": s, "decoder_input_ids": np.append(bos, t), "labels": np.append(t, eos)})
-    if not kept:
-        said = f"data.max_source_len={longest[0]} and data.max_target_len={longest[1]} leave none of the {len(pairs)} pairs"
-        raise ConfigError(f"{said} of a split of data={name}")
+    said = f"data.max_source_len={longest[0]} and data.max_target_len={longest[1]} leave none of the {len(pairs)} pairs"
+    require(bool(kept), f"{said} of a split of data={name}")
     return kept, rows
 
 
-def _columns(where: Where, columns: tuple[str, str] | None, val_fraction: float) -> tuple[Pairs, Pairs]:
+def _columns(where: Where, columns: tuple[str, str] | None, val_fraction: float) -> Both:
     """Two columns of a table: those with a name, or the first two."""
     kind = "csv" if Path(where.path).suffix.lower() == ".txt" else None
     options = {"texts": [*(columns or (0, 1))], "header": columns is not None, "kind": kind}
 
     def read(table: Any) -> list[list[str]]:
         names = columns or table.column_names[:2]
-        if len(names) < 2:
-            said = f"data.path={where.path} has one column, but two are needed, separated by tabs (in .csv by commas)"
-            raise ConfigError(f"{said}, or data.target_path=FILE with the targets")
+        said = f"data.path={where.path} has one column, but two are needed, separated by tabs (in .csv by commas)"
+        require(len(names) > 1, f"{said}, or data.target_path=FILE with the targets")
         return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
 
     train, val = load_splits(where, lambda table: hold_out(read(table)[0], val_fraction), **options)
     return _without_blanks(read(train), where.path), _without_blanks(read(val), where.path)
 
 
-def _files(paths: Mapping[str, str], val_paths: Mapping[str, str], val_fraction: float, **options: Any) -> tuple[Pairs, Pairs]:
-    """The lines of two files that belong together, by their keys."""
+def _files(path: str, target: str, val_path: str | None, val_target: str | None, val_fraction: float, **options: Any) -> Both:
+    """The lines of two files that belong together, and of two others that validate, if they are given."""
 
-    def read(files: Mapping[str, str]) -> Pairs:
-        sides = [texts_of(load_table(file, key, kind="text", **options), "text", key) for key, file in files.items()]
-        (first, _), (second, other) = files.items()
-        if len(sides[0]) != len(sides[1]):
-            lines = f"{len(sides[1])} lines, but data.{first} has {len(sides[0])}"
-            raise ConfigError(f"data.{second}={other} has {lines}: line n belongs to line n")
-        return _without_blanks(sides, paths["path"])
+    def read(key: str, source: str, target: str) -> Pairs:
+        files = {f"{key}path": source, f"{key}target_path": target}
+        sides = [texts_of(load_table(file, name, kind="text", **options), "text", name) for name, file in files.items()]
+        lines = f"{len(sides[1])} lines, but data.{key}path has {len(sides[0])}"
+        require(len(sides[0]) == len(sides[1]), f"data.{key}target_path={target} has {lines}: line n belongs to line n")
+        return _without_blanks(sides, path)
 
-    found = read(paths)
-    if val_paths:
-        return found, read(val_paths)
+    found = read("", path, target)
+    if val_path is not None and val_target is not None:
+        return found, read("val_", val_path, val_target)
     train, val = hold_out([source for source, _ in found], val_fraction)
     return [found[i] for i in train], [found[i] for i in val]
 
 
 def _without_blanks(sides: Sequence[Sequence[str]], path: str) -> Pairs:
     found = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
-    if not found:
-        raise ConfigError(f"data.path={path} has no pair without a blank side")
+    require(bool(found), f"data.path={path} has no pair without a blank side")
     if len(found) < len(sides[0]):
         log.info("left out %d of %d pairs of data.path=%s: a side is blank", len(sides[0]) - len(found), len(sides[0]), path)
     return found
@@ -238,7 +227,7 @@ def write_date(day: datetime.date, tag: str, locale: Any, pattern: str) -> str:
     return f"{tag}: {format_date(day, pattern, locale)}"
 
 
-def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, val_size: int) -> tuple[Pairs, Pairs]:
+def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, val_size: int) -> Both:
     """Return (source, ISO 8601) pairs of both splits. The days of validation never occur in training.
 
     Days, locales and patterns are drawn with a constant seed. All days of training are about equally frequent.
@@ -246,10 +235,8 @@ def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, 
     Raises:
         ConfigError: Babel is missing or does not know a locale.
     """
-    formats = []
-    for tag in locales:
-        locale = babel_locale(tag)
-        formats.append((tag, locale, date_patterns(locale)))
+    known = [(tag, babel_locale(tag)) for tag in locales]
+    formats = [(tag, locale, date_patterns(locale)) for tag, locale in known]
     first = datetime.date(years[0], 1, 1).toordinal()
     count = datetime.date(years[1], 12, 31).toordinal() + 1 - first
     random = generator(VALIDATION_SEED, "dates")
@@ -262,8 +249,8 @@ def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, 
         day = datetime.date.fromordinal(ordinal)
         return write_date(day, tag, locale, patterns[random.integers(len(patterns))]), day.isoformat()
 
-    val_pairs = [write(int(day)) for day in val]
-    return [write(int(day)) for day in drawn[:train_size]], val_pairs
+    val_pairs = [write(day) for day in val.tolist()]
+    return [write(day) for day in drawn[:train_size].tolist()], val_pairs
 
 
 def babel_locale(tag: str) -> Any:

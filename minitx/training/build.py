@@ -6,14 +6,16 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-import minitx.data as data_sets
 from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
 from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read
 from minitx.config.training import MODEL, NODES
@@ -37,11 +39,10 @@ OURS = (
 """Classes of this package that a checkpoint may name."""
 
 BUILDERS = {
-    "data": frozenset(f"minitx.data.{name}" for name in data_sets.__all__ if name != "Task"),
     "model": frozenset([MODEL, "minitx.interop.hf_from_config"]),
     "objective": frozenset([NODES["objective"]]),
 }
-"""Parts of this package that a checkpoint may name, by the key of their node. They run no other code."""
+"""Parts of this package that a checkpoint may name, by the key of their node, beside ``data_sets()``. They run no other code."""
 
 GIVEN = "given to train() from Python"
 """The ``_target_`` in a checkpoint for data and objectives that were objects. Nothing can be built from it."""
@@ -68,18 +69,27 @@ def import_modules(names: Iterable[str]) -> None:
             raise ConfigError(f"imports={name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
 
 
+@cache
+def data_sets() -> frozenset[str]:
+    """Return the data sets of this package: what the files of ``configs/data`` name as ``_target_``."""
+    options = [file for file in files("minitx.configs").joinpath("data").iterdir() if file.name.endswith(".yaml")]
+    texts = (file.read_text(encoding="utf-8") for file in options)
+    return frozenset(name for text in texts for name in re.findall(r"^_target_: (\S+)$", text, flags=re.MULTILINE))
+
+
 def check_trusted(node: Any, key: str) -> None:
     """Raise a ConfigError if a stored node could run untrusted code.
 
-    The outermost ``_target_`` must be of the kind of its node: one of ``BUILDERS``, or for other nodes than ``data`` a
-    ``torch.nn.Module``. Every other ``_target_`` in it must be a class defined in ``torch.nn`` or ``torch.optim``, or one of
-    ``OURS``. Only torch and this package are imported for the check.
+    The outermost ``_target_`` must be of the kind of its node: one of ``data_sets()`` for ``data``; for other nodes one of
+    ``BUILDERS``, or a ``torch.nn.Module``. Every other ``_target_`` in it must be a class defined in ``torch.nn`` or
+    ``torch.optim``, or one of ``OURS``. Only torch and this package are imported for the check.
 
     Raises:
         ConfigError: the node has another target, or a text with ``${``, which Hydra would resolve.
     """
-    if is_part(node) and (key == "data" or node["_target_"] in BUILDERS.get(key, ())):
-        if node["_target_"] not in BUILDERS[key]:
+    known = data_sets() if key == "data" else BUILDERS.get(key, frozenset())
+    if is_part(node) and (key == "data" or node["_target_"] in known):
+        if node["_target_"] not in known:
             raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no data set of minitx; {_ADVICE}")
         node = {name: value for name, value in node.items() if name != "_target_"}
     elif is_part(node) and not issubclass(_trusted_class(str(node["_target_"]), key), nn.Module):

@@ -117,7 +117,8 @@ def completed(node: Part, key: str) -> dict[str, Any]:
 
 def with_defaults(config: RunConfig) -> RunConfig:
     """Return a config whose parts have every key of their targets."""
-    return dataclasses.replace(config, **{name: completed(getattr(config, name), name) for name in NODES})
+    parts: dict[str, Any] = {name: completed(getattr(config, name), name) for name in NODES}
+    return dataclasses.replace(config, **parts)
 
 
 def _is_plain(value: Any) -> bool:

@@ -177,7 +177,6 @@ def compared(study="main", arms=("a", "b"), expected=None, law=None):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"measures": ("loss_at_9",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
-    ({"measures": ("loss_at_nine",)}, "measures=['loss_at_nine'] must be among loss_at_N"),
     ({"threshold": ThresholdConfig(first={"a": 1.0, "b": 1.0}), "factors": {}}, "threshold searches the rate: no scores and no factor lr"),
     ({"threshold": ThresholdConfig(first={"a": 1.0}), "scores": (), "factors": {}}, "threshold.first={'a': 1.0} has no rate for the arm ['b']"),
     ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),

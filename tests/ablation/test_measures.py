@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from minitx.ablation import measures
-from minitx.ablation.measures import result_of
+from minitx.ablation.design import AblationConfig, StudyConfig
+from minitx.ablation.measures import check_measures, result_of
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
 from minitx.training.run import train
@@ -46,6 +47,15 @@ def measured(folder):
 
 
 # --- measures
+
+
+@pytest.mark.parametrize("name", ["loss_at_nine", "loss_at_N", "attention_erorr"])
+def test_a_measure_that_nothing_writes_is_refused(name):
+    grid = {"arms": {"a": ()}, "studies": {"s": StudyConfig(arms=("a",), scores=("loss",), measures=("loss_at_9", name))}}
+    with pytest.raises(
+        ConfigError, match=rf"^ablation\.studies\.s\.measures=\['loss_at_9', '{name}'\] must be among loss_at_N, a"
+    ):
+        check_measures(AblationConfig(**grid))
 
 
 def test_documents_are_measured_at_every_length(run, tmp_path, monkeypatch):

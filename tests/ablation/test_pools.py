@@ -49,6 +49,7 @@ def test_closing_a_pool_ends_its_workers_whatever_they_do(tmp_path):
     worker = pool.submit(os.getpid).result()
     pool.submit(act, ["arm=slow"], str(tmp_path / "cells" / "slow"), 1, False, False)
     wait_for((tmp_path / "begun").exists)
+    assert alive(worker)
     pool.close()
     wait_for(lambda: not alive(worker))
 

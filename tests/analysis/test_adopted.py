@@ -27,6 +27,7 @@ from minitx.analysis.gradients import gradient_statistics, projection_weights  #
 from minitx.analysis.statistics import real_keys  # noqa: E402
 from minitx.analysis.viewer import view  # noqa: E402
 from minitx.interop import adopt_hf, release_hf  # noqa: E402
+from tests.analysis.models import records_of  # noqa: E402
 from tests.interop.families import build, inputs_of  # noqa: E402
 
 KINDS = ("Llama", "Bert", "T5")
@@ -56,10 +57,8 @@ def adopted(name, *, pad="right"):
     inputs, _ = inputs_of(name, pad=pad)
     if name == "T5":
         target = inputs["input_ids"].flip(1)
-        inputs |= {
-            "decoder_input_ids": target,
-            "decoder_attention_mask": torch.ones_like(target).index_fill(1, torch.tensor(10), 0),
-        }
+        inputs |= {"decoder_input_ids": target}
+        inputs["decoder_attention_mask"] = torch.ones_like(target).index_fill(1, torch.tensor(10), 0)
     return adopt_hf(build(name)), inputs
 
 
@@ -85,19 +84,11 @@ def test_the_feedforward_part_is_what_the_layer_adds_to_its_stream(name):
     inputs, _ = inputs_of(name)
     assert list(modules_of(model, "feedforward"))[-1] == FEEDFORWARD[name]
     adds = name not in ("Bert", "Albert", "DistilBert", "NomicBert", "Bart")  # whose norm comes after the sum
-    with (
-        torch.no_grad(),
-        capture(model, what="feedforward", layers=-1) as seen,
-        capture(model, what="residual", layers=-1) as stream,
-    ):
-        model(**inputs)
-    with (
-        torch.no_grad(),
-        intervene(model, "feedforward", 0.0, layers=-1),
-        capture(model, what="residual", layers=-1) as without,
-    ):
-        model(**inputs)
-    [[part, *_]], [[after, *_]], [[before, *_]] = seen.values(), stream.values(), without.values()
+    [[part, *_]], [[after, *_]] = (
+        records_of(model, **inputs, what=of, layers=-1).values() for of in ("feedforward", "residual")
+    )
+    with intervene(model, "feedforward", 0.0, layers=-1):
+        [[before, *_]] = records_of(model, **inputs, what="residual", layers=-1).values()
     assert part.abs().max() > 0 and not torch.equal(after, before)
     if adds:
         torch.testing.assert_close(after, before + part.view(after.shape), atol=float(after.abs().max()) * 1e-5, rtol=1e-5)
@@ -116,16 +107,10 @@ def test_a_layer_whose_feedforward_cannot_be_told_is_refused():
 def test_feedforward_records_have_rows_and_positions_also_where_a_model_flattens_them(name):
     model = adopt_hf(build(name))
     inputs, _ = inputs_of(name)
-    with torch.no_grad(), capture(model, what="feedforward") as plain, capture(model, what="residual", layers=0) as before:
-        model(**inputs)
-    with (
-        torch.no_grad(),
-        intervene(model, "feedforward", 0.0, layers=0, positions=[3]),
-        capture(model, what="feedforward", layers=0) as changed,
-        capture(model, what="residual", layers=0) as after,
-    ):
-        model(**inputs)
-    [[part]], [[stream]], [[other]], [first, *_] = changed.values(), before.values(), after.values(), plain.values()
+    plain = records_of(model, **inputs, what="feedforward")
+    [first, *_], [[stream]] = plain.values(), records_of(model, **inputs, what="residual", layers=0).values()
+    with intervene(model, "feedforward", 0.0, layers=0, positions=[3]):
+        [[part]], [[other]] = (records_of(model, **inputs, what=of, layers=0).values() for of in ("feedforward", "residual"))
     assert first[0].shape == (2, 11, 32) and all(records[0].shape == (2, 11, 32) for records in plain.values())
     assert (part[:, 3] == 0).all() and torch.equal(part[:, 4:], first[0][:, 4:])
     assert torch.equal(stream[:, 4:], other[:, 4:]) and not torch.equal(stream[:, 3], other[:, 3])
@@ -178,10 +163,7 @@ def test_statistics_of_a_padded_row_are_those_of_the_row_alone(name):
     if name == "T5":
         real |= {"decoder_attention_mask": row["decoder_attention_mask"][0] != 0}
         real |= {"decoder_input_ids": real["decoder_attention_mask"]}
-    with torch.no_grad(), capture(model) as padded:
-        model(**row)
-    with torch.no_grad(), capture(model) as alone:
-        model(**{key: value[:, real[key]] for key, value in row.items()})
+    padded, alone = records_of(model, **row), records_of(model, **{key: value[:, real[key]] for key, value in row.items()})
     for core, [found] in padded.items():
         for statistic in ("entropy", "max_logit", "row_std", "query_norm", "key_norm"):
             torch.testing.assert_close(found[statistic], alone[core][0][statistic], atol=1e-4, rtol=1e-4)
@@ -190,24 +172,14 @@ def test_statistics_of_a_padded_row_are_those_of_the_row_alone(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_the_last_row_of_the_lens_is_the_answer_bit_for_bit(name):
     model, inputs = adopted(name)
+    lens = logit_lens(model, **inputs)
     with torch.no_grad():
         plain = model(**inputs).logits
-    lens = logit_lens(model, **inputs)
-    assert lens.shape == (2, *plain.shape) and torch.equal(lens[-1], plain) and not torch.equal(lens[0], plain)
-    with torch.no_grad():  # the first row is the answer of the model without its last layer
-        with capture(model, what="residual", layers=-2) as seen:
-            model(**inputs)
-        [[stream]] = seen.values()
-        layers = {
-            "Llama": lambda: model.model.layers,
-            "Bert": lambda: model.bert.encoder.layer,
-            "T5": lambda: model.decoder.block,
-        }
-        last = layers[name]()[-1]
-        handle = last.register_forward_hook(lambda module, args, out: (stream, *out[1:]) if isinstance(out, tuple) else stream)
-        wanted = model(**inputs).logits
-        handle.remove()
-    assert torch.equal(lens[0], wanted)
+        assert lens.shape == (2, *plain.shape) and torch.equal(lens[-1], plain) and not torch.equal(lens[0], plain)
+        [[stream]] = records_of(model, **inputs, what="residual", layers=-2).values()  # without the last layer
+        last = model.get_submodule(BLOCKS[name][-1])
+        with last.register_forward_hook(lambda module, args, out: (stream, *out[1:]) if isinstance(out, tuple) else stream):
+            assert torch.equal(lens[0], model(**inputs).logits)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -228,13 +200,9 @@ def test_a_head_that_is_knocked_out_costs_what_its_zeroed_output_costs(name):
     core = list(cores.values())[-1]
     with torch.no_grad():
         whole = loss(model)
-        handle = core.register_forward_hook(lambda module, args, out: out.index_fill(1, torch.tensor([2]), 0.0))
-        without = loss(model)
-        handle.remove()
-    assert (
-        float(effects.mean[-1, 2]) == pytest.approx(float((without - whole).mean()), abs=1e-6)
-        and float(effects.mean[-1, 2]) != 0
-    )
+        with core.register_forward_hook(lambda module, args, out: out.index_fill(1, torch.tensor([2]), 0.0)):
+            change = float((loss(model) - whole).mean())
+    assert float(effects.mean[-1, 2]) == pytest.approx(change, abs=1e-6) and change != 0
 
 
 @pytest.mark.parametrize("what", ["values", "heads", "weights"])
@@ -255,8 +223,7 @@ def test_a_snapshot_its_scores_its_figure_and_its_page_leave_the_padding_out(nam
     assert torch.equal(snapshot.real["input_ids"], source)
     if name == "T5":
         assert torch.equal(snapshot.real["decoder_input_ids"], inputs["decoder_attention_mask"] != 0)
-    with torch.no_grad(), capture(model, what="weights") as seen:
-        model(**inputs)
+    seen = records_of(model, **inputs, what="weights")
     for layer in snapshot.maps:
         torch.testing.assert_close(layer.weights, seen[layer.name][0])
     row = snapshot.sentence(1)
@@ -274,8 +241,7 @@ def test_a_snapshot_its_scores_its_figure_and_its_page_leave_the_padding_out(nam
 def test_one_layer_is_the_same_number_in_every_record(name):
     model, inputs = adopted(name)
     for what in ("weights", "heads", "values", "residual", "feedforward"):
-        with torch.no_grad(), capture(model, what=what, layers=1) as seen:
-            model(**inputs)
+        seen = records_of(model, **inputs, what=what, layers=1)
         assert all(f"{key}.".startswith(f"{BLOCKS[name][1]}.") for key in seen) and seen
 
 

@@ -1,25 +1,20 @@
 """Capture looks without touching."""
 
+import itertools
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from minitx.analysis import capture, intervene, knock_out_heads, take_snapshot
 from minitx.analysis.gradients import gradient_statistics
-from minitx.config import TransformerConfig
-from minitx.nn import Causal, DecoderLM, DotProductAttention, EncoderDecoder, KVCache, MultiHeadAttention
+from minitx.nn import Causal, DotProductAttention, KVCache, MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
 from minitx.nn.functional import AttentionCall
+from tests.analysis.models import CHANGEABLE, IDS, Checkpointed, model_of, records_of, translation_of
 
-IDS = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 9, 1]])
-
-
-def model_of(**options):
-    torch.manual_seed(0)
-    return DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, max_len=8, **options)).eval()
+EVERYTHING = ("statistics", *CHANGEABLE)
 
 
 @pytest.mark.parametrize("backend", ["auto", "math", "sdpa", "chunked"])
@@ -48,9 +43,7 @@ def test_dropout_draws_the_same_numbers_with_and_without_looking():
 
 def test_weights_are_those_before_dropout_and_with_the_values_they_give_what_the_layer_gives():
     attention, x = MultiHeadAttention(12, 6, num_kv_heads=2, dropout=0.5), torch.randn(2, 5, 12)
-    with capture(attention, what="weights") as seen:
-        attention(x, attn_mask=Causal())
-    weights = seen["core"][0]
+    [weights] = records_of(attention, x, attn_mask=Causal(), what="weights")["core"]
     assert weights.shape == (2, 6, 5, 5)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 6, 5))
     assert (weights.triu(1) == 0).all()
@@ -87,8 +80,7 @@ def test_what_is_not_there_is_refused_and_the_hooks_are_gone(model, options, mes
 def test_chosen_layers_and_heads_are_slices_of_the_whole():
     model = model_of(num_kv_heads=1)
     for what in ("weights", "scores", "values", "statistics"):
-        with capture(model, what=what) as whole, capture(model, what=what, layers=[-1], heads=[2, 0]) as part:
-            model(IDS)
+        whole, part = records_of(model, IDS, what=what), records_of(model, IDS, what=what, layers=[-1], heads=[2, 0])
         assert list(part) == ["blocks.1.attention.core"]
         all_heads, chosen = whole["blocks.1.attention.core"][0], part["blocks.1.attention.core"][0]
         if what == "statistics":
@@ -99,8 +91,7 @@ def test_chosen_layers_and_heads_are_slices_of_the_whole():
 
 def test_softmax_of_the_scores_is_the_weights_and_hidden_keys_have_minus_infinity():
     model = model_of(position="alibi", softcap=5.0, window=3)
-    with capture(model, what="scores") as scores, capture(model, what="weights") as weights:
-        model(IDS)
+    scores, weights = (records_of(model, IDS, what=what) for what in ("scores", "weights"))
     for name in scores:
         torch.testing.assert_close(scores[name][0].softmax(-1), weights[name][0])
         assert torch.equal(scores[name][0] == -torch.inf, weights[name][0] == 0)
@@ -110,8 +101,7 @@ def test_softmax_of_the_scores_is_the_weights_and_hidden_keys_have_minus_infinit
 @torch.no_grad()
 def test_cached_decoding_gives_row_by_row_what_one_forward_gives():
     model, cache, again = model_of(position="rotary"), *(KVCache(capacity=5, num_layers=2) for _ in range(2))
-    with capture(model, what="weights") as whole:
-        model(IDS)
+    whole = records_of(model, IDS, what="weights")
     with capture(model, what="weights") as steps:
         watched = [model(piece, cache=cache) for piece in IDS.split(1, dim=1)]
     assert all(torch.equal(model(piece, cache=again), out) for piece, out in zip(IDS.split(1, dim=1), watched, strict=True))
@@ -121,15 +111,11 @@ def test_cached_decoding_gives_row_by_row_what_one_forward_gives():
 
 
 def test_padded_targets_count_neither_in_self_nor_in_cross_attention():
-    torch.manual_seed(0)
-    options = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
-    model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **options)).eval().double()
+    model = translation_of(num_layers=1, num_decoder_layers=1).double()
     source, target = torch.tensor([[1, 2, 3, 5, 7]]), torch.tensor([[2, 4, 6]])
-    with capture(model) as plain:
-        model(source, target)
+    plain = records_of(model, source, target)
     masks = {"key_mask": torch.arange(7)[None] < 5, "decoder_key_mask": torch.arange(7)[None] < 3}
-    with capture(model) as padded:
-        model(torch.nn.functional.pad(source, (0, 2)), torch.nn.functional.pad(target, (0, 4)), **masks)
+    padded = records_of(model, nn.functional.pad(source, (0, 2)), nn.functional.pad(target, (0, 4)), **masks)
     places = {"blocks.0.attention": "causal", "blocks.0.cross_attention": "cross", "encoder.blocks.0.attention": "self"}
     assert plain.kinds == padded.kinds == {f"{name}.core": kind for name, kind in places.items()}
     for name in plain:
@@ -141,33 +127,20 @@ def test_padded_targets_count_neither_in_self_nor_in_cross_attention():
 
 # --- which modules are attention, and how layers are numbered
 
-EVERYTHING = ("statistics", "weights", "scores", "values", "heads", "feedforward", "residual")
-
-
-def translation(**options):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "num_decoder_layers": 3, **options}
-    return EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **sizes)).eval()
-
 
 def test_a_number_selects_the_same_block_in_every_record():
-    model = translation()
+    model = translation_of()
     model.blocks[0].attention.core = LinearAttention()  # this layer keeps its cross-attention, which has weights
-    with torch.no_grad():
-        for number, layer in enumerate(["blocks.0", "blocks.1", "blocks.2", "encoder.blocks.0", "encoder.blocks.1"]):
-            for what in EVERYTHING:
-                for chosen in (number, number - 5):
-                    with capture(model, what=what, layers=chosen) as seen:
-                        model(IDS, IDS)
-                    assert seen and all(f"{name}.".startswith(f"{layer}.") and len(seen[name]) == 1 for name in seen)
+    layers = ["blocks.0", "blocks.1", "blocks.2", "encoder.blocks.0", "encoder.blocks.1"]
+    for (number, layer), what, first in itertools.product(enumerate(layers), EVERYTHING, (0, -5)):
+        seen = records_of(model, IDS, IDS, what=what, layers=number + first)
+        assert seen and all(f"{name}.".startswith(f"{layer}.") and len(seen[name]) == 1 for name in seen)
 
 
 def test_a_layer_without_the_record_is_refused_by_its_number():
     model = model_of()
     model.blocks[0].attention.core = LinearAttention()
-    with capture(model, what="heads", layers=0) as seen:
-        model(IDS)
-    assert list(seen) == ["blocks.0.attention.core"]
+    assert list(records_of(model, IDS, what="heads", layers=0)) == ["blocks.0.attention.core"]
     with pytest.raises(ValueError, match=r"layers: 0 is none of the 1 layers 1 \(blocks\.1\)"), capture(model, layers=0):
         pass
 
@@ -175,12 +148,9 @@ def test_a_layer_without_the_record_is_refused_by_its_number():
 def test_layers_outside_of_blocks_are_numbered_by_the_numbers_in_their_names():
     model = nn.ModuleDict({"pool": MultiHeadAttention(6, 2), "layers": nn.ModuleList()})
     for _ in range(2):
-        layer = nn.ModuleDict({"near": MultiHeadAttention(6, 2), "far": MultiHeadAttention(6, 3)})
-        model["layers"].append(layer)
-    with (
-        pytest.warns(UserWarning, match=r"layers\.1\.near\.core, layers\.1\.far\.core did not run"),
-        capture(model, layers=2) as seen,
-    ):
+        model["layers"].append(nn.ModuleDict({"near": MultiHeadAttention(6, 2), "far": MultiHeadAttention(6, 3)}))
+    silent = r"layers\.1\.near\.core, layers\.1\.far\.core did not run"
+    with pytest.warns(UserWarning, match=silent), capture(model, layers=2) as seen:
         pass
     assert list(seen) == ["layers.1.near.core", "layers.1.far.core"]
 
@@ -235,9 +205,7 @@ class Attention(nn.Module):
 def test_a_core_of_ones_own_is_looked_at_wherever_it_is():
     x = torch.randn(2, 5, 12)
     for model, name in ((Attention(), "inner"), (MultiHeadAttention(12, 3, core=Uniform()), "core")):
-        with capture(model, what="heads") as seen:
-            model(x)
-        assert [(name, record.shape) for name, [record] in seen.items()] == [(name, (2, 3, 5, 4))]
+        assert {core: one.shape for core, [one] in records_of(model, x, what="heads").items()} == {name: (2, 3, 5, 4)}
         with pytest.raises(ValueError, match="no attention core with weights"), capture(model):
             pass
         assert knock_out_heads(model, lambda model: model(x).square().mean((1, 2))).mean.shape == (1, 3)
@@ -248,8 +216,7 @@ def test_a_core_that_several_layers_share_is_recorded_once_a_call():
     for block in model.blocks:
         block.attention.core = core
     for what in ("heads", "weights"):
-        with capture(model, what=what) as seen:
-            model(IDS)
+        seen = records_of(model, IDS, what=what)
         assert {name: len(calls) for name, calls in seen.items()} == {"blocks.0.attention.core": 2}
 
 
@@ -264,8 +231,7 @@ def test_in_a_peft_model_only_the_attention_that_runs_counts(options):
     assert len(found.names) == 2 and all(name.startswith(f"base_model.model.blocks.{i}.") for i, name in enumerate(found.names))
     torch.testing.assert_close(found.mean, want.mean)  # new adapters add nothing
     for what in EVERYTHING:
-        with capture(model, what=what, layers=-1) as seen:
-            model(IDS)
+        seen = records_of(model, IDS, what=what, layers=-1)
         [name] = [name for name, calls in seen.items() if calls]
         assert name.startswith("base_model.model.blocks.1") and len(seen[name]) == 1
     statistics = gradient_statistics(model, [IDS], lambda ids: (model(ids).square().sum(), {}))
@@ -295,22 +261,11 @@ def test_layers_that_did_not_run_are_named_in_a_warning():
         torch._dynamo.reset()
 
 
-class Checkpointed(nn.Module):
-    """A block under torch's own checkpoint."""
-
-    def __init__(self, block, use_reentrant):
-        super().__init__()
-        self.block, self.use_reentrant = block, use_reentrant
-
-    def forward(self, x, **options):
-        return checkpoint(partial(self.block, **options), x, use_reentrant=self.use_reentrant)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_block_that_somebody_else_checkpoints_is_recorded_once_a_call(use_reentrant):
     plain, model = model_of(), model_of()
     model.blocks = nn.ModuleList(Checkpointed(block, use_reentrant) for block in model.blocks)
-    for what in EVERYTHING[1:]:
+    for what in CHANGEABLE:
         records = []
         for one in (plain, model):
             with capture(one, what=what) as seen:

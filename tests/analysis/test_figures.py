@@ -22,10 +22,8 @@ from minitx.analysis import (
 from minitx.analysis.canvas import legend, panels, png, svg
 from minitx.analysis.figures import PROBED, SEQUENTIAL
 from minitx.analysis.snapshot import AttentionMap, Snapshot
-from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, EncoderDecoder
+from tests.analysis.models import model_of, translation_of
 
-SIZES = {"vocab_size": 31, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "init": "lecun"}
 SCRIPTS = ["中文", "日本", "한국", "हिन्दी", "ไทย", "שלום", "سلام", "Ελλ", "🙂", "\ud800", "$x$", "%"]
 
 
@@ -34,7 +32,7 @@ def snapshot():
     """Of a batch of which the second row has two padded positions in front."""
     torch.manual_seed(0)
     inputs = {"input_ids": torch.randint(1, 31, (2, 7)), "key_mask": torch.arange(7) >= torch.tensor([[0], [2]])}
-    return take_snapshot(DecoderLM(TransformerConfig(**SIZES)), inputs, title="a model", step=3)
+    return take_snapshot(model_of(vocab_size=31), inputs, title="a model", step=3)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def translation():
     inputs = {"input_ids": torch.randint(1, 31, (2, 7)), "decoder_input_ids": torch.randint(1, 31, (2, 5))}
     masks = {"key_mask": torch.tensor([[7], [4]]), "decoder_key_mask": torch.tensor([[5], [3]])}
     real = {name: torch.arange(7 if name == "key_mask" else 5) < lengths for name, lengths in masks.items()}
-    return take_snapshot(EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **SIZES)), {**inputs, **real})
+    return take_snapshot(translation_of(vocab_size=31, num_decoder_layers=2), {**inputs, **real})
 
 
 def made(tokens):

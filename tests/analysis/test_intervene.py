@@ -1,30 +1,20 @@
 """Interventions have the effect that a formula or another run gives, and touch nothing else."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, patch_heads
-from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, EncoderDecoder, MultiHeadAttention
+from minitx.nn import MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
+from tests.analysis.models import CHANGEABLE, IDS, Checkpointed, model_of, records_of, translation_of
 
-IDS = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 9, 1]])
 OTHER = torch.tensor([[6, 2, 10, 5, 3], [4, 8, 8, 0, 2]])
 REAL = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-EVERYTHING = ("scores", "weights", "values", "heads", "feedforward", "residual")
-
-
-def model_of(dtype=torch.float32, **options):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 8, "init": "lecun"}
-    return DecoderLM(TransformerConfig(**sizes | options)).eval().to(dtype)
 
 
 @pytest.mark.parametrize("what", ["values", "heads", "residual"])
@@ -39,13 +29,11 @@ def test_to_patch_everything_is_the_other_run_bit_for_bit(what):
     assert torch.equal(got, other) == (what == "residual")  # which goes around attention, and starts from the other tokens
 
 
-@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.parametrize("what", CHANGEABLE)
 def test_the_same_in_place_of_the_same_changes_nothing(what):
     model = model_of(torch.float64, num_heads=6, num_kv_heads=2, position="rotary", softcap=3.0, sinks=True)
     plain = model(IDS, key_mask=REAL)
-    with capture(model, what=what) as seen:
-        model(IDS, key_mask=REAL)
-    for to in (seen, lambda tensor: tensor):
+    for to in (records_of(model, IDS, key_mask=REAL, what=what), lambda tensor: tensor):
         with intervene(model, what, to):
             torch.testing.assert_close(model(IDS, key_mask=REAL)[REAL], plain[REAL], rtol=0, atol=1e-12)
     assert torch.equal(model(IDS, key_mask=REAL), plain)
@@ -79,17 +67,14 @@ def test_a_forced_pattern_gives_the_mean_of_the_values_that_it_names():
 
 def test_heads_and_positions_are_the_only_ones_changed():
     model = model_of(torch.float64)
-    with capture(model, what="heads") as plain:
-        model(IDS)
-    with intervene(model, "heads", 7.0, layers=[0], heads=[-1, 0], positions=[1, -1]), capture(model, what="heads") as seen:
-        model(IDS)
-    name = "blocks.0.attention.core"
-    want = plain[name][0].clone()
+    [want] = records_of(model, IDS, what="heads")["blocks.0.attention.core"]
+    with intervene(model, "heads", 7.0, layers=[0], heads=[-1, 0], positions=[1, -1]):
+        [found] = records_of(model, IDS, what="heads")["blocks.0.attention.core"]
     want[:, [0, 2], 1], want[:, [0, 2], 4] = 7.0, 7.0
-    assert torch.equal(seen[name][0], want)
+    assert torch.equal(found, want)
 
 
-@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.parametrize("what", CHANGEABLE)
 def test_gradients_flow_through_what_is_computed(what):
     model = model_of(torch.float64)
     factor = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
@@ -102,17 +87,6 @@ def test_gradients_flow_through_what_is_computed(what):
 
     slope = (loss(0.9 + 1e-6) - loss(0.9 - 1e-6)) / 2e-6
     assert float(factor.grad) == pytest.approx(slope, rel=1e-5, abs=1e-8)
-
-
-class Checkpointed(nn.Module):
-    """A block under torch's own checkpoint."""
-
-    def __init__(self, block, use_reentrant=False):
-        super().__init__()
-        self.block, self.use_reentrant = block, use_reentrant
-
-    def forward(self, x, **options):
-        return checkpoint(partial(self.block, **options), x, use_reentrant=self.use_reentrant)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -215,11 +189,9 @@ def test_the_lens_reads_each_block_as_if_the_model_ended_there():
 
 def test_an_encoder_decoder_is_changed_in_the_layer_that_is_named_and_its_decoder_is_read_by_the_lens():
     """An encoder's layers have names that end in those of the decoder."""
-    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "num_decoder_layers": 3, "init": "lecun"}
-    config = TransformerConfig(architecture="encoder_decoder", **sizes)
-    model = EncoderDecoder(config).eval()
-    with intervene(model, "heads", 0.0, layers=["blocks.0.attention.core"]), capture(model, what="heads") as seen:
-        model(IDS, OTHER)
+    model = translation_of()
+    with intervene(model, "heads", 0.0, layers=["blocks.0.attention.core"]):
+        seen = records_of(model, IDS, OTHER, what="heads")
     assert [name for name, [record] in seen.items() if (record == 0).all()] == ["blocks.0.attention.core"]
     lens, residual = logit_lens(model, input_ids=IDS, decoder_input_ids=OTHER), []
     with model.blocks[0].register_forward_hook(lambda module, args, out: residual.append(out)):
@@ -256,8 +228,7 @@ def test_one_name_one_number_or_several_choose_layers_and_heads_and_nothing_is_r
 @pytest.mark.parametrize(("recorded", "what"), [("scores", "weights"), ("weights", "scores"), ("statistics", "values")])
 def test_records_of_another_kind_are_refused(recorded, what):
     model = model_of()
-    with capture(model, what=recorded) as seen:
-        model(IDS)
+    seen = records_of(model, IDS, what=recorded)
     with pytest.raises(ValueError, match=f"what='{what}' is replaced by records of '{recorded}'"), intervene(model, what, seen):
         pass
 
@@ -319,10 +290,9 @@ def test_wrappers_around_the_blocks_change_nothing_that_is_seen(wrap, process_gr
     wrapped = copy.deepcopy(model)
     wrapped.blocks = nn.ModuleList(wrap(block) for block in wrapped.blocks)
     assert torch.equal(logit_lens(wrapped, input_ids=IDS), logit_lens(model, input_ids=IDS))
-    for what in EVERYTHING:
-        with torch.no_grad(), capture(wrapped, what=what, layers=[-1]) as seen, capture(model, what=what, layers=2) as want:
-            wrapped(IDS), model(IDS)
-        [[record]], [[other]] = seen.values(), want.values()
+    for what in CHANGEABLE:
+        [[record]] = records_of(wrapped, IDS, what=what, layers=[-1]).values()
+        [[other]] = records_of(model, IDS, what=what, layers=2).values()
         assert torch.equal(record, other)
 
 
@@ -330,18 +300,14 @@ def test_wrappers_around_the_blocks_change_nothing_that_is_seen(wrap, process_gr
 def test_the_lens_reads_layers_that_hold_a_block_and_more():
     model = model_of(num_layers=3)
     model.blocks = nn.ModuleList(map(Layer, model.blocks))
-    lens, after = logit_lens(model, input_ids=IDS), []
-    with capture(model, what="residual") as seen:
-        model(IDS)
-    for [residual] in seen.values():
-        after.append(model.head(model.final_norm(residual)))
-    torch.testing.assert_close(lens, torch.stack(after))
+    stream = [residual for [residual] in records_of(model, IDS, what="residual").values()]
+    after = [model.head(model.final_norm(residual)) for residual in stream]
+    torch.testing.assert_close(logit_lens(model, input_ids=IDS), torch.stack(after))
 
 
 @torch.no_grad()
 def test_the_lens_leaves_out_blocks_of_another_stream_however_they_are_wrapped():
-    sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "num_decoder_layers": 3, "init": "lecun"}
-    model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **sizes)).eval()
+    model = translation_of()
     want = logit_lens(model, input_ids=IDS, decoder_input_ids=OTHER)
     model.encoder.blocks = nn.ModuleList(map(Layer, model.encoder.blocks))
     model.blocks = nn.ModuleList(map(Layer, model.blocks))

@@ -6,10 +6,9 @@ from torch import nn
 
 from minitx.analysis import read_snapshots, take_snapshot
 from minitx.analysis.snapshot import read_snapshot, write_snapshot
-from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, EncoderDecoder, MultiHeadAttention, Padding
+from minitx.nn import MultiHeadAttention, Padding
+from tests.analysis.models import model_of, translation_of
 
-SIZES = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "init": "lecun"}
 SOURCE, TARGET = torch.tensor([[1, 2, 3, 5, 7], [4, 4, 8, 0, 0]]), torch.tensor([[2, 4, 6], [2, 9, 0]])
 MASKS = {
     "key_mask": torch.arange(5)[None] < torch.tensor([[5], [3]]),
@@ -18,9 +17,7 @@ MASKS = {
 
 
 def translation():
-    torch.manual_seed(0)
-    model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **SIZES))
-    return model, {"input_ids": SOURCE, "decoder_input_ids": TARGET, **MASKS}
+    return translation_of(), {"input_ids": SOURCE, "decoder_input_ids": TARGET, **MASKS}
 
 
 def test_each_map_names_its_axes_and_its_weights_are_those_of_need_weights():
@@ -66,14 +63,14 @@ def test_tokens_and_padding_of_a_model_of_ones_own_are_known_by_its_calls():
     assert torch.equal(snapshot.ids["tokens"], inputs["tokens"]) and torch.equal(
         snapshot.real["tokens"], inputs["attention_mask"]
     )
-    ours = take_snapshot(DecoderLM(TransformerConfig(**SIZES)), {"input_ids": SOURCE, "mask": Padding(MASKS["key_mask"])})
+    ours = take_snapshot(model_of(), {"input_ids": SOURCE, "mask": Padding(MASKS["key_mask"])})
     assert torch.equal(ours.real["input_ids"], MASKS["key_mask"])
     with pytest.raises(ValueError, match=r"tokens=\['inputs_ids'\] must be among tokens"):
         take_snapshot(OfOnesOwn(), inputs, tokens={"inputs_ids": []})
 
 
 def test_a_tensor_is_the_first_argument_of_a_model_or_a_layer():
-    model, layer, x = DecoderLM(TransformerConfig(**SIZES)), MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
+    model, layer, x = model_of(), MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
     for module, given, named in (
         (model, SOURCE, {"input_ids": SOURCE}),
         (model, SOURCE[0], {"input_ids": SOURCE[:1]}),
@@ -101,8 +98,7 @@ def test_a_sentence_without_its_padding_is_what_the_model_does_with_it_alone():
 
 
 def test_entropy_is_one_for_equal_weights_and_undefined_for_one_key():
-    model = DecoderLM(TransformerConfig(**SIZES, scale=0.0))
-    entropy = take_snapshot(model, {"input_ids": SOURCE}).maps[0].entropy()
+    entropy = take_snapshot(model_of(scale=0.0), {"input_ids": SOURCE}).maps[0].entropy()
     assert entropy[:, :, 0].isnan().all()
     torch.testing.assert_close(entropy[:, :, 1:], torch.ones(2, 3, 4, dtype=torch.float64))
 

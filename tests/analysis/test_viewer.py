@@ -14,8 +14,8 @@ from pages import SOURCE, data_of, random_snapshot, weights_of
 
 from minitx.analysis import take_snapshot
 from minitx.analysis.viewer import Trace, view, viewer_page
-from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, MultiHeadAttention
+from minitx.nn import MultiHeadAttention
+from tests.analysis.models import model_of
 
 HALF_A_STEP = 0.5 / 65534
 
@@ -39,11 +39,6 @@ class Elements(HTMLParser):
 
     def handle_comment(self, data):
         self.found.append(("comment", {"data": data}))
-
-
-def model_of():
-    torch.manual_seed(0)
-    return DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
 
 
 @pytest.fixture(scope="module")

@@ -179,6 +179,7 @@ def test_nothing_of_the_users_takes_the_place_of_a_library(own, project, monkeyp
     (project / "colorsys.py").write_text("raise ImportError('this file shadows a library')\n")
     (project / "own.py").write_text("import colorsys\n" + (project / "own.py").read_text())
     own("sorted", "output_dir=run")
+    assert sys.modules["own"].colorsys.__file__ != str(project / "colorsys.py")
 
 
 def test_from_python_the_same_with_objects_which_the_programs_ask_for(cli, project, monkeypatch):

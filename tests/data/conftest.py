@@ -1,10 +1,22 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from minitx.data.corpus import TokenArray, tokenised
+from minitx.data.task import Batch, Split, Task, as_split, generator
 
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n\n"
+
+
+def split_of(rows, **task) -> Split:
+    """A data set as a split of a task."""
+    return as_split(Task(name="mine", train=rows, val=rows, **task), "train")
+
+
+def batch_of(split: Split) -> Batch:
+    """All rows of a split in one batch."""
+    return split.collate(np.arange(len(split)), lambda row: generator(0, row))
 
 
 @pytest.fixture

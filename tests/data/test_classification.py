@@ -1,9 +1,11 @@
 """Classification of the texts of a table: rows, splits and baselines."""
 
+import numpy as np
 import pytest
 
 from minitx.config import ConfigError
 from minitx.data import classify
+from minitx.data.classification import bag_of_words_accuracy
 
 
 @pytest.fixture
@@ -66,3 +68,18 @@ def test_rows_without_text_are_left_out_and_counted_and_an_empty_label_is_refuse
     write_text("text,label\n" + ",a\n" * 5 + "b,b\n", "a.csv")
     with pytest.raises(ConfigError, match=r"^data\.text_column=text has no text in a split"):
         classify(**options)
+
+
+def test_naive_bayes_agrees_with_scikit_learn():
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.naive_bayes import MultinomialNB
+
+    random = np.random.default_rng(0)
+    labels = random.integers(5, size=307)
+    texts = [" ".join(f"W{w}" for w in random.poisson(3 + 2 * label, size=random.integers(1, 6))) for label in labels]
+    cut = 211
+    vectors = CountVectorizer(token_pattern=r"\w+").fit(texts[:cut])
+    judge = MultinomialNB(alpha=1.0).fit(vectors.transform(texts[:cut]), labels[:cut])
+    wanted = judge.score(vectors.transform(texts[cut:]), labels[cut:])
+    assert bag_of_words_accuracy(texts[:cut], labels[:cut], texts[cut:], labels[cut:]) == pytest.approx(wanted)
+    assert 0.25 < wanted < 0.9

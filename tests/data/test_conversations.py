@@ -11,6 +11,7 @@ from minitx.data import chat
 from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.data.task import as_split
 from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, load_tokenizer, train_tokenizer
+from tests.data.conftest import batch_of
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 LETTERS = "".join(map(chr, range(32, 127))) + "\né"
@@ -85,10 +86,9 @@ def test_conversations_become_a_task(path, packing):
     answers = []
     for which in ("train", "val"):
         split = as_split(task, which)
-        rows = np.arange(len(split))
-        batch = split.collate(rows, None)
+        batch = batch_of(split)
         counted = batch["labels"] != -100
-        assert split.count(rows) == counted.sum()
+        assert split.count(np.arange(len(split))) == counted.sum()
         follows = batch["input_ids"][:, 1:][counted[:, :-1]]
         assert (follows == batch["labels"][:, :-1][counted[:, :-1]]).all(), "a label is the next token"
         assert ("document_ids" in batch) == packing

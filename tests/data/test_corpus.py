@@ -1,24 +1,24 @@
+"""The text of a corpus, and the cache of its token ids."""
+
 import contextlib
 import hashlib
+import math
+import os
 import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitx.config import ConfigError
 from minitx.data import corpus, text
-from minitx.data.corpus import KJV_SHA256, data_dir, kjv_text, lines_of, read_text, replacing
-from minitx.data.tokenizers import train_tokenizer
+from minitx.data.corpus import KJV_SHA256, data_dir, kjv_text, lines_of, ngram_floors, read_text, replacing
+from minitx.data.tokenizers import fingerprint, train_tokenizer
 from tests.data.conftest import POEM
-
-
-def test_texts_are_normalised(write_text):
-    """Line ends, and a byte-order mark; other separators stay, and a mark in the middle."""
-    assert "".join(read_text(write_text(b"\xef\xbb\xbfone\r\ntwo\rthree\n"))) == "one\ntwo\nthree\n"
-    assert "".join(read_text(write_text("é\u2028ü\ufeffb".encode()))) == "é\u2028ü\ufeffb"
-
 
 UNREADABLE = {b"abcd\xffef": " at byte 4;", b"\xef\xbb\xbf\x80": " at byte 3;", "ab".encode("utf-16-be"): "NUL"}
 
@@ -55,8 +55,9 @@ def test_a_file_that_changes_while_it_is_read_is_refused(read_tokens, write_text
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 100])
 def test_a_text_is_the_same_however_much_of_it_is_read_at_once(write_text, monkeypatch, piece):
+    """Line ends and the byte-order mark are normalised; other separators stay, and a mark in the middle."""
     monkeypatch.setattr(corpus, "PIECE", piece)
-    written, wanted = "\ufeffä\r\n\r\nb\rc 𝄞\n", "ä\n\nb\nc 𝄞\n"
+    written, wanted = "\ufeffä\r\n\r\nb\rc\u2028\ufeff𝄞\n", "ä\n\nb\nc\u2028\ufeff𝄞\n"
     path = write_text(written.encode())
     for start, stop in [(0, None), (0, 4), (3, None), (2, 6), (len(wanted), None)]:
         assert "".join(read_text(path, start, stop)) == wanted[start:stop]
@@ -121,3 +122,104 @@ def test_bpe_of_a_very_long_text_is_learned_from_all_over_it_and_reads_it_all(re
     train, val, tokenizer, _ = read_tokens(early + late, tokenizer="bpe", bpe_vocab_size=300)
     assert {" birds", " owls"} <= {tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
     assert tokenizer.decode(train.array) + tokenizer.decode(val.array) == early + late
+
+
+# --- the cache of token ids
+
+
+TEXT = "Ah, distinctly I remember it was in the bleak December;\n" * 31
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """How many times a cache was made."""
+    made, write = [], corpus.write_ids
+    monkeypatch.setattr(corpus, "write_ids", lambda *arguments: made.append(1) or write(*arguments))
+    return made
+
+
+def text_of(found):
+    train, val, tokenizer, _ = found
+    return tokenizer.decode(np.concatenate([train.array, val.array]))
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
+def test_the_boundary_of_the_splits_does_not_depend_on_the_tokenizer(read_tokens, tokenizer):
+    found = read_tokens("é" + TEXT, tokenizer=tokenizer, val_fraction=0.3)
+    (train, _, made_by, record), cut = found, int(0.7 * (len(TEXT) + 1))
+    assert text_of(found) == "é" + TEXT
+    assert made_by.decode(train.array) == ("é" + TEXT)[:cut]
+    assert [record["splits"]["train"][unit] for unit in ("characters", "bytes")] == [cut, cut + 1]
+
+
+def test_the_vocabulary_comes_from_the_training_split_alone(read_tokens, cache):
+    _, val, tokenizer, _ = read_tokens("ab" * 45 + "c" * 10, val_fraction=0.1)
+    assert tokenizer.characters == "ab"
+    assert set(val.array.tolist()) == {0}, "unknown"
+
+
+def test_characters_that_a_given_tokenizer_does_not_know_are_told_at_each_start(read_tokens, cache, caplog):
+    given = train_tokenizer("char", ["ab"])
+    for tokenizer in (given, given, "char"):
+        caplog.clear()
+        found = read_tokens("abé!" * 50, tokenizer=tokenizer)
+        assert found[3]["splits"]["train"]["unknown"] == (90 if tokenizer is given else 0)
+        assert text_of(found)[:4] == ("ab\ufffd\ufffd" if tokenizer is given else "abé!")
+        assert (fingerprint(found[2]) == fingerprint(given)) == (tokenizer is given)
+        assert [" 0.5 " in message for message in caplog.messages if "<unk>" in message] == [True] * (tokenizer is given)
+
+
+def test_a_cache_that_fits_is_used_again_and_a_changed_source_is_read_anew(read_tokens, cache, builds):
+    first, second = read_tokens(TEXT), read_tokens(TEXT)
+    assert (len(builds), first[3], text_of(first)) == (1, second[3], text_of(second))
+    assert text_of(read_tokens(TEXT.replace("bleak", "black"))) == TEXT.replace("bleak", "black")
+
+
+def flip_a_bit(path):
+    content, times = bytearray(path.read_bytes()), path.stat()
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, os.unlink, "", "[]", '{"format": 1}', '{"tokenizer": {"kind": "words"}}'])
+def test_a_damaged_cache_is_made_again(read_tokens, cache, builds, damage):
+    read_tokens(TEXT)
+    if callable(damage):
+        damage(next(cache.glob("*.bin")))
+    else:
+        next(cache.glob("text-*.json")).write_text(damage)
+    assert text_of(read_tokens(TEXT)) == TEXT
+    assert len(builds) == 2
+
+
+@pytest.mark.parametrize(("first", "count", "bits"), [(0xE000, 300, 16), (0x20000, 66_000, 32)])
+def test_ids_are_as_wide_as_the_vocabulary_needs(read_tokens, cache, first, count, bits):
+    content = "".join(map(chr, range(first, first + count))) * 2
+    found = read_tokens(content)
+    assert (found[0].array.dtype.itemsize * 8, text_of(found)) == (bits, content)
+
+
+def _build_and_read(path, cache):
+    return text_of(corpus.tokenised(path, tokenizer="char", bpe_vocab_size=1024, val_fraction=0.1, cache_dir=cache))
+
+
+def test_processes_that_build_at_once_all_get_the_text(write_text, cache):
+    path = write_text(TEXT)
+    with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
+        results = [pool.submit(_build_and_read, path, cache) for _ in range(8)]
+        assert [result.result() == TEXT for result in results] == [True] * 8
+    assert not list(cache.glob("*.tmp"))
+
+
+def test_floors_by_hand():
+    # train a b a a: c(a)=3, c(b)=1, p(a)=4/6, p(b)=2/6; after a: b 1, a 1, T=2; after b: a 1, T=1
+    values = ngram_floors(np.array([0, 1, 0, 0]), np.array([1, 0, 1]), vocab_size=2)
+    after_b, after_a = (1 + 1 * 4 / 6) / 2, (1 + 2 * 2 / 6) / 4  # p(a|b), p(b|a)
+    assert values["unigram"] == pytest.approx(-(math.log(4 / 6) + math.log(2 / 6)) / 2)
+    assert values["bigram"] == pytest.approx(-(math.log(after_b) + math.log(after_a)) / 2)
+
+
+@pytest.mark.parametrize(("vocab_size", "num_val"), [(1025, 10), (7, 1)])
+def test_no_floors_for_large_vocabularies_or_without_targets(vocab_size, num_val):
+    assert ngram_floors(np.zeros(10, np.uint16), np.zeros(num_val, np.uint16), vocab_size) is None

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from minitx.config import ConfigError
 from minitx.data import documents, hf
 from minitx.data.documents import DocumentRows
-from minitx.data.task import Ragged, Task, as_split
+from minitx.data.task import Ragged
 from minitx.data.tokenizers import fingerprint, train_tokenizer
+from tests.data.conftest import batch_of, split_of
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 DOCUMENTS = [f"{n} " + "abc" * (n % 23) for n in range(61)]
@@ -28,17 +29,12 @@ def examples(lengths, *, packing=True):
     return DocumentRows(Ragged.of(rows), context_len=11, packing=packing)
 
 
-def rows_of(rows):
-    split = as_split(Task(name="mine", train=rows, val=rows, pad={"document_ids": -1}), "train")
-    return split.collate(np.arange(len(rows)), None)
-
-
 @settings(max_examples=40)
 @example(lengths=[3, 2], packing=True)
 @given(lengths=st.lists(st.integers(1, 47), min_size=1, max_size=40), packing=st.booleans())
 def test_every_token_and_every_end_is_asked_for_once_and_documents_of_a_row_are_told_apart(lengths, packing):
     found = examples(lengths, packing=packing)
-    batch = rows_of(found)
+    batch = batch_of(split_of(found, pad={"document_ids": -1}))
     counted = batch["labels"][batch["labels"] != -100]
     assert sorted(counted.tolist()) == sorted([*range(2, 2 + sum(lengths)), *[1] * len(lengths)])
     assert sum(found.num_targets(row) for row in range(len(found))) == len(counted)

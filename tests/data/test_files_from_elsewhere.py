@@ -69,9 +69,11 @@ MADE = {
 
 @pytest.mark.parametrize("made", MADE)
 def test_a_folder_of_data_runs_nothing_and_writes_nowhere(room, made):
-    MADE[made](room)  # whether anything was written, ``room`` sees
+    MADE[made](room)
+    before = {path: path.read_bytes() for path in room.iterdir()}
     with contextlib.suppress(ConfigError):  # most are refused
         load_table("data")
+    assert {path: path.read_bytes() for path in room.iterdir()} == before  # and ``room`` looks for the marker everywhere
 
 
 @pytest.mark.filterwarnings("ignore:The Pandas builder is deprecated:FutureWarning")

@@ -10,14 +10,9 @@ from minitx.config import ConfigError
 from minitx.data import digits, images
 from minitx.data.classification import LabelledImages, stratified
 from minitx.data.task import as_split, generator
+from tests.data.conftest import batch_of
 
 SQUARE = np.arange(25, dtype=np.uint8).reshape(1, 1, 5, 5)
-
-
-def rows_of(task, which):
-    """All rows of a split that draws nothing."""
-    split = as_split(task, which)
-    return split.collate(np.arange(len(split)), lambda row: None)
 
 
 def test_pixels_are_scaled_and_shifts_move_whole_images_in_all_directions_and_bring_in_zeros():
@@ -62,7 +57,7 @@ def test_a_folder_of_images_becomes_a_task(image_folder):
     task = images(path=str(image_folder), shift=0)
     assert (len(task.train), len(task.val), task.label_names) == (16, 4, ("cat", "dog"))
     assert task.model_fields == {"num_labels": 2, "image_size": 6, "num_channels": 3}
-    batch = rows_of(task, "train")
+    batch = batch_of(as_split(task, "train"))
     numbers = (batch["pixel_values"][:, 0, 0, 0] * 255).round().long()
     assert torch.equal(batch["labels"], (numbers >= 100).long())
     assert len(numbers.unique()) == 16
@@ -75,7 +70,7 @@ def test_pictures_are_resized_when_asked_and_refused_when_of_several_sizes(image
     PIL.Image.fromarray(np.zeros((6, 9, 3), np.uint8)).save(image_folder / "cat" / "wide.png")
     task = images(path=str(image_folder), shift=0)
     with pytest.raises(ConfigError, match=r"^data\.image_size=null.*6x9"):
-        [rows_of(task, which) for which in ("train", "val")]
+        [batch_of(as_split(task, which)) for which in ("train", "val")]
 
 
 def write_table(path, values, labels):
@@ -100,4 +95,4 @@ def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_dat
     task = images(path=str(tmp_path / "set"), val_split="test")
     assert (task.label_names, task.model_fields["num_channels"]) == (("k30", "k50", "k7"), 1)
     assert (task.train.labels.tolist(), task.val.labels.tolist()) == ([2, 0, 2, 1], [1, 2, 0])
-    assert (rows_of(task, "val")["pixel_values"][:, 0, 0, 0] * 255).round().tolist() == [50, 7, 30]
+    assert (batch_of(as_split(task, "val"))["pixel_values"][:, 0, 0, 0] * 255).round().tolist() == [50, 7, 30]

@@ -10,7 +10,8 @@ from minitx.config import ConfigError
 from minitx.data.batches import Address, TrainSource, ValSource
 from minitx.data.classification import LabelledImages
 from minitx.data.corpus import MaskedRows, TokenArray
-from minitx.data.task import Task, as_split, hold_out
+from minitx.data.task import hold_out
+from tests.data.conftest import batch_of, split_of
 
 COUNT, BATCH = 109, 12
 
@@ -18,10 +19,6 @@ COUNT, BATCH = 109, 12
 def some_rows(seed, largest=41, count=COUNT):
     random = np.random.default_rng(seed)
     return [random.integers(5, 97, size=random.integers(1, largest)) for _ in range(count)]
-
-
-def split_of(rows, **task):
-    return as_split(Task(name="mine", train=rows, val=rows, **task), "train")
 
 
 def texts(count=COUNT):
@@ -157,7 +154,7 @@ def test_validation_shows_every_row_once_over_all_ranks(split, batch_size, world
 def test_keys_are_padded_with_what_was_asked_for():
     long = {"input_ids": [1, 2, 3], "position_ids": [0, 1, 2], "labels": [2, 3, 4], "weight": 0.5, "image": np.zeros((2, 2))}
     rows = [long, {"input_ids": [5], "position_ids": [0], "labels": [6], "weight": 2, "image": np.ones((2, 2))}]
-    batch = split_of(rows, pad={"input_ids": 9}).collate(np.arange(2), None)
+    batch = batch_of(split_of(rows, pad={"input_ids": 9}))
     assert {key: tensor.tolist() for key, tensor in batch.items() if key != "image"} == {
         "input_ids": [[1, 2, 3], [5, 9, 9]],
         "position_ids": [[0, 1, 2], [0, 0, 0]],
@@ -165,9 +162,9 @@ def test_keys_are_padded_with_what_was_asked_for():
         "key_mask": [[True] * 3, [True, False, False]],
         "weight": [0.5, 2.0],
     }
-    assert "key_mask" not in split_of(rows, key_masks={}).collate(np.arange(2), None)
+    assert "key_mask" not in batch_of(split_of(rows, key_masks={}))
     rows[0]["key_mask"], rows[1]["key_mask"] = [False, True, True], [True]
-    assert split_of(rows).collate(np.arange(2), None)["key_mask"].tolist() == [[False, True, True], [True, False, False]]
+    assert batch_of(split_of(rows))["key_mask"].tolist() == [[False, True, True], [True, False, False]]
 
 
 def test_labels_that_are_no_whole_numbers_count_as_others_do():
@@ -190,7 +187,7 @@ ROWS = [
 @pytest.mark.parametrize("rows", ROWS, ids=["empty", "no length", "no labels", "texts", "a key is missing", "two shapes"])
 def test_rows_that_make_no_batch_are_refused_with_the_name_of_the_data(rows):
     with pytest.raises(ConfigError, match=r"^mine"):
-        split_of(rows).collate(np.arange(len(rows)), None)
+        batch_of(split_of(rows))
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.3, 0.999])

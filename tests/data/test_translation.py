@@ -4,13 +4,13 @@ import datetime
 import itertools
 import sys
 
-import numpy as np
 import pytest
 
 from minitx.config import ConfigError
 from minitx.data import dates, pairs
 from minitx.data.task import as_split
 from minitx.data.translation import LOCALES, date_patterns, write_date
+from tests.data.conftest import batch_of
 
 
 def test_the_layout_by_hand(write_text, offline_datasets):
@@ -18,12 +18,12 @@ def test_the_layout_by_hand(write_text, offline_datasets):
     task = pairs(path=path, val_path=val, tokenizer="char")
     a, b, c, d, (pad, bos, eos) = 1, 2, 3, 4, (task.tokenizer.mark_ids[name] for name in ("pad", "bos", "eos"))
     split = as_split(task, "train")
-    assert {key: tensor.tolist() for key, tensor in split.collate(np.array([1, 0]), None).items()} == {
-        "input_ids": [[a, pad, pad], [a, a, b]],
-        "key_mask": [[True, False, False], [True, True, True]],
-        "decoder_input_ids": [[bos, c, d], [bos, c, pad]],
-        "decoder_key_mask": [[True, True, True], [True, True, False]],
-        "labels": [[c, d, eos], [c, eos, -100]],
+    assert {key: tensor.tolist() for key, tensor in batch_of(split).items()} == {
+        "input_ids": [[a, a, b], [a, pad, pad]],
+        "key_mask": [[True, True, True], [True, False, False]],
+        "decoder_input_ids": [[bos, c, pad], [bos, c, d]],
+        "decoder_key_mask": [[True, True, False], [True, True, True]],
+        "labels": [[c, eos, -100], [c, d, eos]],
     }
     assert split.lengths.tolist() == [5, 4]
 

@@ -16,17 +16,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from minitx import data
 from minitx.ablation.design import AblationConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.view import ViewConfig
-from minitx.config import Part, RunConfig, to_dict
+from minitx.config import ParameterRule, Part, RunConfig, TransformerConfig, to_dict
 from minitx.data.tables import Where
 from minitx.data.task import tokenizer_of
 from minitx.data.tokenizers import Tokenizer
+from minitx.training import optimizers
 from minitx.training.build import DEFAULT_BATCH_SIZE
+from minitx.training.nodes import BY_POSITION, FROM_THE_RUN, target_of
 
 ROOT = Path(__file__).parents[2]
 PAGE, HEAD = ROOT / "docs" / "configuring.md", Path(__file__).with_name("configuring_head.md")
@@ -35,7 +39,15 @@ GROUPS = (
     *("callbacks", "logger", "experiment", "ablation", "debug"),
 )
 PROGRAMS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view_attention": ViewConfig, "export": ExportConfig}
-PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "word", Any: "anything", type(None): "null"}
+PLAIN = {
+    int: "whole number",
+    float: "number",
+    bool: "true, false",
+    str: "word",
+    Any: "anything",
+    object: "anything",
+    type(None): "null",
+}
 
 
 class Key(typing.NamedTuple):
@@ -83,13 +95,19 @@ def keys(cls: type) -> list[Key]:
     ]
 
 
-DATA_SETS = [name for name in data.__all__ if name != "Task"]
 SHARED = {"Where": Where, "tokenizer_of": tokenizer_of, "kjv": data.kjv}
-"""What explains arguments of several data sets."""
+SHARED |= {name: getattr(optimizers, name) for name in ("adamw", "constant", "linear")}
+"""What explains arguments of several targets."""
 LOADING = [
     Key("batch_size", "whole number", f"`{DEFAULT_BATCH_SIZE}`", "rows of a step, over all devices and micro-batches"),
     Key("num_workers", "whole number", "`0`", "processes that load batches; 0: the training process does"),
 ]
+
+
+def targets(*groups: str) -> dict[str, Any]:
+    """What the options of these groups name as ``_target_``, by the word that chooses the option."""
+    paths = [path for group in groups for path in sorted((ROOT / "configs" / group).glob("*.yaml"))]
+    return {f"{path.parent.name}={path.stem}": target_of(yaml.safe_load(path.read_text()), path.parent.name) for path in paths}
 
 
 def explained(thing: Any) -> dict[str, str]:
@@ -98,18 +116,20 @@ def explained(thing: Any) -> dict[str, str]:
     text = (thing.__doc__ or "").replace("Attributes:\n", "Args:\n").partition("Args:\n")[2].partition("\n\n")[0]
     for names, said in re.findall(r"^ {8}([\w, ]+): (.*(?:\n {12,}.*)*)", text, flags=re.MULTILINE):
         said = re.sub(r"\s+", " ", said).strip()
-        seen = re.fullmatch(r"see ``(\w+)``\.", said)
+        seen = re.match(r"see ``(\w+)``\.", said)
         for name in names.split(", "):
             found[name] = explained(SHARED[seen[1]])[name] if seen else said.replace("``", "`")
     return found
 
 
-def arguments(function: Any) -> list[Key]:
-    """The arguments of a data set."""
-    said, hints = explained(function), typing.get_type_hints(function)
+def arguments(target: Any, positional: int = 0) -> list[Key]:
+    """The arguments of a target, without the first ``positional`` ones and those that the run passes."""
+    said, hints = explained(target), typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
+    named = list(inspect.signature(target).parameters.items())[positional:]
     return [
         Key(name, kind_of(hints[name]), default_of(one.default), said.get(name, ""))
-        for name, one in inspect.signature(function).parameters.items()
+        for name, one in named
+        if not positional or name not in FROM_THE_RUN
     ]
 
 
@@ -173,6 +193,15 @@ def table_of(keys: Iterable[Key]) -> str:
     return table("| key | type | default | meaning |", rows)
 
 
+def of_targets(*groups: str) -> list[str]:
+    """The heading and the table of each option of these groups: its arguments."""
+    found = {option: (option.partition("=")[0], target) for option, target in targets(*groups).items()}
+    return [
+        f"### `{group}`, `{option}`\n\n{table_of(arguments(target, BY_POSITION.get(group, 0)))}"
+        for option, (group, target) in found.items()
+    ]
+
+
 def page() -> str:
     """The whole page."""
     parts = [HEAD.read_text(encoding="utf-8").rstrip(), "## Groups and their options"]
@@ -183,8 +212,11 @@ def page() -> str:
         "## Keys\n\nA key of a group is typed with the group before it: `model.embed_dim=64`. Options of groups have other defaults."
     )
     parts += [section(place, cls) for place, cls in sections()]
+    parts.append(section("model", TransformerConfig))
+    parts += of_targets("objective", "optimizer", "schedule")
+    parts.append(section("optimizer.rules[]", ParameterRule))
     parts.append(f"### `data`, of every data set\n\n{table_of(LOADING)}")
-    parts += [f"### `data`, `data={name}`\n\n{table_of(arguments(getattr(data, name)))}" for name in DATA_SETS]
+    parts += of_targets("data")
     parts += [section(place, cls) for place, cls in sections(AblationConfig, "ablation")]
     parts.append("## The other programs\n\nThey take `key=value` as well, and no files. `--help` prints these tables.")
     parts += [section(f"{name}.py", cls) for name, cls in PROGRAMS.items()]

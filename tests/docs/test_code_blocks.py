@@ -59,6 +59,7 @@ COMPOSED = {
 ELSEWHERE = {
     "docs/examples.md": "tests/examples/test_each_example.py",
     "docs/looking.md": "tests/docs/test_looking_page.py",
+    "CONTRIBUTING.md": "tests/docs/test_recipes.py",
 }
 """Pages whose Python is run, or compared with the file that it is from, by tests of their own."""
 
@@ -363,9 +364,11 @@ def test_what_was_printed_is_compared_line_by_line():
 
 @pytest.mark.parametrize("page", pages())
 def test_every_block_is_of_a_language_that_is_checked(page: str) -> None:
-    """``text`` stands below Python that printed it, ``yaml`` where a test of its own composes it."""
+    """``text`` stands below Python that printed it, ``yaml`` where a test of its own composes it, ``diff`` where one applies it."""
     for block in blocks(page):
-        assert block.language in ("bash", "python", "text", "yaml"), f"{block.name} is {block.language!r}: nothing runs it"
+        assert block.language in ("bash", "python", "text", "yaml", "diff"), (
+            f"{block.name} is {block.language!r}: nothing runs it"
+        )
 
 
 @pytest.mark.parametrize("page", pages())

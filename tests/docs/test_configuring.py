@@ -12,17 +12,24 @@ from minitx.ablation.design import AblationConfig
 GRID = list(made.sections(AblationConfig, "ablation"))
 
 
-@pytest.mark.parametrize(("place", "cls"), [*made.sections(), *GRID, *made.PROGRAMS.items()])
+@pytest.mark.parametrize(
+    ("place", "cls"),
+    [*made.sections(), *GRID, *made.PROGRAMS.items(), ("model", made.TransformerConfig), ("rules", made.ParameterRule)],
+)
 def test_every_key_has_a_meaning_and_no_other_word_has_one(place, cls):
     assert [key.name for key in made.keys(cls) if not key.meaning] == []
     assert set(made.attributes(cls)) <= {field.name for field in dataclasses.fields(cls)}
 
 
-@pytest.mark.parametrize("name", made.DATA_SETS)
-def test_every_argument_of_a_data_set_has_a_meaning(name):
-    function = getattr(made.data, name)
-    assert [key.name for key in made.arguments(function) if not key.meaning] == []
-    assert set(made.explained(function)) == {key.name for key in made.arguments(function)}
+TARGETS = made.targets("objective", "optimizer", "schedule", "data")
+
+
+@pytest.mark.parametrize("option", TARGETS)
+def test_every_argument_of_a_target_has_a_meaning(option):
+    target, positional = TARGETS[option], made.BY_POSITION.get(option.partition("=")[0], 0)
+    found = {key.name: key.meaning for key in made.arguments(target, positional)}
+    assert [name for name, meaning in found.items() if not meaning] == []
+    assert set(made.explained(target)) - set(made.FROM_THE_RUN) == set(found) - set(made.FROM_THE_RUN)
 
 
 @pytest.mark.parametrize("group", made.GROUPS)

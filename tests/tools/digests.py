@@ -36,7 +36,7 @@ from minitx.cli.launch import run_training  # noqa: E402
 from minitx.data.batches import Address  # noqa: E402
 from minitx.nn import scaled_dot_product_attention  # noqa: E402
 from minitx.nn.models import build_model  # noqa: E402
-from minitx.training.build import open_data  # noqa: E402
+from minitx.training.build import open_data, shape_of_node  # noqa: E402
 
 RECORD = Path(__file__).with_suffix(".json")
 CONFIGS = ROOT / "configs"
@@ -195,8 +195,8 @@ def everything(place: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
     )
     torch.set_num_threads(1)
     for name in sorted(set(names("model")) - {"hf"}):  # which names a folder of the user's
-        yield f"model {name}", lambda name=name: of_model(compose_config([f"model={name}"]).model)
-    base: Any = compose_config([]).model
+        yield f"model {name}", lambda name=name: of_model(shape_of_node(compose_config([f"model={name}"]).model))
+    base = shape_of_node(compose_config([]).model)
     for name, fields in VARIANTS.items():
         sizes: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "num_layers": 2, "max_len": 16}
         yield f"variant {name}", lambda fields={**sizes, **fields}: of_model(dataclasses.replace(base, **fields))

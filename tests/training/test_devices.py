@@ -117,8 +117,7 @@ def test_a_model_of_ones_own_is_cut_at_the_classes_that_are_named_and_trains_as_
         "data=kjv",
         "data.context_len=13",
         "data.batch_size=24",
-        "~model",
-        "+model._target_=extra.Layered",
+        "model._target_=extra.Layered",
         "evaluation.at_end=true",
     ]
     cut = ["trainer.devices=2", "trainer.strategy=sharded", "trainer.shard=[Layer]"]

@@ -46,7 +46,7 @@ def crash(trainer, module, batch):
     raise OSError("the power is gone")
 
 
-def same_state(folder, reference):
+def assert_same_state(folder, reference):
     """Rows, weights, moments, steps and schedules, bit for bit."""
     assert result_of(folder) == result_of(reference), folder
 
@@ -109,7 +109,7 @@ def test_a_stopped_run_that_goes_on_is_the_run_that_was_never_stopped(make_confi
             train_with(config, folder, Before(POSITIONS[name], stop))
         assert last(folder)["global_step"] == POSITIONS[name]
         train(resumed(config, folder), folder)
-        same_state(folder, tmp_path / "whole")
+        assert_same_state(folder, tmp_path / "whole")
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3), (3, 2)])
@@ -183,7 +183,7 @@ def test_a_crash_costs_only_what_came_after_the_last_checkpoint_and_probes_are_n
     with (tmp_path / "cut" / "probes.jsonl").open("a") as file:
         file.write('{"step": 3, "laye')  # the power went while a line was written
     train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    same_state(tmp_path / "cut", tmp_path / "whole")
+    assert_same_state(tmp_path / "cut", tmp_path / "whole")
     assert read_probes(tmp_path / "cut" / "probes.jsonl") == whole
 
 
@@ -193,7 +193,7 @@ def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_fo
     train(config, tmp_path / "first")
     shutil.copytree(tmp_path / "first", tmp_path / "again")
     train(resumed(config, tmp_path / "first"), tmp_path / "again")
-    same_state(tmp_path / "again", tmp_path / "first")
+    assert_same_state(tmp_path / "again", tmp_path / "first")
     train(resumed(make_config(trainer__max_steps=9, **options), tmp_path / "first"), tmp_path / "second")
     assert [row["step"] for row in read_metrics(tmp_path / "second" / "metrics.csv")] == [7, 8, 9]
 
@@ -226,7 +226,7 @@ def test_the_same_seed_gives_the_same_bits_in_any_process(make_config, tmp_path)
     train(dataclasses.replace(config, data={**config.data, "num_workers": 2}), tmp_path / "workers")
     run_ranks(1, train_elsewhere, config, tmp_path / "elsewhere", tmp_path / "data")
     for name in ("workers", "elsewhere"):
-        same_state(tmp_path / name, tmp_path / "a")
+        assert_same_state(tmp_path / name, tmp_path / "a")
 
 
 # --- what is not finite

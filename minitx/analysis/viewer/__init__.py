@@ -119,9 +119,8 @@ def view(
             traces.append(Trace(name, [snapshot.sentence(row) for snapshot in _snapshots(one, tokens)]))
             continue
         if inputs is None:
-            raise ValueError(
-                f"{name} is a model and needs inputs: a text with tokenizer=, its first argument, or inputs by name"
-            )
+            wanted = "a text with tokenizer=, its first argument, or inputs by name"
+            raise ValueError(f"{name} is a model and needs inputs: {wanted}")
         batch = named_inputs(one, _encoded(inputs, tokenizer) if isinstance(inputs, str) else inputs)
         axis = SOURCE if SOURCE in batch else next(iter(batch))
         texts = tokens
@@ -195,11 +194,8 @@ def _check_traces(traces: Sequence[Trace]) -> None:
     for trace in traces:
         if not trace.snapshots:
             raise ValueError(f"trace {trace.name!r} has no snapshots")
-        for snapshot in trace.snapshots:
-            if snapshot.num_rows != 1:
-                raise ValueError(
-                    f"trace {trace.name!r} has a snapshot of {snapshot.num_rows} rows: choose one with sentence(row)"
-                )
+        if many := [snapshot.num_rows for snapshot in trace.snapshots if snapshot.num_rows != 1]:
+            raise ValueError(f"trace {trace.name!r} has a snapshot of {many[0]} rows: choose one with sentence(row)")
         steps = [snapshot.step for snapshot in trace.snapshots]
         if not all(a is not None and b is not None and a < b for a, b in itertools.pairwise(steps)):
             raise ValueError(f"trace {trace.name!r} must have steps that rise from snapshot to snapshot, got {steps}")

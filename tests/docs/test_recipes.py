@@ -1,0 +1,242 @@
+"""The four recipes of CONTRIBUTING, followed to the letter in a copy of the package, each in a process of its own."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import pytest
+import yaml
+from page_blocks import ROOT, read
+
+from minitx.ablation.design import AblationConfig, StudyConfig
+from minitx.ablation.measures import check_measures
+from minitx.cli.compose import compose_config
+from minitx.config import ConfigError
+from minitx.data.task import Task
+from minitx.nn import backend_names
+from minitx.training.nodes import target_of
+from tests.waiting import PATIENCE
+
+HEADING = re.compile(r"^### (.*): (one|two) files?$", re.MULTILINE)
+FILE = re.compile(r"`([\w/.]+)`[^`\n]*:\n\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+"""A path at the end of a paragraph, and the block below it."""
+COPIED = ("minitx", "configs", "scripts")
+TINY = (
+    *(
+        "data=kv_lookup",
+        "data.val_size=16",
+        "data.batch_size=8",
+        "model.embed_dim=8",
+        "model.num_heads=2",
+        "model.num_layers=1",
+    ),
+    *("trainer.max_steps=2", "trainer.val_every=0", "trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1"),
+    *("schedule.warmup_steps=1", "callbacks.progress=false"),
+)
+
+
+def recipes() -> dict[str, tuple[int, str]]:
+    """The number of files that each recipe promises, and its text, by its name."""
+    page = read("CONTRIBUTING.md").partition("\n## Four recipes\n")[2].partition("\n## ")[0]
+    parts = HEADING.split(page)[1:]
+    return {parts[i]: (("one", "two").index(parts[i + 1]) + 1, parts[i + 2]) for i in range(0, len(parts), 3)}
+
+
+def patched(text: str, diff: str) -> str:
+    """``text`` with the changes of a diff, whose hunks are separated by ``@@``. Each must fit in one place."""
+    for hunk in diff.split("@@\n"):
+        before, after = (re.findall(rf"^[ {sign}](.*\n)", hunk, flags=re.MULTILINE) for sign in "-+")
+        assert text.count("".join(before)) == 1, f"not in one place of the file:\n{hunk}"
+        text = text.replace("".join(before), "".join(after))
+    return text
+
+
+class Copy:
+    """The package in a folder of its own, and a folder ``runs`` beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs = folder / "copy", folder / "runs"
+        self.runs.mkdir()
+        for name in COPIED:
+            shutil.copytree(ROOT / name, self.folder / name)
+        (self.folder / "minitx" / "configs").symlink_to(self.folder / "configs")  # as in the wheel
+
+    def follow(self, recipe: str) -> None:
+        """Write the blocks of a recipe, which must touch as many files as it says."""
+        (count, text), before = recipes()[recipe], self.touched()
+        for name, language, block in FILE.findall(text):
+            path = self.folder / name
+            assert path.exists() == (language == "diff"), name
+            path.write_text(patched(path.read_text(encoding="utf-8"), block) if language == "diff" else block, encoding="utf-8")
+        assert len(self.touched() - before) == count, f"{recipe} touches {self.touched() - before}"
+
+    def touched(self) -> set[str]:
+        """The files that are not as they were."""
+        found = [
+            path for name in COPIED for path in (self.folder / name).rglob("*.*") if path.is_file() and path.suffix != ".pyc"
+        ]
+        both = {str(path.relative_to(self.folder)): path for path in found}
+        return {
+            name for name, path in both.items() if not (ROOT / name).exists() or (ROOT / name).read_bytes() != path.read_bytes()
+        }
+
+    def run(self, code: str) -> None:
+        """Run Python in ``runs``. ``program(NAME, *WORDS)`` is a script of the copy, and returns its exit code."""
+        path = self.runs / "start.py"
+        path.write_text(
+            f"{PROGRAM}if __name__ == '__main__':  # workers of a grid import it\n{indent(code, '    ')}", encoding="utf-8"
+        )
+        clean = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [sys.executable, path], cwd=self.runs, env=clean, capture_output=True, text=True, timeout=PATIENCE
+        )
+        (self.runs / "said.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def read(self, name: str) -> Any:
+        """A file of ``runs``; JSON as data. Without it, what the process said is the message."""
+        path = self.runs / name
+        assert path.exists(), (self.runs / "said.txt").read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else text
+
+
+PROGRAM = """
+import runpy, sys
+from pathlib import Path
+
+def program(name, *words):
+    sys.argv = [f"{sys.path[1]}/scripts/{name}.py", *words]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code
+
+"""
+KERNEL = """
+import torch
+from minitx.nn import explain_backends, scaled_dot_product_attention
+from minitx.testing import check_kernel
+
+def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None):
+    return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, backend="plain")
+
+query = torch.randn(1, 2, 5, 8)
+lines = [str(line) for options in ({}, {"softcap": 30.0}) for line in explain_backends(query, query, query, backend="plain", **options)]
+found = sorted({result.status for result in check_kernel(attention)})
+Path("kernel.txt").write_text("\\n".join([*lines, " ".join(found)]))
+"""
+"""What ``explain_backends`` says of the backend of the recipe, and how its results compare with the definition."""
+
+
+def quoted(recipe: str, begin: str) -> list[str]:
+    """The words of the one piece of code in a recipe that begins with ``begin``, without it."""
+    (found,) = re.findall(rf"`{re.escape(begin)}([^`]*)`", recipes()[recipe][1])
+    return found.split() if begin.endswith(" ") else [begin + found]
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Copy:
+    """A copy in which all recipes but the lab's were followed, and what comes of them was run."""
+    copy = Copy(tmp_path_factory.mktemp("recipes"))
+    assert copy.touched() == set()
+    for recipe in ("A data set", "An option of a run", "A backend"):
+        copy.follow(recipe)
+    shape = [word for word in TINY if not word.startswith("data=")]
+    data = [*quoted("A data set", "python scripts/train.py "), *shape, "output_dir=data"]
+    limited = [*TINY, "trainer.max_steps=5", "trainer.max_minutes=1e-6", "output_dir=option"]
+    (words,) = quoted("A backend", "imports=")
+    copy.run(
+        f"program('train', *{data})\n"
+        "program('evaluate', 'ckpt_path=data/checkpoints/last.ckpt', 'output=found.json')\n"
+        f"program('train', *{limited})\n"
+        f"program('train', *{[*TINY, *words.split(), 'output_dir=backend']})\n{KERNEL}"
+    )
+    return copy
+
+
+def test_a_data_set_trains_and_its_checkpoint_is_read_without_trust(followed: Copy) -> None:
+    stored, result = followed.read("data/config.yaml"), followed.read("data/result.json")
+    assert "_target_: minitx.data.parity.parity" in stored and "length: 5" in stored
+    assert result["steps"] == 2
+    assert followed.read("found.json")["metrics"]["accuracy"]["value"] == pytest.approx(result["val_accuracy"])
+
+
+def test_an_option_of_a_run_has_its_effect(followed: Copy) -> None:
+    assert followed.read("option/result.json")["steps"] == 1  # of five
+
+
+def test_a_backend_is_listed_trains_and_equals_the_definition(followed: Copy) -> None:
+    assert followed.read("backend/result.json")["steps"] == 2
+    lines = followed.read("kernel.txt").splitlines()
+    assert "-> plain          can     it holds the whole L x S matrix" in lines
+    assert "   plain          cannot  it has no soft-cap" in lines
+    assert lines[-1] == "passed skipped"  # and none failed or was refused
+
+
+GRID = """
+defaults: [/schema@_here_: ablation, _self_]
+name: recipe
+arms: {{wide: [model.ffn_dim=32], narrow: [model.ffn_dim=8]}}
+workers: 1
+studies:
+  lookup:
+    base: {base}
+    arms: [wide, narrow]
+    seeds: [0, 1]
+    scores: [loss]
+    measures: {measures}
+comparisons:
+  - {{study: lookup, arms: [wide, narrow]}}
+"""
+
+
+@pytest.mark.slow
+def test_an_endpoint_of_the_lab_is_judged_and_reported(tmp_path: Path) -> None:
+    copy, recipe = Copy(tmp_path), "An endpoint of the lab"
+    copy.follow(recipe)
+    base, (measures,) = [*TINY, *quoted(recipe, "+callbacks.measures=")], quoted(recipe, "measures: ")
+    path = copy.runs / "conf" / "ablation" / "recipe.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(GRID.format(base=json.dumps(base), measures=measures), encoding="utf-8")
+    words = ["--config-dir=conf", "experiment=scaling_ablation", "ablation=recipe", "output_dir=grid"]
+    copy.run(f"program('train', *{words})")
+    cells = [json.loads(line) for line in copy.read("grid/cells.jsonl").splitlines()]
+    norms = {cell["arm"]: cell["result"]["measures"]["weight_norm"] for cell in cells}
+    assert len(cells) == 4 and norms["wide"] > norms["narrow"] > 0
+    assert "weight_norm" in copy.read("grid/report.html")
+
+
+def test_a_data_set_of_ours_and_one_of_a_users_are_the_same_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "own_project"))
+    for path in ("configs/data/kv_lookup.yaml", "examples/own_project/conf/data/rows.yaml"):
+        node = yaml.safe_load(read(path))
+        assert set(node) == {"_target_", "batch_size"}
+        assert inspect.signature(target_of(node, "data")).return_annotation in (Task, "Task")
+    del sys.modules["own"]
+
+
+def test_nothing_that_a_recipe_adds_is_there_already():
+    for words in (["data=parity"], ["trainer.max_minutes=30"]):
+        with pytest.raises(Exception, match=r"parity|max_minutes"):
+            compose_config(words)
+    assert "plain" not in backend_names()
+    study = StudyConfig(arms=("a",), scores=("loss",), measures=("weight_norm",))
+    with pytest.raises(ConfigError, match=r"measures=\['weight_norm'\] must be among loss_at_N"):
+        check_measures(AblationConfig(arms={"a": ()}, studies={"s": study}))
+
+
+def test_a_diff_that_fits_nowhere_or_twice_is_seen():
+    assert patched("a\nb\nc\n", " a\n-b\n+d\n@@\n c\n+e\n") == "a\nd\nc\ne\n"
+    for text in ("a\nc\n", "a\nb\na\nb\n"):
+        with pytest.raises(AssertionError, match="not in one place"):
+            patched(text, " a\n-b\n+d\n")

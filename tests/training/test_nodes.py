@@ -1,0 +1,122 @@
+"""How a node is read: a mistake in it gives the same sentence for a part of ours and for an annotated function of the user's."""
+
+import sys
+import types
+from typing import Literal
+
+import pytest
+
+from minitx.config import ConfigError
+from minitx.config.schema import Count, Natural, NotNegative, Share
+from minitx.training.nodes import build
+from minitx.training.run import train
+
+BUILT = []
+"""What a function of the user's was called for. A mistake is found before."""
+
+
+def load(path: str, *, context_len: Count = 128, kind: Literal["a", "b"] = "a", seed: int = 0):
+    BUILT.append("data")
+    return context_len + seed
+
+
+def net(needed: Count, *, embed_dim: Count = 8, kind: Literal["a", "b"] = "a"):
+    BUILT.append("model")
+
+
+class Loss:
+    def __init__(self, needed: Count, *, label_smoothing: Share = 0.0, kind: Literal["a", "b"] = "a"):
+        BUILT.append("objective")
+
+
+def steps(parameters, needed: Count, *, momentum: Share = 0.9, kind: Literal["a", "b"] = "a"):
+    BUILT.append("optimizer")
+
+
+def falling(
+    optimizer,
+    max_steps: int,
+    needed: Count,
+    *,
+    warmup_steps: Natural = 0,
+    final_lr: NotNegative = 0.1,
+    kind: Literal["a", "b"] = "a",
+):
+    BUILT.append("schedule")
+
+
+PARTS = {
+    "data": (load, "minitx.data.text"),
+    "model": (net, "minitx.nn.build_model"),
+    "objective": (Loss, "minitx.training.objectives.CrossEntropy"),
+    "optimizer": (steps, "minitx.training.optimizers.sgd"),
+    "schedule": (falling, "minitx.training.optimizers.linear"),
+}
+WRONG = [
+    ("data", {"contextlen": 3}, "data.contextlen is not a key (did you mean data.context_len?)"),
+    ("data", {"context_len": "x"}, "data.context_len=x must be a whole number, got str"),
+    ("data", {"context_len": 0}, "data.context_len=0 must be positive and finite"),
+    ("data", {"context_len": None}, "data.context_len=null is not allowed: it must be a whole number"),
+    ("model", {"embed_dims": 8}, "model.embed_dims is not a key (did you mean model.embed_dim?)"),
+    ("model", {"embed_dim": "x"}, "model.embed_dim=x must be a whole number, got str"),
+    ("model", {"embed_dim": -8}, "model.embed_dim=-8 must be positive and finite"),
+    ("objective", {"label_smooth": 0.1}, "objective.label_smooth is not a key (did you mean objective.label_smoothing?)"),
+    ("objective", {"label_smoothing": "x"}, "objective.label_smoothing=x must be a number, got str"),
+    ("objective", {"label_smoothing": 1}, "objective.label_smoothing=1.0 must lie in [0, 1)"),
+    ("optimizer", {"momentun": 0.9}, "optimizer.momentun is not a key (did you mean optimizer.momentum?)"),
+    ("optimizer", {"momentum": "x"}, "optimizer.momentum=x must be a number, got str"),
+    ("optimizer", {"momentum": True}, "optimizer.momentum=True must be a number, got bool"),
+    ("schedule", {"warmup": 3}, "schedule.warmup is not a key (did you mean schedule.warmup_steps?)"),
+    ("schedule", {"warmup_steps": 1.5}, "schedule.warmup_steps=1.5 must be a whole number, got float"),
+    ("schedule", {"warmup_steps": -1}, "schedule.warmup_steps=-1 must be zero or more, and finite"),
+]
+
+
+@pytest.fixture(autouse=True)
+def mine(monkeypatch):
+    module = types.ModuleType("mine_of_nodes")
+    for function, _ in PARTS.values():
+        setattr(module, function.__name__, function)
+    monkeypatch.setitem(sys.modules, "mine_of_nodes", module)
+    BUILT.clear()
+
+
+@pytest.fixture
+def refused(make_config, tmp_path):
+    """``refused("data", {...})``: what a run says of this node, before it has built the part or written anything."""
+
+    def start(part, node):
+        with pytest.raises(ConfigError) as found:
+            train(make_config(**{part: node}), tmp_path / "run")
+        assert part not in BUILT and not (tmp_path / "run").exists()
+        return str(found.value)
+
+    return start
+
+
+@pytest.mark.parametrize(("part", "wrong", "said"), WRONG)
+def test_a_mistake_gives_the_same_sentence_for_a_part_of_ours_and_a_function_of_the_users(part, wrong, said, refused):
+    mine, ours = PARTS[part]
+    needed = {"path": "text.txt"} if part == "data" else {"needed": 1}
+    assert refused(part, {"_target_": f"mine_of_nodes.{mine.__name__}", **needed, **wrong}) == said
+    assert refused(part, {"_target_": ours, **({"path": "text.txt"} if part == "data" else {}), **wrong}) == said
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_missing_key_gives_the_same_sentence(part, refused):
+    """Of ours, some data sets and one model have a key that must be given."""
+    missing = "path" if part == "data" else "needed"
+    assert refused(part, {"_target_": f"mine_of_nodes.{PARTS[part][0].__name__}"}) == f"{part}.{missing} is missing"
+    if ours := {"data": "minitx.data.text", "model": "minitx.interop.pretrained_hf"}.get(part):
+        assert refused(part, {"_target_": ours}) == f"{part}.path is missing"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_word_that_is_none_of_a_literal_is_refused(part, refused):
+    node = {"_target_": f"mine_of_nodes.{PARTS[part][0].__name__}", "path" if part == "data" else "needed": 1, "kind": "c"}
+    assert refused(part, {**node, **({"path": "x"} if part == "data" else {})}) == f"{part}.kind=c is not allowed: one of a, b"
+
+
+def test_a_function_of_the_users_gets_its_keys_by_type_and_what_it_names_of_the_run():
+    node = {"_target_": "mine_of_nodes.load", "path": "x", "context_len": 4.0}
+    assert build(node, "data", {"seed": 5, "batch_size": 7}) == 9
