@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minitx.ablation.design import AblationConfig, Condition
+from minitx.ablation.design import AblationConfig
 from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Finding, Findings, middle
 from minitx.ablation.records import Run, solved_step
@@ -195,8 +195,3 @@ def attention(maps: Sequence[tuple[str, Sequence[Any]]], keys: Sequence[int] = (
     bar.ax.tick_params(labelsize=7)
     bar.set_label("weight of the last query", fontsize=8)
     return figure
-
-
-def matching(condition: Condition, wanted: Condition) -> bool:
-    """Return whether a condition has all levels of ``wanted``, of the factors that it has."""
-    return all(wanted[name] == level for name, level in condition.items() if name in wanted)

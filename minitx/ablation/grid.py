@@ -25,7 +25,7 @@ NEW_DATA = 1000
 _LOOKS = ("capture", "statistics", "gradients", "snapshot", "counting")  # what probes and measures read
 _CODE = (
     *("nn", "data", "training", "config"),
-    *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/training")),
+    *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/updates")),
     *(f"analysis/{name}.py" for name in _LOOKS),
 )
 _CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer", "schedule", "trainer", "train.yaml")

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from minitx.ablation.design import RATE, AblationConfig, ComparisonConfig, Condition, ExpectedConfig, LawConfig
-from minitx.ablation.intervals import Span, mean_interval, median, median_interval
+from minitx.ablation.intervals import Span, median, median_interval
 from minitx.ablation.records import Run, Runs, solved_step
 
 Word = Literal["MORE", "LESS", "SAME", "UNDECIDED"]
@@ -45,6 +45,7 @@ class Endpoint:
     name: str
     text: str
     is_ratio = True
+    above: Word = "MORE"  # the treatment has more or less of it, where the effect is above the margin
 
     def cost(self, arm: Arm, run: Run) -> float:
         """Return what the best rate minimises."""
@@ -108,7 +109,7 @@ class Score(Endpoint):
 class Threshold(Endpoint):
     """The largest stable learning rate, known within its bracket. The effect is reference / treatment: how many times smaller."""
 
-    name, text = "threshold", "largest stable learning rate"
+    name, text, above = "threshold", "largest stable learning rate", "LESS"
 
     def rate(self, arm: Arm, seed: int) -> str | None:
         """Return the level of a record without the factor ``lr``."""
@@ -200,8 +201,8 @@ class Finding:
         found = self.interval[0]
         if found.within(self.margin):
             return "SAME"
-        above, below = ("LESS", "MORE") if isinstance(self.endpoint, Threshold) else ("MORE", "LESS")
-        return above if found.low > self.margin.high else below if found.high < self.margin.low else "UNDECIDED"  # type: ignore[return-value]
+        below: Word = "LESS" if self.endpoint.above == "MORE" else "MORE"
+        return self.endpoint.above if found.low > self.margin.high else below if found.high < self.margin.low else "UNDECIDED"
 
 
 class Equality(NamedTuple):
@@ -372,9 +373,3 @@ def _status(finding: Finding, measured: Span | None, expected: ExpectedConfig) -
     if measured.low > bounds.high or measured.high < bounds.low:
         return "NOT HELD"
     return "HELD" if expected.by == "interval" or measured.within(bounds) else "UNDECIDED"
-
-
-def slope_text(slopes: Sequence[float]) -> str:
-    """Return the mean of per-seed slopes with its 95 % interval, as text."""
-    found = mean_interval(slopes)
-    return "" if found is None else f"{found[0]:.3f} ({found[1].low:.3f} to {found[1].high:.3f})"

@@ -2,7 +2,7 @@
 
 Add one with an override::
 
-    +callbacks.gradient={_target_: minitx.ablation.measures.GradientNorm}
+    +callbacks.measures={_target_: minitx.ablation.measures.Measures, attention: true}
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ from minitx.training.evaluation import evaluate
 from minitx.training.loggers import finite, read_metrics, read_probes
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
-GRADIENT = "gradient"
-"""The column of ``metrics.csv`` for ``GradientNorm``."""
 TOLERANCE = 1e-5
 MEASURES = ("loss_at_N", "attention_error", "attention_cost")
 """The numbers that ``Measures`` can write, which a study may name in ``measures``. N is a length."""
@@ -94,20 +92,6 @@ def _network_at(path: str) -> nn.Module:
     network = network_of({"_target_": MODEL, **shape})
     network.load_state_dict(weights)
     return network
-
-
-class GradientNorm(L.Callback):
-    """Write the norm of the gradient over all parameters except W_Q and W_K to the column ``gradient``.
-
-    Folding the scale into W_Q and W_K changes only their gradients, so this norm can be compared between scales.
-    """
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
-        named = module.network.named_parameters()
-        gradients = [p.grad for name, p in named if p.grad is not None and "q_proj" not in name and "k_proj" not in name]
-        value = float(torch.nn.utils.get_total_norm(gradients))
-        for logger in trainer.loggers:
-            logger.log_metrics({GRADIENT: value}, trainer.global_step)
 
 
 class Measures(L.Callback):
@@ -222,7 +206,6 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
         "cap": cap,
         "loss": [short(loss) for loss in losses],
         "accuracy": _curve(rows, "train_accuracy"),
-        "gradient": _curve(rows, GRADIENT),
         "nonfinite_step": trained["nonfinite_step"],
         "val_loss": trained["val_loss"],
         "val_accuracy": trained["val_accuracy"],

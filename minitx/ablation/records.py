@@ -16,7 +16,6 @@ A record is one line of ``cells.jsonl``:
 ``steps, cap``       updates made, and ``trainer.max_steps``
 ``loss``             training loss of each step, 5 significant digits, null where it is not finite
 ``accuracy``         training accuracy of each step, or null where the objective counts none
-``gradient``         gradient norm of each step over all parameters but those of W_Q and W_K, or null where it was not logged
 ``nonfinite_step``   the step whose loss or gradient was not finite, or null
 ``val_loss, val_accuracy``  of the validation after the last step, or null
 ``floors``           losses to compare with (``unigram``, ``bigram``) by name, in nats; {} where the task has none
@@ -140,11 +139,6 @@ class Runs:
             and (seeds is None or run.seed in seeds)
             and status in (None, run.status)
         ]
-
-    def start_of(self, run: Run) -> Run | None:
-        """Return the run whose weights ``run`` started from, or None."""
-        first = run.record.get("start")
-        return next((other for other in self.all if first and other.record.get("cell") == first), None)
 
 
 def read_records(path: Path) -> list[Record]:

@@ -11,16 +11,22 @@ import torch
 from torch import nn
 
 from minitx.ablation import thresholds
-from minitx.ablation.design import ThresholdConfig
-from minitx.ablation.scaling.training import lion, muon, relative_adam
+from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
+from minitx.ablation.grid import cells
+from minitx.ablation.scaling.updates import lion, muon, relative_adam
 from minitx.ablation.thresholds import Bracket, Watch, measure_threshold, search
 from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
-from minitx.config import ConfigError, ParameterRule
+from minitx.config import ConfigError, ParameterRule, TransformerConfig
+from minitx.data.tokenizers import train_tokenizer
+from minitx.interop import save_hf
+from minitx.nn import DecoderLM
 
 TINY = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8",
         "data.batch_size=4", "model.embed_dim=32", "model.num_heads=2", "model.ffn_dim=8", "trainer.threads=1",
         "callbacks.progress=false", "schedule.warmup_steps=0"]  # fmt: skip
+
+TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
 
 
 # --- the search
@@ -171,7 +177,7 @@ RULE = {"metric": "train_loss", "value": 1.0, "window": 3, "bisections": 1}
 @pytest.mark.parametrize("words", [
     ["model.scale=unscaled"],
     ["model.scale=inv_sqrt", "optimizer=sgd", "optimizer.rules=[{match: '(q|k)_proj'}, {match: '', trainable: false}]"],
-    ["model.scale=unscaled", "+callbacks.fold={_target_: minitx.ablation.scaling.training.FoldIntoQueries}"],
+    ["model.scale=unscaled", "+callbacks.fold={_target_: minitx.ablation.scaling.updates.FoldIntoQueries}"],
 ])  # fmt: skip
 def test_every_run_of_a_threshold_is_the_run_of_train_py(tmp_path, first, words):
     config = compose_config([*further(first, *words), "optimizer.lr=0.01"])
@@ -182,6 +188,26 @@ def test_every_run_of_a_threshold_is_the_run_of_train_py(tmp_path, first, words)
         alone = run_cell([*further(first, *words), f"optimizer.lr={run['rate']:g}"], str(tmp_path / "run"), 6, False, False)
         assert run["loss"] == alone["loss"][: len(run["loss"])] and run["nonfinite_step"] == alone["nonfinite_step"]
         assert run["accuracy"] == alone["accuracy"][: len(run["loss"])]
+
+
+@pytest.mark.slow
+def test_weights_of_hugging_face_are_folded_and_the_start_is_checked(tmp_path):
+    """As in a grid on a pretrained model: no study made the weights."""
+    tokenizer = train_tokenizer("bpe", [TEXT], vocab_size=300)
+    shape = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 64, "activation": "gelu_tanh"}
+    save_hf(DecoderLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **shape)), tmp_path / "theirs")
+    tokenizer.save(tmp_path / "theirs" / "tokenizer.json")
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    base = ["experiment=finetune", f"init_from.path={tmp_path / 'theirs'}", f"data.path={tmp_path / 'text.txt'}", "data.context_len=32",
+            "data.batch_size=2", "trainer.max_steps=4", "schedule=constant", "schedule.warmup_steps=0", "init_from.fold_scale=true",
+            "trainer.accelerator=cpu", "trainer.threads=1"]  # fmt: skip
+    rule = ThresholdConfig(first={"inv_sqrt": 0.1, "unscaled": 0.1}, **RULE)
+    study = StudyConfig(base=tuple(base), arms=("inv_sqrt", "unscaled"), threshold=rule)
+    arms = {name: (f"model.scale={name}",) for name in study.arms}
+    for cell in cells(AblationConfig(arms=arms, studies={"text": study})):
+        found = run_cell(cell.words(tmp_path), str(tmp_path / cell.hash), 4, False, False, cell.threshold)
+        assert found["start_error"] < 1e-5 and found["start"] == pytest.approx(math.log(tokenizer.vocab_size), rel=0.1)
+        assert found["low"] < found["high"] and not (tmp_path / cell.hash).exists()
 
 
 def test_a_threshold_that_was_stopped_goes_on_with_the_runs_it_has(tmp_path, first, monkeypatch):
@@ -205,7 +231,7 @@ def test_a_threshold_that_was_stopped_goes_on_with_the_runs_it_has(tmp_path, fir
 
 def test_the_fold_in_w_q_alone_needs_a_model_without_the_scale(tmp_path, first):
     words = further(
-        first, "model.scale=inv_sqrt", "+callbacks.fold={_target_: minitx.ablation.scaling.training.FoldIntoQueries}"
+        first, "model.scale=inv_sqrt", "+callbacks.fold={_target_: minitx.ablation.scaling.updates.FoldIntoQueries}"
     )
     with pytest.raises(ConfigError, match=r"needs model\.scale=unscaled"):
         run_cell(words, str(tmp_path / "run"), 6, False, False)

@@ -8,7 +8,7 @@ import torch
 from extra import last
 from ranks import run_ranks, train_as
 
-from minitx.ablation.design import AblationConfig, ComparisonConfig, StudyConfig
+from minitx.ablation.design import AblationConfig, ComparisonConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
 from minitx.ablation.grid import cells
 from minitx.ablation.judge import judge
@@ -300,6 +300,17 @@ def test_arms_of_a_grid_are_adopted_models_with_and_without_their_scale_from_the
             != pytest.approx(loss["unscaled", seed], rel=1e-5)
         )
     assert judge(grid, Runs.of([cell.place for cell in chosen], records)).findings
+
+
+@pytest.mark.slow
+def test_the_largest_stable_rate_of_an_adopted_model_is_found(words, tmp_path):
+    rule = ThresholdConfig(first={"folded": 0.01}, bisections=0, metric="train_loss", value=1.0, window=2)
+    base = words("llama", "model.adopt=true", "schedule=constant", "trainer.max_steps=4", "trainer.accelerator=cpu")
+    study = StudyConfig(base=tuple(base), arms=("folded",), threshold=rule)
+    grid = AblationConfig(arms={"folded": ("model.scale=unscaled", "model.fold_scale=true")}, studies={"text": study})
+    (record,) = run_cells(Here(), grid, cells(grid), tmp_path, run_cell)
+    assert record["status"] == "done", record["reason"]
+    assert record["result"]["high"] == pytest.approx(2 * record["result"]["low"])
 
 
 @pytest.mark.slow
