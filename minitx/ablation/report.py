@@ -254,7 +254,7 @@ def _slopes(findings: Findings) -> list[Table]:
                         "study": say.title(findings.grid, name),
                         "exponent over " + say.words(findings.grid, law.factor if law else ""): say.number(found[0]),
                         "95 % (Student's t)": say.span_text(found[1]),
-                        "upper bound": say.number(law.power if law else None),
+                        "of the law": say.number(law.power if law else None),
                         "seeds": str(len(slopes)),
                     }
                 )

@@ -101,10 +101,12 @@ def figure(findings: Findings) -> list[Picture]:
         label(ax, f"from scratch,\n{say.words(grid, init)}", "", "steps to solve")
     lines = [("what the formula predicts", INK, "", "-"), ("its upper bound", INK, "", "--")] if stable else []
     curves.arms_legend(drawn, grid, ARMS, lines, line="-")
-    caption = (
-        "Every seed is a line or a dot. Left: solved models, trained on with and without the scale. Middle: the largest rate at which accuracy "
-        "stays at 90 %. Right: steps to learn from scratch, each seed at the rate that is best on the other seeds."
-    )
+    said = {
+        "Solved models, trained on: the accuracy of each step.": shown,
+        "Largest stable rate: the largest at which accuracy stays at 90 %.": stable,
+        "From scratch: each seed at the rate that is best on the other seeds.": started,
+    }
+    caption = " ".join(["Every seed is a line or a dot.", *(text for text, is_there in said.items() if is_there)])
     return [Picture("scale", "What happens without the scale", caption, drawn)]
 
 
