@@ -189,7 +189,7 @@ def attention(maps: Sequence[tuple[str, Sequence[Any]]], keys: Sequence[int] = (
         image = ax.imshow(rows, vmin=0, vmax=1, cmap="magma_r", interpolation="nearest", aspect="auto")
         ax.plot(keys, range(len(keys)), "s", markersize=5, markerfacecolor="none", markeredgecolor=PALETTE[0][0])
         ax.grid(False)
-        ax.set(yticks=range(len(rows)))
+        ax.set(yticks=range(len(rows)), xticks=range(0, rows.shape[1], 4))
         label(ax, title, "key (position in the row)", "example")
     bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.6, aspect=12)
     bar.ax.tick_params(labelsize=7)

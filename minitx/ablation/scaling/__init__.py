@@ -5,6 +5,7 @@ Three fixed sentences and one figure are filled with numbers. Each is there only
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from minitx.ablation import curves
@@ -14,7 +15,7 @@ from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import Run
 from minitx.ablation.report import Picture, Section
-from minitx.analysis.canvas import INK, label, panels
+from minitx.analysis.canvas import INK, label, log_ticks, panels
 
 ARMS = ("inv_sqrt", "unscaled")
 """The arms with and without the scale, of every grid about it."""
@@ -43,7 +44,8 @@ def sentences(findings: Findings) -> list[str]:
         said.append(START.format(width=options["widths"]["wide"], large=_factor(large), small=clause))
     if wide:
         factors = [f"{_factor(f)} times{' smaller' if i == 0 else ''} with {name}" for i, (name, f) in enumerate(wide.items())]
-        below = say.list_text([say.times(f.estimate) for name, f in narrow.items() if name in wide])
+        alike = narrow.keys() == wide.keys()
+        below = say.list_text([say.times(f.estimate) + ("" if alike else f" with {name}") for name, f in narrow.items()])
         equal = [value for e in findings.equalities for value in e.equal.values()]
         clause = f" (d_k = {options['widths']['narrow']}: {below})" if narrow else ""
         said.append(STEPS.format(wide=say.list_text(factors), narrow=clause, undone=UNDONE if equal and all(equal) else ""))
@@ -54,8 +56,14 @@ def sentences(findings: Findings) -> list[str]:
 
 def _factor(f: Finding) -> str:
     """The median ratio, and its range or the number of seeds."""
-    low, high = (say.times(Span(end, end)) for end in (f.interval[0].low, f.interval[0].high)) if f.interval else ("", "")
-    return f"{say.times(f.estimate)} ({f'{low}–{high}' if f.interval else say.count_text(len(f.pairs), 'seed')})"
+    if f.interval is None:
+        return f"{say.times(f.estimate)} ({say.count_text(len(f.pairs), 'seed')})"
+    low, high = (say.times(Span(end, end)) for end in (f.interval[0].low, f.interval[0].high))
+    return (
+        f"{say.times(f.estimate)} ({low} or more)"
+        if math.isinf(f.interval[0].high)
+        else f"{say.times(f.estimate)} ({low}–{high})"
+    )
 
 
 def _thresholds(findings: Findings, width: str) -> dict[str, Finding]:
@@ -81,7 +89,7 @@ def figure(findings: Findings) -> list[Picture]:
     shown = {name: found for name, rate in options["shown"].items() if (found := _shown(findings, name, rate))}
     stable = {name: listed for name, s in options["optimizers"].items() if (listed := findings.find(s, "threshold", ARMS))}
     started = _started(findings)
-    columns = len(shown) + len(stable) + len(started)
+    columns = len(shown) + len(stable) + bool(started)
     if not columns:
         return []
     drawn, axes = panels(1, columns, width=12.5 / columns, height=2.6)
@@ -95,33 +103,37 @@ def figure(findings: Findings) -> list[Picture]:
         ax = next(left)
         curves.draw_thresholds(ax, grid, sorted(of_study, key=lambda f: float(f.condition["head_dim"])))
         label(ax, f"largest stable rate,\n{name}", "d_k", "learning rate")
-    for init, f in started.items():
-        ax = next(left)
-        _draw_times(ax, findings, f)
-        label(ax, f"from scratch,\n{say.words(grid, init)}", "", "steps to solve")
-    lines = [("what the formula predicts", INK, "", "-"), ("its upper bound", INK, "", "--")] if stable else []
+    if started:
+        _draw_times(next(left), findings, started)
+    lines = [("divided by the law", INK, "", "--")] if stable else []
+    lines = (
+        [("what the formula predicts", INK, "", "-"), *lines]
+        if any(f.predicted for of in stable.values() for f in of)
+        else lines
+    )
     curves.arms_legend(drawn, grid, ARMS, lines, line="-")
     said = {
         "Solved models, trained on: the accuracy of each step.": shown,
         "Largest stable rate: the largest at which accuracy stays at 90 %.": stable,
-        "From scratch: each seed at the rate that is best on the other seeds.": started,
+        "From scratch: each seed at the rate that is best on the other seeds; a triangle was not solved.": started,
     }
     caption = " ".join(["Every seed is a line or a dot.", *(text for text, is_there in said.items() if is_there)])
     return [Picture("scale", "What happens without the scale", caption, drawn)]
 
 
-def _draw_times(ax: Any, findings: Findings, f: Finding) -> None:
-    """The steps of each seed, by arm; a triangle where the task was not solved within the cap."""
-    for i, arm in enumerate(ARMS):
-        color, marker = style(findings.grid, arm)
-        for k, pair in enumerate(f.pairs):
-            span = (pair.reference, pair.treatment)[i]
-            solved = span.low == span.high
-            x = i + 0.5 * curves.beside(1, 0, len(f.pairs), k)
-            ax.plot([x], [span.low], marker if solved else "^", color=color, markersize=4.5, gid="runs")
-    ax.set_yscale("log")
-    ax.set_xlim(-0.5, 1.5)
-    ax.set_xticks([0, 1], ["with", "without"])
+def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> None:
+    """The steps of each seed, by initial weights and arm; a triangle where the task was not solved within the cap."""
+    for column, f in enumerate(started.values()):
+        for i, arm in enumerate(ARMS):
+            color, marker = style(findings.grid, arm)
+            for k, pair in enumerate(f.pairs):
+                span = (pair.reference, pair.treatment)[i]
+                x = column + 0.6 * curves.beside(2, i, len(f.pairs), k)
+                ax.plot([x], [span.low], marker if span.low == span.high else "^", color=color, markersize=4.5, gid="runs")
+    log_ticks(ax)
+    ax.set_xlim(-0.5, len(started) - 0.5)
+    ax.set_xticks(range(len(started)), [say.words(findings.grid, init).replace(" (", "\n(") for init in started])
+    label(ax, "from scratch,\nby initial weights", "", "steps to solve")
 
 
 def _shown(findings: Findings, name: str, rate: str) -> dict[str, list[Run]]:
