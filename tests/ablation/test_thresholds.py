@@ -13,7 +13,7 @@ from torch import nn
 from minitx.ablation import thresholds
 from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.grid import cells
-from minitx.ablation.scaling.updates import lion, muon, relative_adam
+from minitx.ablation.scaling.updates import MultiplyMatrices, lion, muon, relative_adam
 from minitx.ablation.thresholds import Bracket, Watch, measure_threshold, search
 from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
@@ -152,6 +152,15 @@ def test_one_rate_moves_both_parts_of_muon():
     network = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     groups = muon(network, lr=0.1, rules=(ParameterRule(match="0.weight", lr=0.5),)).param_groups
     assert sorted({group["lr"] for group in groups}) == pytest.approx([0.02, 0.05])
+
+
+def test_matrices_are_multiplied_once_and_vectors_stay():
+    network = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    for step in (0, 5):  # a run that goes on has the factor in its checkpoint
+        MultiplyMatrices(3.0).on_train_start(SimpleNamespace(global_step=step), SimpleNamespace(network=network))
+    for name, parameter in network.named_parameters():
+        assert torch.equal(parameter, before[name] * (3.0 if parameter.dim() > 1 else 1.0))
 
 
 # --- one that trains

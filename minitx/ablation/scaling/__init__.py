@@ -114,7 +114,7 @@ def figure(findings: Findings) -> list[Picture]:
     curves.arms_legend(drawn, grid, ARMS, lines, line="-")
     said = {
         "Solved models, trained on: the accuracy of each step.": shown,
-        "Largest stable rate: the largest at which accuracy stays at 90 %.": stable,
+        "Largest stable rate: the largest without a collapse.": stable,
         "From scratch: each seed at the rate that is best on the other seeds; a triangle was not solved.": started,
     }
     caption = " ".join(["Every seed is a line or a dot.", *(text for text, is_there in said.items() if is_there)])

@@ -142,3 +142,20 @@ class FoldIntoQueries(L.Callback):
                 for projection, by in ((layer.q_proj, 1 / factor), (layer.k_proj, factor)):
                     for parameter in projection.parameters():
                         parameter.mul_(by)
+
+
+class MultiplyMatrices(L.Callback):
+    """At the start of a run, multiply every matrix by ``factor``: GPT-2's initial weights N(0, .02²) become N(0, (.02 · factor)²).
+
+    Args:
+        factor: the factor, on embeddings, projections and heads. Vectors (biases, norms) stay.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        for parameter in module.network.parameters() if trainer.global_step == 0 else ():
+            if parameter.dim() > 1:
+                parameter.mul_(self.factor)
