@@ -1,8 +1,8 @@
 """The largest stable learning rate of a trained model: doubling, then bisection. Each rate that is tried is one training run.
 
 The runs are those that ``scripts/train.py`` makes with ``optimizer.lr=RATE`` and the other overrides of the cell: the same data,
-network, ``TrainingModule`` and Lightning loop. Data, network and starting weights are made once for all rates. A run writes no
-files, is not validated, and ends when it fails.
+network, ``TrainingModule`` and Lightning loop. Data, network and starting weights are made once for all rates. A run logs no
+rows, writes no checkpoints, is not validated, and ends when it fails.
 """
 
 from __future__ import annotations
@@ -179,6 +179,7 @@ class Runs:
         callbacks = [*build_all(self.config.callbacks.parts, "callbacks"), watch]
         trainer = build_trainer(self.config, module, self.data, self.folder, [], callbacks, 0)
         trainer.limit_val_batches = 0
+        trainer.callbacks = callbacks  # without Lightning's own checkpoints
         try:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:
