@@ -179,7 +179,7 @@ class Runs:
         callbacks = [*build_all(self.config.callbacks.parts, "callbacks"), watch]
         trainer = build_trainer(self.config, module, self.data, self.folder, [], callbacks, 0)
         trainer.limit_val_batches = 0
-        trainer.callbacks = callbacks  # without Lightning's own checkpoints
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]  # without Lightning's own checkpoints
         try:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:
