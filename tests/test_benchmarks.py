@@ -1,4 +1,4 @@
-"""The arithmetic behind the benchmarks, without a stop-watch: what a ratio, its interval, its control and its verdict are."""
+"""The arithmetic behind the benchmarks, without a stop-watch: what a ratio, its interval, its control and its verdict are; and their page."""
 
 import importlib
 import json
@@ -90,3 +90,9 @@ def test_every_benchmark_imports_and_answers_help(name, load, monkeypatch, capsy
     with pytest.raises(SystemExit, match=r"^0$"):
         load(name).main()
     assert capsys.readouterr().out.startswith("usage:")
+
+
+def test_the_committed_page_is_what_the_recorded_files_give(load):
+    report = load("report")
+    text = report.PAGE.read_text(encoding="utf-8")
+    assert text == report.between(text, report.table(report.read())), "run python benchmarks/report.py"

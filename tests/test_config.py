@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Literal
 
 import pytest
@@ -27,11 +25,6 @@ from minitx.config.schema import Count, defaults, read_call, takes_fields_of
 from minitx.config.training import NODES
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
-
-
-def test_configs_need_the_standard_library_alone():
-    code = "import sys, minitx.config, minitx.ablation.design; print({'torch', 'numpy', 'hydra', 'omegaconf', 'pandas'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
 def test_a_config_survives_the_way_through_plain_data():
@@ -61,12 +54,15 @@ def test_a_config_survives_the_way_through_plain_data():
         (lambda: RunConfig(model="net"), "model=net must be a group of keys"),
         (lambda: RunConfig(trainer=3), "trainer=3 must be a group of keys"),
         (lambda: RunConfig(imports="mine"), "imports=mine must be a list"),
+        (lambda: TransformerConfig(qk_norm="rmss"), "qk_norm=rmss .*did you mean rms"),
+        (lambda: TransformerConfig(attention=None), "attention=None is not allowed"),
+        (lambda: RunConfig(on_nonfinite="raise"), "on_nonfinite=raise"),
     ],
 )
-def test_a_value_of_another_python_type_is_named(make, said):
-    with pytest.raises(ConfigError) as refused:
+def test_a_value_of_another_type_or_a_word_that_its_field_does_not_know_is_named_from_python_too(make, said):
+    TransformerConfig(qk_norm=None, attention={"_target_": "mine.Core"})
+    with pytest.raises(ConfigError, match=f"^{said}"):
         make()
-    assert str(refused.value).startswith(said)
 
 
 @pytest.mark.parametrize("group", NODES)
@@ -100,12 +96,6 @@ def test_a_node_names_the_shortest_module_that_has_its_target():
     assert node(from_dict, rule=ParameterRule(match="a"))["rule"]["match"] == "a"  # plain data
 
 
-@pytest.mark.parametrize("scale", [None, "none", "1", True, float("nan"), float("inf"), [1]])
-def test_what_is_no_scale_is_refused(scale):
-    with pytest.raises(ConfigError, match=r"scale=.*unscaled"):
-        TransformerConfig(scale=scale)
-
-
 def test_defaults_that_depend_on_other_fields():
     config = TransformerConfig(embed_dim=96, num_heads=6)
     assert (config.width_per_head, config.kv_heads, config.ffn_width) == (16, 6, 384)
@@ -125,6 +115,7 @@ FITS = {
     ("group", "changed", "key"),
     [
         ("callbacks", {"prob": {"every": 3}}, "callbacks.prob .*callbacks.probe"),
+        ("trainer", {"stop_at": {"valu": 1}}, r"^trainer.stop_at.valu is not a key \(did you mean trainer.stop_at.value\?\)$"),
         ("callbacks", {"mine": 3}, "callbacks.mine=3"),
         ("trainer", {"plugins": [{"a": 1}]}, r"trainer.plugins\[0\]"),
         ("trainer", {"extra": {"max_steps": 3}}, "trainer.extra.max_steps"),
@@ -137,35 +128,12 @@ def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
         from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}})
 
 
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (lambda: TransformerConfig(qk_norm="rmss"), "qk_norm=rmss .*did you mean rms"),
-        (lambda: TransformerConfig(attention=None), "attention=None is not allowed"),
-        (lambda: RunConfig(on_nonfinite="raise"), "on_nonfinite=raise"),
-    ],
-)
-def test_from_python_too_a_word_must_be_one_of_those_that_its_field_knows(made, said):
-    TransformerConfig(qk_norm=None, attention={"_target_": "mine.Core"})
-    with pytest.raises(ConfigError, match=said):
-        made()
-
-
 def test_a_factor_is_a_number_or_a_power_of_the_heads_width_and_no_expression():
     for factor, value in ((2, 2.0), ("head_dim^0.5", 4.0), ("head_dim^-1", 1 / 16), (" head_dim^2 ", 256.0)):
         assert evaluate_factor(factor, head_dim=16) == value
     for factor in ("head_dim", "2*head_dim", "__import__('os')", "head_dim^1e3", ""):
         with pytest.raises(ConfigError, match="factor="):
             evaluate_factor(factor, head_dim=16)
-
-
-def test_an_unknown_key_is_answered_with_its_neighbour():
-    for values, said in (
-        ({"trainer": {"stop_at": {"valu": 1}}}, "trainer.stop_at.valu is not a key (did you mean trainer.stop_at.value?)"),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            from_dict(RunConfig, values)
-        assert str(refused.value) == said
 
 
 def own_part(
@@ -191,11 +159,7 @@ class OwnClass:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"size": 3, "rat": 0.1}, "data.rat is not a key (did you mean data.rate?)"),
         ({"size": 3, "weather": 1}, "data.weather is not a key; allowed here: size, rate, kind"),
-        ({}, "data.size is missing"),
-        ({"size": 0}, "data.size=0 must be positive"),
-        ({"size": "big"}, "data.size=big must be a whole number, got str"),
         ({"size": 3, "kind": "bigg"}, "data.kind=bigg is not allowed: one of big, small (did you mean big?)"),
         ({"size": 3, "sides": [1, "a"]}, "data.sides[1]=a must be a whole number, got str"),
         ({"size": 3, "name": 4}, "data.name=4 must be a word, got int"),

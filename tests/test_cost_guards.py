@@ -17,16 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minitx
 from minitx.analysis.canvas import panels
 from minitx.analysis.counting import allocations
-from minitx.config import (
-    CallbacksConfig,
-    ProbeConfig,
-    RunConfig,
-    TrainerConfig,
-    TransformerConfig,
-    node,
-)
-from minitx.nn import DecoderLM, build_model
-from minitx.nn.backends import chunked
+from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
+from minitx.nn import Causal, DecoderLM, Padding, build_model
+from minitx.nn.backends import chunked, sdpa
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import CrossEntropy
 from minitx.training.optimizers import adamw
@@ -99,25 +92,15 @@ def test_on_an_accelerator_a_step_reads_no_value_between_log_points(tmp_path, mo
     assert not ops.keys() & {"nonzero", "unique", "is_nonzero", "masked_select", "item"}  # whose sizes are values
 
 
-def test_a_read_in_a_step_is_counted(tmp_path, monkeypatch):
-    """The counter itself: a loss that is looked at in every step shows."""
-    real = TrainingModule.training_step
-
-    def curious(self, batch, batch_idx):
-        share = real(self, batch, batch_idx)
-        float(share.detach())
-        return share
-
-    monkeypatch.setattr(TrainingModule, "training_step", curious)
-    seen = Dispatched()
-    with seen:
-        train(config(3), tmp_path)
-    assert seen.ops["_local_scalar_dense"] >= 3 * 8
+@pytest.fixture(scope="module")
+def by_layers(tmp_path_factory):
+    """What a step of one layer and of three dispatches."""
+    return [step_of(tmp_path_factory.mktemp("steps"), layers=layers)[0] for layers in (1, 3)]
 
 
-def test_a_layer_costs_eighteen_products_and_one_fused_attention_each_way(tmp_path):
+def test_a_layer_costs_eighteen_products_and_one_fused_attention_each_way(by_layers):
     """Six matrices a layer (Q, K, V, O, up, down), each in one product forward and two backward."""
-    one, three = (step_of(tmp_path / str(layers), layers=layers)[0] for layers in (1, 3))
+    one, three = by_layers
     layer = {name: (three[name] - one.get(name, 0)) / 2 for name in three}
     assert layer["mm"] + layer["addmm"] == 18
     assert layer.get("bmm", 0) == layer.get("copy_", 0) == 0
@@ -127,14 +110,67 @@ def test_a_layer_costs_eighteen_products_and_one_fused_attention_each_way(tmp_pa
     assert layer.get("_softmax", 0) == layer.get("clone", 0) == layer.get("_to_copy", 0) == 0
 
 
-def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(tmp_path):
+def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(by_layers):
     """Norm, clipping and update are one operation each for all of a group's parameters."""
-    one, three = (step_of(tmp_path / str(layers), layers=layers)[0] for layers in (1, 3))
+    one, three = by_layers
     for name in ("_foreach_norm", "_foreach_mul_", "_fused_adamw_", "linalg_vector_norm"):
         assert one[name] == three[name] <= 2, name
     outside = sum(one.values()) - (sum(three.values()) - sum(one.values())) / 2
     # 120 in torch 2.13: embeddings, loss, head, right answers, clipping, latch, optimizer and Lightning together
     assert outside <= 124
+
+
+LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "qk_norm": "rms", "num_kv_heads": 1}
+
+
+def small(layers, **options):
+    sizes = {"vocab_size": 11, "embed_dim": 32, "num_heads": 2, "max_len": 64}
+    model = DecoderLM(TransformerConfig(**sizes, num_layers=layers, **options)).eval()
+    ids, real = torch.randint(11, (2, 7)), torch.arange(7)[None] >= torch.tensor([[2], [0]])
+    return lambda: model(ids, key_mask=real)
+
+
+def test_at_most_seven_frames_lie_between_a_models_forward_and_torchs_kernel(monkeypatch):
+    depths, kernel = [], sdpa.F.scaled_dot_product_attention
+
+    def counting(*args, **kwargs):
+        frame, found = sys._getframe(1), []
+        while frame is not None:
+            found += [frame.f_code.co_qualname] * frame.f_code.co_filename.startswith(str(PACKAGE))
+            frame = frame.f_back
+        depths.append(found)
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", counting)
+    small(2, **LLAMA)()
+    assert len(depths) == 2
+    for found in depths:
+        assert found[-1] == "DecoderLM.forward"
+        assert len(found) <= 7, found
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+@pytest.mark.parametrize("windows", [(None,), (9,), (None, 9)], ids=str)
+def test_a_mask_is_lowered_once_a_forward_and_not_once_a_layer(monkeypatch, backend, windows):
+    """Padding and Causal become one tensor for all layers with the same window."""
+    lowered = Counter()
+
+    def counting(owner, name):
+        real = getattr(owner, name)
+
+        def count(self, *args, **kwargs):
+            lowered[owner] += 1
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, count)
+
+    counting(Padding, "dense")
+    counting(Causal, "visible")
+    monkeypatch.setattr(TransformerConfig, "window_of", lambda self, layer: windows[layer % len(windows)])
+    forward = small(5, backend=backend)
+    for forwards in (1, 2):
+        forward()
+        assert lowered == {Padding: len(windows) * forwards, Causal: len(windows) * forwards}
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ SKIPS = {"skipif": "reason", "skip": "reason", "importorskip": "modname", "xfail
 
 def skips(source: str) -> Iterator[str]:
     """The reason of every skip in a file of tests; what an f-string fills in is ``…``, and no reason is an empty text."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(ast.parse(source))) if re.search("|".join(SKIPS), source) else []
     calls = {node.func: node for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in SKIPS and ast.unparse(node).startswith("pytest."):

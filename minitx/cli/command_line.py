@@ -93,21 +93,18 @@ class _Flags(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {advice}")
 
 
-def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Check the flags. Return the arguments with all flags at the end, as Hydra needs them, and the folder of ``--config-dir``.
+def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str] | None]:
+    """Check the flags. Return the arguments with all flags at the end, as Hydra needs them, and the folder of ``--config-dir``; and if
+    ``--help`` or ``--cfg job`` asks for the config of ``train``, its overrides.
 
     Raises:
         ConfigError: a flag is unknown.
     """
     given = _Flags().parse_intermixed_args(list(arguments))
     flags = [word for word in arguments if word not in given.overrides]
-    return [*given.overrides, *flags], [given.config_dir] if given.config_dir else []
-
-
-def words_to_show(arguments: Sequence[str]) -> list[str] | None:
-    """Return the overrides if ``--help`` or ``--cfg job`` asks for the config of ``train`` with them."""
-    given = _Flags().parse_intermixed_args(list(arguments))
-    return given.overrides if given.config_name is None and (given.help or given.cfg == "job") else None
+    is_shown = given.config_name is None and (given.help or given.cfg == "job")
+    folders = [given.config_dir] if given.config_dir else []
+    return [*given.overrides, *flags], folders, given.overrides if is_shown else None
 
 
 def sentence(error: BaseException) -> tuple[str, int]:
@@ -211,15 +208,10 @@ def parse(cls: type[T], arguments: Iterable[str]) -> T:
     values: dict[str, Any] = {}
     for argument in arguments:
         name, is_pair, value = argument.lstrip("+").partition("=")
-        if not is_pair:
-            raise ConfigError(f"{argument} is not key=value; --help shows the keys")
+        require(bool(is_pair), f"{argument} is not key=value; --help shows the keys")
         first, *nested = name.split(".")
-        if first in values and not nested:
-            raise ConfigError(f"{name} is given twice")
-        kind = kinds.get(first, "str")
-        if kind.startswith("tuple") and value not in ("", "null") and not value.startswith("["):
-            value = f"[{value}]"
-        found = _read(name, value, is_text=kind.startswith("str"))
+        require(first not in values or bool(nested), f"{name} is given twice")
+        found = _read(name, value, is_text=kinds.get(first, "str").startswith("str"))
         for part in reversed(nested):
             found = {part: found}
         values[first] = {**values.get(first, {}), **found} if nested else found

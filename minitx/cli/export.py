@@ -62,7 +62,7 @@ def _save_theirs(model: Any, folder: Path, *, tokenizer: Any, chat_template: str
     """Save a model of transformers as its own library does, with LoRA merged and without our core."""
     from minitx.interop.adopt import adopted_cores, release_hf
     from minitx.interop.files import write_companions
-    from minitx.interop.hf_models import quiet
+    from minitx.interop.finetune import quiet
 
     if any(module.core.scale is not None for module in adopted_cores(model).values()):
         raise ValueError("its score scale was changed, which no config of transformers keeps")

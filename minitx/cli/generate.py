@@ -10,12 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.command_line import StoredConfig, key, run_program, write
-from minitx.cli.inputs import encode_text
-from minitx.config import ConfigError
+from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import Count, require
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from minitx.data.tokenizers import TextStream, Tokenizer
 
@@ -57,21 +56,26 @@ def main() -> int:
 def _generate(config: GenerateConfig) -> None:
     import torch
 
-    from minitx.cli.inputs import open_stored, reader_of_ids, shape_of
+    from minitx.cli.inputs import encode_text, open_stored, reader_of_ids, shape_of
     from minitx.training.build import config_of
     from minitx.training.checkpoints import place
 
     stored = open_stored(config.ckpt_path, trust=config.trust)
-    model, tokenizer = stored.network, stored.tokenizer
-    kind = shape_of(model).architecture
-    if kind not in ("decoder", "encoder_decoder"):
-        raise ConfigError(f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text")
+    tokenizer, shape, kind = stored.tokenizer, config_of(stored.network), shape_of(stored.network).architecture
+    said = f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text"
+    require(kind in ("decoder", "encoder_decoder"), said)
     if tokenizer is None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds no tokenizer: its model was not trained on text")
-    if config_of(model) is None:
-        model = reader_of_ids(stored)
+    model = place(stored.network if shape is not None else reader_of_ids(stored), config.device)
+    bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # the mark with which texts begin
+    options = _options(config, model, tokenizer, shape)
     generator = torch.Generator().manual_seed(config.seed)
-    answer = partial(_answer, place(model, config.device), tokenizer, config, generator)
+
+    def answer(prompt: str) -> None:
+        require(bool(prompt) or bos_id is not None, "prompt is empty: the model needs one character at least")
+        ids = torch.tensor([encode_text(tokenizer, prompt, "prompt") or [bos_id]], device=next(model.parameters()).device)
+        _write_answers(model, ids, tokenizer, config, generator, options)
+
     if config.prompt is not None:
         answer(config.prompt)
         return
@@ -91,29 +95,37 @@ def _lines() -> Iterator[str]:
         yield line.removesuffix("\n")
 
 
-def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, generator: Any, prompt: str) -> None:
-    """Write ``num_samples`` answers to one prompt, each token's text as soon as it is certain."""
-    import torch
+def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer, shape: TransformerConfig | None) -> dict[str, Any]:
+    """The arguments that ``generate`` and ``beam_search`` share. ``shape`` is None for a model of the user's."""
+    from minitx.cli.inputs import encode_text
+    from minitx.generation.decoding import eos_ids
 
+    stop = [id for id in (*eos_ids(model), getattr(tokenizer, "end_id", None)) if id is not None]
+    if config.stop is not None:
+        stop = encode_text(tokenizer, config.stop, "stop")
+        require(len(stop) == 1, f"stop={config.stop!r} must be the text of one token, but it has {len(stop)}")
+    context = config.context
+    if context is None and shape is not None and shape.architecture == "decoder":
+        context = shape.max_len
+    options = {"max_new_tokens": config.max_new_tokens, "context": context, "stop": stop}
+    return {**options, "use_cache": shape is not None}  # a model of the user's reads the whole text for each token
+
+
+def _write_answers(
+    model: nn.Module, ids: Tensor, tokenizer: Tokenizer, config: GenerateConfig, generator: Any, options: dict[str, Any]
+) -> None:
+    """Write ``num_samples`` answers to one prompt, each token's text as soon as it is certain."""
     from minitx.data.tokenizers import TextStream
     from minitx.generation import Sampler, beam_search, generate
 
-    device = next(model.parameters()).device
-    ids = torch.tensor([_prompt_ids(model, tokenizer, prompt)], device=device)
-    context = config.context
-    if context is None and not hasattr(model, "encode"):
-        context = getattr(getattr(model, "config", None), "max_len", None)
-    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "context": context}
-    options["stop"] = _stop_ids(model, tokenizer, config.stop)
-    options["use_cache"] = hasattr(model, "config")  # a model of the user's reads the whole text for each token
+    beams: dict[str, Any] = {name: getattr(config, name) for name in ("num_beams", "length_penalty", "repetition_penalty")}
     for sample in range(config.num_samples):
         stream = TextStream(tokenizer.decode)
         if sample:
             write("---\n")
         try:
             if config.num_beams != 1:
-                beam: dict[str, Any] = {"num_beams": config.num_beams, "length_penalty": config.length_penalty}
-                (answer,) = beam_search(model, ids, **beam, repetition_penalty=config.repetition_penalty, **options)
+                (answer,) = beam_search(model, ids, **beams, **options)
                 write("".join(map(stream.push, answer.tolist())))
             else:
                 sampler = Sampler(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Sampler)})
@@ -125,24 +137,3 @@ def _answer(model: nn.Module, tokenizer: Tokenizer, config: GenerateConfig, gene
 
 def _write_token(stream: TextStream, row: int, id: int) -> None:
     write(stream.push(id))
-
-
-def _prompt_ids(model: nn.Module, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of the prompt; of a language model's empty one, the mark with which texts begin."""
-    bos_id: Any = getattr(getattr(model, "config", None), "bos_id", None)
-    if not prompt and (bos_id is None or hasattr(model, "encode")):
-        raise ConfigError("prompt is empty: the model needs one character at least")
-    return encode_text(tokenizer, prompt, "prompt") or [bos_id]
-
-
-def _stop_ids(model: nn.Module, tokenizer: Tokenizer, stop: str | None) -> list[int]:
-    """The ids that end an answer."""
-    from minitx.generation.decoding import eos_ids
-
-    if stop is None:
-        ends = *eos_ids(model), getattr(tokenizer, "end_id", None)
-        return [id for id in ends if id is not None]
-    ids = encode_text(tokenizer, stop, "stop")
-    if len(ids) != 1:
-        raise ConfigError(f"stop={stop!r} must be the text of one token, but it has {len(ids)}")
-    return ids

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from minitx.analysis.capture import attention_cores
+from minitx.analysis.snapshot import Snapshot, take_snapshot
+from minitx.cli.compose import find_own_modules
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import first_line, require
+from minitx.data.batches import ValSource
+from minitx.data.task import Task, as_split, key_value_texts, position_texts
+from minitx.data.tokenizers import Tokenizer, fingerprint, token_texts
+from minitx.generation import beam_search, generate
+from minitx.interop import adopt_hf
+from minitx.interop.finetune import load_folder, quiet
+from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, unwrapped
+from minitx.training.checkpoints import Stored, load_stored
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from minitx.analysis.snapshot import Snapshot
-    from minitx.data.task import Task
-    from minitx.data.tokenizers import Tokenizer
-    from minitx.training.checkpoints import Stored
-
-SOURCE, TARGET = "input_ids", "decoder_input_ids"
-TYPES = "token_type_ids"
+SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,6 @@ def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | 
     Raises:
         ConfigError: see ``load_stored``.
     """
-    from minitx.cli.compose import find_own_modules
-    from minitx.training.checkpoints import load_stored
-
     find_own_modules(())
     return load_stored(path, trust=trust, changes=changes)
 
@@ -53,41 +56,47 @@ def with_attention(stored: Stored) -> nn.Module:
     Raises:
         ConfigError: it has no attention that can be shown.
     """
-    from minitx.analysis.capture import attention_cores
-    from minitx.interop import adopt_hf
-    from minitx.training.build import is_of_transformers, unwrapped
-
     if is_of_transformers(unwrapped(stored.network)) and not attention_cores(stored.network):
         try:
             adopt_hf(stored.network)
         except ValueError as error:
             raise ConfigError(f"ckpt_path={stored.path} cannot be shown: {error}") from error
-    if not attention_cores(stored.network):
-        name = type(stored.network).__name__
-        raise ConfigError(f"ckpt_path={stored.path} holds a {name} without attention of minitx, so there is none to show")
+    holds = f"ckpt_path={stored.path} holds a {type(stored.network).__name__}"
+    require(bool(attention_cores(stored.network)), f"{holds} without attention of minitx, so there is none to show")
     return stored.network
 
 
 def shape_of(model: nn.Module) -> TransformerConfig:
     """Return the config of one of our models. A model of the user's is treated as a decoder of any length."""
-    found = getattr(model, "config", None)
-    return found if isinstance(found, TransformerConfig) else TransformerConfig(max_len=2**31)
+    return config_of(model) or TransformerConfig(max_len=2**31)
 
 
-def attention_of(model: nn.Module, inputs: dict[str, Any], **options: Any) -> Snapshot:
-    """Return the attention on a batch; ``options`` are those of ``take_snapshot``. The model may take fewer keys than the data have.
+def attention_of(model: nn.Module, inputs: Inputs, **options: Any) -> Snapshot:
+    """Return the attention on a row; ``options`` are those of ``take_snapshot``. The model may take fewer keys than the data have.
 
     Raises:
-        ConfigError: the model has no attention of ours, or cannot read the batch.
+        ConfigError: the model has no attention of ours, or cannot read the row.
     """
-    from minitx.analysis.snapshot import take_snapshot
-    from minitx.training.build import Caller
-
-    device, read = next(model.parameters()).device, Caller(model).inputs(inputs)
+    device, read = next(model.parameters()).device, Caller(model).inputs(inputs.tensors)
+    shape, title = config_of(model), type(model).__name__
+    if shape is not None:
+        title = f"{shape.architecture.replace('_', '–')}, heads of width {shape.width_per_head}, scale {shape.scale}"
+    tensors = {name: tensor.to(device) for name, tensor in read.items() if tensor.dim()}
     try:
-        return take_snapshot(model, {name: tensor.to(device) for name, tensor in read.items() if tensor.dim()}, **options)
+        return take_snapshot(model, tensors, tokens=inputs.texts, title=title, **options)
     except (ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(" ".join(str(error).split())[:300]) from error
+
+
+def check_reads_alike(
+    said: str, ours: nn.Module, theirs: nn.Module, tokenizers: Sequence[Tokenizer | None], first: str
+) -> None:
+    """Raise a ConfigError unless the model ``theirs`` of ``said`` reads the same inputs as ``ours`` of ``first``."""
+    for name in ("architecture", "vocab_size", "type_vocab_size", "image_size", "num_channels", "patch_size"):
+        mine, other = (getattr(shape_of(model), name) for model in (ours, theirs))
+        require(mine == other, f"{said} has model.{name}={other}, but {first} has {mine}: they cannot read the same")
+    mine, other = (None if tokenizer is None else fingerprint(tokenizer) for tokenizer in tokenizers)
+    require(mine == other, f"{said} reads text with another tokenizer than {first}: their tokens differ")
 
 
 def reader_of_ids(stored: Stored) -> Any:
@@ -96,11 +105,8 @@ def reader_of_ids(stored: Stored) -> Any:
     Raises:
         ConfigError: in a call, if the model does not return such logits for ``input_ids``.
     """
-    import torch
 
-    from minitx.training.build import Caller
-
-    class Reads(torch.nn.Module):
+    class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.network, self.caller = stored.network, Caller(stored.network)
@@ -121,97 +127,72 @@ def row_inputs(task: Task, row: int) -> Inputs:
     Raises:
         ConfigError: the row does not exist.
     """
-    from minitx.data.batches import ValSource
-    from minitx.data.task import as_split, position_texts
-    from minitx.training.build import network_inputs
-
     source = ValSource(as_split(task, "val"), batch_size=1, world=1)
-    if not 0 <= row < source.num_rows:
-        raise ConfigError(f"row={row} must lie in [0, {source.num_rows}), the validation rows")
+    require(row < source.num_rows, f"row={row} must lie in [0, {source.num_rows}), the validation rows")
     tensors = network_inputs(source.rows(range(row, row + 1)))
     return Inputs(tensors, position_texts(task, tensors))
 
 
-def text_inputs(model: nn.Module, tokenizer: Tokenizer | None, text: str, target: str | None, **options: Any) -> Inputs:
-    """Return ``text`` in the form in which ``model`` was trained. For an encoder–decoder, also ``target`` (None: its own answer).
+def text_inputs(
+    model: nn.Module, tokenizer: Tokenizer | None, text: str, name: str, target: str | None, **options: Any
+) -> Inputs:
+    """Return ``text``, the value of the key ``name``, in the form in which ``model`` was trained. An encoder–decoder also reads
+    ``target`` (None: its own answer).
 
     Args:
-        options: arguments of ``own_answer``.
+        options: arguments of ``_own_answer``.
 
     Raises:
         ConfigError: the text is empty, has more than ``max_len`` tokens, or contains a character or an id that the model does
             not know.
     """
-    import torch
-
-    from minitx.data.tokenizers import token_texts
-
     config = shape_of(model)
-    if config.architecture == "vision":
-        raise ConfigError("text is for models of text: an image is chosen by row=N")
+    require(config.architecture != "vision", "text is for models of text: an image is chosen by row=N")
     if tokenizer is None:
-        return _id_inputs(model, text)
-    ids = first_ids(config, tokenizer) + encode_text(tokenizer, text, "text")
-    check_length(model, ids, "text")
-    rows = {SOURCE: ids}
+        return _id_inputs(config, text)
+    marks = tokenizer.mark_ids
+    before = [marks["cls"]] if config.head == "sequence" and "cls" in marks else []  # the class token
+    rows = {SOURCE: before + encode_text(tokenizer, text, name)}
+    _check_length(config, rows[SOURCE], name)
     if config.architecture == "encoder_decoder":
-        answer = own_answer(model, ids, **options) if target is None else encode_text(tokenizer, target, "target")
+        answer = _own_answer(model, rows[SOURCE], **options) if target is None else encode_text(tokenizer, target, "target")
         assert config.bos_id is not None
         rows[TARGET] = [config.bos_id, *answer]
-        check_length(model, rows[TARGET], "target")
+        _check_length(config, rows[TARGET], "target")
     tensors = {axis: torch.tensor([row]) for axis, row in rows.items()}
     return Inputs(tensors, {axis: [token_texts(tokenizer, row)] for axis, row in rows.items()})
 
 
-def first_ids(config: TransformerConfig, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids before a text: the class token, if the tokenizer has one."""
-    return [tokenizer.mark_ids["cls"]] if config.head == "sequence" and "cls" in tokenizer.mark_ids else []
-
-
-def own_answer(model: nn.Module, ids: list[int], num_beams: int = 1, **options: Any) -> list[int]:
+def _own_answer(model: nn.Module, ids: list[int], num_beams: int = 1, **options: Any) -> list[int]:
     """Return the answer of an encoder–decoder to ``ids``. ``options`` are those of ``generate`` and ``beam_search``."""
-    import torch
-
-    from minitx.generation import beam_search, generate
-
-    device = next(model.parameters()).device
+    write: Any = generate if num_beams == 1 else partial(beam_search, num_beams=num_beams)
     try:
-        tensor = torch.tensor([ids], device=device)
-        if num_beams == 1:
-            (answer,) = generate(model, tensor, **options)
-        else:
-            (answer,) = beam_search(model, tensor, num_beams=num_beams, **options)
+        (answer,) = write(model, torch.tensor([ids], device=next(model.parameters()).device), **options)
     except (ValueError, FloatingPointError) as error:
         raise ConfigError(f"the model's own answer cannot be had: {error}; give it as target=TEXT") from error
-    return answer.tolist()
+    found: list[int] = answer.tolist()
+    return found
 
 
-def _id_inputs(model: nn.Module, text: str) -> Inputs:
+def _id_inputs(config: TransformerConfig, text: str) -> Inputs:
     """Ids with spaces between them, each ``ID`` or ``ID:TYPE``."""
-    import torch
-
-    from minitx.data.task import key_value_texts
-
-    config = shape_of(model)
     words = text.split()
     wrong = next((word for word in words if not re.fullmatch(r"\d+(:\d+)?", word, re.ASCII)), None)
-    if wrong is not None:
-        raise ConfigError(f"text has {wrong!r}, but the model has no tokenizer: give ids, or ID:TYPE, with spaces between them")
+    said = f"text has {wrong!r}, but the model has no tokenizer: give ids, or ID:TYPE, with spaces between them"
+    require(wrong is None, said)
     ids, types = ([int((word + ":0").split(":")[part]) for word in words] for part in (0, 1))
     for name, numbers, size in (("ids", ids, config.vocab_size or 0), ("types", types, config.type_vocab_size or 1)):
-        if numbers and max(numbers) >= size:
-            raise ConfigError(f"text has {max(numbers)} among its {name}, which must lie in [0, {size})")
-    check_length(model, ids, "text")
+        largest = max(numbers, default=-1)
+        require(largest < size, f"text has {largest} among its {name}, which must lie in [0, {size})")
+    _check_length(config, ids, "text")
     tensors = {SOURCE: torch.tensor([ids])} | ({TYPES: torch.tensor([types])} if config.type_vocab_size else {})
     return Inputs(tensors, {SOURCE: [key_value_texts(ids, types)]})
 
 
-def check_length(model: nn.Module, ids: list[int], name: str) -> None:
-    """Raise a ConfigError for no tokens, or more than the model allows."""
-    if not ids:
-        raise ConfigError(f"{name} is empty: the model needs one token at least")
-    if len(ids) > shape_of(model).max_len:
-        raise ConfigError(f"{name} has {len(ids)} tokens, but the model reads {shape_of(model).max_len} at most (max_len)")
+def _check_length(config: TransformerConfig, ids: list[int], name: str) -> None:
+    require(bool(ids), f"{name} is empty: the model needs one token at least")
+    said = f"{name} has {len(ids)} tokens, but the model reads {config.max_len} at most (max_len)"
+    require(len(ids) <= config.max_len, said)
 
 
 def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
@@ -221,9 +202,8 @@ def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
         ConfigError: the text is not UTF-8, or a character model does not know a character.
     """
     check_utf8(text, name)
-    known: str | None = getattr(tokenizer, "characters", None)
-    unknown = next((character for character in text if known is not None and character not in known), None)
-    if known is not None and unknown is not None:
+    known: str = getattr(tokenizer, "characters", None) or text
+    for unknown in (character for character in text if character not in known):
         code = f"{unknown!r} (U+{ord(unknown):04X})"
         raise ConfigError(f"{name} has the character {code}, which is none of the {len(known)} that the model knows")
     return tokenizer.encode(text).tolist()
@@ -246,10 +226,8 @@ def paired(first: Inputs, second: Inputs) -> list[Inputs]:
     texts = {}
     for axis, (row,) in first.texts.items():
         (other,) = second.texts[axis]
-        if len(row) != len(other):
-            raise ConfigError(
-                f"compare_text has {len(other)} tokens, but text has {len(row)}: two texts are compared token by token"
-            )
+        said = f"compare_text has {len(other)} tokens, but text has {len(row)}: two texts are compared token by token"
+        require(len(row) == len(other), said)
         texts[axis] = [[a if a == b else f"{a}|{b}" for a, b in zip(row, other, strict=True)]]
     return [replace(first, texts=texts), replace(second, texts=texts)]
 
@@ -270,9 +248,6 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
         ConfigError: transformers is not installed; there is no such folder; it has no ``config.json``, no tokenizer, or not
             all weights; transformers cannot read it; or ``adopt_hf`` refuses the model.
     """
-    from minitx.interop import adopt_hf
-    from minitx.interop.hf_models import load_folder, quiet
-
     said = f"{name}={path}"
     try:
         import transformers
@@ -306,60 +281,49 @@ def _hf_folder(path: str, said: str) -> Path:
     return folder
 
 
-def hf_source(model: Any, tokenizer: Any, text: str, name: str) -> Inputs:
-    """Return ``text``, the value of the key ``name``, with the special tokens that the tokenizer puts around it.
-
-    Raises:
-        ConfigError: the text is empty, has more tokens than the model has positions, or an id that the model does not have.
-    """
-    import torch
-
-    check_utf8(text, name)
-    found = tokenizer(text)
-    ids, limit = found[SOURCE], getattr(model.config, "max_position_embeddings", None)
-    _check_ids(model, ids, name)
-    if limit is not None and len(ids) > limit:
-        raise ConfigError(f"{name} has {len(ids)} tokens, but the model reads {limit} at most (max_position_embeddings)")
-    return Inputs({key: torch.tensor([row]) for key, row in found.items()}, {SOURCE: [_hf_texts(tokenizer, ids)]})
-
-
-def with_target(model: Any, tokenizer: Any, source: Inputs, target: str | None, **options: Any) -> Inputs:
-    """Add what the decoder of an encoder–decoder reads: ``target``, or (None) the model's own answer.
+def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | None, **options: Any) -> Inputs:
+    """Return ``text``, the value of the key ``name``, with the special tokens that the tokenizer puts around it. An encoder–decoder
+    also reads ``target`` (None: its own answer).
 
     Args:
         options: arguments of ``model.generate``.
 
     Raises:
-        ConfigError: the model cannot write text, or ``target`` as in ``hf_source``.
+        ConfigError: the text is empty, has more tokens than the model has positions, or an id that the model does not have; or an
+            encoder–decoder cannot write text.
     """
-    import torch
+    found = hf_ids(model, tokenizer, text, name)
+    rows, tensors = {SOURCE: found[SOURCE]}, {key: torch.tensor([row]) for key, row in found.items()}
+    if model.config.is_encoder_decoder:
+        said = f"{type(model).__name__} is an encoder-decoder without a head, so it reads no target"
+        require(model.can_generate(), said)
+        if target is None:
+            given = {key: tensors[key].to(model.device) for key in (SOURCE, "attention_mask")}
+            with quiet():
+                answer = model.generate(**given, do_sample=False, **options)
+            tensors[TARGET] = answer[:, :-1].cpu()  # nothing reads the last token
+        else:
+            labels = torch.tensor([hf_ids(model, tokenizer, target, "target", is_target=True)[SOURCE]])
+            tensors[TARGET] = model.prepare_decoder_input_ids_from_labels(labels)
+        rows[TARGET] = tensors[TARGET][0].tolist()
+    return Inputs(tensors, {axis: [_hf_texts(tokenizer, row)] for axis, row in rows.items()})
 
-    from minitx.interop.hf_models import quiet
 
-    require(model.can_generate(), f"{type(model).__name__} is an encoder-decoder without a head, so it reads no target")
-    if target is None:
-        device = next(model.parameters()).device
-        with quiet():
-            given = {name: source.tensors[name].to(device) for name in (SOURCE, "attention_mask")}
-            ids = model.generate(**given, do_sample=False, **options)[:, :-1].cpu()  # nothing reads the last token
-    else:
-        check_utf8(target, "target")
-        labels = tokenizer(text_target=target)[SOURCE]
-        _check_ids(model, labels, "target")
-        ids = model.prepare_decoder_input_ids_from_labels(torch.tensor([labels]))
-    return Inputs(source.tensors | {TARGET: ids}, source.texts | {TARGET: [_hf_texts(tokenizer, ids[0].tolist())]})
-
-
-def _check_ids(model: Any, ids: list[int], name: str) -> None:
-    size = model.get_input_embeddings().num_embeddings
+def hf_ids(model: Any, tokenizer: Any, text: str, name: str, *, is_target: bool = False) -> Any:
+    """Return what ``tokenizer`` makes of a text, the value of the key ``name``. ``hf_inputs`` says what is a ConfigError."""
+    check_utf8(text, name)
+    found = tokenizer(text_target=text) if is_target else tokenizer(text)
+    ids, size = found[SOURCE], model.get_input_embeddings().num_embeddings
+    limit = getattr(model.config, "max_position_embeddings", None) or len(ids)
     require(bool(ids), f"{name} is empty: the model needs one token at least")
     require(max(ids, default=0) < size, f"{name} has the id {max(ids, default=0)}, but the model knows {size} tokens")
+    said = f"{name} has {len(ids)} tokens, but the model reads {limit} at most (max_position_embeddings)"
+    require(len(ids) <= limit, said)
+    return found
 
 
 def _hf_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """As ``token_texts``. A tokenizer that is not of the package tokenizers gives its pieces."""
-    from minitx.data.tokenizers import Tokenizer, token_texts
-
     if not tokenizer.is_fast:
         return tokenizer.convert_ids_to_tokens(ids)
     return token_texts(Tokenizer(tokenizer.backend_tokenizer.to_str()), ids)

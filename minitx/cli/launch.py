@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
+from minitx.config.schema import require
 from minitx.training import rank
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
@@ -31,12 +32,9 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 class RankFailedError(RuntimeError):
     """A process of the run failed. ``code`` is its exit code."""
 
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message, code)
+    def __init__(self, message: str, code: int = 3) -> None:  # a default, so that it can be pickled
+        super().__init__(message)
         self.code = code
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class ProgramStoppedError(RuntimeError):
@@ -66,15 +64,12 @@ def needs_launch(options: TrainerConfig) -> bool:
             torchrun or srun.
     """
     outside, wanted = started_from_outside(), options.world_size
-    if outside and outside != wanted:
-        said = f"trainer.devices={options.devices} x trainer.num_nodes={options.num_nodes}"
-        raise ConfigError(f"{said} is {wanted}, but {outside} processes were started")
+    nodes = f"trainer.num_nodes={options.num_nodes}"
+    said = f"trainer.devices={options.devices} x {nodes} is {wanted}, but {outside} processes were started"
+    require(outside in (0, wanted), said)
     if outside or wanted == 1 or "LOCAL_RANK" in os.environ:
         return False
-    if options.num_nodes > 1:
-        raise ConfigError(
-            f"trainer.num_nodes={options.num_nodes}: processes on several machines are started by torchrun or srun"
-        )
+    require(options.num_nodes == 1, f"{nodes}: processes on several machines are started by torchrun or srun")
     return True
 
 
@@ -120,7 +115,7 @@ def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
         return RankFailedError(said["message"], failure.exitcode)
     how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
     text = f"process {number} of the run {how} and the others were stopped; see {folder / 'logs'}"
-    return RankFailedError(text, 3)
+    return RankFailedError(text)
 
 
 def tell_launcher(message: str) -> None:

@@ -21,10 +21,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.command_line import check_flags, exit_code, sentence, words_to_show
+from minitx.cli.command_line import check_flags, exit_code, sentence
 from minitx.cli.compose import build_config, build_grid, find_own_modules, register_defaults, unlisted
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
+from minitx.config.schema import require
 from minitx.training import rank
 
 CONFIGS = "pkg://minitx.configs"
@@ -37,10 +38,10 @@ def main() -> int:
     register_defaults()
 
     def program() -> None:
-        sys.argv[1:], config_dirs = check_flags(sys.argv[1:])
+        sys.argv[1:], config_dirs, shown = check_flags(sys.argv[1:])
         find_own_modules(config_dirs)
-        if (words := words_to_show(sys.argv[1:])) is not None:
-            sys.argv[1:1] = unlisted([*(f"{CONFIG_DIR}{folder}" for folder in config_dirs), *words])
+        if shown is not None:
+            sys.argv[1:1] = unlisted([*(f"{CONFIG_DIR}{folder}" for folder in config_dirs), *shown])
         try:
             hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")(run_job)()
         finally:
@@ -186,21 +187,18 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
         return Path(os.environ[FOLDER])
     job = HydraConfig.get()
     sweeps = job.mode == RunMode.MULTIRUN
-    if sweeps and config.output_dir and "${" not in str(OmegaConf.to_container(composed, resolve=False)["output_dir"]):  # type: ignore[call-overload, index]
-        raise ConfigError(
-            f"output_dir={config.output_dir} is one folder for all jobs of -m: set hydra.sweep.dir, or leave it out"
-        )
+    typed: Any = OmegaConf.to_container(composed, resolve=False)
+    is_shared = sweeps and config.output_dir and "${" not in str(typed["output_dir"])
+    said = f"output_dir={config.output_dir} is one folder for all jobs of -m: set hydra.sweep.dir, or leave it out"
+    require(not is_shared, said)
     if grid is not None:
         return Path(config.output_dir or Path("runs", config.experiment, grid.name)).absolute()
     named = config.output_dir or hydra_folder()
-    if config.ckpt_path == "last" and named is None:
-        raise ConfigError(
-            "ckpt_path=last is the newest checkpoint in output_dir=null: say which run goes on, output_dir=FOLDER"
-        )
+    said = "ckpt_path=last is the newest checkpoint in output_dir=null: say which run goes on, output_dir=FOLDER"
+    require(config.ckpt_path != "last" or named is not None, said)
     if not started_from_outside():
         return Path(named or default_folder(config.experiment)).absolute()
-    if sweeps:
-        raise ConfigError("a sweep (-m) starts the processes of each of its runs: call it without torchrun and srun")
+    require(not sweeps, "a sweep (-m) starts the processes of each of its runs: call it without torchrun and srun")
     return Path(named or Path("runs", config.experiment, job_name())).absolute()
 
 

@@ -7,22 +7,17 @@ import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minitx.cli.command_line import StoredConfig, check_output, key, run_program, write, writing
-from minitx.config import ConfigError, TransformerConfig
+from minitx.config import ConfigError
 from minitx.config.schema import Count, Natural, require
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from minitx.analysis.snapshot import Snapshot
     from minitx.analysis.viewer import Trace
     from minitx.cli.inputs import Inputs
-    from minitx.data.tokenizers import Tokenizer
     from minitx.training.checkpoints import Stored
-
-    Reader = tuple[nn.Module, Tokenizer | None]
 
 USAGE = """python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value ...]
 python scripts/view_attention.py model=FOLDER text=TEXT [key=value ...]"""
@@ -74,11 +69,6 @@ class ViewConfig(StoredConfig):
         parts = [part.strip() for part in (self.layers or "").strip("[]").split(",")]
         return [int(p) if re.fullmatch(r"-?\d+", p, re.ASCII) else p for p in parts if p] or None
 
-    @property
-    def answering(self) -> dict[str, int]:
-        """Return how an encoder-decoder writes its own answer."""
-        return {"num_beams": self.num_beams, "max_new_tokens": self.max_new_tokens}
-
 
 def main() -> int:
     """The program behind ``scripts/view_attention.py`` and ``minitx-view``; returns the exit code."""
@@ -89,13 +79,10 @@ def _view(config: ViewConfig) -> None:
     from minitx.analysis.viewer import viewer_page
 
     paths = {name: path for name in ("ckpt_path", "model", "compare") if (path := getattr(config, name))}
-    folders = [Path(path).is_dir() for path in paths.values()]
-    if config.model:
-        title, traces = _adopted(config, paths)
-    elif folders[0] != folders[-1]:
-        raise ConfigError(f"compare={config.compare} must be a {'run folder' if folders[0] else 'checkpoint'} as ckpt_path is")
-    else:
-        title, traces = _recorded(config, paths) if folders[0] else _taken(config, paths)
+    folders = [not config.model and Path(path).is_dir() for path in paths.values()]
+    kind = "run folder" if folders[0] else "checkpoint"
+    require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind} as ckpt_path is")
+    title, traces = (_recorded if folders[0] else _taken)(config, paths)
     try:
         page = viewer_page(traces, title=title)
     except ValueError as error:
@@ -122,8 +109,7 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
     from minitx.analysis.snapshot import read_snapshots
     from minitx.analysis.viewer import Trace
 
-    if config.text is not None:
-        raise ConfigError("text is for checkpoints: a run's folder holds sentences of its own, to be chosen by row=N")
+    require(config.text is None, "text is for checkpoints: a run's folder holds sentences of its own, to be chosen by row=N")
     row, traces = config.row or 0, []
     for path, shown in zip(paths.values(), _names(list(paths.values())), strict=True):
         try:
@@ -131,8 +117,7 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
         except ValueError as error:
             raise ConfigError(f"{error}; or give one of its checkpoints") from error
         count = snapshots[0].num_rows
-        if row >= count:
-            raise ConfigError(f"row={row} must lie in [0, {count}), the sentences that {path} holds")
+        require(row < count, f"row={row} must lie in [0, {count}), the sentences that {path} holds")
         traces.append(Trace(shown, [_with_layers(snapshot.sentence(row), config) for snapshot in snapshots]))
         _check_size(traces[-1].snapshots[0], sum(len(trace.snapshots) for trace in traces))
     return f"Attention on recorded sentence {row}", traces
@@ -148,34 +133,82 @@ def _with_layers(snapshot: Snapshot, config: ViewConfig) -> Snapshot:
     return dataclasses.replace(snapshot, maps=tuple(layer for layer in snapshot.maps if layer.name in kept))
 
 
-# --- what models of Hugging Face do
+# --- what models do with texts or a row
 
 
-def _adopted(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
+def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
     from minitx.analysis.viewer import Trace
-    from minitx.cli.inputs import SOURCE, hf_source, open_hf, paired, with_target
+    from minitx.cli.inputs import SOURCE, attention_of, check_reads_alike, hf_ids
+
+    files = {name: [path] if config.model else _files(path) for name, path in paths.items()}
+    steps = {} if config.model else _steps(files)
+    name, first = next((name, listed[-1]) for name, listed in files.items())  # the latest says what is read, and answers
+    opened = {first: _open(config, name, first)}
+    model, tokenizer, stored = opened[first]
+    inputs, title = _inputs(config, model, tokenizer, stored)
+    traces: list[Trace] = []
+    for name, shown in zip(files, _names(list(paths.values())), strict=True):
+        snapshots: list[list[Snapshot]] = [[] for _ in inputs]
+        for file in files[name]:
+            other, its_tokenizer, _ = opened.pop(file) if file in opened else _open(config, name, file)
+            if stored is not None:
+                check_reads_alike(f"{name}={file}", model, other, (tokenizer, its_tokenizer), first)
+            else:
+                ids = hf_ids(other, its_tokenizer, config.text or "", "text")[SOURCE]
+                said = f"{name}={file} reads text with another tokenizer than model={first}: their tokens differ"
+                require(ids == inputs[0].tensors[SOURCE][0].tolist(), said)
+            for taken, given in zip(snapshots, inputs, strict=True):
+                taken.append(attention_of(other, given, layers=config.chosen_layers, step=steps.get(file)))
+                _check_size(taken[-1], sum(map(len, files.values())) * len(inputs))
+        traces += map(Trace, _titles(config, shown), snapshots)
+    return title, traces
+
+
+def _steps(files: dict[str, list[str]]) -> dict[str, int]:
+    """The steps of the checkpoints, whose lists are sorted by them."""
+    from minitx.training.checkpoints import read_checkpoint
+
+    steps: dict[str, int] = {}
+    for name, listed in files.items():
+        steps |= {file: int(read_checkpoint(file, key=name, verb="read")["global_step"]) for file in listed}
+        listed.sort(key=steps.__getitem__)
+        twice = next((steps[b] for a, b in itertools.pairwise(listed) if steps[a] == steps[b]), None)
+        require(twice is None, f"{name} has two checkpoints of step {twice}")
+    return steps
+
+
+def _open(config: ViewConfig, name: str, file: str) -> tuple[Any, Any, Stored | None]:
+    """A model with its tokenizer. Of a checkpoint also the rest of it."""
+    from minitx.cli.inputs import open_hf, open_stored, with_attention
     from minitx.training.checkpoints import place
 
-    texts = {name: text for name in ("text", "compare_text") if (text := getattr(config, name)) is not None}
-    inputs: list[Inputs] = []
-    traces: list[Trace] = []
-    for name, shown in zip(paths, _names(list(paths.values())), strict=True):
-        model, tokenizer = open_hf(paths[name], name)
-        place(model, config.device)
-        read = [hf_source(model, tokenizer, text, key) for key, text in texts.items()]
-        if not inputs:  # the first model answers
-            _check_target(config, type(model).__name__, model.config.is_encoder_decoder)
-            if model.config.is_encoder_decoder:
-                read = [with_target(model, tokenizer, source, config.target, **config.answering) for source in read]
-            inputs = paired(*read) if len(read) == 2 else read
-        elif read[0].tensors[SOURCE].tolist() != inputs[0].tensors[SOURCE].tolist():
-            raise ConfigError(
-                f"compare={config.compare} reads text with another tokenizer than model={config.model}: their tokens differ"
-            )
-        for title, given in zip(_titles(config, shown), inputs, strict=True):
-            traces.append(Trace(title, [_snapshot(config, model, given, None)]))
-            _check_size(traces[-1].snapshots[0], len(paths) * len(texts))
-    return f"Attention on {_quoted(config.text or '')}", traces
+    if config.model:
+        model, tokenizer = open_hf(file, name)
+        return place(model, config.device), tokenizer, None
+    stored = open_stored(file, trust=config.trust)
+    return place(with_attention(stored), config.device), stored.tokenizer, stored
+
+
+def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | None) -> tuple[list[Inputs], str]:
+    """What the models read, one text or two or a row, and the page's title."""
+    from minitx.cli.inputs import hf_inputs, paired, row_inputs, shape_of, text_inputs
+
+    kind = type(model).__name__ if stored is None else shape_of(model).architecture
+    is_pair = model.config.is_encoder_decoder if stored is None else kind == "encoder_decoder"
+    require(is_pair or config.target is None, f"target is for encoder-decoders, and the model is a {kind}")
+    needed = is_pair and config.compare_text is not None and config.target is None
+    require(not needed, "compare_text needs target=TEXT: the model reads both texts with the same target")
+    if config.text is not None:
+        read = hf_inputs if stored is None else text_inputs
+        answering = {"num_beams": config.num_beams, "max_new_tokens": config.max_new_tokens}
+        texts = {name: text for name in ("text", "compare_text") if (text := getattr(config, name)) is not None}
+        found = [read(model, tokenizer, text, name, config.target, **answering) for name, text in texts.items()]
+        return paired(*found) if len(found) == 2 else found, f"Attention on {_quoted(config.text)}"
+    if config.row is None and tokenizer is not None:
+        raise ConfigError("text is missing: give text=TEXT for the model to read, or row=N for a row of its validation data")
+    assert stored is not None
+    row = config.row or 0
+    return [row_inputs(stored.task(), row)], f"Attention on validation row {row}"
 
 
 def _titles(config: ViewConfig, shown: str) -> list[str]:
@@ -187,99 +220,10 @@ def _quoted(text: str) -> str:
     return f"“{text if len(text) <= 60 else text[:59] + '…'}”"
 
 
-def _check_target(config: ViewConfig, kind: str, is_pair: bool) -> None:
-    require(is_pair or config.target is None, f"target is for encoder-decoders, and the model is a {kind}")
-    needed = is_pair and config.compare_text is not None and config.target is None
-    require(not needed, "compare_text needs target=TEXT: the model reads both texts with the same target")
-
-
-# --- what checkpoints do
-
-
-def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
-    from minitx.analysis.viewer import Trace
-    from minitx.cli.inputs import open_stored, with_attention
-    from minitx.training.checkpoints import place, read_checkpoint
-
-    files = {name: _files(path) for name, path in paths.items()}
-    steps = {
-        file: int(read_checkpoint(file, key=name, verb="read")["global_step"])
-        for name, listed in files.items()
-        for file in listed
-    }
-    for name, listed in files.items():
-        listed.sort(key=steps.__getitem__)
-        twice = next((steps[b] for a, b in itertools.pairwise(listed) if steps[a] == steps[b]), None)
-        if twice is not None:
-            raise ConfigError(f"{name} has two checkpoints of step {twice}")
-    first = files["ckpt_path"][-1]  # the latest says what is read, and answers
-    stored = open_stored(first, trust=config.trust)
-    model, tokenizer = with_attention(stored), stored.tokenizer
-    place(model, config.device)
-    inputs, title = _inputs(config, stored)
-    count = sum(map(len, files.values())) * len(inputs)
-    traces: list[Trace] = []
-    for name, shown in zip(files, _names(list(paths.values())), strict=True):
-        snapshots: list[list[Snapshot]] = [[] for _ in inputs]
-        for file in files[name]:
-            second = open_stored(file, trust=config.trust)
-            other = with_attention(second)
-            _check_reads_alike(f"{name}={file}", (model, tokenizer), (other, second.tokenizer), first)
-            place(other, config.device)
-            for taken, given in zip(snapshots, inputs, strict=True):
-                taken.append(_snapshot(config, other, given, steps[file]))
-                _check_size(taken[-1], count)
-        traces += map(Trace, _titles(config, shown), snapshots)
-    return title, traces
-
-
-def _inputs(config: ViewConfig, stored: Stored) -> tuple[list[Inputs], str]:
-    """What the models read, one text or two, and the page's title."""
-    from minitx.cli.inputs import paired, row_inputs, shape_of, text_inputs, with_attention
-
-    model, tokenizer = with_attention(stored), stored.tokenizer
-    architecture = shape_of(model).architecture
-    _check_target(config, architecture, architecture == "encoder_decoder")
-    if config.text is not None:
-        texts = [text for text in (config.text, config.compare_text) if text is not None]
-        read = [text_inputs(model, tokenizer, text, config.target, **config.answering) for text in texts]
-        return paired(*read) if len(read) == 2 else read, f"Attention on {_quoted(config.text)}"
-    if config.row is None and tokenizer is not None:
-        raise ConfigError("text is missing: give text=TEXT for the model to read, or row=N for a row of its validation data")
-    row = config.row or 0
-    return [row_inputs(stored.task(), row)], f"Attention on validation row {row}"
-
-
-def _snapshot(config: ViewConfig, model: nn.Module, inputs: Inputs, step: int | None) -> Snapshot:
-    from minitx.cli.inputs import attention_of
-
-    made = getattr(model, "config", None)
-    title = type(model).__name__
-    if isinstance(made, TransformerConfig):
-        title = f"{made.architecture.replace('_', '–')}, heads of width {made.width_per_head}, scale {made.scale}"
-    return attention_of(model, inputs.tensors, tokens=inputs.texts, layers=config.chosen_layers, step=step, title=title)
-
-
-def _check_reads_alike(said: str, ours: Reader, theirs: Reader, first: str) -> None:
-    from minitx.cli.inputs import shape_of
-    from minitx.data.tokenizers import fingerprint
-
-    for name in ("architecture", "vocab_size", "type_vocab_size", "image_size", "num_channels", "patch_size"):
-        mine, other = getattr(shape_of(ours[0]), name), getattr(shape_of(theirs[0]), name)
-        if mine != other:
-            raise ConfigError(f"{said} has model.{name}={other}, but {first} has {mine}: they cannot read the same")
-    marks = [None if tokenizer is None else fingerprint(tokenizer) for _, tokenizer in (ours, theirs)]
-    if marks[0] != marks[1]:
-        raise ConfigError(f"{said} reads text with another tokenizer than {first}: their tokens differ")
-
-
 def _check_size(snapshot: Snapshot, count: int) -> None:
     size = count * sum(int(layer.visible.sum()) for layer in snapshot.maps) * 8 // 3  # two bytes, four letters for three
-    if size > LARGEST_PAGE:
-        raise ConfigError(
-            f"the page would have {size / 2**20:,.0f} MiB, more than browsers take ({LARGEST_PAGE >> 20}): choose some "
-            "layers=, fewer steps, or a shorter text"
-        )
+    said = f"the page would have {size / 2**20:,.0f} MiB, more than browsers take ({LARGEST_PAGE >> 20})"
+    require(size <= LARGEST_PAGE, f"{said}: choose some layers=, fewer steps, or a shorter text")
 
 
 def _files(path: str) -> list[str]:

@@ -4,9 +4,9 @@ Pickle files and code are never read.
 """
 
 from minitx.interop.adopt import adopt_hf, release_hf
-from minitx.interop.hf_models import Lora, hf_from_config, pretrained_hf
-from minitx.interop.huggingface import FAMILIES, load_hf, save_hf
+from minitx.interop.finetune import Lora, hf_from_config, pretrained_hf
 from minitx.interop.pretrained import from_pretrained, save_pretrained
+from minitx.interop.weights import FAMILIES, load_hf, save_hf
 
 __all__ = [
     "FAMILIES",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -166,29 +166,13 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
     outermost = list(_outermost(model, PreTrainedModel))
     if not outermost:
         raise TypeError(f"adopt_hf takes a model of transformers, got {type(model).__name__}, which contains none")
     if adopted_cores(model):
         raise ValueError(f"{type(model).__name__} is adopted already: release_hf gives it back")
-    layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
-    containers = {name[:end] for name in layers for end, letter in enumerate(name) if letter == "."} | {""}
-    others = [
-        name
-        for name, module in model.named_modules()
-        if name not in layers and name not in containers and _attends_by_itself(type(module))
-    ]
-    if others or not layers:
-        where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
-        raise ValueError(
-            f"the attention of {where} does not pass through transformers' AttentionInterface, "
-            "so no other function can take its place"
-        )
-    taken = [name for name, module in layers.items() if hasattr(module, "core")]
-    if taken:
-        raise ValueError(f"{taken[0]} has an attribute named core already")
+    layers = _attention_layers(model)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     adoption = Adoption(_copy_configs(model))
@@ -197,17 +181,10 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         if not set(OTHER_STATES).isdisjoint(inspect.signature(module.forward).parameters):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_attention, with_kwargs=True))
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and adopted_cores(module):
-            module.is_block = True
         if isinstance(module, PreTrainedModel):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_model, with_kwargs=True))
             adoption.hooks.append(module.register_forward_hook(adoption.leave_model, always_call=True))
-    for name in layers:  # layers of another class (ALBERT): those of a ModuleList
-        around = [name[:end] for end, letter in enumerate(name) if letter == "."]
-        listed = [path for path in around if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.ModuleList)]
-        if listed and not any(is_block(model.get_submodule(path)) for path in around):
-            block: Any = model.get_submodule(listed[-1])
-            block.is_block = True
+    _mark_blocks(model, layers)
     for root in outermost:
         root.adoption = adoption
         root.set_attn_implementation(NAME)
@@ -259,6 +236,42 @@ def _outermost(module: nn.Module, kind: type) -> Iterator[Any]:
     else:
         for child in module.children():
             yield from _outermost(child, kind)
+
+
+def _attention_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the attention modules of ``model`` by name. Raise a ValueError if some attention cannot be replaced."""
+    layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
+    known = {*layers, "", *(around for name in layers for around in _around(name))}
+    others = [name for name, module in model.named_modules() if name not in known and _attends_by_itself(type(module))]
+    if others or not layers:
+        where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
+        raise ValueError(
+            f"the attention of {where} does not pass through transformers' AttentionInterface, "
+            "so no other function can take its place"
+        )
+    if taken := [name for name, module in layers.items() if hasattr(module, "core")]:
+        raise ValueError(f"{taken[0]} has an attribute named core already")
+    return layers
+
+
+def _mark_blocks(model: nn.Module, layers: Iterable[str]) -> None:
+    """Note which modules are blocks, for those who look at the residual stream: layers of transformers' class, else of a list (ALBERT)."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and adopted_cores(module):
+            module.is_block = True
+    for name in layers:
+        around = {path: model.get_submodule(path) for path in _around(name)}
+        listed = [path for path in around if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.ModuleList)]
+        if listed and not any(map(is_block, around.values())):
+            block: Any = around[listed[-1]]
+            block.is_block = True
+
+
+def _around(name: str) -> list[str]:
+    """The names of the modules that contain the module ``name``, the outermost first."""
+    return [name[:end] for end, letter in enumerate(name) if letter == "."]
 
 
 def _calls_interface(kind: type[nn.Module]) -> bool:
@@ -325,20 +338,9 @@ def _attention(
             f"{type(module).__name__} hands {chosen[0]} to its attention function, which no core takes: release_hf"
         )
     core: AdoptedCore = module.core
-    adoption = core.adoption
-    L, S = query.shape[2], key.shape[2]
-    causal = module.is_causal if is_causal is None else is_causal
-    bias = position_bias
-    key_mask = adoption.key_masks[core.is_cross]
-    if attention_mask is not None and causal and not core.is_cross and key_mask is not None and key_mask.shape[1] < S:
-        S = key_mask.shape[1]  # a static cache hands out keys that are not written
-        key, value = key[:, :, :S], value[:, :, :S]
-    if attention_mask is None or attention_mask.dtype == torch.bool:
-        mask = adoption.mask(attention_mask, bool(causal), (key.shape[0], S), core.is_cross)
-        if attention_mask is None and causal and L > 1:
-            key, value = key[:, :, :L], value[:, :, :L]
-    else:
-        mask, bias = None, attention_mask[..., :S] if bias is None else bias + attention_mask[..., :S]
+    causal = bool(module.is_causal if is_causal is None else is_causal)
+    mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, causal, query.shape[2], key)
+    key, value = key[:, :, :S], value[:, :, :S]
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries have one row
     if core.scale is not None:
@@ -349,13 +351,32 @@ def _attention(
         key,
         value,
         mask,
-        None if bias is None else bias[..., : key.shape[2]],
+        bias,
         query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap,
         s_aux,
         dropout_p=dropout,
-        need_weights=adoption.weights_wanted,
+        need_weights=core.adoption.weights_wanted,
         is_cross=core.is_cross,
     )
     out, weights = core(call) if call.need_weights else (core(call), None)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _mask_and_bias(
+    core: AdoptedCore, attention_mask: Tensor | None, position_bias: Tensor | None, causal: bool, L: int, key: Tensor
+) -> tuple[Mask | None, Tensor | None, int]:
+    """What hides keys, what is added to the scores, and how many keys count: a static cache hands out keys that are not written."""
+    adoption, (B, _, S, _) = core.adoption, key.shape
+    if attention_mask is None:
+        mask = adoption.mask(None, causal, (B, S), core.is_cross)
+        S = min(L, S) if causal and L > 1 else S
+        return mask, None if position_bias is None else position_bias[..., :S], S
+    key_mask = adoption.key_masks[core.is_cross]
+    if causal and not core.is_cross and key_mask is not None:
+        S = min(S, key_mask.shape[1])
+    bias = None if position_bias is None else position_bias[..., :S]
+    if attention_mask.dtype == torch.bool:
+        return adoption.mask(attention_mask, causal, (B, S), core.is_cross), bias, S
+    added = attention_mask[..., :S]
+    return None, added if bias is None else bias + added, S

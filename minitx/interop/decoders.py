@@ -6,27 +6,23 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from minitx.interop.families import ACTIVATIONS, Architecture, Family, Place, Tensors, Values
+from minitx.interop.families import ACTIVATIONS, SIZES, TEXT, Architecture, Family, Values
 
 # --- GPT-2 (Radford et al. 2019): its matrices have shape (in, out), and one matrix holds q, k and v (``Conv1D``)
 
 GPT2 = Family(
     model_type="gpt2",
     keys={
-        "vocab_size": "vocab_size",
+        **TEXT,
         "max_len": "n_positions",
         "embed_dim": "n_embd",
         "num_layers": "n_layer",
         "num_heads": "n_head",
         "ffn_dim": "n_inner",
         "activation": "activation_function",
-        "dropout": ("embd_pdrop", "attn_pdrop", "resid_pdrop"),
+        "dropout": "resid_pdrop",
         "norm_eps": "layer_norm_epsilon",
         "scale": "scale_attn_weights",
-        "tie_embeddings": "tie_word_embeddings",
-        "bos_id": "bos_token_id",
-        "eos_id": "eos_token_id",
-        "pad_id": "pad_token_id",
     },
     defaults={
         **{"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "resid_pdrop": 0.1},
@@ -47,18 +43,18 @@ GPT2 = Family(
         "embeddings.token": "wte",
         "embeddings.position.table": "wpe",
         "blocks.*.attention_residual.norm": "h.*.ln_1",
-        "blocks.*.attention.q_proj": Place("h.*.attn.c_attn", transposed=True, part=(0, 3)),
-        "blocks.*.attention.k_proj": Place("h.*.attn.c_attn", transposed=True, part=(1, 3)),
-        "blocks.*.attention.v_proj": Place("h.*.attn.c_attn", transposed=True, part=(2, 3)),
-        "blocks.*.attention.out_proj": Place("h.*.attn.c_proj", transposed=True),
+        **{f"blocks.*.attention.{x}_proj": "h.*.attn.c_attn" for x in "qkv"},
+        "blocks.*.attention.out_proj": "h.*.attn.c_proj",
         "blocks.*.feedforward_residual.norm": "h.*.ln_2",
-        "blocks.*.feedforward.up_proj": Place("h.*.mlp.c_fc", transposed=True),
-        "blocks.*.feedforward.down_proj": Place("h.*.mlp.c_proj", transposed=True),
+        "blocks.*.feedforward.up_proj": "h.*.mlp.c_fc",
+        "blocks.*.feedforward.down_proj": "h.*.mlp.c_proj",
         "final_norm": "ln_f",
     },
-    harmless=("n_ctx", "n_special", "predict_special_tokens"),
+    harmless=("n_ctx", "n_special", "predict_special_tokens", "embd_pdrop", "attn_pdrop"),
     ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
     copies={"lm_head.weight": "wte.weight"},
+    is_transposed=True,
+    untidy=lambda values: {**values, "embd_pdrop": values["resid_pdrop"], "attn_pdrop": values["resid_pdrop"]},
 )
 
 # --- rotary positions
@@ -133,20 +129,12 @@ def untidy_layers(values: Values) -> Values:
 # --- Llama (Touvron et al. 2023, arXiv:2302.13971)
 
 LLAMA_KEYS = {
-    "vocab_size": "vocab_size",
-    "embed_dim": "hidden_size",
-    "ffn_dim": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
+    **SIZES,
+    **TEXT,
     "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
     "max_len": "max_position_embeddings",
-    "activation": "hidden_act",
     "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-    "bos_id": "bos_token_id",
-    "eos_id": "eos_token_id",
-    "pad_id": "pad_token_id",
     "rotary_scaling": ROPE + "rope_type",
     "rotary_base": ROPE + "rope_theta",
     "rotary_factor": ROPE + "factor",
@@ -170,12 +158,10 @@ LLAMA_WORDS: dict[str, Mapping[Any, Any]] = {
 }
 WINDOW = {"window": "sliding_window"}
 BIASES = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
-LLAMA_TENSORS: Tensors = {
+LLAMA_TENSORS = {
     "embeddings.token": "embed_tokens",
     "blocks.*.attention_residual.norm": "layers.*.input_layernorm",
-    "blocks.*.attention.q_proj": "layers.*.self_attn.q_proj",
-    "blocks.*.attention.k_proj": "layers.*.self_attn.k_proj",
-    "blocks.*.attention.v_proj": "layers.*.self_attn.v_proj",
+    **{f"blocks.*.attention.{x}_proj": f"layers.*.self_attn.{x}_proj" for x in "qkv"},
     "blocks.*.attention.qk_norm.query_norm": "layers.*.self_attn.q_norm",
     "blocks.*.attention.qk_norm.key_norm": "layers.*.self_attn.k_norm",
     "blocks.*.attention.out_proj": "layers.*.self_attn.o_proj",
@@ -254,13 +240,9 @@ QWEN3 = llama_family(
 # soft-caps scores and logits. Gemma 3 has norms on q and k, and another rotary base in layers with a window.
 
 GEMMA_NORMS = {
-    "blocks.*.attention_residual.norm": "layers.*.input_layernorm",
     "blocks.*.attention_residual.output_norm": "layers.*.post_attention_layernorm",
-    "blocks.*.attention.qk_norm.query_norm": "layers.*.self_attn.q_norm",
-    "blocks.*.attention.qk_norm.key_norm": "layers.*.self_attn.k_norm",
     "blocks.*.feedforward_residual.norm": "layers.*.pre_feedforward_layernorm",
     "blocks.*.feedforward_residual.output_norm": "layers.*.post_feedforward_layernorm",
-    "final_norm": "norm",
 }
 
 
@@ -327,7 +309,8 @@ def _gemma_family(model_type: str, name: str, keys: Mapping[str, str], defaults:
         {**shared, **WINDOW, **BIASES, **keys},
         {**sizes, **others, **ids, **defaults},
         fields,
-        tensors={**LLAMA_TENSORS, **{ours: Place(theirs, shift=1.0) for ours, theirs in GEMMA_NORMS.items()}},
+        tensors={**LLAMA_TENSORS, **GEMMA_NORMS},
+        norm_shift=1.0,
         harmless=("hidden_act",),
         **more,
     )

@@ -6,27 +6,12 @@ from collections.abc import Collection
 from typing import Any
 
 from minitx.config import TransformerConfig
-from minitx.interop.families import ACTIVATIONS, Architecture, Family, Place, Values
+from minitx.interop.families import ACTIVATIONS, SIZES, TEXT, Architecture, Family, Shape, Values
 
 # --- BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019), which counts positions from pad_token_id + 1
 
-BERT_KEYS: dict[str, str | tuple[str, ...]] = {
-    "vocab_size": "vocab_size",
-    "embed_dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "ffn_dim": "intermediate_size",
-    "activation": "hidden_act",
-    "dropout": ("attention_probs_dropout_prob", "hidden_dropout_prob"),
-    "max_len": "max_position_embeddings",
-    "type_vocab_size": "type_vocab_size",
-    "norm_eps": "layer_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-    "bos_id": "bos_token_id",
-    "pad_id": "pad_token_id",
-    "eos_id": "eos_token_id",
-    "num_labels": "num_labels",
-}
+KEYS = {**SIZES, "dropout": "hidden_dropout_prob", "norm_eps": "layer_norm_eps", "num_labels": "num_labels"}
+BERT_KEYS = {**KEYS, **TEXT, "max_len": "max_position_embeddings", "type_vocab_size": "type_vocab_size"}
 BERT_DEFAULTS = {
     **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "hidden_act": "gelu"},
     **{"hidden_dropout_prob": 0.1, "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12},
@@ -42,6 +27,13 @@ BERT_BLOCK = {
     "blocks.*.feedforward.down_proj": "encoder.layer.*.output.dense",
     "blocks.*.feedforward_residual.norm": "encoder.layer.*.output.LayerNorm",
 }
+
+
+def untidy_dropout(values: Values) -> Values:
+    """Write the dropout of the attention weights, too."""
+    return {**values, "attention_probs_dropout_prob": values["hidden_dropout_prob"]}
+
+
 NO_HEAD: Values = {"head": "none", "pooler": True, "num_labels": None}
 
 
@@ -83,7 +75,7 @@ def _bert_family(
         ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
         copies={f"{head}.decoder.weight": "embeddings.word_embeddings.weight", **twice},
         renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-        **{"keys": BERT_KEYS, **more},
+        **{"keys": BERT_KEYS, "untidy": untidy_dropout, **more},
     )
 
 
@@ -100,7 +92,7 @@ def untidy_roberta(values: Values) -> Values:
     """Add the unused rows to ``max_position_embeddings`` again."""
     offset = values.pop("position_offset")
     rows = values["max_position_embeddings"] + offset
-    return {**values, "max_position_embeddings": rows, "pad_token_id": offset - 1}
+    return {**untidy_dropout(values), "max_position_embeddings": rows, "pad_token_id": offset - 1}
 
 
 BERT = _bert_family(
@@ -131,27 +123,14 @@ def tidy_vit(values: Values, names: Collection[str]) -> Values:
     return values
 
 
-def _kernel(config: TransformerConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _kernel(config: TransformerConfig, shape: Shape) -> Shape:
     side = config.patch_size
     return shape[0], shape[1] // side**2, side, side
 
 
 VIT = Family(
     model_type="vit",
-    keys={
-        "embed_dim": "hidden_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "ffn_dim": "intermediate_size",
-        "activation": "hidden_act",
-        "dropout": ("attention_probs_dropout_prob", "hidden_dropout_prob"),
-        "norm_eps": "layer_norm_eps",
-        "image_size": "image_size",
-        "patch_size": "patch_size",
-        "num_channels": "num_channels",
-        "qkv_bias": "qkv_bias",
-        "num_labels": "num_labels",
-    },
+    keys={**KEYS, **{name: name for name in ("image_size", "patch_size", "num_channels", "qkv_bias")}},
     defaults={
         **{**BERT_DEFAULTS, "hidden_dropout_prob": 0.0},
         **{"image_size": 224, "patch_size": 16, "num_channels": 3, "qkv_bias": True},
@@ -166,17 +145,18 @@ VIT = Family(
     prefix="vit.",
     tensors={
         "embeddings.class_token": "embeddings.cls_token",
-        "embeddings.position.weight": Place("embeddings.position_embeddings", shape=lambda config, shape: (1, *shape)),
-        "embeddings.patch_proj.weight": Place("embeddings.patch_embeddings.projection.weight", shape=_kernel),
-        "embeddings.patch_proj.bias": "embeddings.patch_embeddings.projection.bias",
+        "embeddings.position.weight": "embeddings.position_embeddings",
+        "embeddings.patch_proj": "embeddings.patch_embeddings.projection",
         **{ours: theirs.replace(".self.", ".attention.") for ours, theirs in BERT_BLOCK.items()},
         "blocks.*.attention_residual.norm": "encoder.layer.*.layernorm_before",
         "blocks.*.feedforward_residual.norm": "encoder.layer.*.layernorm_after",
         "final_norm": "layernorm",
         "pool.dense": "pooler.dense",
     },
+    shapes={"embeddings.position.weight": lambda config, shape: (1, *shape), "embeddings.patch_proj.weight": _kernel},
     harmless=("encoder_stride", "pooler_output_size"),  # they do not change the output
     tidy=tidy_vit,
+    untidy=untidy_dropout,
 )
 
 # --- T5 v1.0 and v1.1 (Raffel et al. 2020): unscaled scores, a relative position bias in encoder and decoder, RMSNorm, no biases
@@ -194,23 +174,17 @@ def tidy_t5(values: Values, names: Collection[str]) -> Values:
     return values
 
 
-def _t5_block(side: str, ours: str, feed: int) -> dict[str, str | Place]:
+def _t5_block(side: str, ours: str, feed: int) -> dict[str, str]:
     """Return the tensor names of ``side``. Self-attention is layer 0 of a block, the feed-forward network layer ``feed``."""
     theirs = f"{side}.block.*.layer"
-
-    def up_proj(config: TransformerConfig) -> str:
-        return f"{theirs}.{feed}.DenseReluDense.wi" + ("_1" if "glu" in config.activation else "")
-
     return {
         f"{ours}blocks.*.attention_residual.norm": f"{theirs}.0.layer_norm",
-        f"{ours}blocks.*.attention.q_proj": f"{theirs}.0.SelfAttention.q",
-        f"{ours}blocks.*.attention.k_proj": f"{theirs}.0.SelfAttention.k",
-        f"{ours}blocks.*.attention.v_proj": f"{theirs}.0.SelfAttention.v",
+        **{f"{ours}blocks.*.attention.{x}_proj": f"{theirs}.0.SelfAttention.{x}" for x in "qkv"},
         f"{ours}blocks.*.attention.out_proj": f"{theirs}.0.SelfAttention.o",
         f"{ours}attn_bias": f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias",
         f"{ours}blocks.*.feedforward_residual.norm": f"{theirs}.{feed}.layer_norm",
         f"{ours}blocks.*.feedforward.gate_proj": f"{theirs}.{feed}.DenseReluDense.wi_0",
-        f"{ours}blocks.*.feedforward.up_proj": Place(up_proj),
+        f"{ours}blocks.*.feedforward.up_proj": f"{theirs}.{feed}.DenseReluDense.wi",
         f"{ours}blocks.*.feedforward.down_proj": f"{theirs}.{feed}.DenseReluDense.wo",
         f"{ours}final_norm": f"{side}.final_layer_norm",
     }
@@ -218,16 +192,14 @@ def _t5_block(side: str, ours: str, feed: int) -> dict[str, str | Place]:
 
 T5_CROSS = {
     "blocks.*.cross_residual.norm": "decoder.block.*.layer.1.layer_norm",
-    "blocks.*.cross_attention.q_proj": "decoder.block.*.layer.1.EncDecAttention.q",
-    "blocks.*.cross_attention.k_proj": "decoder.block.*.layer.1.EncDecAttention.k",
-    "blocks.*.cross_attention.v_proj": "decoder.block.*.layer.1.EncDecAttention.v",
+    **{f"blocks.*.cross_attention.{x}_proj": f"decoder.block.*.layer.1.EncDecAttention.{x}" for x in "qkv"},
     "blocks.*.cross_attention.out_proj": "decoder.block.*.layer.1.EncDecAttention.o",
 }
 T5_ENCODER: Values = {"architecture": "encoder", "head": "none", "scale_logits": False, "tie_embeddings": True}
 T5 = Family(
     model_type="t5",
     keys={
-        "vocab_size": "vocab_size",
+        **TEXT,
         "embed_dim": "d_model",
         "head_dim": "d_kv",
         "ffn_dim": "d_ff",
@@ -239,10 +211,7 @@ T5 = Family(
         "dropout": "dropout_rate",
         "norm_eps": "layer_norm_epsilon",
         "activation": "feed_forward_proj",
-        "tie_embeddings": "tie_word_embeddings",
         "scale_logits": "scale_decoder_outputs",
-        "pad_id": "pad_token_id",
-        "eos_id": "eos_token_id",
         "bos_id": "decoder_start_token_id",
     },
     defaults={
@@ -265,6 +234,7 @@ T5 = Family(
         "T5EncoderModel": Architecture({**T5_ENCODER, "num_decoder_layers": None}, _t5_block("encoder", "", 1)),
     },
     tensors={"embeddings.token": "shared"},
+    gated={".wi.": ".wi_1."},
     harmless=("n_positions", "is_encoder_decoder", "dense_act_fn", "is_gated_act"),  # they follow from other keys
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     copies={

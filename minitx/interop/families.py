@@ -15,6 +15,7 @@ from typing import Any
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
 
 Values = dict[str, Any]
+Shape = tuple[int, ...]
 Tidy = Callable[[Values, Collection[str]], Values]
 
 # patterns of keys that do not change what a trained model computes, in any family
@@ -30,30 +31,13 @@ HARMLESS = (
 )
 # fields of our config that do not change what a trained model computes
 TRAINING = ("dropout", "stochastic_depth", "checkpointing", "backend", "init", "init_fold", "init_zero_outputs")
+# fields of our config and the keys of many families
+SIZES = {"embed_dim": "hidden_size", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+SIZES |= {"ffn_dim": "intermediate_size", "activation": "hidden_act"}
+TEXT = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
+TEXT |= {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_token_id"}
 # their names of activations and ours
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
-
-
-@dataclass(frozen=True)
-class Place:
-    """The name of a tensor in their file, where its layout differs from ours.
-
-    Args:
-        name: as the values of ``Family.tensors``. A function of the config if the name depends on it.
-        transposed: whether a matrix has shape (in, out), as in ``Conv1D``.
-        part: (i, n) if ours is the i-th of n equal parts along the output axis.
-        shape: their shape as a function of the config and of our shape, if it differs.
-        shift: our values minus theirs: 1 for a norm that multiplies by 1 + weight.
-    """
-
-    name: str | Callable[[TransformerConfig], str]
-    transposed: bool = False
-    part: tuple[int, int] = (0, 1)
-    shape: Callable[[TransformerConfig, tuple[int, ...]], tuple[int, ...]] | None = None
-    shift: float = 0.0
-
-
-Tensors = Mapping[str, str | Place]
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,7 @@ class Architecture:
     """
 
     fields: Values
-    tensors: Tensors
+    tensors: Mapping[str, str]
     ignored: tuple[str, ...] = ()
     twice: Mapping[str, str] = field(default_factory=dict)
     is_base: bool = False
@@ -81,17 +65,20 @@ class Family:
 
     Args:
         model_type: the value of this key in ``config.json``.
-        keys: the fields of our config to keys of ``config.json``. Several keys of one field are a tuple: all are written, the
-            last is read.
+        keys: the fields of our config to keys of ``config.json``.
         defaults: the values of keys that are missing in ``config.json``. Default: None.
         words: for keys whose values have other names here, a table from theirs to ours. If two of theirs mean the same, the
             first is written.
         architectures: the model classes by name. The first is the default.
         fields: the fields of our config that are the same in all models.
         tensors: our names of tensors to theirs, without ``prefix``. Also of modules with a weight and a bias. ``*`` stands for the
-            number of the layer.
+            number of the layer. Tensors of ours with one name there are equal parts of it along the output axis, in this order.
         required: keys with only one supported value.
         prefix: what tensor names begin with.
+        gated: parts of their tensor names, and what they are in a model whose feed-forward network has a gate.
+        is_transposed: whether the matrices of blocks have shape (in, out), as in ``Conv1D``.
+        norm_shift: the weights of our norms minus theirs: 1 for norms that multiply by 1 + weight.
+        shapes: for our names of tensors with another shape there, this shape as a function of the config and of our shape.
         harmless: further patterns of keys that do not change what the model computes.
         ignored: patterns of tensors that no model uses.
         copies: tensors that may repeat another tensor, and the name of that one.
@@ -101,25 +88,24 @@ class Family:
     """
 
     model_type: str
-    keys: Mapping[str, str | tuple[str, ...]]
+    keys: Mapping[str, str]
     defaults: Values
     words: Mapping[str, Mapping[Any, Any]]
     architectures: Mapping[str, Architecture]
     fields: Values
-    tensors: Tensors
+    tensors: Mapping[str, str]
     required: Values = field(default_factory=dict)
     prefix: str = ""
+    gated: Mapping[str, str] = field(default_factory=dict)
+    is_transposed: bool = False
+    norm_shift: float = 0.0
+    shapes: Mapping[str, Callable[[TransformerConfig, Shape], Shape]] = field(default_factory=dict)
     harmless: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
     tidy: Tidy = lambda values, names: values
     untidy: Callable[[Values], Values] = lambda values: values
-
-    def theirs(self, ours: str) -> tuple[str, ...]:
-        """Return the keys of a field of our config, the one that is read last."""
-        found = self.keys.get(ours, ())
-        return (found,) if isinstance(found, str) else found
 
 
 def find_architecture(family: Family, values: Values) -> Architecture:
@@ -164,14 +150,14 @@ def read_config(
     try:
         config = from_dict(TransformerConfig, fields)
     except ConfigError as error:
-        theirs = family.theirs(str(error).partition("=")[0])
-        raise ValueError("".join(f"{key}: " for key in theirs) + str(error)) from None
+        theirs = family.keys.get(str(error).partition("=")[0])
+        raise ValueError(f"{theirs}: {error}" if theirs else str(error)) from None
     return config, _check_rest(family, values)
 
 
 def _read_key(family: Family, ours: str, values: Values) -> Any:
     """Return the value of our field from the values of ``config.json``."""
-    key = family.theirs(ours)[-1]
+    key = family.keys[ours]
     theirs, words = values.get(key, family.defaults.get(key)), family.words.get(key)
     if words is None:
         return theirs
@@ -183,7 +169,7 @@ def _read_key(family: Family, ours: str, values: Values) -> Any:
 
 def _check_rest(family: Family, values: Values) -> list[str]:
     """Return the keys that are ignored. Raise a ValueError for unknown keys that could change what the model computes."""
-    read = {"architectures", "model_type", *(key for ours in family.keys for key in family.theirs(ours))}
+    read = {"architectures", "model_type", *family.keys.values()}
     passed, refused = [], []
     for name, value in values.items():
         wanted = family.required.get(name)
@@ -205,11 +191,10 @@ def write_config(family: Family, name: str, config: TransformerConfig) -> Values
     """Return our config as the ``config.json`` of class ``name``. Fields without a key are lost; ``unlike`` finds them."""
     fields = filled(config)
     values: Values = {}
-    for ours in family.keys:
-        for key in family.theirs(ours):
-            words = family.words.get(key)
-            found = [fields[ours]] if words is None else [word for word, meaning in words.items() if meaning == fields[ours]]
-            values.update((key, word) for word in found[:1])
+    for ours, key in family.keys.items():
+        words = family.words.get(key)
+        found = [fields[ours]] if words is None else [word for word, meaning in words.items() if meaning == fields[ours]]
+        values.update((key, word) for word in found[:1])
     labels = values.pop("num_labels", None)
     values = family.untidy(values)
     if labels is not None and config.head in ("sequence", "token"):

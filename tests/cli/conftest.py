@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from minitx.cli import evaluate, export, generate, train, view
 from minitx.cli.compose import compose_config
 from minitx.cli.launch import run_training
 from minitx.training.loggers import read_metrics
+from tests.cli.processes import ROOT
 
 PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view": view, "export": export}
 TEXT = "In the beginning God created the heaven and the earth.\n你好世界 🎉\n"
@@ -25,6 +27,8 @@ SHORT = (
 TINY = ("data=kv_lookup", "data.val_size=16", "data.batch_size=8", "model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
         "trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false")  # fmt: skip
 """A smaller one, which a test makes for itself."""
+RESULT = {"steps": 1, "nonfinite_step": None, "val_loss": None, "val_accuracy": None, "floors": {}, "metrics": {}}
+"""Of a run that is not run."""
 LEARNS = "trainer.max_steps=20 optimizer.lr=1e-2 "
 RUNS = {
     "text": LEARNS + "data=text data.context_len=24",
@@ -95,6 +99,17 @@ def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
         return Said(code, out, err)
 
     return run
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def copy_example(name: str, folder: Path) -> None:
+    """Copy ``examples/NAME`` into ``folder``, without what Python compiled there."""
+    shutil.copytree(ROOT / "examples" / name, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def losses(folder: str | Path) -> list[float | None]:

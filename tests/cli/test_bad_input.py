@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from tests.cli.conftest import PROGRAMS, TINY, assert_named
+from tests.cli.conftest import PROGRAMS, TINY, assert_named, put
 from tests.cli.processes import ROOT
 
 STEP = ("debug=one_step", *(word for word in TINY if "val_size" not in word))
@@ -137,15 +137,13 @@ def test_where_a_similar_key_is_suggested_the_other_keys_are_not_listed(cli, no_
 
 
 def test_an_option_of_the_users_with_the_name_of_one_of_ours_is_refused_with_both_paths(cli, place, no_run):
-    (place / "conf" / "optimizer").mkdir(parents=True)
-    (place / "conf" / "optimizer" / "sgd.yaml").write_text(
-        "defaults: [/schema@_here_: optimizer]\nname: sgd\nlr: 0.77\n", encoding="utf-8"
-    )
+    path, ours = (folder / "optimizer" / "sgd.yaml" for folder in (place / "conf", ROOT / "configs"))
+    put(path, "defaults: [/schema@_here_: optimizer]\nname: sgd\nlr: 0.77\n")
     for words in (["--config-dir=conf", "optimizer=sgd"], ["--config-dir=conf"]):
         said = cli(*words)
         assert_named(said, "conf/optimizer/sgd.yaml")
-        assert str(ROOT / "configs" / "optimizer" / "sgd.yaml") in said.err
-    (place / "conf" / "optimizer" / "sgd.yaml").write_bytes((ROOT / "configs" / "optimizer" / "sgd.yaml").read_bytes())
+        assert str(ours) in said.err
+    path.write_bytes(ours.read_bytes())
     assert "nonsense" in cli("--config-dir=conf", "model=nonsense").err  # a copy hides nothing
 
 
@@ -154,8 +152,7 @@ def test_an_option_of_the_users_with_the_name_of_one_of_ours_is_refused_with_bot
     ("defaults: [{override /optimizer: null}]\noptimizer: {_target_: torch.optim.SGD, lr: 0.5}", "optimizer._target_=torch.optim.SGD"),
 ])  # fmt: skip
 def test_an_option_that_was_typed_is_not_replaced_by_an_experiment_without_a_word(cli, place, no_run, text, key):
-    (place / "conf" / "experiment").mkdir(parents=True)
-    (place / "conf" / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n", encoding="utf-8")
+    put(place / "conf" / "experiment" / "mine.yaml", f"# @package _global_\n{text}\n")
     said = cli("--config-dir=conf", "experiment=mine", "optimizer=adamw")
     assert_named(said, "optimizer=adamw")
     assert key in said.err
@@ -172,20 +169,14 @@ def test_a_mistake_that_only_files_machine_or_model_show_is_named(cli, place, ty
 @pytest.mark.parametrize("program", ["evaluate", "generate", "view", "export"])
 def test_a_checkpoint_that_is_not_named_or_not_there_is_named(assert_refused, place, program):
     assert_refused("ckpt_path", program=program)
-    assert_refused(
-        "missing.ckpt",
-        "ckpt_path=missing.ckpt",
-        *{"view": ["text=a"], "export": ["output=out"]}.get(program, []),
-        program=program,
-    )
+    needed = {"view": ["text=a"], "export": ["output=out"]}.get(program, [])
+    assert_refused("missing.ckpt", "ckpt_path=missing.ckpt", *needed, program=program)
     assert list(place.iterdir()) == []
 
 
 def test_an_experiment_of_ones_own_without_its_first_line_is_told_of_it(cli, place, no_run):
-    folder = place / "mine" / "experiment"
-    folder.mkdir(parents=True)
     for text in ("trainer: {max_steps: 3}", "defaults: [override /data: kv_lookup]", "defaults: [kv_lookup, _self_]"):
-        (folder / "own.yaml").write_text(text, encoding="utf-8")
+        put(place / "mine" / "experiment" / "own.yaml", text)
         assert_named(cli("--config-dir=mine", "experiment=own", "seed=3"), "# @package _global_")
 
 

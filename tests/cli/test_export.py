@@ -6,17 +6,15 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.training.checkpoints import load_model
 from tests.cli.conftest import SHORT, TEXT
 
-transformers = pytest.importorskip("transformers", reason="the folder is read with transformers, which the dev extra brings")
-LINES = [
-    f"{part} {number}"
-    for number in range(250)
-    for part in ("In the beginning", " the\tearth", "你好世界 🎉", "na\u00efve <eos")
-]
+PARTS = ("In the beginning", " the\tearth", "你好世界 🎉", "na\u00efve <eos")
+LINES = [f"{part} {number}" for number in range(250) for part in PARTS]
+FILES = "config.json model.safetensors tokenizer.json tokenizer_config.json generation_config.json README.md"
 TINY_CHAT = ("data.context_len=32", "model=llama_small", "model.embed_dim=12", "model.num_heads=3", "model.num_kv_heads=3")
 
 
@@ -31,15 +29,7 @@ def _calm(monkeypatch):
 @pytest.mark.parametrize("run", ["text", "bytes"])
 def test_an_exported_run_has_the_ids_the_logits_and_the_text_of_the_checkpoint(cli, output, last, place, run):
     assert output("export", last(run), "output=out") == "out\n"
-    files = {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-        "README.md",
-    }
-    assert {path.name for path in (place / "out").iterdir()} == files
+    assert {path.name for path in (place / "out").iterdir()} == set(FILES.split())
     network, tokenizer, _ = load_model(last(run).removeprefix("ckpt_path="))
     theirs = transformers.AutoTokenizer.from_pretrained(place / "out")
     assert len(LINES) == 1000
@@ -63,7 +53,7 @@ def test_the_readme_says_what_the_run_knows(output, last, runs, place):
 
 def test_a_chat_template_is_that_of_the_run_or_of_a_file_and_gives_the_ids_of_the_training(cli, output, place):
     chat = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Three."}]
-    (place / "chat.jsonl").write_text(json.dumps({"messages": chat}) + "\n" + (json.dumps({"messages": chat}) + "\n") * 60)
+    (place / "chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 61)
     assert cli(*SHORT, "data=chat", "data.path=chat.jsonl", "data.tokenizer=char", *TINY_CHAT, "output_dir=run").code == 0
     output("export", "ckpt_path=run/checkpoints/last.ckpt", "output=out")
     _, tokenizer, _ = load_model("run/checkpoints/last.ckpt")
@@ -94,11 +84,9 @@ def test_lm_eval_gives_the_log_likelihoods_of_the_checkpoint_on_a_task_of_local_
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(place / "cache"))
     output("export", last("text"), "output=out")
-    rows = [
-        {"text": "In the beginning", "a": " God", "b": " the heaven"},
-        {"text": "God created the", "a": " earth", "b": " h"},
-    ]
-    (place / "rows.jsonl").write_text("".join(json.dumps({**row, "label": 0}) + "\n" for row in rows))
+    rows = ("In the beginning", " God", " the heaven"), ("God created the", " earth", " h")
+    lines = [json.dumps({"text": text, "a": a, "b": b, "label": 0}) for text, a, b in rows]
+    (place / "rows.jsonl").write_text("\n".join(lines))
     (place / "local.yaml").write_text(
         'task: local\ndataset_path: json\ntarget_delimiter: ""\noutput_type: multiple_choice\nvalidation_split: validation\n'
         f"dataset_kwargs:\n  data_files:\n    validation: {place / 'rows.jsonl'}\n"

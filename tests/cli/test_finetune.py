@@ -8,6 +8,7 @@ import shutil
 import pytest
 import tokenizers
 import torch
+import transformers
 
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
@@ -15,8 +16,7 @@ from minitx.interop import load_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
 from minitx.training.checkpoints import load_model, read_checkpoint, write_checkpoint
 from minitx.training.loggers import read_metrics
-from tests.cli.conftest import SHORT
-from tests.cli.processes import ROOT
+from tests.cli.conftest import SHORT, copy_example
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
 GPT2 = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 64, "activation": "gelu_tanh"}
@@ -40,6 +40,11 @@ def finetune(path, *more):
     return [*chosen, *(word for word in SHORT if not word.startswith("model.")), *more]
 
 
+def bits_per_byte(place):
+    found = json.loads((place / "run" / "evaluation.json").read_text(encoding="utf-8"))
+    return found["metrics"]["bits_per_byte"]["value"]
+
+
 def same_weights(path):
     """The checkpoint at ``path`` and the last one of the new run, which has the same weights."""
     old, new = read_checkpoint(path), read_checkpoint(LAST)
@@ -48,11 +53,9 @@ def same_weights(path):
     return old, new
 
 
-def test_a_folder_brings_weights_shape_and_tokenizer(cli, theirs, place):
-    said = cli(*finetune(theirs, STILL))
-    assert (said.code, said.err) == (0, "")
-    found = json.loads((place / "run" / "evaluation.json").read_text(encoding="utf-8"))
-    assert found["metrics"]["bits_per_byte"]["value"] > 0
+def test_a_folder_brings_weights_shape_and_tokenizer(output, theirs, place):
+    output("train", *finetune(theirs, STILL))
+    assert bits_per_byte(place) > 0
     model, tokenizer, _ = load_model(LAST)
     ids = tokenizers.Tokenizer.from_file(str(theirs / "tokenizer.json")).encode("the Word was God").ids
     assert tokenizer.encode("the Word was God").tolist() == ids
@@ -70,11 +73,9 @@ PROBED = ["model.adopt=true", "callbacks.probe.every=1", "callbacks.probe.weight
 
 
 @pytest.mark.parametrize("more", [[], PROBED], ids=["plain", "adopted"])
-def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_trust(cli, output, theirs, place, more):
-    pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
-    said = cli(*as_it_is(theirs, STILL, *more))
-    assert (said.code, said.err) == (0, "")
-    assert json.loads((place / "run" / "evaluation.json").read_text(encoding="utf-8"))["metrics"]["bits_per_byte"]["value"] > 0
+def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_trust(output, theirs, place, more):
+    output("train", *as_it_is(theirs, STILL, *more))
+    assert bits_per_byte(place) > 0
     shutil.rmtree(theirs)
     assert "bits_per_byte" in output("evaluate", f"ckpt_path={LAST}", "device=cpu")
     assert output("generate", f"ckpt_path={LAST}", "prompt=the Word", "max_new_tokens=3", "device=cpu")
@@ -84,21 +85,18 @@ def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_tru
 
 
 def test_conversations_are_written_with_the_template_of_the_folder_of_the_model(cli, theirs, place):
-    pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
     chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "God."}]}
     (place / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 20), encoding="utf-8")
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     (theirs / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
     words = [word for word in as_it_is(theirs, STILL) if not word.startswith("data.")]
-    said = cli(
-        *words, "data=chat", "data.path=chats.jsonl", "data.context_len=32", "data.batch_size=4", "trainer.val_batch_size=4"
-    )
+    words += ["data=chat", "data.path=chats.jsonl", "data.context_len=32", "data.batch_size=4"]
+    said = cli(*words, "trainer.val_batch_size=4")
     assert (said.code, said.err) == (0, "")
 
 
 @pytest.mark.parametrize("more", [[], ["model.adopt=true", "model.lora=2"]], ids=["plain", "adopted with LoRA"])
 def test_a_model_as_it_is_is_exported_as_its_own_library_saves_it(cli, output, theirs, place, more):
-    transformers = pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
     assert cli(*as_it_is(theirs, *more)).code == 0
     output("export", f"ckpt_path={LAST}", "output=out")
     network, tokenizer, _ = load_model(LAST)
@@ -107,14 +105,11 @@ def test_a_model_as_it_is_is_exported_as_its_own_library_saves_it(cli, output, t
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, network(input_ids=ids).logits, rtol=0, atol=1e-5)
     assert transformers.AutoTokenizer.from_pretrained(place / "out")("the Word was God").input_ids == ids[0].tolist()
-    assert (
-        "lora" not in (place / "out" / "config.json").read_text()
-        and "GPT2LMHeadModel" in (place / "out" / "README.md").read_text()
-    )
+    assert "lora" not in (place / "out" / "config.json").read_text()
+    assert "GPT2LMHeadModel" in (place / "out" / "README.md").read_text()
 
 
 def test_a_model_as_it_is_with_another_score_scale_is_not_exported(cli, assert_refused, theirs, place):
-    pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
     assert cli(*as_it_is(theirs, "model.adopt=true", "model.scale=unscaled", "model.fold_scale=true")).code == 0
     assert_refused("score scale was changed", f"ckpt_path={LAST}", "output=out", program="export")
     assert not (place / "out").exists()
@@ -166,7 +161,7 @@ def test_a_checkpoint_is_data_and_no_interpolation_in_it_is_resolved(assert_refu
 
 
 def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, monkeypatch):
-    shutil.copytree(ROOT / "examples" / "own_project", place, dirs_exist_ok=True)
+    copy_example("own_project", place)
     words = "--config-dir=conf", "experiment=sorted_task", "trainer.max_steps=3", "trainer.accelerator=cpu"
     assert cli(*words, "output_dir=first").code == 0
     assert cli(*words, "output_dir=run", "init_from.path=first/checkpoints/last.ckpt", "optimizer.lr=1e-30").code == 0

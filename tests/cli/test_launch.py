@@ -16,12 +16,11 @@ from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, TrainerConfig
 from minitx.training import rank
 from minitx.training.loggers import read_metrics
+from tests.cli.conftest import RESULT, losses
 from tests.cli.conftest import TINY as ALONE
-from tests.cli.conftest import losses
 from tests.cli.processes import OF_LAUNCHERS, run, start
 from tests.waiting import PATIENCE, wait_for
 
-RESULT = {"steps": 1, "nonfinite_step": None, "val_loss": None, "val_accuracy": None, "floors": {}, "metrics": {}}
 SHORT = ("trainer.val_batches=1", "trainer.val_every=0")
 TINY = (*ALONE[:-2], "callbacks.progress=false", "trainer=ddp_cpu", *SHORT, "trainer.log_every=5")
 

@@ -14,6 +14,7 @@ import yaml
 
 import minitx
 from minitx.cli.evaluate import EvaluateConfig
+from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
@@ -21,25 +22,18 @@ from minitx.config import RunConfig
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import COLUMNS, read_metrics
 from minitx.training.nodes import with_defaults
-from tests.cli.conftest import TINY, losses
+from tests.cli.conftest import RESULT, TINY, losses, put
 from tests.cli.processes import ROOT, start
 from tests.waiting import PATIENCE, wait_for
 
-OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig}
+OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig, "export": ExportConfig}
 
 
 def test_help_shows_groups_keys_and_values(cli):
     said = cli("--help")
     assert (said.code, said.err) == (0, "")
-    for part in (
-        "model: bert_small, char_small",
-        "scaling_ablation",
-        "scale: inv_sqrt",
-        "max_epochs: null",
-        "context_len: 64",
-        "num_workers: 0",
-        "traceback=true",
-    ):
+    groups = "model: bert_small, char_small", "scaling_ablation"
+    for part in (*groups, "scale: inv_sqrt", "max_epochs: null", "context_len: 64", "num_workers: 0", "traceback=true"):
         assert part in said.out, part
 
 
@@ -89,9 +83,8 @@ def test_a_run_keeps_to_its_folder_and_says_where_it_is(cli, place, caplog):
 
 
 def test_config_and_command_in_the_folder_repeat_the_run_also_with_configs_of_ones_own(cli, place):
-    (place / "mine" / "experiment").mkdir(parents=True)
-    (place / "mine" / "experiment" / "own.yaml").write_text("# @package _global_\nexperiment: own\nseed: 7\n", encoding="utf-8")
-    (place / "mine" / "primary.yaml").write_text("defaults: [train, _self_]\nckpt_path: null\n", encoding="utf-8")
+    put(place / "mine" / "experiment" / "own.yaml", "# @package _global_\nexperiment: own\nseed: 7\n")
+    put(place / "mine" / "primary.yaml", "defaults: [train, _self_]\nckpt_path: null\n")
     typed = "--config-name=primary", "experiment=own", "optimizer.rules=[{match: '(q|k)_proj', lr: 'head_dim^-0.25'}]"
     resolved = "data.num_keys=${data.num_values}"
     assert cli("--config-dir=mine", *typed, *TINY, "trainer.max_steps=2", resolved, "output_dir=one").code == 0
@@ -134,20 +127,8 @@ def test_a_job_of_a_sweep_that_cannot_be_resolved_leaves_no_folder(cli, place):
 def test_flags_may_stand_anywhere(cli, place, monkeypatch):
     (place / "conf").mkdir()
     seen = []
-    monkeypatch.setattr(
-        "minitx.cli.train.run_training",
-        lambda config, *_: (
-            seen.append(config.seed)
-            or {
-                "val_loss": 1.0,
-                "steps": 1,
-                "nonfinite_step": None,
-                "val_accuracy": None,
-                "floors": {},
-                "metrics": {"val_loss": 1.0},
-            }
-        ),
-    )
+    result = {**RESULT, "val_loss": 1.0, "metrics": {"val_loss": 1.0}}
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda config, *_: seen.append(config.seed) or result)
     for flags in (["-m"], ["--config-dir", "conf", "--multirun"]):
         assert cli(*TINY, *flags, "seed=3,5").code == 0
     assert seen == [3, 5, 3, 5]

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import nn
 
 from minitx.analysis import take_snapshot
-from minitx.cli.inputs import Inputs
-from minitx.cli.view import ViewConfig, _snapshot
+from minitx.cli.inputs import Inputs, attention_of
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
@@ -38,6 +37,12 @@ def data(output, place):
         return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]) | {"html": page, "out": out}
 
     return run
+
+
+def weights_of(page):
+    """The weights of the second layer."""
+    packed = page["traces"][0]["snapshots"][0]["layers"][1]["weights"]
+    return torch.frombuffer(bytearray(b64decode(packed)), dtype=torch.uint16).double() / 65534
 
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 12, "intermediate_size": 17}
@@ -99,9 +104,7 @@ def test_a_checkpoint_and_a_text_are_enough_and_the_page_holds_what_the_model_do
     assert "“the heaven”" in page["html"]
     model, tokenizer, _ = load_model(last("text").partition("=")[2])
     seen = take_snapshot(model, {"input_ids": torch.tensor([tokenizer.encode("the heaven").tolist()])}).maps[1]
-    packed = page["traces"][0]["snapshots"][0]["layers"][1]["weights"]
-    got = torch.frombuffer(bytearray(b64decode(packed)), dtype=torch.uint16).double() / 65534
-    torch.testing.assert_close(got, seen.weights[seen.visible].double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights_of(page), seen.weights[seen.visible].double(), atol=1e-5, rtol=0)
 
 
 def test_several_checkpoints_are_the_steps_of_the_slider_and_a_second_model_stands_beside(data, last):
@@ -180,24 +183,21 @@ def test_a_model_of_ones_own_may_take_fewer_keys_than_the_data_have():
             return self.attention(self.embed(input_ids))
 
     row = Inputs({"input_ids": torch.tensor([[1, 2, 3, 5, 6]]), "key_mask": torch.ones(1, 5, dtype=torch.bool)}, {})
-    assert _snapshot(ViewConfig(ckpt_path="x"), Net(), row, 0).step == 0
+    assert attention_of(Net(), row, step=0).step == 0
 
 
 def test_a_hugging_face_folder_and_a_text_are_enough_and_the_page_holds_what_the_model_does(data, folders):
     page = data(f"model={folders / 'llama'}", "text=a你")
     assert page["tokens"] == {"input_ids": ["a", "你·1/3", "你·2/3", "你·3/3"]}
-    assert [(layer["name"], layer["kind"]) for layer in page["layers"]] == [
-        (f"model.layers.{i}.self_attn.core", "causal") for i in range(2)
-    ]
+    layers = [(f"model.layers.{i}.self_attn.core", "causal") for i in range(2)]
+    assert [(layer["name"], layer["kind"]) for layer in page["layers"]] == layers
     assert page["out"].startswith("2 layers, 3 heads, 1 step, 1 model, 4 tokens\nattention.html  ")
     assert page["traces"][0]["name"] == "llama"
     assert page["traces"][0]["snapshots"][0]["title"] == "LlamaForCausalLM"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folders / "llama", attn_implementation="eager")
     ids = transformers.AutoTokenizer.from_pretrained(folders / "llama")("a你", return_tensors="pt")["input_ids"]
     weights = theirs(ids, output_attentions=True).attentions[1].double()[:, :, *torch.tril_indices(4, 4)]
-    packed = page["traces"][0]["snapshots"][0]["layers"][1]["weights"]
-    got = torch.frombuffer(bytearray(b64decode(packed)), dtype=torch.uint16).double() / 65534
-    torch.testing.assert_close(got, weights.flatten(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights_of(page), weights.flatten(), atol=1e-5, rtol=0)
 
 
 def test_the_marks_that_a_tokenizer_puts_around_a_text_are_shown_with_its_pieces(data, folders):
@@ -279,12 +279,8 @@ def test_what_no_page_can_be_made_of_is_refused_in_one_sentence(part, arguments,
         shutil.copytree(folders / source, place / name)
     for file in (place / "untold").glob("*token*"):
         file.unlink()
-    weights = load_file(place / "torn" / "model.safetensors")
-    save_file(
-        {name: w for name, w in weights.items() if "layers.1.mlp.up" not in name},
-        place / "torn" / "model.safetensors",
-        {"format": "pt"},
-    )
+    torn = place / "torn" / "model.safetensors"
+    save_file({name: w for name, w in load_file(torn).items() if "layers.1.mlp.up" not in name}, torn, {"format": "pt"})
     (place / "narrow" / "tokenizer.json").unlink()
     train_tokenizer("bpe", [TEXT * 7], vocab_size=290).save(place / "narrow" / "tokenizer.json")
     assert_refused(part, *arguments.split(" ", 2), program="view")
@@ -293,12 +289,10 @@ def test_what_no_page_can_be_made_of_is_refused_in_one_sentence(part, arguments,
 @pytest.mark.parametrize("kind", ["own", "llama"])
 def test_code_and_pickles_in_a_folder_are_not_read(kind, folders, assert_refused, place):
     shutil.copytree(folders / "llama", place / "given")
+    auto = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "evil.Evil")
+    changed = {"model_type": kind, "auto_map": auto, "architectures": ["Evil"]}
     values = json.loads((place / "given" / "config.json").read_text())
-    values |= {
-        "model_type": kind,
-        "auto_map": dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "evil.Evil"),
-    }
-    (place / "given" / "config.json").write_text(json.dumps(values | {"architectures": ["Evil"]}))
+    (place / "given" / "config.json").write_text(json.dumps(values | changed))
     (place / "given" / "evil.py").write_text("open('ran', 'w').close()\nclass Evil: pass")
     if kind == "llama":  # known: the code is not needed
         torch.save(load_file(place / "given" / "model.safetensors"), place / "given" / "pytorch_model.bin")

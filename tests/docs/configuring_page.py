@@ -39,15 +39,8 @@ GROUPS = (
     *("callbacks", "logger", "experiment", "ablation", "debug"),
 )
 PROGRAMS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view_attention": ViewConfig, "export": ExportConfig}
-PLAIN = {
-    int: "whole number",
-    float: "number",
-    bool: "true, false",
-    str: "word",
-    Any: "anything",
-    object: "anything",
-    type(None): "null",
-}
+PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "word", type(None): "null"}
+PLAIN |= dict.fromkeys((Any, object), "anything")
 
 
 class Key(typing.NamedTuple):

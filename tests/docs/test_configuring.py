@@ -9,13 +9,11 @@ import pytest
 
 from minitx.ablation.design import AblationConfig
 
-GRID = list(made.sections(AblationConfig, "ablation"))
+CLASSES = [*made.sections(), *made.sections(AblationConfig, "ablation"), *made.PROGRAMS.items()]
+CLASSES += [("model", made.TransformerConfig), ("rules", made.ParameterRule)]
 
 
-@pytest.mark.parametrize(
-    ("place", "cls"),
-    [*made.sections(), *GRID, *made.PROGRAMS.items(), ("model", made.TransformerConfig), ("rules", made.ParameterRule)],
-)
+@pytest.mark.parametrize(("place", "cls"), CLASSES)
 def test_every_key_has_a_meaning_and_no_other_word_has_one(place, cls):
     assert [key.name for key in made.keys(cls) if not key.meaning] == []
     assert set(made.attributes(cls)) <= {field.name for field in dataclasses.fields(cls)}

@@ -30,18 +30,9 @@ HEADING = re.compile(r"^### (.*): (one|two) files?$", re.MULTILINE)
 FILE = re.compile(r"`([\w/.]+)`[^`\n]*:\n\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 """A path at the end of a paragraph, and the block below it."""
 COPIED = ("minitx", "configs", "scripts")
-TINY = (
-    *(
-        "data=kv_lookup",
-        "data.val_size=16",
-        "data.batch_size=8",
-        "model.embed_dim=8",
-        "model.num_heads=2",
-        "model.num_layers=1",
-    ),
-    *("trainer.max_steps=2", "trainer.val_every=0", "trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1"),
-    *("schedule.warmup_steps=1", "callbacks.progress=false"),
-)
+TINY = ["data=kv_lookup", "data.val_size=16", "data.batch_size=8", "model.embed_dim=8", "model.num_heads=2"]
+TINY += ["model.num_layers=1", "schedule.warmup_steps=1", "callbacks.progress=false", "trainer.accelerator=cpu"]
+TINY += ["trainer.max_steps=2", "trainer.val_every=0", "trainer.threads=1", "trainer.log_every=1"]
 
 
 def recipes() -> dict[str, tuple[int, str]]:
@@ -81,13 +72,10 @@ class Copy:
 
     def touched(self) -> set[str]:
         """The files that are not as they were."""
-        found = [
-            path for name in COPIED for path in (self.folder / name).rglob("*.*") if path.is_file() and path.suffix != ".pyc"
-        ]
-        both = {str(path.relative_to(self.folder)): path for path in found}
-        return {
-            name for name, path in both.items() if not (ROOT / name).exists() or (ROOT / name).read_bytes() != path.read_bytes()
-        }
+        found = (path for name in COPIED for path in (self.folder / name).rglob("*.*"))
+        new = {str(path.relative_to(self.folder)): path for path in found if path.is_file() and path.suffix != ".pyc"}
+        old = {name: ROOT / name for name in new if (ROOT / name).exists()}
+        return {name for name, path in new.items() if name not in old or old[name].read_bytes() != path.read_bytes()}
 
     def run(self, code: str) -> None:
         """Run Python in ``runs``. ``program(NAME, *WORDS)`` is a script of the copy, and returns its exit code."""

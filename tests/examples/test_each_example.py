@@ -1,5 +1,6 @@
 """What each file in examples/ shows, asserted; and that the page prints what the files say."""
 
+import csv
 import re
 from importlib import util
 from pathlib import Path
@@ -115,6 +116,29 @@ def test_the_arm_of_ones_own_is_what_it_says_at_every_head_dim():
     assert found == {8: pytest.approx(8**-0.75), 64: pytest.approx(64**-0.75)}
 
 
+# a model of our blocks
+
+
+@pytest.mark.slow
+def test_a_few_steps_bring_the_loss_well_below_a_guess_and_the_model_goes_on_from_a_beginning(example, tmp_path):
+    loss, text = example("gpt").main(steps=20, folder=tmp_path)
+    with (tmp_path / "metrics.csv").open() as file:
+        guess = float(next(csv.DictReader(file))["train_loss"])  # the table starts small: every character is as likely
+    assert guess > 3.0 and loss < guess - 0.5
+    assert text.startswith("And God said ")
+    assert len(text) == len("And God said ") + 200  # more than the 64 positions that it knows
+
+
+def test_no_position_sees_the_future(example):
+    model = example("gpt").GPT(11).eval()
+    torch.nn.init.normal_(model.token.weight)
+    ids = torch.tensor([[1, 2, 3, 5, 7], [1, 2, 3, 9, 10]])
+    with torch.no_grad():
+        logits = model(ids)
+    torch.testing.assert_close(logits[0, :3], logits[1, :3])
+    assert (logits[0, 3:] - logits[1, 3:]).abs().max() > 0.1
+
+
 # brackets
 
 
@@ -158,14 +182,8 @@ def test_the_heads_of_a_checkpoint_are_scored_on_its_rows_and_on_a_treebank(exam
     heads, text, trees = example("heads"), tmp_path / "text.txt", tmp_path / "trees.conllu"
     text.write_text("In the beginning God created the heaven and the earth.\n" * 60, encoding="utf-8")
     trees.write_text((ROOT / "tests" / "analysis" / "data" / "few.conllu").read_text(encoding="utf-8") * 5, encoding="utf-8")
-    small = [
-        "data=text",
-        f"data.path={text}",
-        "data.tokenizer=bpe",
-        "data.bpe_vocab_size=270",
-        "data.context_len=24",
-        "data.batch_size=4",
-    ]
+    small = ["data=text", f"data.path={text}", "data.tokenizer=bpe", "data.bpe_vocab_size=270"]
+    small += ["data.context_len=24", "data.batch_size=4"]
     small += ["model.embed_dim=12", "model.num_heads=3", "model.num_layers=2", "model.max_len=64", "schedule.warmup_steps=1"]
     small += ["trainer.max_steps=2", "trainer.val_every=0", "trainer.accelerator=cpu", "callbacks.progress=false"]
     train(compose_config(small), tmp_path / "run")

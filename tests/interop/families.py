@@ -8,40 +8,20 @@ import torch
 import transformers
 from torch import Tensor
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {**SIZES, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 99}
 MARKS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 TEXT = {**SMALL, **MARKS}
 GROUPED = {**TEXT, "num_key_value_heads": 2}
 WIDE = {**GROUPED, "head_dim": 8}
 LOCAL = {**WIDE, "sliding_window": 5}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64, **MARKS}
-OPT = {
-    "hidden_size": 32,
-    "ffn_dim": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 99,
-    "word_embed_proj_dim": 32,
-    **MARKS,
-}
-PICTURE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
+OPT = {**SIZES, "hidden_size": 32, "ffn_dim": 64, "vocab_size": 99, "word_embed_proj_dim": 32, **MARKS}
+PICTURE = {**SIZES, "hidden_size": 32, "intermediate_size": 64, "image_size": 16, "patch_size": 4}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 99, "decoder_start_token_id": 0}
 BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-BART |= {
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "vocab_size": 99,
-    "max_position_embeddings": 64,
-    "decoder_start_token_id": 2,
-    **MARKS,
-}
+BART |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 99, "max_position_embeddings": 64, **MARKS}
+BART["decoder_start_token_id"] = 2
 SPEECH = {**BART, "max_source_positions": 50, "suppress_tokens": None, "begin_suppress_tokens": None}
 
 DECODERS = {
@@ -95,12 +75,8 @@ def _config_of(name: str, options: dict[str, Any]) -> Any:
 
 def build(name: str) -> Any:
     """A model of a family in evaluation mode, the same at every call. Its matrices are three times as large as at the start."""
-    kinds = {
-        "decoder": {"GPT2": GPT, **DECODERS, **BESIDE, **REFUSED},
-        "encoder": ENCODERS,
-        "picture": PICTURES,
-        "pair": {**PAIRS, "Whisper": SPEECH},
-    }
+    kinds = {"decoder": {"GPT2": GPT, **DECODERS, **BESIDE, **REFUSED}, "encoder": ENCODERS, "picture": PICTURES}
+    kinds |= {"pair": {**PAIRS, "Whisper": SPEECH}}
     kind = next(kind for kind, found in kinds.items() if name in found)
     kind = "pair" if name in ("LongT5", "PegasusX", "BigBirdPegasus") else kind
     torch.manual_seed(0)
@@ -121,9 +97,7 @@ def inputs_of(name: str, *, pad: str | None = None) -> tuple[dict[str, Tensor], 
     ids = torch.randint(3, 99, (2, 11), generator=generator)
     real = torch.ones(2, 11, dtype=torch.long)
     if pad is not None:
-        real[1, : 4 if pad == "left" else None] = 0 if pad == "left" else 1
-        if pad == "right":
-            real[1, 7:] = 0
+        real[1, slice(4) if pad == "left" else slice(7, None)] = 0
     if name in PICTURES:
         return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}, None
     if name == "Whisper":

@@ -15,6 +15,7 @@ from minitx.data.tokenizers import Tokenizer, train_tokenizer
 from minitx.interop import load_hf, save_hf, save_pretrained
 from minitx.nn.models import build_model
 
+OWN_BERT = {"architecture": "encoder", "norm_position": "post", "embed_norm": True, "activation": "gelu", "norm_eps": 1e-12}
 ROTARY = {"position": "rotary", "norm": "rms", "activation": "swiglu", "bias": False}
 
 
@@ -270,28 +271,34 @@ def test_what_cannot_be_read_is_named(tmp_path):
 
 
 def own(**options):
-    sizes = {"vocab_size": V, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 31, "dropout": 0.1}
+    sizes = {"vocab_size": V, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 31, "dropout": 0.2}
     return build_model(TransformerConfig(**{**sizes, **options})).eval()
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("GPT2LMHeadModel", {"activation": "gelu_tanh"}), ("LlamaForCausalLM", {**ROTARY, "num_kv_heads": 1})],
+    ("kind", "options", "drops"),
+    [
+        ("GPT2LMHeadModel", {"activation": "gelu_tanh"}, ["embd_pdrop", "attn_pdrop", "resid_pdrop"]),
+        ("LlamaForCausalLM", {**ROTARY, "num_kv_heads": 1}, []),
+    ],
 )
-def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(kind, options, tmp_path):
+def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(kind, options, drops, tmp_path):
     model = own(init="lecun", **options)
     save_hf(model, tmp_path)
     theirs = getattr(transformers, kind).from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert worst(answers(theirs, model, batch("right"))) < 1e-5
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [kind]
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["architectures"] == [kind]
+    assert {key: value for key, value in values.items() if "drop" in key} == dict.fromkeys(drops, 0.2)
 
 
 @pytest.mark.parametrize("head", [{"head": "lm", "head_bias": True, "head_transform": True}, {"head": "none", "pooler": True}])
 def test_a_bert_of_our_own_without_token_types_answers_the_same_in_transformers(head, tmp_path):
-    bert = {"architecture": "encoder", "norm_position": "post", "embed_norm": True, "activation": "gelu", "norm_eps": 1e-12}
-    model = own(**bert, **head)
+    model = own(**OWN_BERT, **head)
     save_hf(model, tmp_path)
-    (kind,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    values = json.loads((tmp_path / "config.json").read_text())
+    (kind,) = values["architectures"]
+    assert values["hidden_dropout_prob"] == values["attention_probs_dropout_prob"] == 0.2
     theirs, report = getattr(transformers, kind).from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     (ids, real), theirs = batch("right"), theirs.eval()
@@ -346,24 +353,18 @@ def test_a_saved_tokenizer_of_ours_adds_no_tokens_and_one_of_others_stays_as_it_
     ours, model = Tokenizer(theirs.to_str()), own(vocab_size=theirs.get_vocab_size(), activation="gelu_tanh")
     assert exported(model, tmp_path / "ours", ours)(WORDS).input_ids == ours.encode(WORDS).tolist()
     first = theirs.token_to_id("<s>")
-    for name, given in {
-        "tokenizers": theirs,
-        "transformers": transformers.PreTrainedTokenizerFast(tokenizer_object=theirs, bos_token="<s>"),
-    }.items():
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=theirs, bos_token="<s>")
+    for name, given in {"tokenizers": theirs, "transformers": wrapped}.items():
         assert exported(model, tmp_path / name, given)(WORDS).input_ids == [first, *ours.encode(WORDS).tolist()]
 
 
 def test_a_saved_classifier_reads_its_class_token_before_a_text(tmp_path):
     tokenizer = train_tokenizer("char", [WORDS], marks=["pad", "cls", "eos"])
-    bert = {"architecture": "encoder", "norm_position": "post", "embed_norm": True, "activation": "gelu", "norm_eps": 1e-12}
-    model = own(
-        vocab_size=tokenizer.vocab_size, head="sequence", num_labels=3, pooler=True, pad_id=tokenizer.mark_ids["pad"], **bert
-    )
+    sizes = {"vocab_size": tokenizer.vocab_size, "num_labels": 3, "pad_id": tokenizer.mark_ids["pad"]}
+    model = own(head="sequence", pooler=True, **sizes, **OWN_BERT)
     again = exported(model, tmp_path, tokenizer)
-    (cls, eos), (one, two) = (
-        (tokenizer.mark_ids[name] for name in ("cls", "eos")),
-        (tokenizer.encode(text).tolist() for text in ("so", "on")),
-    )
+    cls, eos = (tokenizer.mark_ids[name] for name in ("cls", "eos"))
+    one, two = (tokenizer.encode(text).tolist() for text in ("so", "on"))
     assert again("so").input_ids == [cls, *one]
     assert again("so", "on").input_ids == [cls, *one, eos, *two]
     padded = again(["so", "the Word"], padding=True, return_tensors="pt")

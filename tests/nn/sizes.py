@@ -79,6 +79,14 @@ def torch_layer(**options):
     return layer
 
 
+class Louder(nn.MultiheadAttention):
+    """torch's layer with a forward of its own."""
+
+    def forward(self, *args, **options):
+        output, weights = super().forward(*args, **options)
+        return 2.0 * output, weights
+
+
 class OpRecorder(TorchDispatchMode):
     """The names of the kernels that run inside ``with``."""
 

@@ -8,7 +8,14 @@ from torch import nn
 
 import minitx.nn as mx
 from minitx.config import TransformerConfig
-from minitx.nn.efficient import AdditiveAttention, EfficientAttention, build_core
+from minitx.nn.efficient import (
+    AdditiveAttention,
+    EfficientAttention,
+    LinearAttention,
+    LinformerAttention,
+    PerformerAttention,
+    build_core,
+)
 from minitx.nn.models import build_model
 
 B, H, L, S, D = 2, 6, 5, 7, 11
@@ -192,8 +199,16 @@ VALUE_ERRORS = {
     "input_ids: none, and no memory": lambda: build("encoder_decoder", None, IDS),
     "memory: of other rows": lambda: build("encoder_decoder", None, IDS, call={"memory": X[:1]}),
     "mask: a cache that forgets": lambda: go_on(window=3, mask=mx.SlidingWindow(2)),
+    # efficient cores
     "hidden_dim: none": lambda: AdditiveAttention(4, hidden_dim=0),
+    "chunk_size: none": lambda: LinearAttention(chunk_size=0),
+    "num_features: none": lambda: PerformerAttention(4, num_features=0),
+    "num_slots: none": lambda: LinformerAttention(8, 0),
     "num_slots: of another core": lambda: build_core("linear", head_dim=4, max_len=8, num_slots=2),
+    "num_slots=None: for a linformer": lambda: build_core("linformer", head_dim=D, max_len=S),
+    "attention='flash': an unknown core": lambda: build_core("flash", head_dim=D, max_len=S),
+    "head_dim = 4: heads of another width": lambda: PerformerAttention(4)(mx.functional.make_call(Q, K, K)),
+    f"max_len={S - 1}: more keys than a linformer has slots for": lambda: LinformerAttention(S - 1, 3)(mx.functional.make_call(Q, K, K)),
     "backend: an unknown one": lambda: mx.DotProductAttention(backend="fast"),
     "rotary_factor: nothing to stretch": lambda: TransformerConfig(position="rotary", rotary_factor=2.0),
     "rotary_scaling: nothing turns": lambda: TransformerConfig(rotary_scaling="ntk"),
@@ -232,7 +247,7 @@ CASES = [(ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)]
     ("error", "mistake", "call"), [(error, name, call) for error, cases in CASES for name, call in cases.items()]
 )
 def test_a_plain_mistake_is_answered_by_the_name_of_the_argument(error, mistake, call):
-    with pytest.raises(error, match=rf"\b{mistake.partition(':')[0]}\b"):
+    with pytest.raises(error, match=rf"\b{mistake.partition(':')[0]}(?!\w)"):
         call()
 
 

@@ -4,44 +4,25 @@ import pytest
 import torch
 from sizes import FUSED_CPU, OpRecorder, assert_same, in_pieces, tokens
 from sizes import small_model as model
+from test_models import PAIRS
 
-from minitx.nn import (
-    KVCache,
-    PrefixLM,
-    SlidingWindow,
-)
+from minitx.nn import KVCache, PrefixLM, SlidingWindow
 
-E, H, L = 12, 3, 11
-POSITIONS = {
-    **{position: {"position": position} for position in ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")},
-    "interleaved ntk": {"position": "rotary", "rotary_interleaved": True, "rotary_scaling": "ntk", "rotary_factor": 4.0},
-}
-VARIANTS = {
-    "default": {},
-    **{f"{kind}-norm": {"norm_position": kind} for kind in ("post", "sandwich", "deepnorm")},
-    "parallel": {"parallel": True},
-    "window": {"window": 3},
-    **{f"scale {word}": {"scale": word} for word in ("unscaled", "learned", "log_length")},
-    "grouped": {"num_kv_heads": 1},
-    "qk-norm": {"qk_norm": "layer"},
-    "sinks and soft-cap": {"sinks": True, "softcap": 2.0},
-}  # fmt: skip
-PAIRS = [
-    *((position, "default") for position in POSITIONS),
-    *(("rotary", variant) for variant in VARIANTS if variant != "default"),
-]
+L = 11
+NTK = {"position": "rotary", "rotary_interleaved": True, "rotary_scaling": "ntk", "rotary_factor": 4.0}
+WAYS = [*({"position": position, **options} for position, options in PAIRS), NTK, {"position": "rotary", "qk_norm": "layer"}]
 # lengths of the pieces in which a prompt of 11 tokens is read
 SPLITS = {"token by token": [1] * L, "prompt, then tokens": [7, 1, 1, 1, 1], "uneven pieces": [2, 5, 1, 3], "one piece": [L]}
 
 
 @pytest.mark.parametrize("padding", [(0, 0, 0), (0, 4, 7)], ids=["whole", "left-padded"])
-@pytest.mark.parametrize(("position", "variant"), PAIRS)
-def test_decoding_with_a_cache_equals_the_full_forward_and_each_padded_row_is_as_it_would_be_alone(position, variant, padding):
-    network, ids = model(**POSITIONS[position], **VARIANTS[variant]), tokens(3, L)
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_decoding_with_a_cache_equals_the_full_forward_and_each_padded_row_is_as_it_would_be_alone(options, padding):
+    network, ids = model(**options), tokens(3, L)
     real = torch.arange(L) >= torch.tensor(padding).unsqueeze(1)
     mask = {"key_mask": real} if any(padding) else {}
     want = network(ids, **mask)
-    for split in SPLITS.values() if variant == "default" else [SPLITS["uneven pieces"]]:
+    for split in SPLITS.values() if options in (NTK, {"position": options["position"]}) else [SPLITS["uneven pieces"]]:
         got = in_pieces(network, ids, split, KVCache(L, num_layers=2), **mask)
         assert_same(got[real], want[real])
     for row, missing in enumerate(padding):
@@ -51,7 +32,7 @@ def test_decoding_with_a_cache_equals_the_full_forward_and_each_padded_row_is_as
 @pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
 @pytest.mark.parametrize("position", ["rotary", "alibi"])
 def test_every_backend_decodes_alike(position, backend):
-    options, ids, cache = {**POSITIONS[position], "num_kv_heads": 1}, tokens(2, L), KVCache(L, num_layers=2)
+    options, ids, cache = {"position": position, "num_kv_heads": 1}, tokens(2, L), KVCache(L, num_layers=2)
     got = in_pieces(model(**options, backend=backend), ids, [3, 1, 5, 2], cache)
     assert_same(got, model(**options, backend="math")(ids))
 
@@ -69,11 +50,12 @@ def test_a_key_mask_may_end_with_the_prompt_or_begin_after_it():
         assert_same(got[whole], network(ids[:, :7], key_mask=whole)[whole])
 
 
-@pytest.mark.parametrize(
-    ("position", "variant"), [("learned", "default"), ("t5", "default"), ("rotary", "scale log_length"), ("rotary", "window")]
-)
-def test_packed_documents_decode_as_they_are_read_whole(position, variant):
-    network, ids = model(**POSITIONS[position], **VARIANTS[variant]), tokens(2, L)
+LOG_LENGTH, WINDOW = {"position": "rotary", "scale": "log_length"}, {"position": "rotary", "window": 3}
+
+
+@pytest.mark.parametrize("options", [{"position": "learned"}, {"position": "t5"}, LOG_LENGTH, WINDOW], ids=str)
+def test_packed_documents_decode_as_they_are_read_whole(options):
+    network, ids = model(**options), tokens(2, L)
     documents = torch.tensor([[0] * 4 + [1] * 7, [5] * 9 + [6] * 2])
     got = in_pieces(network, ids, SPLITS["uneven pieces"], KVCache(L, num_layers=2), document_ids=documents)
     assert_same(got, network(ids, document_ids=documents))

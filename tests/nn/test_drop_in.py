@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from sizes import torch_layer
+from sizes import Louder, torch_layer
 from torch import nn
 
 from minitx.nn import DropInAttention, swap_attention
@@ -189,12 +189,6 @@ def test_a_checkpoint_that_does_not_fit_is_still_an_error():
     state["first.bias_k"] = torch.zeros(1)
     with pytest.raises(RuntimeError, match=r"(?s)Missing.*first\.attention\.q_proj\.bias.*Unexpected.*first\.bias_k"):
         model.load_state_dict(state)
-
-
-class Louder(nn.MultiheadAttention):
-    def forward(self, *args, **options):
-        output, weights = super().forward(*args, **options)
-        return 2.0 * output, weights
 
 
 def tied_weight(model):

@@ -20,7 +20,6 @@ from minitx.nn.efficient import (
     LinformerAttention,
     PerformerAttention,
     approximation_error,
-    build_core,
 )
 from minitx.nn.functional import make_call
 
@@ -152,20 +151,3 @@ def test_the_error_is_the_distance_to_exact_attention_under_the_same_mask_and_sc
     assert error["relative_error"] == pytest.approx(1.0) and core.training
     torch.testing.assert_close(error["relative_error_per_head"], torch.ones(H, dtype=torch.float64))
     torch.testing.assert_close(error["max_abs_error_per_head"], want.abs().amax((0, 2, 3)))
-
-
-WRONG = {
-    "head_dim = 4": lambda: run(PerformerAttention(4), draw()),
-    "max_len=12": lambda: run(LinformerAttention(12, 3), draw()),
-    "chunk_size": lambda: LinearAttention(chunk_size=0),
-    "num_features": lambda: PerformerAttention(4, num_features=0),
-    "num_slots": lambda: LinformerAttention(8, 0),
-    "attention='flash'": lambda: build_core("flash", head_dim=D, max_len=S),
-    "num_slots=None": lambda: build_core("linformer", head_dim=D, max_len=S),
-}
-
-
-@pytest.mark.parametrize("argument", WRONG)
-def test_a_core_that_cannot_be_built_or_called_names_the_argument(argument):
-    with pytest.raises(ValueError, match=argument):
-        WRONG[argument]()

@@ -120,14 +120,7 @@ def test_tied_embeddings_share_one_parameter():
 def test_a_model_prints_the_sizes_of_its_parts():
     parts = {"stochastic_depth": 0.2, "layer_scale": 0.5, "scale": "learned", "qk_norm": "l2"}
     shown = repr(model(position="t5", backend="math", **parts)) + repr(model(position="rotary", rotary_interleaved=True))
-    for wanted in (
-        "interleaved",
-        "p=0.2",
-        "bidirectional=False",
-        "embed_dim=12",
-        "backend='math'",
-        "head_dim=4",
-    ):
+    for wanted in ("interleaved", "p=0.2", "bidirectional=False", "embed_dim=12", "backend='math'", "head_dim=4"):
         assert wanted in shown
 
 

@@ -71,7 +71,9 @@ def test_every_word_and_a_factor_equal_plain_formulas(word, is_causal, backend):
     torch.testing.assert_close(attention(x, attn_mask=Padding(real), is_causal=is_causal), want, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("word", [None, "sqrt", True, math.nan, "head_dim^", "head_dim**2", "head_dim^-1/2", "head_dim^nan"])
+@pytest.mark.parametrize(
+    "word", [None, "sqrt", "1", True, math.nan, math.inf, [1], "head_dim^", "head_dim**2", "head_dim^-1/2", "head_dim^nan"]
+)
 def test_anything_else_is_refused(word):
     builds = [lambda: ScoreScale(word, head_dim=4), lambda: TransformerConfig(scale=word), lambda: scale_multiplier(word, 4)]
     for build in builds:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sizes import Louder
 from sizes import torch_layer as theirs_with
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -60,18 +61,6 @@ def test_a_row_without_keys_is_nan_in_torch_and_the_output_bias_here():
     assert_near(got[1], want[1])
 
 
-@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
-def test_keys_that_nobody_sent_are_refused(option):
-    with pytest.raises(ValueError, match=option):
-        MultiHeadAttention.from_torch(nn.MultiheadAttention(E, H, **{option: True}))
-
-
-class Louder(nn.MultiheadAttention):
-    def forward(self, *args, **options):
-        output, weights = super().forward(*args, **options)
-        return 2.0 * output, weights
-
-
 def hooked():
     layer = theirs_with()
     layer.register_forward_hook(lambda module, args, out: (2.0 * out[0], out[1]))
@@ -81,6 +70,7 @@ def hooked():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        *((lambda name=name: nn.MultiheadAttention(E, H, **{name: True}), name) for name in ("add_bias_kv", "add_zero_attn")),
         (lambda: Louder(E, H), "Louder has a forward of its own"),
         (lambda: parametrizations.orthogonal(theirs_with(), "in_proj_weight"), "parametrizations.in_proj_weight.original"),
         (lambda: prune.random_unstructured(theirs_with(), "in_proj_weight", 0.5), "in_proj_weight_orig"),

@@ -145,30 +145,13 @@ def of_task(words: list[str]) -> dict[str, Any]:
 
 def of_experiment(words: list[str], folder: Path) -> dict[str, Any]:
     """Losses and final weights of three steps."""
-    small = [
-        "trainer.max_steps=3",
-        "trainer.ckpt_every=3",
-        "trainer.log_every=1",
-        "trainer.val_every=3",
-        "trainer.val_batches=1",
-        "trainer.val_batch_size=4",
-    ]
-    small += [
-        "data.batch_size=4",
-        "schedule.warmup_steps=1",
-        "trainer.accelerator=cpu",
-        "trainer.threads=1",
-        "evaluation.at_end=false",
-    ]
-    config = compose_config([*words, *small, "callbacks.progress=false"])
+    keys = ("max_steps=3", "ckpt_every=3", "log_every=1", "val_every=3", "val_batches=1", "val_batch_size=4", "accelerator=cpu")
+    small = [*(f"trainer.{key}" for key in (*keys, "threads=1")), "data.batch_size=4", "schedule.warmup_steps=1"]
+    config = compose_config([*words, *small, "evaluation.at_end=false", "callbacks.progress=false"])
     run_training(config, folder, "digests")
     rows = (folder / "metrics.csv").read_text().splitlines()
-    columns = rows[0].split(",")
-    kept = [
-        i
-        for i, name in enumerate(columns)
-        if name in ("step", "train_loss", "val_loss", "val_accuracy", "grad_norm", "tokens", "lr")
-    ]
+    columns, compared = rows[0].split(","), ("step", "train_loss", "val_loss", "val_accuracy", "grad_norm", "tokens", "lr")
+    kept = [i for i, name in enumerate(columns) if name in compared]
     losses = "\n".join(",".join(row.split(",")[i] for i in kept) for row in rows)
     state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     first = next(row for row in rows[1:] if row.split(",")[columns.index("train_loss")])

@@ -17,7 +17,7 @@ from minitx.nn import Causal, Mask
 from minitx.nn.efficient import LinearAttention, LinformerAttention, PerformerAttention, approximation_error
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "nn" / "efficient"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "tests" / "nn"), str(ROOT / "benchmarks")]
 from harness import about, save  # noqa: E402
 from test_efficient_cost import CASES, growth  # noqa: E402
 

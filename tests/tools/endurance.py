@@ -98,12 +98,8 @@ def soak(steps: int = 20_000, warm: int = 2_000) -> dict[str, Any]:
     TrainingModule.training_step = training_step  # type: ignore[method-assign]
     from killing import RUN
 
-    words = [
-        "trainer.ckpt_every=500",
-        "trainer.val_every=200",
-        "callbacks.probe.every=100",
-        "callbacks.probe.weights_every=1000",
-    ]
+    words = ["trainer.ckpt_every=500", "trainer.val_every=200"]
+    words += ["callbacks.probe.every=100", "callbacks.probe.weights_every=1000"]
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*RUN, f"trainer.max_steps={steps}", *words]
         began = time.perf_counter()

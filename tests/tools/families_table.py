@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,19 +53,13 @@ def padding(name: str) -> str:
 
 
 CELLS: dict[str, Callable[[str], str]] = {
-    "gradients in float64": lambda name: holds(
-        checks.test_an_adopted_model_has_the_logits_and_gradients_of_its_eager_self, name
-    ),
+    "gradients in float64": partial(holds, checks.test_an_adopted_model_has_the_logits_and_gradients_of_its_eager_self),
     "padding": padding,
-    "`generate` with a cache": lambda name: holds(checks.test_a_cache_and_generate_give_what_the_model_gives, name),
-    "`capture`, `intervene`": lambda name: holds(
-        checks.test_looking_changes_no_bit_and_knocking_a_head_out_changes_the_answer, name
-    ),
-    "`output_attentions`": lambda name: holds(checks.test_output_attentions_are_the_weights_of_the_core, name),
-    "`residual`, `feedforward`": lambda name: holds(layers_are_found, name),
-    "`fold_scale`": lambda name: holds(
-        checks.test_folding_the_scale_keeps_the_function_and_release_gives_the_weights_back, name
-    ),
+    "`generate` with a cache": partial(holds, checks.test_a_cache_and_generate_give_what_the_model_gives),
+    "`capture`, `intervene`": partial(holds, checks.test_looking_changes_no_bit_and_knocking_a_head_out_changes_the_answer),
+    "`output_attentions`": partial(holds, checks.test_output_attentions_are_the_weights_of_the_core),
+    "`residual`, `feedforward`": partial(holds, layers_are_found),
+    "`fold_scale`": partial(holds, checks.test_folding_the_scale_keeps_the_function_and_release_gives_the_weights_back),
 }
 
 

@@ -51,11 +51,7 @@ MORE = [f"tests/{name}.py" for name in (
     "data/test_tokenizers", "data/test_documents", "ablation/test_intervals",
     "ablation/test_report")]  # fmt: skip
 """Tests of what calls these files: only for what survived the others."""
-OWN = {
-    "__init__": ("backends", "chunked"),
-    "chunked": ("chunked", "backends"),
-    "sdpa": ("backends", "flex"),
-}  # else by name
+OWN = {"__init__": ("backends", "chunked"), "chunked": ("chunked", "backends"), "sdpa": ("backends", "flex")}  # else by name
 CHOICE = ("-m", "not long", "-p", "no:cacheprovider")  # of the slow tests, too
 LONGEST, BUDGET, LIMIT = 3.0, 12.0, 100.0  # seconds of the processor: of one test, of a mutant's tests together, of a fork
 

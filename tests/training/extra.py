@@ -1,5 +1,6 @@
 """Runs with callbacks and loggers that are objects of the test's own."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,17 @@ class Layered(nn.Module):
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
-        self.embed, self.layers, self.head = (
-            nn.Embedding(vocab_size, 8),
-            nn.Sequential(Layer(), Layer()),
-            nn.Linear(8, vocab_size),
-        )
+        self.embed, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+        self.layers = nn.Sequential(Layer(), Layer())
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(self.embed(input_ids)))
+
+
+def of_digits(config: RunConfig, **changes: Any) -> RunConfig:
+    """``config`` on pictures of digits."""
+    model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
+    return dataclasses.replace(config, data={"_target_": "minitx.data.digits", "batch_size": 12}, model=model, **changes)
 
 
 def train_with(config: RunConfig, folder: Path, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:

@@ -111,15 +111,8 @@ def test_sgd_trains_parameters_that_are_cut_as_whole_ones(cache, base, tmp_path)
 @pytest.mark.slow
 def test_a_model_of_ones_own_is_cut_at_the_classes_that_are_named_and_trains_as_whole(cache, base, tmp_path):
     own = [word for word in base if not word.startswith(("model", "data"))]
-    own += [
-        "trainer.val_batches=2",
-        "evaluation.num_rows=16",
-        "data=kjv",
-        "data.context_len=13",
-        "data.batch_size=24",
-        "model._target_=extra.Layered",
-        "evaluation.at_end=true",
-    ]
+    own += ["model._target_=extra.Layered", "data=kjv", "data.context_len=13", "data.batch_size=24"]
+    own += ["trainer.val_batches=2", "evaluation.num_rows=16", "evaluation.at_end=true"]
     cut = ["trainer.devices=2", "trainer.strategy=sharded", "trainer.shard=[Layer]"]
     run_ranks(1, train_as, own, tmp_path / "one", cache)
     run_ranks(2, train_as, [*own, *cut], tmp_path / "two", cache)
@@ -147,16 +140,10 @@ def test_a_run_goes_on_elsewhere(ran, first, then):
 
 # --- what DDP may find unused, or twice
 
+LINFORMER = ["model=encoder_small", "model.attention=linformer", "model.num_slots=4", "model.position=none"]
 UNUSUAL = {
     "checkpointing": ["data=kv_lookup", "model=recall", "model.checkpointing=true"],
-    "linformer": [
-        "data=classify",
-        "data.tokenizer=char",
-        "model=encoder_small",
-        "model.attention=linformer",
-        "model.num_slots=4",
-        "model.position=none",
-    ],
+    "linformer": ["data=classify", "data.tokenizer=char", *LINFORMER],
     "frozen": ["data=kv_lookup", "model=recall", "optimizer.rules=[{match: '(q|k)_proj', trainable: false}]"],
     "pictures": ["data=digits", "model=vit_small", "optimizer=muon"],
 }
@@ -169,15 +156,8 @@ def each_of(runs, folder, cache):
 @pytest.mark.slow
 def test_unusual_models_make_two_updates_under_ddp(tmp_path, cache):
     """It finds a parameter without a gradient when the second forward begins."""
-    two = [
-        *QUIET,
-        *WIDTHS,
-        *PLACES["ddp"][1],
-        "data.batch_size=4",
-        "model.max_len=128",
-        "trainer.max_steps=2",
-        "trainer.val_batches=1",
-    ]
+    two = [*QUIET, *WIDTHS, *PLACES["ddp"][1], "data.batch_size=4", "model.max_len=128"]
+    two += ["trainer.max_steps=2", "trainer.val_batches=1"]
     (tmp_path / "classes.tsv").write_text("text\tlabel\n" + "".join(f"word {n}\t{n % 3}\n" for n in range(53)))
     runs = {name: [*overrides, *two] for name, overrides in UNUSUAL.items()}
     runs["linformer"].append(f"data.path={tmp_path / 'classes.tsv'}")

@@ -14,15 +14,7 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import (
-    CallbacksConfig,
-    ConfigError,
-    EvaluationConfig,
-    ProbeConfig,
-    RunConfig,
-    TrainerConfig,
-    node,
-)
+from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, RunConfig, TrainerConfig, node
 from minitx.config.training import StopAtConfig
 from minitx.data.task import Task
 from minitx.nn import build_model
@@ -52,46 +44,39 @@ def squared(logits, batch):
     return (logits - batch["labels"]).square().sum()
 
 
+QUIET = CallbacksConfig(progress=False)
 CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
 
 
-def fit(
-    folder,
-    data,
-    *,
-    model=None,
-    callbacks=None,
-    on_nonfinite="stop",
-    schedule=CONSTANT,
-    evaluation=None,
-    ckpt_path=None,
-    **trainer,
-):
-    options = {"max_steps": 4, "accelerator": "cpu", "log_every": 1, "val_every": 0, "precision": "64-true", **trainer}
-    config = RunConfig(
-        trainer=TrainerConfig(**options),
-        optimizer={"_target_": "torch.optim.SGD", "lr": 0.05},
-        schedule=schedule,
-        evaluation=evaluation or EvaluationConfig(),
-        ckpt_path=ckpt_path,
-        callbacks=callbacks or CallbacksConfig(progress=False),
-        on_nonfinite=on_nonfinite,
-    )
+OF_THE_RUN = {field.name for field in dataclasses.fields(RunConfig)}
+
+
+def fit(folder, data, *, model=None, **options):
+    """A run on ``data``; options are keys of the run or of its trainer."""
+    trainer = {"max_steps": 4, "accelerator": "cpu", "log_every": 1, "val_every": 0, "precision": "64-true"}
+    trainer |= {name: value for name, value in options.items() if name not in OF_THE_RUN}
+    parts = {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05}, "schedule": CONSTANT, "callbacks": QUIET}
+    parts |= {name: value for name, value in options.items() if name in OF_THE_RUN}
+    config = RunConfig(trainer=TrainerConfig(**trainer), **parts)
     return train(config, folder, model=model or nn.Linear(3, 2), data=data, objective=squared, batch_size=2)
 
 
-def test_a_loader_of_ones_own_gets_the_mean_of_each_batch(tmp_path):
-    data, model = Squares(), nn.Linear(3, 2).double()
-    ours, losses = copy.deepcopy(model), []
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_has_the_mean_loss_and_gradient_of_its_batches_an_incomplete_accumulation_too(tmp_path, accumulate):
+    data, model, wanted = Squares(), nn.Linear(3, 2).double(), []
+    ours = copy.deepcopy(model)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
-    for batch in [*data.train_dataloader(), default_collate(data.rows[:3])]:
-        loss = squared(ours(batch["input"]), batch) / batch["labels"].numel()
-        losses.append(loss.item())
+    first, second, third = data.train_dataloader()
+    steps = [[first], [second], [third], [first]] if accumulate == 1 else [[first, second], [third]]
+    for step in steps:
+        loss = sum(squared(ours(batch["input"]), batch) / batch["labels"].numel() for batch in step) / len(step)
         optimizer.zero_grad()
         loss.backward()
+        wanted.append((loss.item(), torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()]).item()))
         optimizer.step()
-    fit(tmp_path, data, model=model)
-    assert losses_of(tmp_path) == pytest.approx(losses, rel=1e-12)
+    fit(tmp_path, data, model=model, accumulate=accumulate, max_steps=len(steps))
+    found = [(row["train_loss"], row["grad_norm"]) for row in read_metrics(tmp_path / "metrics.csv")]
+    assert found == [pytest.approx(pair, rel=1e-12) for pair in wanted]
     torch.testing.assert_close(last(tmp_path)["state_dict"]["network.weight"], ours.weight.detach(), rtol=1e-12, atol=0)
 
 
@@ -100,22 +85,6 @@ def test_an_incomplete_accumulation_is_one_update_and_validation_uses_the_object
     result, batch = fit(tmp_path, data, model=model, accumulate=2), default_collate(data.rows)
     assert result["val_loss"] == pytest.approx(squared(model(batch["input"]), batch).item() / 14, rel=1e-12)
     assert [row["tokens"] for row in read_metrics(tmp_path / "metrics.csv")] == [12, 14, 26, 28]  # two epochs
-
-
-def test_the_loss_and_gradient_of_an_incomplete_accumulation_are_the_mean_over_its_micro_batches(tmp_path):
-    data, model, wanted = Squares(), nn.Linear(3, 2), []
-    ours = copy.deepcopy(model).double()
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
-    first, second, third = data.train_dataloader()
-    for step in ((first, second), (third,)):
-        loss = sum(squared(ours(batch["input"]), batch) / batch["labels"].numel() for batch in step) / len(step)
-        optimizer.zero_grad()
-        loss.backward()
-        wanted.append((loss.item(), torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()]).item()))
-        optimizer.step()
-    fit(tmp_path, data, model=model, accumulate=2, max_steps=2)
-    found = [(row["train_loss"], row["grad_norm"]) for row in read_metrics(tmp_path / "metrics.csv")]
-    assert found == [pytest.approx(pair, rel=1e-12) for pair in wanted]
 
 
 def test_the_last_step_of_a_run_that_stops_early_has_a_row_and_is_counted(tmp_path):
@@ -142,7 +111,7 @@ def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
     data.train_dataloader = lambda: DataLoader(data.rows, batch_size=1)
     config = RunConfig(
         trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1, val_every=0, precision="64-true", accumulate=2),
-        callbacks=CallbacksConfig(progress=False),
+        callbacks=QUIET,
     )
     train(config, tmp_path, model=nn.Linear(3, 2), data=data)
     assert all(math.isfinite(loss) for loss in losses_of(tmp_path))
@@ -232,12 +201,8 @@ def padded_batch(of_pairs=False):
     real = torch.arange(7) < torch.tensor([[7], [5], [2]])
     batch = {"input_ids": torch.randint(3, 37, (3, 7)), "key_mask": real, "labels": torch.randint(3, 37, (3, 7))}
     if of_pairs:
-        target = torch.arange(5) < torch.tensor([[3], [5], [2]])
-        batch |= {
-            "decoder_input_ids": torch.randint(3, 37, (3, 5)),
-            "decoder_key_mask": target,
-            "labels": torch.randint(37, (3, 5)),
-        }
+        batch |= {"decoder_input_ids": torch.randint(3, 37, (3, 5)), "labels": torch.randint(37, (3, 5))}
+        batch["decoder_key_mask"] = torch.arange(5) < torch.tensor([[3], [5], [2]])
     return batch
 
 
@@ -248,14 +213,11 @@ def test_a_model_of_transformers_gets_our_masks_under_its_names_and_neither_labe
     inner = next(part for part in model.modules() if isinstance(part, transformers.PreTrainedModel))
     batch = padded_batch(of_pairs=name == "t5")
     with torch.no_grad():
-        asked = {"attention_mask": batch["key_mask"].long()}
+        ids, asked = {"input_ids": batch["input_ids"]}, {"attention_mask": batch["key_mask"].long()}
         if name == "t5":
-            asked |= {
-                "decoder_input_ids": batch["decoder_input_ids"],
-                "decoder_attention_mask": batch["decoder_key_mask"].long(),
-            }
-        wanted = inner(batch["input_ids"], **asked).logits
-        without = inner(batch["input_ids"], **{key: value for key, value in asked.items() if key != "attention_mask"}).logits
+            ids |= {"decoder_input_ids": batch["decoder_input_ids"]}
+            ids |= {"decoder_attention_mask": batch["decoder_key_mask"].long()}
+        wanted, without = inner(**ids, **asked).logits, inner(**ids).logits
         inner.register_forward_pre_hook(lambda part, args, kwargs: calls.append(kwargs), with_kwargs=True)
         found = Caller(model)(batch | {"num_targets": torch.tensor(3)})
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
@@ -273,7 +235,7 @@ def rows_of_tokens(real, **more):
 def train_tokens(folder, model, rows, **options):
     config = RunConfig(
         trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1, val_every=0),
-        callbacks=CallbacksConfig(progress=False),
+        callbacks=QUIET,
     )
     options = {"vocab_size": 37, **options}
     fields = {name: options.pop(name) for name in ("vocab_size", "num_labels") if name in options}
@@ -319,7 +281,7 @@ def test_a_mask_that_hides_something_in_a_later_batch_only_is_refused_there(tmp_
     data.train_dataloader = data.val_dataloader = lambda: DataLoader(batches, batch_size=None)
     trainer = TrainerConfig(max_steps=2, accelerator="cpu", val_every=0)
     with pytest.raises(ConfigError, match=r"Reads\.forward does not name key_mask"):
-        train(RunConfig(trainer=trainer, callbacks=CallbacksConfig(progress=False)), tmp_path, model=Reads(), data=data)
+        train(RunConfig(trainer=trainer, callbacks=QUIET), tmp_path, model=Reads(), data=data)
 
 
 def as_batch(rows):
@@ -391,9 +353,8 @@ def test_batches_that_are_pairs_and_models_that_return_a_dict_give_the_same_run(
     assert losses_of(tmp_path / "pairs") == losses_of(tmp_path / "linear") and result["steps"] == 6
     assert evaluate(model, data, objective=squared).metrics["loss"].value == pytest.approx(result["val_loss"], rel=1e-12)
     data.rows = [(*row, 1) for row in data.rows]
-    with pytest.raises(
-        ConfigError, match=r"^data: a batch must be a mapping of tensors with labels, or a pair \(inputs, labels\)"
-    ):
+    said = r"^data: a batch must be a mapping of tensors with labels, or a pair \(inputs, labels\)"
+    with pytest.raises(ConfigError, match=said):
         fit(tmp_path / "three", data, model=Named())
 
 
@@ -418,9 +379,8 @@ def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_f
     model = nn.Linear(3, 2)
     for which, name in (("last", "last"), ("best", "best")):
         task, test = Task(name="mine", train=rows[:4], val=rows[4:5], test=rows[5:]), EvaluationConfig(test=which)
-        result = fit(
-            tmp_path / which, task, model=copy.deepcopy(model), evaluation=test, precision="32-true", val_every=1, max_steps=9
-        )
+        options = {"evaluation": test, "precision": "32-true", "val_every": 1, "max_steps": 9}
+        result = fit(tmp_path / which, task, model=copy.deepcopy(model), **options)
         model.load_state_dict(load_model(tmp_path / which / "checkpoints" / f"{name}.ckpt", model=model)[0].state_dict())
         batch = default_collate(rows[5:])
         assert result["metrics"]["test_loss"] == pytest.approx(squared(model(batch["input"]), batch).item() / 4, rel=1e-5)
@@ -454,10 +414,9 @@ def test_overfitting_repeats_the_first_batch_of_a_loader_of_ones_own(tmp_path):
 
 
 def test_other_callbacks_can_watch_the_training_loss(tmp_path):
-    stop = {
-        "early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "train_loss", "stopping_threshold": 1e9}
-    }
-    result = fit(tmp_path, Squares(), callbacks=CallbacksConfig(progress=False, parts=stop), val_every=2, max_steps=9)
+    stop = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "train_loss", "stopping_threshold": 1e9}
+    callbacks = CallbacksConfig(progress=False, parts={"early": stop})
+    result = fit(tmp_path, Squares(), callbacks=callbacks, val_every=2, max_steps=9)
     assert result["steps"] == 2 and result["metrics"]["lr"] == 0.05
 
 

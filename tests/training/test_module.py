@@ -1,5 +1,6 @@
 """The training step: whole-step losses, clipping, accumulation, seeds, and what happens when numbers stop being finite."""
 
+import functools
 import itertools
 import math
 
@@ -9,11 +10,10 @@ import torch
 from extra import last, losses_of
 from torch import nn
 
-from minitx.config import ConfigError, TransformerConfig
-from minitx.nn.models import build_model
+from minitx.config import ConfigError
 from minitx.training.loggers import read_metrics, read_probes
 from minitx.training.module import Latch, TrainingModule, hash_seed
-from minitx.training.objectives import CrossEntropy, check_head
+from minitx.training.objectives import CrossEntropy
 from minitx.training.run import quiet_lightning, train
 
 
@@ -171,21 +171,17 @@ def test_a_run_with_a_chunked_loss_is_the_plain_run(make_config, tmp_path):
     assert curves[5] == pytest.approx(curves[None], rel=1e-10)
 
 
-HEADS = [
-    {"architecture": "encoder", "head_transform": True},
-    {"architecture": "encoder", "head": "token"},
-    {"logit_softcap": 30.0},
-]
-
-
-@pytest.mark.parametrize("changes", HEADS)
-def test_a_chunked_loss_is_refused_where_the_head_is_more_than_one_linear_map(changes):
-    config = TransformerConfig(vocab_size=11, embed_dim=8, num_heads=2, num_layers=1, num_labels=3, **changes)
-    with pytest.raises(ConfigError, match=f"objective.chunk_tokens=5 needs model.head=lm .* got model.head={config.head}"):
-        check_head(CrossEntropy(chunk_tokens=5), build_model(config), config.head)
-
-
 def test_an_objective_from_python_meets_the_same_checks(make_config, tmp_path):
     capped = make_config(model__logit_softcap=3.0)
     with pytest.raises(ConfigError, match=r"objective\.chunk_tokens=5 .* model\.logit_softcap=3"):
         train(capped, tmp_path / "capped", objective=CrossEntropy(chunk_tokens=5))
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_as_a_plain_one(make_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # which needs no C++
+    for name in ("plain", "compiled"):
+        train(make_config(trainer__max_steps=3, trainer__compile=name == "compiled"), tmp_path / name)
+    assert losses_of(tmp_path / "compiled") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
+    torch.compiler.reset()

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from minitx.config import ConfigError
-from minitx.config.schema import Count, Natural, NotNegative, Share
+from minitx.config.schema import Count, Natural, Share
 from minitx.training.nodes import build
 from minitx.training.run import train
 
@@ -33,15 +33,7 @@ def steps(parameters, needed: Count, *, momentum: Share = 0.9, kind: Literal["a"
     BUILT.append("optimizer")
 
 
-def falling(
-    optimizer,
-    max_steps: int,
-    needed: Count,
-    *,
-    warmup_steps: Natural = 0,
-    final_lr: NotNegative = 0.1,
-    kind: Literal["a", "b"] = "a",
-):
+def falling(optimizer, max_steps: int, needed: Count, *, warmup_steps: Natural = 0, kind: Literal["a", "b"] = "a"):
     BUILT.append("schedule")
 
 

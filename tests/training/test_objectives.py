@@ -39,11 +39,13 @@ def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves
 
 def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
     logits, labels = torch.randn(2, 3, 7, dtype=torch.float64), torch.tensor([[1, -100, 6], [0, 2, 3]])
-    found = build_objective(torch.nn.CrossEntropyLoss(reduction="sum"))(logits, {"labels": labels})
-    assert float(found["loss"]) == pytest.approx(float(cross_entropy(logits, labels)["loss"]))
-    numbers, wanted = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
-    squares = build_objective(torch.nn.MSELoss(reduction="sum"))(numbers, {"labels": wanted})
-    assert float(squares["loss"]) == pytest.approx(float((numbers - wanted).square().sum()))
+    nll = cross_entropy(logits, labels)["loss"].item()
+    for loss, given, right, wanted in (
+        (torch.nn.CrossEntropyLoss, logits, labels, nll),
+        (torch.nn.MSELoss, logits, logits + 2, 4.0 * logits.numel()),
+    ):
+        for objective in (loss(reduction="sum"), node(loss, reduction="sum")):
+            assert build_objective(objective)(given, {"labels": right})["loss"].item() == pytest.approx(wanted)
     assert build_objective(cross_entropy) is cross_entropy
 
 
@@ -92,13 +94,9 @@ OTHERS = {
 
 
 def numbers(labels):
-    weight, num_targets = torch.linspace(1, 2, len(labels), dtype=torch.float64), torch.tensor(labels.numel())
-    return {
-        "input": torch.linspace(-1, 1, labels.numel(), dtype=torch.float64).view_as(labels),
-        "labels": labels,
-        "weight": weight,
-        "num_targets": num_targets,
-    }
+    weight = torch.linspace(1, 2, len(labels), dtype=torch.float64)
+    input = torch.linspace(-1, 1, labels.numel(), dtype=torch.float64).view_as(labels)
+    return {"input": input, "labels": labels, "weight": weight, "num_targets": torch.tensor(labels.numel())}
 
 
 LABELS = {"different": torch.arange(15.0).view(5, 3), "zero": torch.zeros(5, 3), "one row": torch.ones(1, 3)}
@@ -172,31 +170,30 @@ def test_what_an_objective_returns_is_a_number_or_numbers_by_name_with_loss_amon
     for wrong, said in [
         ({"nll": one}, "got nll"),
         ({}, "got nothing"),
+        (None, "loss is NoneType"),
         (torch.ones(2), r"loss is a tensor of shape \(2,\)"),
+        ({"loss": 1.0}, "loss is float"),
         ({"loss": one, "nll": 1.0}, "nll is float"),
     ]:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=f"^objective must return .*{said}"):
             checked_sums(wrong)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({}, None),
-        ({"logit_softcap": 5.0}, "lm with model.logit_softcap=5.0"),
-        ({"architecture": "encoder", "head": "lm", "head_transform": True}, "lm with model.head_transform=True"),
-    ],
-)
-def test_a_loss_in_chunks_needs_a_head_that_is_one_linear_map(fields, said):
-    model = build_model(TransformerConfig(vocab_size=11, embed_dim=8, num_heads=2, num_layers=1, max_len=5, **fields))
-    check_head(CrossEntropy(), model, "lm")
-    if said is None:
-        check_head(CrossEntropy(chunk_tokens=3), model, "lm")
-        with pytest.raises(ConfigError, match=r"got model\.head=none:"):
-            check_head(CrossEntropy(chunk_tokens=3), model, "none")
-    else:
-        with pytest.raises(ConfigError, match=said):
-            check_head(CrossEntropy(chunk_tokens=3), model, "lm")
+HEADS = {
+    "lm with model.logit_softcap=5.0": {"logit_softcap": 5.0},
+    "lm with model.head_transform=True": {"architecture": "encoder", "head_transform": True},
+    "token": {"architecture": "encoder", "head": "token", "num_labels": 3},
+    "none": {"architecture": "encoder", "head": "none"},
+}
+
+
+@pytest.mark.parametrize("found", HEADS)
+def test_a_loss_in_chunks_needs_a_head_that_is_one_linear_map(found):
+    plain, other = network(), network(**HEADS[found])
+    check_head(CrossEntropy(chunk_tokens=3), plain, "lm")
+    check_head(CrossEntropy(), other, other.config.head)
+    with pytest.raises(ConfigError, match=rf"^objective\.chunk_tokens=3 needs model\.head=lm .* got model\.head={found}: "):
+        check_head(CrossEntropy(chunk_tokens=3), other, other.config.head)
 
 
 @pytest.mark.parametrize(("chunk_tokens", "labels", "said"), [(0, (3,), "chunk_tokens=0"), (2, (4,), "hidden must be")])

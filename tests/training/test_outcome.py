@@ -1,7 +1,6 @@
 """The files of a run and what is read off them."""
 
 import csv
-import dataclasses
 import json
 import logging
 import math
@@ -9,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from extra import of_digits
 
 from minitx.config import ConfigError, EvaluationConfig, node
 from minitx.training.evaluation import Evaluation, report
@@ -117,33 +117,28 @@ def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, ca
     assert (lines["steps"], lines["folder"]) == ("6, validation every 3", str(tmp_path / "run"))
 
 
+MUON, RATES = node(muon, weight_decay=0.25), "lr 0.004, matrix_lr 0.02"
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"trainer__clip": 0.5}, ["sum / labels of a step", "adamw, lr 0.001", "cosine", "clip 0.5"]),
-        (
-            {"optimizer": node(muon, weight_decay=0.25), "schedule__warmup_steps": 3},
-            ["sum / labels of a step", "muon, weight_decay 0.25, lr 0.004, matrix_lr 0.02", "warmup_steps 3", "no clip"],
-        ),
-        (
-            {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.125}},
-            ["sum / labels of a step", "SGD, lr 0.125", "cosine", "no clip"],
-        ),
+        ({"trainer__clip": 0.5}, ["adamw, lr 0.001", "cosine", "clip 0.5"]),
+        ({"optimizer": MUON, "schedule__warmup_steps": 3}, [f"muon, weight_decay 0.25, {RATES}", "warmup_steps 3", "no clip"]),
+        ({"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.125}}, ["SGD, lr 0.125", "cosine", "no clip"]),
     ],
 )
 def test_a_run_says_what_it_minimises_and_how_in_one_line(make_config, tmp_path, caplog, changes, parts):
     caplog.set_level(logging.INFO, "minitx")
     train(make_config(trainer__max_steps=3, **changes), tmp_path / "run")
     (line,) = re.findall(r"^training +CrossEntropy, (.*)$", caplog.text, re.MULTILINE)
-    assert all(part in said for part, said in zip(parts, line.split(" · "), strict=True)), line
+    assert all(part in said for part, said in zip(["sum / labels of a step", *parts], line.split(" · "), strict=True)), line
     assert "the host" not in caplog.text
 
 
 def test_where_a_target_is_a_row_speed_is_in_rows(make_config, tmp_path, caplog):
     caplog.set_level(logging.INFO, "minitx")
-    config = make_config(callbacks__progress=True, trainer__max_steps=2)
-    model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
-    train(dataclasses.replace(config, data={"_target_": "minitx.data.digits", "batch_size": 12}, model=model), tmp_path / "run")
+    train(of_digits(make_config(callbacks__progress=True, trainer__max_steps=2)), tmp_path / "run")
     assert re.search(r"step 2/2 .* rows/s", caplog.text) and "tokens/s" not in caplog.text
     assert "sum / rows of a step" in caplog.text
 
@@ -176,9 +171,7 @@ def test_a_callback_that_counts_epochs_is_refused(make_config, tmp_path, name):
 
 def test_pixels_in_float32_train_a_network_in_float64(make_config, tmp_path):
     config = make_config(trainer__precision="64-true", trainer__max_steps=2, probe__every=2)
-    model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
-    data, evaluation = {"_target_": "minitx.data.digits", "batch_size": 12}, EvaluationConfig(at_end=True, num_rows=7)
-    train(dataclasses.replace(config, data=data, model=model, evaluation=evaluation), tmp_path / "run")
+    train(of_digits(config, evaluation=EvaluationConfig(at_end=True, num_rows=7)), tmp_path / "run")
     for name in ("evaluation.json", "probes.jsonl"):
         assert (tmp_path / "run" / name).stat().st_size > 0
 

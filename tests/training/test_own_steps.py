@@ -104,9 +104,8 @@ def test_the_weights_are_those_of_lightnings_own_trainer(tmp_path, kind, clip, a
     plain = copy.deepcopy(model)
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     with quiet_lightning():
-        trainer = L.Trainer(
-            accelerator="cpu", max_epochs=3, gradient_clip_val=clip, accumulate_grad_batches=accumulate, **options
-        )
+        options |= {"gradient_clip_val": clip, "accumulate_grad_batches": accumulate}
+        trainer = L.Trainer(accelerator="cpu", max_epochs=3, **options)
         L.seed_everything(0, verbose=False)
         trainer.fit(plain, Pairs())
     fit(tmp_path, model, max_epochs=3, clip=clip, accumulate=accumulate)
@@ -133,15 +132,8 @@ def test_a_run_resumes_where_its_epochs_ended(tmp_path, kind, every):
 
 def test_what_it_logs_is_in_the_files_and_decides_the_best_weights(tmp_path, caplog):
     caplog.set_level("INFO")
-    stop = {
-        "early": {
-            "_target_": "lightning.pytorch.callbacks.EarlyStopping",
-            "monitor": "val/loss",
-            "patience": 1,
-            "min_delta": 9.0,
-        }
-    }
-    options = {"callbacks": CallbacksConfig(progress=True, parts=stop), "evaluation": EvaluationConfig(test="best")}
+    stop = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val/loss", "patience": 1, "min_delta": 9.0}
+    options = {"callbacks": CallbacksConfig(progress=True, parts={"early": stop}), "evaluation": EvaluationConfig(test="best")}
     result = fit(tmp_path, max_epochs=5, monitor="val/loss", **options)
     rows = read_metrics(tmp_path / "metrics.csv")
     losses = [row["val/loss"] for row in rows if row["val/loss"] is not None]
@@ -170,10 +162,8 @@ def test_its_checkpoint_holds_no_objects_and_its_weights_load(tmp_path):
 
 
 def test_arguments_of_lightning_that_no_key_replaces_reach_it(tmp_path):
-    result = fit(
-        tmp_path, max_epochs=2, extra={"limit_train_batches": 3, "num_sanity_val_steps": 1, "gradient_clip_algorithm": "value"}
-    )
-    assert result["steps"] == 6
+    extra = {"limit_train_batches": 3, "num_sanity_val_steps": 1, "gradient_clip_algorithm": "value"}
+    assert fit(tmp_path, max_epochs=2, extra=extra)["steps"] == 6
 
 
 TASK = Task(name="mine", train=[{"input": torch.zeros(5), "labels": 1}], val=[{"input": torch.zeros(5), "labels": 1}])
@@ -202,6 +192,4 @@ def test_what_lightning_refuses_is_a_mistake_in_the_config(tmp_path):
     model = Own()
     model.test_step = None
     with pytest.raises(ConfigError, match=r"evaluation\.test=last: "):
-        train(
-            config(max_epochs=1, evaluation=EvaluationConfig(test="last")), tmp_path / "test", model=nn.Linear(5, 3), data=TASK
-        )
+        fit(tmp_path / "test", nn.Linear(5, 3), TASK, max_epochs=1, evaluation=EvaluationConfig(test="last"))

@@ -7,15 +7,7 @@ import torch
 
 from minitx.analysis import capture, read_snapshots
 from minitx.analysis.gradients import gradient_statistics
-from minitx.config import (
-    CallbacksConfig,
-    ConfigError,
-    ProbeConfig,
-    RunConfig,
-    TrainerConfig,
-    TransformerConfig,
-    node,
-)
+from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM
@@ -33,19 +25,12 @@ def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_pat
     records, means = (read(tmp_path / "probes.jsonl") for read in (read_records, read_probes))
     assert [record["step"] for record in records] == [0, 1, 2, 4]
     single = {"token_cosine", "grad_q", "grad_k", "grad_v", "grad_query_rms", "grad_query_median", "snr_q", "snr_k", "snr_v"}
+    heads = {"entropy", "row_std", "max_logit", "ipr", "saturation_99", "jacobian_fro", "argmax_retention"}
     for record in records:
         assert [layer["name"] for layer in record["layers"]] == ["blocks.0.attention.core", "blocks.1.attention.core"]
         for layer in record["layers"]:
             by_head = {name: len(value) for name, value in layer.items() if isinstance(value, list)}
-            assert by_head.keys() > {
-                "entropy",
-                "row_std",
-                "max_logit",
-                "ipr",
-                "saturation_99",
-                "jacobian_fro",
-                "argmax_retention",
-            }
+            assert by_head.keys() > heads
             assert set(by_head.values()) == {2}
             assert ("logit_step" in by_head) == (record["step"] > 0)
             assert {name for name, value in layer.items() if isinstance(value, float)} == single
@@ -116,10 +101,7 @@ def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, 
     model, sizes = adopt_hf(build(name)), (7, 5, 2)
     rows = [{"input_ids": list(range(3, 3 + n)), "labels": list(range(3, 3 + n))} for n in sizes]
     if name == "T5":
-        rows = [
-            {**row, "decoder_input_ids": row["input_ids"][: n - 1], "labels": row["labels"][1:]}
-            for row, n in zip(rows, sizes, strict=True)
-        ]
+        rows = [{**row, "decoder_input_ids": row["input_ids"][:-1], "labels": row["labels"][1:]} for row in rows]
     real = torch.arange(7) < torch.tensor(sizes)[:, None]
     inputs = {"input_ids": torch.arange(3, 10) * real, "attention_mask": real.long()}
     if name == "T5":

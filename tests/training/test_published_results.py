@@ -24,13 +24,8 @@ def test_r3_the_null_control_is_bitwise_equal_at_d_k_16(tmp_path):
     """Of the grid's own cells."""
     found = [cell for cell in cells(compose_grid(["experiment=scaling_ablation"])) if cell.place.study == "null_control"]
     overrides = {cell.place.arm: cell.overrides for cell in found}
-    short = [
-        *SMALL,
-        "callbacks.progress=false",
-        "trainer.ckpt_every=1000000",
-        "trainer.max_steps=20",
-        "schedule.warmup_steps=3",
-    ]
+    short = [*SMALL, "callbacks.progress=false", "trainer.ckpt_every=1000000"]
+    short += ["trainer.max_steps=20", "schedule.warmup_steps=3"]
     for arm in ("inv_sqrt", "full_fold"):
         train(compose_config([*overrides[arm], *short]), tmp_path / arm)
     scaled, folded = (losses_of(tmp_path / arm) for arm in ("inv_sqrt", "full_fold"))

@@ -11,22 +11,9 @@ from minitx.training.build import network_of, open_data
 from minitx.training.optimizers import adamw, cosine
 from minitx.training.run import train
 
-TASKS = {
-    "multi_query_recall": (
-        {
-            "_target_": "minitx.data.multi_query_recall",
-            "num_keys": 8,
-            "num_values": 4,
-            "num_pairs": 4,
-            "num_queries": 4,
-            "val_size": 128,
-        },
-        150,
-    ),
-    "induction": (
-        {"_target_": "minitx.data.induction", "num_tokens": 16, "segment_len": 6, "max_gap": 7, "val_size": 128},
-        300,
-    ),
+TASKS = {  # the data, and how many steps
+    "multi_query_recall": ({"num_keys": 8, "num_values": 4, "num_pairs": 4, "num_queries": 4}, 300),
+    "induction": ({"num_tokens": 16, "segment_len": 6, "max_gap": 7}, 600),
 }
 
 
@@ -35,7 +22,7 @@ def make_config(task, num_layers):
     sizes = {"embed_dim": 64, "num_heads": 1, "num_layers": num_layers, "ffn_dim": 128, "max_len": 32}
     return RunConfig(
         model=node(build_model, **sizes, activation="relu", position="rotary", init="lecun", tie_embeddings=False),
-        data=data,
+        data={"_target_": f"minitx.data.{task}", "val_size": 128, **data},
         optimizer=node(adamw, lr=3e-3),
         schedule=node(cosine, warmup_steps=15),
         trainer=TrainerConfig(max_steps=steps, accelerator="cpu", val_every=0, ckpt_every=steps, threads=1),

@@ -11,7 +11,7 @@ import shutil
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import last, train_with
+from extra import last, of_digits, train_with
 from killing import result_of
 from ranks import run_ranks
 
@@ -67,25 +67,11 @@ def config_of(make_config, tmp_path, dropout, data, accumulate, workers, warmup)
     )  # fmt: skip
     text = tmp_path / "epochs.txt"
     text.write_text(("abcdefg" * 99)[: 60 * 7 * 10 // 9 + 16], encoding="utf-8")
+    pairs, stream = {"num_keys": 5, "num_values": 3, "num_pairs": 4, "val_size": 8}, {"streaming": True, "val_rows": 3}
     kinds = {
-        "rows drawn anew": {
-            "_target_": "minitx.data.kv_lookup",
-            "num_keys": 5,
-            "num_values": 3,
-            "num_pairs": 4,
-            "batch_size": 12,
-            "val_size": 8,
-        },
+        "rows drawn anew": {"_target_": "minitx.data.kv_lookup", "batch_size": 12, **pairs},
         "shuffled epochs": {**config.data, "path": str(text), "val_fraction": 0.1},
-        "streaming": {
-            "_target_": "minitx.data.hf",
-            "path": config.data["path"],
-            "tokenizer": "char",
-            "batch_size": 12,
-            "context_len": 7,
-            "streaming": True,
-            "val_rows": 3,
-        },
+        "streaming": {**config.data, "_target_": "minitx.data.hf", "tokenizer": "char", **stream},
     }
     return dataclasses.replace(config, data={**kinds[data], "num_workers": workers})
 
@@ -115,12 +101,7 @@ def test_a_stopped_run_that_goes_on_is_the_run_that_was_never_stopped(make_confi
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3), (3, 2)])
 def test_a_run_that_goes_on_with_other_micro_batches_reads_each_step_once(make_config, tmp_path, first, then):
     """Steps, batches and validations are those of the whole run, also where the checkpoint is that of a finished run."""
-    options = {
-        "trainer__ckpt_every": 100,
-        "trainer__val_every": 4,
-        "trainer__precision": "64-true",
-        "schedule": node(constant),
-    }
+    options = {"trainer__ckpt_every": 100, "trainer__val_every": 4, "trainer__precision": "64-true", "schedule": node(constant)}
     train(make_config(trainer__max_steps=11, **options), tmp_path / "whole")
     whole = read_metrics(tmp_path / "whole" / "metrics.csv")
     for steps in (5, 11):
@@ -249,8 +230,7 @@ POISONS = {
 def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path, where):
     config, seen = make_config(trainer__max_steps=6, trainer__ckpt_every=4, trainer__log_every=50), []
     if where == "data":
-        model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
-        config = dataclasses.replace(config, data={"_target_": "minitx.data.digits", "batch_size": 12}, model=model)
+        config = of_digits(config)
 
     def poison(trainer, module, batch):
         POISONS[where](module, batch)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from minitx.config import TransformerConfig
 from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
-from minitx.interop.families import Architecture, Family, Place, find_architecture, read_config, unlike, write_config
+from minitx.interop.families import Architecture, Family, find_architecture, read_config, unlike, write_config
 from minitx.interop.files import INDEX, WEIGHTS, CanSave, find_folder, read_json, write_companions, write_json, write_shards
 from minitx.interop.pretrained import check_unchanged
 from minitx.nn.models import TransformerModel, build_model
@@ -121,7 +119,7 @@ def save_hf(
     for family in KNOWN if model_type is None else (FAMILIES[model_type],):
         for name, architecture in family.architectures.items():
             values = write_config(family, name, model.config)
-            names = {str(place.name) for place in _places(model, family, architecture).values()}
+            names = {place.name for place in _places(model, family, architecture).values()}
             lacking[name] = unlike(family, architecture, values, names, model.config)
             if not lacking[name]:
                 tensors = _write_tensors(model, family, architecture)
@@ -175,20 +173,46 @@ def _files(folder: Path) -> list[Path]:
     raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
 
 
+class Place(NamedTuple):
+    """Where a parameter of ours is in their file: in the tensor ``name`` of shape ``shape``, of which it is part i of n.
+
+    ``shift``: our values minus theirs.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: tuple[int, int]
+    is_transposed: bool
+    shift: float
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return the part of their tensor that is ours."""
+        index, number = self.part
+        return (tensor.T if self.is_transposed else tensor).chunk(number)[index]
+
+
 def _places(model: TransformerModel, family: Family, architecture: Architecture, prefix: str = "") -> dict[str, Place]:
     """Return the place of each parameter that is in the table. ``prefix`` is added to names outside the head."""
-    table = {ours: (prefix, found) for ours, found in family.tensors.items()}
-    table |= {ours: ("", found) for ours, found in architecture.tensors.items()}
+    table = {ours: prefix + theirs for ours, theirs in family.tensors.items()} | dict(architecture.tensors)
+    gated = family.gated if "glu" in model.config.activation else {}
     places: dict[str, Place] = {}
-    for name, _ in model.named_parameters():
+    for name, parameter in model.named_parameters():
         pattern, layer = re.sub(r"\.\d+\.", ".*.", name), "".join(re.findall(r"\.(\d+)\.", name)[:1])
         module, _, kind = pattern.rpartition(".")
         key, end = (pattern, "") if pattern in table else (module, f".{kind}")
-        if key in table:
-            start, found = table[key]
-            place = found if isinstance(found, Place) else Place(found)
-            plain = place.name if isinstance(place.name, str) else place.name(model.config)
-            places[name] = replace(place, name=start + plain.replace("*", layer) + end)
+        if key not in table:
+            continue
+        theirs = table[key].replace("*", layer) + end
+        for plain, found in gated.items():
+            theirs = theirs.replace(plain, found)
+        parts = [ours for ours in table if table[ours] == table[key]]
+        is_transposed = family.is_transposed and parameter.dim() == 2 and key.startswith("blocks.")
+        shape = (parameter.shape[0] * len(parts), *parameter.shape[1:])
+        if pattern in family.shapes:
+            shape = family.shapes[pattern](model.config, shape)
+        shift = family.norm_shift if key.endswith("norm") else 0.0
+        part = parts.index(key), len(parts)
+        places[name] = Place(theirs, shape[::-1] if is_transposed else shape, part, is_transposed, shift)
     return places
 
 
@@ -207,18 +231,16 @@ def _fill(
     places, faults, fresh = _places(model, family, architecture), [], {}
     for name, parameter in model.named_parameters():
         place = places.get(name)
-        theirs = "" if place is None else str(place.name)
-        if place is None or theirs not in tensors:
-            faults.append(f"{name} {tuple(parameter.shape)} is missing: the file has no {theirs or 'tensor for it'}")
-            continue
-        wanted, shape = _shape_there(place, parameter.shape, model.config), tuple(tensors[theirs].shape)
-        if shape == wanted:
-            tensor = _part(tensors[theirs], place).reshape(parameter.shape)
+        if place is None or place.name not in tensors:
+            lacking = "tensor for it" if place is None else place.name
+            faults.append(f"{name} {tuple(parameter.shape)} is missing: the file has no {lacking}")
+        elif (shape := tuple(tensors[place.name].shape)) != place.shape:
+            hint = " (is the table larger than vocab_size?)" if name == "embeddings.token.weight" else ""
+            faults.append(f"{place.name} has shape {shape}, but the config needs {place.shape}{hint}")
+        else:
+            tensor = place.view(tensors[place.name]).reshape(parameter.shape)
             tensor = tensor.to(dtype or tensor.dtype).contiguous()
             fresh[parameter] = nn.Parameter(tensor + place.shift if place.shift else tensor)
-        else:
-            hint = " (is the table larger than vocab_size?)" if name == "embeddings.token.weight" else ""
-            faults.append(f"{theirs} has shape {shape}, but the config needs {wanted}{hint}")
     for name in tensors.keys() - {place.name for place in places.values()}:
         original = family.copies.get(name)
         if original is None:
@@ -232,20 +254,6 @@ def _fill(
     model.load_state_dict({name: fresh[parameter] for name, parameter in every}, assign=True)
 
 
-def _shape_there(place: Place, shape: Sequence[int], config: TransformerConfig) -> tuple[int, ...]:
-    """Return the shape of the tensor in their file that contains our parameter of shape ``shape``."""
-    if place.shape is not None:
-        return place.shape(config, tuple(shape))
-    whole = (shape[0] * place.part[1], *shape[1:])
-    return whole[::-1] if place.transposed else whole
-
-
-def _part(tensor: Tensor, place: Place) -> Tensor:
-    """Return the part of their tensor that is ours, as a view."""
-    index, number = place.part
-    return (tensor.T if place.transposed and tensor.dim() == 2 else tensor).chunk(number)[index]
-
-
 def _write_tensors(model: TransformerModel, family: Family, architecture: Architecture) -> dict[str, Tensor]:
     """Return the parameters by their names and in their layout."""
     prefix = "" if architecture.is_base else family.prefix
@@ -254,8 +262,7 @@ def _write_tensors(model: TransformerModel, family: Family, architecture: Archit
         if name not in places:
             raise ValueError(f"{name} {tuple(parameter.shape)} has no counterpart in model_type={family.model_type!r}")
         place = places[name]
-        empty = torch.empty(_shape_there(place, parameter.shape, model.config), dtype=parameter.dtype)
-        part = _part(tensors.setdefault(str(place.name), empty), place)
+        part = place.view(tensors.setdefault(place.name, torch.empty(place.shape, dtype=parameter.dtype)))
         part.copy_((parameter.detach() - place.shift).reshape(part.shape))
     types = family.tensors.get("embeddings.token_type")
     if types is not None and not model.config.type_vocab_size:  # transformers would fill the table with random numbers

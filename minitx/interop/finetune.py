@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from minitx.config.schema import first_line
 from minitx.interop.adopt import adopt_hf
 from minitx.interop.files import find_folder
 from minitx.nn.scale import fold_scale as fold
@@ -99,7 +100,7 @@ def pretrained_hf(
     model = load_folder(folder, task, **({} if num_labels is None else {"num_labels": num_labels}))
     if pad_id is not None:
         model.config.pad_token_id = pad_id  # by which the classifiers of decoders find the last token
-    return _finished(model, task, adopt, scale, fold_scale, lora, attention)
+    return _finished(model, {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention}, fold_scale)
 
 
 def hf_from_config(
@@ -124,31 +125,25 @@ def hf_from_config(
     with quiet():
         model = getattr(kind, "from_config", kind)(known)  # of an Auto class, or the class itself
     model.set_attn_implementation("eager")
-    return _finished(model.float().eval(), task, adopt, scale, False, lora, attention)
+    model = model.float().eval()
+    return _finished(model, {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention})
 
 
-def _finished(
-    model: Any,
-    task: str | None,
-    adopt: bool,
-    scale: str | float,
-    fold_scale: bool,
-    lora: int | Lora | None,
-    attention: Attention,
-) -> nn.Module:
+def _finished(model: Any, options: dict[str, Any], fold_scale: bool = False) -> nn.Module:
     """Adopt the model, change its scale, put an adapter around it, and note how to build it again."""
-    node: dict[str, Any] = {"task": task, "adopt": adopt, "scale": scale, "attention": attention}
-    node["lora"] = dataclasses.asdict(lora) if isinstance(lora, Lora) else lora
-    node["config"] = json.loads(model.config.to_json_string())
-    if adopt:
+    scale, lora, config = options["scale"], options["lora"], json.loads(model.config.to_json_string())
+    if options["adopt"]:
         adopt_hf(model)
-    elif attention != "eager":
-        model.set_attn_implementation(attention)
+    elif options["attention"] != "eager":
+        model.set_attn_implementation(options["attention"])
     if scale != "own":
         (fold if fold_scale else set_scale)(model, scale)
     if lora is not None:
-        model = _with_lora(model, lora, task)
-    model.stored_node = {"_target_": "minitx.interop.hf_from_config", **{k: v for k, v in node.items() if v is not None}}
+        lora = Lora(r=lora) if isinstance(lora, int) else lora
+        model = _with_lora(model, lora, options["task"])
+        options["lora"] = dataclasses.asdict(lora)
+    stored = {name: value for name, value in options.items() if value is not None}
+    model.stored_node = {"_target_": "minitx.interop.hf_from_config", **stored, "config": config}
     return model
 
 
@@ -170,7 +165,7 @@ def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:
                 **options,
             )
         except Exception as error:  # transformers raises many kinds
-            raise ValueError(f"{folder} cannot be read by transformers: {_first_line(error)}") from error
+            raise ValueError(f"{folder} cannot be read by transformers: {first_line(error)}") from error
     missing = sorted(loading["missing_keys"])
     new_head = task in ("classify", "tag") and not any(re.search(r"\.\d+\.", name) for name in missing)  # no part of a layer
     if missing and not new_head:
@@ -209,12 +204,12 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
         raise ValueError(f"data.tokenizer has other ids than the tokenizer of the model: set data.tokenizer={folder}")
 
 
-def _with_lora(model: Any, lora: int | Lora, task: str | None) -> Any:
+def _with_lora(model: Any, lora: Lora, task: str | None) -> Any:
     try:
         import peft
     except ImportError:
         raise ImportError("lora needs the package peft: pip install peft") from None
-    own = dataclasses.asdict(Lora(r=lora) if isinstance(lora, int) else lora)
+    own = dataclasses.asdict(lora)
     own["lora_alpha"] = own["lora_alpha"] or 2 * own["r"]
     own["modules_to_save"] = list(own["modules_to_save"]) or None
     kind = {"classify": "SEQ_CLS", "tag": "TOKEN_CLS"}.get(task or "")  # whose new head is trained, too
@@ -228,10 +223,6 @@ def _transformers() -> Any:
     except ImportError:
         raise ImportError("models of Hugging Face need the package transformers: pip install transformers") from None
     return transformers
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 @contextmanager
