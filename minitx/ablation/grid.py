@@ -62,12 +62,12 @@ class Cell:
 
     def words(self, grid: Path) -> list[str]:
         """The overrides, with those that load the weights of ``start``. Where the scale is folded, the run checks that it starts as the same function."""
-        own = settings(self.overrides)
+        own, load = settings(self.overrides), list[str]()
         if self.start is not None:
-            path, load = str(self.start.weights(grid)), ["init_from.fold_scale=true"]
-            load = [f"init_from.path={json.dumps(path)}", *load]
-        elif own.get("init_from.fold_scale") == "true":
-            path, load = own.get("init_from.path", "").strip("\"'"), []
+            path = str(self.start.weights(grid))
+            load = [f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true"]
+        elif source := next((source for source in ("init_from", "model") if own.get(f"{source}.fold_scale") == "true"), None):
+            path = own.get(f"{source}.path", "").strip("\"'")
         else:
             return list(self.overrides)
         check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(path)}}}"

@@ -33,7 +33,7 @@ from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, config_of, network_inputs, network_of, open_data
+from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, network_of, open_data
 from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoints import load_model, load_start
 from minitx.training.evaluation import evaluate
@@ -57,7 +57,8 @@ def check_measures(grid: AblationConfig) -> None:
 class SameStart(L.Callback):
     """Check that the run starts as the same function as the weights at ``path``, also with another score scale.
 
-    ``path`` is what ``init_from.path`` may be: a checkpoint, a folder, or a name on the hub.
+    ``path`` is what ``init_from.path`` may be: a checkpoint, a folder, or a name on the hub; for an adopted model of transformers,
+    what ``model.path`` may be.
 
     Both networks read a validation batch. The largest difference of their outputs, divided by the largest output, is written to
     ``start.json`` in the run's folder.
@@ -72,7 +73,7 @@ class SameStart(L.Callback):
     @torch.no_grad()
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         batch = {name: tensor.to(module.device) for name, tensor in trainer.datamodule.probe_batch(_ROWS).items()}  # type: ignore[attr-defined]
-        before, now = (_network_at(self.path).to(module.device), module.network)
+        before, now = (_network_at(self.path, trainer, module).to(next(module.network.parameters())), module.network)
         with evaluating(before), evaluating(now):
             expected, got = Caller(before)(batch), Caller(now)(batch)
         error = float((got - expected).abs().max() / expected.abs().max())
@@ -83,9 +84,17 @@ class SameStart(L.Callback):
             )
 
 
-def _network_at(path: str) -> nn.Module:
+def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
+    """The network whose weights the run starts from. A head that the folder does not have is drawn as the run draws it."""
     if Path(path).is_file():
         return load_model(path)[0]
+    if is_of_transformers(module.network):
+        from minitx.interop import pretrained_hf
+
+        kind, labels = trainer.datamodule.task.kind, module.network.config.num_labels  # type: ignore[attr-defined]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(module.seed)
+            return pretrained_hf(path, task=kind, num_labels=labels if kind in ("classify", "tag") else None)
     weights, shape, _ = load_start(InitFrom(path=path))
     if shape is None:
         raise ConfigError(f"init_from.fold_scale=true needs one of our models at {path}")
