@@ -143,8 +143,7 @@ CALLS_OF_CODE = {
 }
 IMPORTS_OF_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "tarfile", "zipfile", "runpy", "joblib"}
 NEEDED_BECAUSE = {
-    ("ablation.predictions", "importlib.import_module"): "of what a user's grid names",
-    ("ablation.report", "importlib.import_module"): "the same",
+    ("ablation.report", "importlib.import_module"): "of what a user's grid names",
     ("ablation.report", "jinja2.Environment"): "of the package's own templates",
     ("analysis.canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("analysis.canvas", "pickle.loads"): "the same",

@@ -14,9 +14,9 @@ import numpy as np
 
 from minitx.ablation.design import AblationConfig
 from minitx.ablation.intervals import Span
-from minitx.ablation.judge import Finding, Findings
+from minitx.ablation.judge import Finding, Findings, middle
 from minitx.ablation.records import Run, solved_step
-from minitx.ablation.wording import condition_text, setting_text, where_text, words
+from minitx.ablation.wording import condition_text, words
 from minitx.analysis.canvas import GREY, INK, PALETTE, dodge, label, legend, log_ticks, panels, wrapped_panels
 
 if TYPE_CHECKING:
@@ -39,36 +39,27 @@ def arms_legend(figure: Figure, grid: AblationConfig, arms: Sequence[str], extra
     figure.legends[0].set_ncols(max(1, min(len(entries), int(figure.get_figwidth() / (0.6 + 0.075 * longest)))))
 
 
-def steps_to_solve(grid: AblationConfig, run: Run) -> int | None:
-    """Return the step at which a run solved its task, as its study defines it."""
-    return solved_step(run.result, grid.studies[run.study].solved)
-
-
-def arms_of(grid: AblationConfig, runs: Sequence[Run]) -> list[str]:
-    """Return the arms of some runs, in the order of the grid."""
-    return [arm for arm in grid.arms if any(run.arm == arm for run in runs)]
+def value_of(grid: AblationConfig, score: str) -> Value:
+    """Return the function that gives the score of a run: for ``time`` the step at which it solved its task."""
+    if score == "time":
+        return lambda run: solved_step(run.result, grid.studies[run.study].solved)
+    return lambda run: run.result[f"val_{score}"]  # type: ignore[no-any-return]
 
 
 # --- dots against the rate
 
 
-def by_rate(findings: Findings, study: str, value: Value, y: str, missing: str = "not solved", *, log: bool = False) -> Figure:
+def by_rate(findings: Findings, study: str, score: str, y: str, missing: str) -> Figure:
     """Draw one panel per condition: each run is a dot over its learning rate."""
     grid, runs = findings.grid, findings.runs.select(study, status="done")
     conditions = list({condition_text(grid, run.condition): run.condition for run in runs}.values())
     figure, axes = wrapped_panels(len(conditions), y, sharey=True, width=5.6 if len(conditions) == 1 else 4.2)
-    top = row_above(runs, value, log=log)
     for ax, condition in zip(axes, conditions, strict=True):
         of_condition = [run for run in runs if run.condition == condition]
-        draw_by_rate(ax, grid, of_condition, value, missing, top=top, log=log)
+        draw_by_rate(ax, grid, of_condition, score, missing, row_above(runs, value_of(grid, score), log=score == "time"))
         label(ax, condition_text(grid, condition), "learning rate")
-    arms_legend(figure, grid, arms_of(grid, runs))
+    arms_legend(figure, grid, [arm for arm in grid.arms if any(run.arm == arm for run in runs)])
     return figure
-
-
-def rate_of(run: Run) -> float:
-    """Return the learning rate of a run, or 1 if the grid sets none."""
-    return float(run.rate or 1)
 
 
 def row_above(runs: Sequence[Run], value: Value, *, log: bool) -> float:
@@ -79,39 +70,31 @@ def row_above(runs: Sequence[Run], value: Value, *, log: bool) -> float:
     return max(known) * 1.8 if log else max(known) + 0.12 * max(max(known) - min(known), 0.1 * abs(max(known)), 1e-3)
 
 
-def draw_by_rate(
-    ax: Axes,
-    grid: AblationConfig,
-    runs: Sequence[Run],
-    value: Value,
-    missing: str,
-    *,
-    top: float | None = None,
-    log: bool = False,
-) -> None:
+def draw_by_rate(ax: Axes, grid: AblationConfig, runs: Sequence[Run], score: str, missing: str, top: float) -> None:
     """Draw each run as a dot over its rate, side by side, and a line through the medians over seeds.
 
-    Runs without a value are in a row at ``top`` with the label ``missing``. Default: above all others.
+    Runs without a value are in a row at ``top`` with the label ``missing``.
     """
-    arms, rates = arms_of(grid, runs), sorted({rate_of(run) for run in runs})
-    top = row_above(runs, value, log=log) if top is None else top
+    value = value_of(grid, score)
+    arms = [arm for arm in grid.arms if any(run.arm == arm for run in runs)]
+    rates = sorted({float(run.rate) for run in runs})
     found = {run.place: v if (v := value(run)) is not None and math.isfinite(v) else top for run in runs}
     slot = 0.65 * min([0.25, *np.diff(np.log10(rates))])
     for i, arm in enumerate(arms):
         color, marker = style(grid, arm)
         medians = []
         for rate in rates:
-            heights = [found[run.place] for run in runs if (run.arm, rate_of(run)) == (arm, rate)]
+            heights = [found[run.place] for run in runs if (run.arm, float(run.rate)) == (arm, rate)]
             xs = [rate * 10 ** (slot * beside(len(arms), i, len(heights), k)) for k in range(len(heights))]
             ax.plot(xs, heights, marker, color=color, markersize=3.6, alpha=0.8, markeredgewidth=0, gid="runs")
             median = float(np.median(heights)) if heights else top
             medians.append(median if median < top else math.nan)
         ax.plot(rates, medians, "-", color=color, linewidth=1, alpha=0.6)
     ax.set_xscale("log")
-    ax.set_xticks(rates, [f"{rate:g}" if runs[0].rate else "" for rate in rates], rotation=45 if len(rates) > 4 else 0)
+    ax.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=45 if len(rates) > 4 else 0)
     ax.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
     ax.minorticks_off()
-    if log:
+    if score == "time":
         log_ticks(ax)
     if top in found.values():
         ax.axhline(top, color=GREY, linewidth=6, alpha=0.15, zorder=0)
@@ -124,50 +107,37 @@ def beside(arms: int, arm: int, seeds: int, seed: int) -> float:
     return dodge(arms, arm, 1 / arms) + dodge(seeds, seed, 0.8 / (seeds * arms))
 
 
-# --- budgets
+# --- thresholds, curves, attention
 
 
-def gap_against_budget(findings: Findings, listed: Sequence[Finding]) -> Figure:
-    """Draw one panel per condition of ``time``: the share of judged seeds that solved the task by each step, at the arm's best rate."""
-    grid = findings.grid
-    figure, axes = wrapped_panels(len(listed), "share of seeds that solved it", sharey=True, width=4.2)
-    for ax, finding in zip(axes, listed, strict=True):
-        for arm, line in zip(finding.comparison.arms, ("-", "--"), strict=True):
-            runs = judged_runs(findings, finding, arm)
-            reached = sorted(step for run in runs if (step := steps_to_solve(grid, run)) is not None)
-            shares = [k / max(len(runs), 1) for k in range(len(reached) + 1)]
-            cap = max((run.result["cap"] for run in runs), default=1)  # a run that ended is carried forward
-            color = style(grid, arm)[0]
-            ax.step([0, *reached, cap], [*shares, shares[-1]], line, where="post", color=color, linewidth=1.8)
-        ax.set_ylim(-0.04, 1.04)
-        label(ax, where_text(grid, finding), "budget in steps")
-    arms_legend(figure, grid, listed[0].comparison.arms, line="-")
+def threshold_panel(findings: Findings, listed: Sequence[Finding]) -> Figure:
+    """Draw the thresholds of some findings of one comparison in one panel."""
+    figure, axes = panels(1, 1, width=5.6, height=3.2)
+    law = listed[0].comparison.law
+    assert law is not None
+    draw_thresholds(axes[0, 0], findings.grid, listed)
+    label(axes[0, 0], "", words(findings.grid, law.factor), "learning rate")
+    lines = [("formula", INK, "", "-")] if any(f.predicted for f in listed) else []
+    arms_legend(figure, findings.grid, listed[0].comparison.arms, [*lines, (f"divided by {law.text}", INK, "", "--")])
     return figure
 
 
-def judged_runs(findings: Findings, finding: Finding, arm: str) -> list[Run]:
-    """Return the runs of an arm in a finding: each judged seed at the rate chosen for it."""
-    study, select = finding.comparison.study, findings.runs.select
-    rates = finding.rates[finding.comparison.arms.index(arm)]
-    chosen = zip(findings.grid.studies[study].seeds, rates, strict=False)
-    found = [select(study, arm, finding.condition, rate=rate, seeds=[seed], status="done") for seed, rate in chosen]
-    return [run for of_seed in found for run in of_seed]
+def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -> None:
+    """Draw the largest stable rates of both arms against the factor of the law. Each seed is a dot.
 
-
-# --- largest stable rates, curves, attention
-
-
-def against_factor(ax: Axes, grid: AblationConfig, listed: Sequence[Finding], factor: str) -> None:
-    """Draw the largest stable rates of both arms against the levels of ``factor``. Each seed is a dot. The law is drawn below the reference's medians."""
-    xs, foretold = [float(finding.condition[factor]) for finding in listed], []
+    Below the medians of the first arm: what the formula predicts as a line, and the law dashed.
+    """
+    laws = [f.comparison.law for f in listed if f.comparison.law is not None]
+    xs, lines = [float(f.condition[law.factor]) for f, law in zip(listed, laws, strict=True)], ([], [])  # type: ignore[var-annotated]
     for x, finding in zip(xs, listed, strict=True):
-        count = len(finding.pairs)
         for k, pair in enumerate(finding.pairs):
             for i, (arm, span) in enumerate(zip(finding.comparison.arms, (pair.reference, pair.treatment), strict=True)):
-                draw_span(ax, x * 2 ** (0.5 * beside(2, i, count, k)), span, style(grid, arm))
-        median = float(np.median([pair.reference.low for pair in finding.pairs]))
-        foretold.append(median / finding.law if finding.law and median else math.nan)
-    ax.plot(xs, foretold, "--", color=INK, linewidth=1.2)
+                draw_span(ax, x * 2 ** (0.5 * beside(2, i, len(finding.pairs), k)), span, style(grid, arm))
+        median = float(np.median([middle(pair.reference) for pair in finding.pairs]))
+        for line, ratio in zip(lines, (finding.predicted, finding.bound), strict=True):
+            line.append(median / ratio if ratio else math.nan)
+    ax.plot(xs, lines[0], "-", color=INK, linewidth=1.2)
+    ax.plot(xs, lines[1], "--", color=INK, linewidth=1.0)
     ax.set_xscale("log", base=2)
     log_ticks(ax)
     ax.set_xticks(xs, [f"{x:g}" for x in xs])
@@ -175,92 +145,53 @@ def against_factor(ax: Axes, grid: AblationConfig, listed: Sequence[Finding], fa
 
 
 def draw_span(ax: Axes, x: float, span: Span, look: tuple[str, str]) -> None:
-    """Draw a number known between two ends as a dot: an arrow if one end is open, a cross at 1 if both are."""
+    """Draw a number known between two ends as a dot in their geometric middle, with a line from end to end."""
     color, marker = look
-    is_open = span.low == 0, math.isinf(span.high)
-    value = {(True, True): 1.0, (True, False): span.high, (False, True): span.low}.get(is_open, (span.low + span.high) / 2)
-    marker = {(True, True): "x", (True, False): "v", (False, True): "^"}.get(is_open, marker)
-    if not any(is_open):
-        ax.plot([x, x], [span.low, span.high], "-", color=color, linewidth=1)
-    ax.plot([x], [value], marker, color=color, markersize=4.5, gid="runs")
+    ax.plot([x, x], [span.low, span.high], "-", color=color, linewidth=1)
+    ax.plot([x], [middle(span)], marker, color=color, markersize=4.5, gid="runs")
 
 
-def curves(ax: Axes, runs: Sequence[Run], color: str) -> None:
-    """Draw the loss of every run as a line over its steps, with a cross where it ended because a number was not finite."""
+def curves(ax: Axes, runs: Sequence[Run], color: str, name: str = "loss") -> None:
+    """Draw the loss or accuracy of every run as a line over its steps, with a cross where it ended because a number was not finite."""
     for run in runs:
-        values = [math.nan if value is None else value for value in run.result["loss"]]
+        values = [math.nan if value is None else value for value in run.result[name] or []]
         ax.plot(range(1, len(values) + 1), values, "-", color=color, linewidth=0.9, alpha=0.75, gid="runs")
         finite = [(step, value) for step, value in enumerate(values, 1) if math.isfinite(value)]
         if run.result["nonfinite_step"] is not None and finite:
             ax.plot(*finite[-1], "x", color=color, markersize=7, markeredgewidth=2)
 
 
-def settings(findings: Findings, study: str) -> dict[str, list[Run]]:
-    """Return the finished runs of a study by condition and learning rate (in words), with the rates in order."""
-    found: dict[str, list[Run]] = {}
-    for run in sorted(findings.runs.select(study, status="done"), key=rate_of):
-        found.setdefault(setting_text(findings.grid, run), []).append(run)
-    return found
-
-
 def curve_panels(findings: Findings, study: str) -> Figure:
     """Draw one panel per setting: the training loss of every run, with grey lines at the losses of n-gram models."""
-    grid, runs = findings.grid, settings(findings, study)
-    figure, axes = wrapped_panels(len(runs), "training loss", sharey=True)
-    for ax, (name, of_setting) in zip(axes, runs.items(), strict=True):
-        for run in of_setting:
+    grid, found = findings.grid, dict[tuple[str, str], list[Run]]()
+    for run in findings.runs.select(study, status="done"):
+        found.setdefault((condition_text(grid, run.condition), run.rate), []).append(run)
+    figure, axes = wrapped_panels(len(found), "training loss", sharey=True)
+    for ax, ((setting, rate), runs) in zip(axes, found.items(), strict=True):
+        for run in runs:
             curves(ax, [run], style(grid, run.arm)[0])
-        for floor in sorted({value for run in of_setting for value in run.result["floors"].values()}):
+        for floor in sorted({value for run in runs for value in run.result["floors"].values()}):
             ax.axhline(floor, color=GREY, linewidth=0.8, linestyle=":")
-        label(ax, name, "step")
+        label(ax, ", ".join(text for text in (setting, rate and f"rate {rate}") if text), "step")
     arms_legend(figure, grid, grid.studies[study].arms, line="-")
     return figure
 
 
-PROBED = {"max_logit": "largest |logit|", "entropy": "entropy (1: average)", "saturation_90": "rows, weight > 0.9"}
+def attention(maps: Sequence[tuple[str, Sequence[Any]]], keys: Sequence[int] = ()) -> Figure:
+    """Draw the weights (examples, L, S) of one head, by title: those of the last query, one row per example.
 
-
-def probe_panels(findings: Findings, study: str) -> Figure:
-    """Draw one column per setting and one row per attention statistic. Every layer of every run is a line over training."""
-    grid, runs = findings.grid, settings(findings, study)
-    figure, axes = panels(len(PROBED), len(runs), height=1.7, sharey="row", sharex=True)
-    for column, (name, of_setting) in enumerate(runs.items()):
-        for row, (statistic, text) in enumerate(PROBED.items()):
-            for run in of_setting:
-                draw_probes(axes[row, column], run, statistic, style(grid, run.arm)[0])
-            is_last = row == len(PROBED) - 1
-            label(axes[row, column], "" if row else name, "step" if is_last else "", "" if column else text)
-    log_ticks(axes[0, 0])
-    arms_legend(figure, grid, grid.studies[study].arms, line="-")
-    return figure
-
-
-def draw_probes(ax: Axes, run: Run, statistic: str, color: str) -> None:
-    """Draw a statistic of each layer of a run as a line over its steps. Deeper layers are darker."""
-    probes = run.result["probes"]
-    steps = [probe["step"] for probe in probes]
-    layers = len(probes[0]["layers"]) if probes else 0
-    for i in range(layers):
-        values = [probe["layers"][i].get(statistic, math.nan) for probe in probes]
-        ax.plot(steps, values, "-", color=color, linewidth=0.9, alpha=0.35 + 0.6 * i / max(layers - 1, 1), gid="runs")
-
-
-def attention(maps: Sequence[tuple[str, Sequence[Any]]]) -> Figure:
-    """Draw the weights (examples, L, S) of one head, by title: those of the last query as a heat map with one row per example, and their entropy."""
-    figure, axes = panels(1, len(maps), width=2.6, height=1.35)
+    Args:
+        keys: the right key of each example, which is marked.
+    """
+    figure, axes = panels(1, len(maps), width=3.2, height=1.6)
     for ax, (title, weights) in zip(axes[0], maps, strict=True):
         rows = np.asarray(weights, dtype=np.float64)[:, -1]
         image = ax.imshow(rows, vmin=0, vmax=1, cmap="magma_r", interpolation="nearest", aspect="auto")
+        ax.plot(keys, range(len(keys)), "s", markersize=5, markerfacecolor="none", markeredgecolor=PALETTE[0][0])
         ax.grid(False)
-        ax.set(xticks=[], yticks=[])
-        label(ax, title, f"entropy {entropy(weights):.2f} nats", "example")
+        ax.set(yticks=range(len(rows)), xticks=range(0, rows.shape[1], 4))
+        label(ax, title, "key (position in the row)", "example")
     bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.6, aspect=12)
     bar.ax.tick_params(labelsize=7)
-    bar.set_label("weight", fontsize=8)
+    bar.set_label("weight of the last query", fontsize=8)
     return figure
-
-
-def entropy(weights: Sequence[Any]) -> float:
-    """Return the entropy of the last query's weights in nats, averaged over the examples."""
-    p = np.asarray(weights, dtype=np.float64)[:, -1]
-    return abs(float((p * np.log(np.where(p > 0, p, 1.0))).sum(-1).mean()))

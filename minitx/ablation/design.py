@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from minitx.config.schema import Config, Count, Finite, Positive, require
+from minitx.config.schema import Config, Count, Finite, Natural, Positive, require
 
 RATE = "lr"
 """The name of the tuned factor. Its levels are learning rates."""
@@ -32,24 +32,6 @@ class Solved(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stable(Config):
-    """The condition under which a run that starts from a trained model counts as stable.
-
-    Attributes:
-        metric: train_accuracy: the worst mean over ``window`` consecutive steps must stay at ``value`` or above; train_loss:
-            the mean over the last ``window`` steps may exceed that of the first phase's last ``window`` by ``value`` nats.
-        value: the limit.
-        window: number of steps in a mean.
-        lost: for train_accuracy: the run has lost what it learned if a worst mean is below this number.
-    """
-
-    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
-    value: Finite = 0.9
-    window: Count = 8
-    lost: Finite = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
 class StartConfig(Config):
     """The runs whose weights a study starts from: runs of another study with the same seed and the same factors.
 
@@ -67,34 +49,52 @@ class StartConfig(Config):
     solved: bool = True
 
 
-Score = Literal["time", "stability", "loss", "accuracy", "equal"]
+@dataclass(frozen=True, kw_only=True)
+class ThresholdConfig(Config):
+    """How the largest stable learning rate of a trained model is measured, for each arm and seed: doubling, then bisection.
+
+    The rate is ``optimizer.lr``, and the other keys of the optimizer stay. A run of ``trainer.max_steps`` steps is stable if it
+    never fails. It ends when it fails.
+
+    Attributes:
+        first: the rate at which the search starts, by arm.
+        bisections: halvings of the logarithm after the doubling: high / low = 2^(1 / 2^bisections), 1.044 with four.
+        metric: train_accuracy: a run fails when the mean over ``window`` steps falls below ``value``; train_loss: when it rises
+            more than ``value`` nats above the loss of the starting model on the first ``window`` batches.
+        value: the limit.
+        window: number of steps in a mean.
+    """
+
+    first: Mapping[str, Positive]
+    bisections: Natural = 4
+    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
+    value: Finite = 0.9
+    window: Count = 8
+
+
+Score = Literal["time", "loss", "accuracy", "equal"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig(Config):
     """One full factorial of a grid: ``arms`` x the levels of every factor x ``seeds``.
 
-    The factor ``lr`` is tuned: each arm is judged at its own best rate. The rate is chosen on ``tune_seeds``, or without them
-    for each judged seed on the other seeds. For ``stability`` no rate is chosen, because the rates are the result.
+    The factor ``lr`` is tuned: for each seed, an arm is judged at the rate that is best on the other seeds.
 
     Attributes:
         title: a title for the report.
         base: overrides for every run. ``trainer.max_steps`` must be among them.
         arms: names of ``ablation.arms``.
         factors: the levels of each factor, and the overrides of each level.
-        seeds: the seeds that are judged.
-        tune_seeds: seeds that choose the rate. They are never judged.
+        seeds: the seeds.
         skip: combinations to leave out, each a mapping from factor (or ``arm``, ``seed``) to a list of levels.
         start: the runs whose weights these runs start from.
-        prune: which high rates are not run. lost: rates above one at which the same arm and seed lost what it had learned.
-            unsolved: rates above two neighbouring ones that no tuning seed solved, if a lower one was solved.
-        scores: what is judged. time: steps until the task is solved, and the largest rate that solves it; stability: the
-            largest rate that is stable; loss, accuracy: of validation after the last step; equal: whether the losses are
-            equal bit for bit.
-        measures: other numbers to judge, at the rate that the first score chose; smaller is better: names of ``MEASURES`` in
+        threshold: measure the largest stable rate of each arm, instead of one run for each level of ``lr``.
+        scores: what is judged. time: steps until the task is solved; loss, accuracy: of validation after the last step; equal:
+            whether the losses are equal bit for bit.
+        measures: other numbers to judge, at the rate that the first score chose: names of ``MEASURES`` in
             ``minitx.ablation.measures``, such as ``loss_at_256``.
-        solved: when the task counts as solved, for ``time``.
-        stable: when a run counts as stable, for ``stability``.
+        solved: when the task counts as solved, for ``time`` and for runs that start from these.
         keep_attention: keep the attention weights of ``callbacks.probe.weights_every`` in the records.
     """
 
@@ -103,50 +103,55 @@ class StudyConfig(Config):
     arms: tuple[str, ...] = ()
     factors: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0,)
-    tune_seeds: tuple[int, ...] = ()
     skip: tuple[Mapping[str, tuple[str, ...]], ...] = ()
     start: StartConfig | None = None
-    prune: Literal["lost", "unsolved"] | None = None
+    threshold: ThresholdConfig | None = None
     scores: tuple[Score, ...] = ()
     measures: tuple[str, ...] = ()
     solved: Solved = Solved()
-    stable: Stable = Stable()
     keep_attention: bool = False
 
     def check(self) -> None:
-        both = sorted(set(self.seeds) & set(self.tune_seeds))
-        require(not both, f"tune_seeds={list(self.tune_seeds)} are judged too: seed {both[:1]} is in both lists")
         chooses = "loss" in self.scores or "accuracy" in self.scores
-        require(
-            chooses or not self.measures,
-            f"measures={list(self.measures)} need a score of loss or accuracy to choose the rate by",
-        )
-        require("stability" not in self.scores or self.start is not None, "scores=[stability] needs start, a trained model")
+        chosen_by = f"measures={list(self.measures)} need a score of loss or accuracy to choose the rate by"
+        require(chooses or not self.measures, chosen_by)
+        if self.threshold is not None:
+            require(
+                not self.scores and RATE not in self.factors, f"threshold searches the rate: no scores and no factor {RATE}"
+            )
+            absent = [arm for arm in self.arms if arm not in self.threshold.first]
+            require(not absent, f"threshold.first={dict(self.threshold.first)} has no rate for the arm {absent[:1]}")
         words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]
         require(not words, f"factors.{RATE} has the level {words[:1]}; the name of a learning rate is a positive number")
-        require(self.prune is None or RATE in self.factors, f"prune={self.prune} needs the factor {RATE}")
-        require(self.prune != "unsolved" or bool(self.tune_seeds), "prune=unsolved needs tune_seeds, which decide it")
-        there = {"arm": self.arms, "seed": [str(seed) for seed in (*self.tune_seeds, *self.seeds)], **self.factors}
+        there = {"arm": self.arms, "seed": [str(seed) for seed in self.seeds], **self.factors}
         for skip in self.skip:
             require(bool(skip), "skip=[{}] would leave out every run: name factors")
             _known("skip", skip, there, "the study")
             for key, levels in skip.items():
                 _known(f"skip.{key}", levels, there[key], "it")
 
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """What is compared: ``threshold``, or the scores and the measures."""
+        return ("threshold",) if self.threshold else (*self.scores, *self.measures)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LawConfig(Config):
-    """A prediction for a ratio: the level of ``factor`` to the power of ``power``.
+    """A prediction for a ratio: the level of ``factor`` to the power of ``power``; with ``parts``, that is an upper bound.
 
     Attributes:
         factor: a factor of the study whose levels are numbers.
-        power: the exponent of the level.
+        power: the exponent of the level, e.
         text: the law as text for the report.
+        parts: a factor of a threshold whose levels ``qk`` and ``rest`` train only W_Q and W_K, or only the other weights. With
+            the largest stable rates η_QK and η_R of the first arm there, the ratio is (level^e / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R).
     """
 
     factor: str
     power: Finite
     text: str = ""
+    parts: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,41 +161,52 @@ class ComparisonConfig(Config):
     Attributes:
         study: a name of ``ablation.studies``.
         arms: reference and treatment.
-        primary: conditions under which the study's first score is primary. The primary comparisons of a grid are one family,
-            adjusted by Holm. All others are descriptive and not adjusted.
         law: a prediction to compare the ratio with.
     """
 
     study: str
     arms: tuple[str, str]
-    primary: tuple[Condition, ...] = ()
     law: LawConfig | None = None
 
 
-Verdict = Literal["SLOWER", "FASTER", "LESS STABLE", "MORE STABLE", "NARROWER", "WIDER", "WORSE", "BETTER", "SAME", "UNDECIDED"]
-Endpoint = str
-"""``time``, ``largest_rate``, ``stability``, ``loss``, ``accuracy``, or the name of a measure."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class ExpectedConfig(Config):
-    """The expected result of all comparisons that match.
+class OverConfig(Config):
+    """What a measured ratio is divided by: the median ratio of another comparison at the same levels of the factors that both have.
 
     Attributes:
-        study: the study of the comparison.
-        arms: the arms of the comparison.
-        endpoint: what is compared: time, largest_rate, stability, loss, accuracy, or the name of a measure.
-        verdict: the expected verdict; null: any.
-        ratio: bounds on the printed ratio, or on the difference for scores and largest rates; null: no bound on this side.
-        condition: consider only comparisons with these levels.
+        study: the study of the other comparison.
+        arms: its arms.
+        condition: levels of further factors of that study.
     """
 
     study: str
     arms: tuple[str, str]
-    endpoint: Endpoint
-    verdict: Verdict | None = None
-    ratio: tuple[float | None, float | None] = (None, None)
     condition: Condition = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedConfig(Config):
+    """The expected range of a ratio, or for scores and measures of a difference, in all comparisons that match.
+
+    Attributes:
+        study: the study of the comparison.
+        arms: the arms of the comparison.
+        endpoint: what is compared: threshold, time, loss, accuracy, or the name of a measure.
+        range: the smallest and the largest number expected; null: no bound on this side.
+        condition: consider only comparisons with these levels.
+        over: divide the ratio by that of another comparison, before it is held against the range; null: do not.
+        formula: divide the ratio by the one that the comparison's law predicts.
+        by: median: the median lies within the range; interval: the interval of the median has a number within it.
+    """
+
+    study: str
+    arms: tuple[str, str]
+    endpoint: str
+    range: tuple[float | None, float | None]
+    condition: Condition = field(default_factory=dict)
+    over: OverConfig | None = None
+    formula: bool = False
+    by: Literal["median", "interval"] = "median"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,15 +215,11 @@ class PredictionConfig(Config):
 
     Attributes:
         statement: the prediction in one sentence.
-        expect: the expected results.
-        rule: the name of a function in the module ``about``, for predictions that ``expect`` cannot express.
-        options: keyword arguments of that function.
+        expect: the expected ranges. All must hold.
     """
 
     statement: str
-    expect: tuple[ExpectedConfig, ...] = ()
-    rule: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    expect: tuple[ExpectedConfig, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +229,7 @@ class AblationConfig(Config):
     Attributes:
         name: the name of the grid. Its folder is ``runs/<experiment>/<name>/``.
         question: the question, which is the title of the report.
-        about: a module with sentences, figures and rules of predictions for this question (see ``minitx.ablation.report``);
-            null: the general report.
+        about: a module with sentences and figures for this question (see ``minitx.ablation.report``); null: the general report.
         options: options of the module ``about``, for example which studies it describes.
         note: a sentence for the first screen, for example that the grid is a demonstration.
         arms: the overrides of each arm, by name.
@@ -227,7 +238,7 @@ class AblationConfig(Config):
         only: names of the studies to run; empty: all.
         comparisons: the comparisons to judge.
         predictions: the predictions, by name, written before the runs.
-        ratio_margin: for time and stability: ratios from 1/margin to margin count as the same.
+        ratio_margin: for time and threshold: ratios from 1/margin to margin count as the same.
         score_margin: for loss (nats) and accuracy: differences up to this number count as the same.
         workers: number of runs at the same time; null: one per core, or one per GPU for runs on GPUs.
         launcher: where to compute runs: in worker processes of this machine, or on Slurm (needs minitx[slurm]).
@@ -279,24 +290,37 @@ class AblationConfig(Config):
     def _check_comparison(self, place: str, comparison: ComparisonConfig) -> None:
         _known(f"{place}.study", [comparison.study], self.studies, "ablation.studies")
         study = self.studies[comparison.study]
-        require(bool(study.scores), f"{place}.study={comparison.study} has no scores; set studies.{comparison.study}.scores")
+        scored = f"{place}.study={comparison.study} has no scores; set studies.{comparison.study}.scores"
+        require(bool(study.endpoints), scored)
         require(comparison.arms[0] != comparison.arms[1], f"{place}.arms={list(comparison.arms)} compares an arm with itself")
         _known(f"{place}.arms", comparison.arms, study.arms, f"studies.{comparison.study}.arms")
-        for condition in comparison.primary:
-            require(RATE not in condition, f"{place}.primary: {RATE} is tuned, not a condition to judge under")
-            _check_condition(f"{place}.primary", condition, study)
         if comparison.law is not None:
             factor = comparison.law.factor
             _known(f"{place}.law.factor", [factor], study.factors, f"studies.{comparison.study}.factors")
             numbers = factor != RATE and all(map(_is_rate, study.factors[factor]))
             require(numbers, f"{place}.law.factor={factor} must be a condition whose levels are positive numbers")
+            if comparison.law.parts is not None:
+                _known(f"{place}.law.parts", [comparison.law.parts], study.factors, f"studies.{comparison.study}.factors")
+                levels = study.factors[comparison.law.parts]
+                _known(f"{place}.law.parts={comparison.law.parts} needs levels", ["qk", "rest"], levels, "it")
 
     def _check_expected(self, place: str, expected: ExpectedConfig) -> None:
         compared = any((c.study, c.arms) == (expected.study, expected.arms) for c in self.comparisons)
         require(compared, f"{place}: arms={list(expected.arms)} of study={expected.study} are not in ablation.comparisons")
         study = self.studies[expected.study]
-        _known(f"{place}.endpoint", [expected.endpoint], endpoints(study), "that study")
+        _known(f"{place}.endpoint", [expected.endpoint], study.endpoints, "that study")
         _check_condition(f"{place}.condition", expected.condition, study)
+        is_ratio = expected.endpoint in ("threshold", "time")
+        require(
+            is_ratio or not (expected.over or expected.formula), f"{place}: {expected.endpoint} gives a difference, no ratio"
+        )
+        if (over := expected.over) is not None:
+            compared = any((c.study, c.arms) == (over.study, over.arms) for c in self.comparisons)
+            require(compared, f"{place}.over: arms={list(over.arms)} of study={over.study} are not in ablation.comparisons")
+            _check_condition(f"{place}.over.condition", over.condition, self.studies[over.study])
+        if expected.formula:
+            laws = [c.law for c in self.comparisons if (c.study, c.arms) == (expected.study, expected.arms)]
+            require(all(law and law.parts for law in laws), f"{place}.formula=true needs a law with parts in the comparison")
 
     def phases(self, name: str) -> list[str]:
         """Return a study, the study that it starts from, and so on.
@@ -318,19 +342,11 @@ class AblationConfig(Config):
         foretold = {
             name: prediction
             for name, prediction in self.predictions.items()
-            if prediction.rule is None and all(expected.study in names for expected in prediction.expect)
+            if {e.study for e in prediction.expect} | {e.over.study for e in prediction.expect if e.over} <= names
         }
         studies = {name: study for name, study in self.studies.items() if name in names}
         compared = tuple(comparison for comparison in self.comparisons if comparison.study in names)
         return replace(self, studies=studies, comparisons=compared, predictions=foretold, only=())
-
-
-def endpoints(study: StudyConfig) -> list[Endpoint]:
-    """Return the endpoints of a comparison in ``study``, the primary one first."""
-    found: list[Endpoint] = []
-    for score in study.scores:
-        found += ["time", "largest_rate"] if score == "time" and RATE in study.factors else [score]
-    return [*found, *study.measures]
 
 
 def _is_rate(level: str) -> bool:

@@ -8,15 +8,15 @@ import itertools
 import json
 import shlex
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.design import AblationConfig, StudyConfig
+from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.records import Place
-from minitx.config import CONFIG_DIR, ConfigError
+from minitx.config import CONFIG_DIR, ConfigError, to_dict
 
 NEW_DATA = 1000
 """Added to the seed of a run that starts from another run's weights. Its batches are therefore new, and the same for all arms."""
@@ -24,7 +24,8 @@ NEW_DATA = 1000
 # what decides the result of a run, below the package and its configs
 _LOOKS = ("capture", "statistics", "gradients", "snapshot", "counting")  # what probes and measures read
 _CODE = (
-    *("nn", "data", "training", "config", "ablation/measures.py"),
+    *("nn", "data", "training", "config"),
+    *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/updates")),
     *(f"analysis/{name}.py" for name in _LOOKS),
 )
 _CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer", "schedule", "trainer", "train.yaml")
@@ -32,12 +33,13 @@ _CONFIGS = ("callbacks", "data", "experiment", "model", "objective", "optimizer"
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of a grid: its place, its overrides, and the run whose weights it starts from."""
+    """One training run of a grid, or one threshold: its place, its overrides, and the run whose weights it starts from."""
 
     place: Place
     overrides: tuple[str, ...]
     start: Cell | None = None
     keeps_weights: bool = False
+    threshold: ThresholdConfig | None = field(default=None, hash=False)
 
     @cached_property
     def hash(self) -> str:
@@ -46,6 +48,8 @@ class Cell:
         own = [folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)]
         place = [self.place.study, self.place.arm, self.place.factors, self.place.seed]
         parts = [*place, keys, code_fingerprint(), *own, self.start.hash if self.start else None]
+        if self.threshold is not None:
+            parts.append({**to_dict(self.threshold), "first": self.threshold.first[self.place.arm]})
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def folder(self, grid: Path) -> Path:
@@ -57,12 +61,17 @@ class Cell:
         return self.folder(grid) / "checkpoints" / "last.ckpt"
 
     def words(self, grid: Path) -> list[str]:
-        """The overrides, with those that load the weights of ``start`` and check that the run starts as the same function."""
-        if self.start is None:
+        """The overrides, with those that load the weights of ``start``. Where the scale is folded, the run checks that it starts as the same function."""
+        own, load = settings(self.overrides), list[str]()
+        if self.start is not None:
+            path = str(self.start.weights(grid))
+            load = [f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true"]
+        elif source := next((source for source in ("init_from", "model") if own.get(f"{source}.fold_scale") == "true"), None):
+            path = own.get(f"{source}.path", "").strip("\"'")
+        else:
             return list(self.overrides)
-        path = str(self.start.weights(grid))
         check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(path)}}}"
-        return [*self.overrides, f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true", check]
+        return [*self.overrides, *load, check]
 
     def steps(self) -> int:
         """The number of steps in the last ``trainer.max_steps`` override.
@@ -73,8 +82,7 @@ class Cell:
         given = settings(self.overrides).get("trainer.max_steps", "missing")
         if not given.isdecimal():
             study = f"ablation.studies.{self.place.study}"
-            why = "so that its time can be projected"
-            raise ConfigError(f"{study}.base must set trainer.max_steps to a whole number, {why}; it is {given}")
+            raise ConfigError(f"{study}.base must set trainer.max_steps to a whole number; it is {given}")
         return int(given)
 
     def describe(self, grid: Path) -> dict[str, Any]:
@@ -109,8 +117,7 @@ def command_of(words: Sequence[str]) -> str:
 def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     """Return all cells of the grid, ordered by seed: all studies at their first seed, then at their second, and so on.
 
-    A grid that is interrupted is therefore still balanced. Tuning seeds come first, and a cell comes after the one that it
-    starts from. Overrides apply in the order base, arm, factors, seed, common.
+    A grid that is interrupted is therefore still balanced. A cell comes after the one that it starts from. Overrides apply in the order base, arm, factors, seed, common.
 
     Args:
         common: overrides for every cell.
@@ -123,7 +130,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     starts = {(study.start.study, study.start.arm) for study in grid.studies.values() if study.start}
     for name in sorted(grid.studies, key=lambda name: len(grid.phases(name))):
         study = grid.studies[name]
-        for block, seed in enumerate((*study.tune_seeds, *study.seeds)):
+        for block, seed in enumerate(study.seeds):
             for arm, factors in _combinations(study, seed):
                 place = Place(name, arm, tuple(sorted(factors.items())), seed)
                 if place in found:
@@ -135,8 +142,10 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
                         f"ablation.arms.{arm} and the factors of ablation.studies.{name} both set {', '.join(sorted(both))}"
                     )
                 own_seed = seed + NEW_DATA if study.start else seed
-                overrides = (*study.base, *grid.arms[arm], *levels, f"seed={own_seed}", *common)
-                found[place] = (max(block, first), Cell(place, overrides, start, (name, arm) in starts))
+                first_rate = [f"optimizer.lr={study.threshold.first[arm]:g}"] if study.threshold else []
+                overrides = (*study.base, *grid.arms[arm], *levels, *first_rate, f"seed={own_seed}", *common)
+                cell = Cell(place, overrides, start, (name, arm) in starts, study.threshold)
+                found[place] = (max(block, first), cell)
     return [cell for _, cell in sorted(found.values(), key=lambda entry: entry[0])]
 
 

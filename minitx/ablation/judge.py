@@ -1,34 +1,157 @@
-"""Judge the records: endpoints, intervals, verdicts. See ``docs/ablation.md``, "How it is judged"."""
+"""Judge the records: endpoints, ratios with their ranges, predictions. See ``docs/ablation.md``, "How it is judged"."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
 
-from minitx.ablation.arms import Arm
-from minitx.ablation.design import AblationConfig, ComparisonConfig, Condition, Endpoint, Verdict, endpoints
-from minitx.ablation.intervals import ALPHA, MIN_PAIRS, Span, holm, median, median_interval, sign_test
-from minitx.ablation.records import Runs
+import numpy as np
 
-_RATIOS = ("time", "stability")
-_WORDS: dict[Endpoint, tuple[Verdict, Verdict]] = {
-    "time": ("FASTER", "SLOWER"),
-    "stability": ("MORE STABLE", "LESS STABLE"),
-    "largest_rate": ("NARROWER", "WIDER"),
-    "accuracy": ("WORSE", "BETTER"),
-}
-"""The verdicts for an effect below and above the margin. For losses and measures: BETTER and WORSE."""
-_HARM = ("SLOWER", "LESS STABLE", "NARROWER", "WORSE")
+from minitx.ablation.design import RATE, AblationConfig, ComparisonConfig, Condition, ExpectedConfig, LawConfig
+from minitx.ablation.intervals import Span, median, median_interval
+from minitx.ablation.records import Run, Runs, solved_step
+
+Word = Literal["MORE", "LESS", "SAME", "UNDECIDED"]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One seed of a comparison: the values of reference and treatment, and their ratio or difference.
+class Arm:
+    """The runs or thresholds of an arm under a condition."""
 
-    ``time``: steps, the ratio treatment / reference (above 1: slower). ``stability``: largest stable rates, the ratio
-    reference / treatment (above 1: less stable). ``largest_rate``: indices on the grid of rates, treatment - reference, in steps
-    of the grid. Scores and measures: values, treatment - reference.
-    """
+    def __init__(self, grid: AblationConfig, runs: Runs, study: str, arm: str, condition: Condition) -> None:
+        self.name, self.study = arm, grid.studies[study]
+        self.done = {(run.rate, run.seed): run for run in runs.select(study, arm, condition, status="done")}
+        self.rates = sorted({rate for rate, _ in self.done}, key=lambda rate: float(rate or 1))
+
+    def steps(self, run: Run) -> int | None:
+        """Return the step at which a run solved its task."""
+        return solved_step(run.result, self.study.solved)
+
+    def best_rate(self, endpoint: Endpoint, seed: int) -> str | None:
+        """Return the rate with the lowest mean cost on the other seeds, among the rates with the most runs. Ties go to the middle one."""
+        others = [other for other in self.study.seeds if other != seed or len(self.study.seeds) == 1]
+        runs = {rate: [self.done[rate, other] for other in others if (rate, other) in self.done] for rate in self.rates}
+        most = max(map(len, runs.values()), default=0)
+        costs = {rate: math.fsum(endpoint.cost(self, run) for run in of) for rate, of in runs.items() if len(of) == most > 0}
+        tied = [rate for rate, cost in costs.items() if cost <= min(costs.values()) + 1e-9 * most]
+        return tied[(len(tied) - 1) // 2] if tied else None
+
+
+class Endpoint:
+    """What is compared: the value of an arm for a seed, and the effect between two arms."""
+
+    name: str
+    text: str
+    is_ratio = True
+    above: Word = "MORE"  # the treatment has more or less of it, where the effect is above the margin
+
+    def cost(self, arm: Arm, run: Run) -> float:
+        """Return what the best rate minimises."""
+        raise NotImplementedError
+
+    def value(self, arm: Arm, rate: str, seed: int) -> Span | None:
+        """Return the value of a seed at the rate that was chosen for it."""
+        raise NotImplementedError
+
+    def effect(self, reference: Span, treatment: Span) -> Span:
+        """Return treatment / reference, or for scores treatment − reference."""
+        return treatment.over(reference)
+
+    def rate(self, arm: Arm, seed: int) -> str | None:
+        """Return the rate at which a seed is judged."""
+        return arm.best_rate(self, seed)
+
+
+class Time(Endpoint):
+    """Steps until the task is solved. A run that did not solve it within its cap gives the range from there on."""
+
+    name, text = "time", "steps until the task is solved"
+
+    def cost(self, arm: Arm, run: Run) -> float:
+        """Return the logarithm of the steps, or of the cap."""
+        return math.log(arm.steps(run) or run.result["cap"])
+
+    def value(self, arm: Arm, rate: str, seed: int) -> Span | None:
+        """Return the steps at the rate."""
+        if (run := arm.done.get((rate, seed))) is None:
+            return None
+        steps = arm.steps(run)
+        return Span(steps, steps) if steps else Span(run.result["cap"], math.inf)
+
+
+class Score(Endpoint):
+    """A validation metric or a measure after the last step. A run that was not finite counts as the untrained network."""
+
+    is_ratio = False
+
+    def __init__(self, name: str, choice: str) -> None:
+        self.name, self._choice = name, choice
+        self.text = {"loss": "validation loss", "accuracy": "validation accuracy"}.get(name, name)
+
+    def cost(self, arm: Arm, run: Run) -> float:
+        """Return the score that chooses the rate, negative for an accuracy. None is the worst."""
+        found = _score(run, self._choice)
+        return math.inf if found is None else -found if self._choice == "accuracy" else found
+
+    def value(self, arm: Arm, rate: str, seed: int) -> Span | None:
+        """Return the score at the rate."""
+        run = arm.done.get((rate, seed))
+        found = None if run is None else _score(run, self.name)
+        return None if found is None else Span(found, found)
+
+    def effect(self, reference: Span, treatment: Span) -> Span:
+        """Return treatment − reference."""
+        return treatment.minus(reference)
+
+
+class Threshold(Endpoint):
+    """The largest stable learning rate, known within its bracket. The effect is reference / treatment: how many times smaller."""
+
+    name, text, above = "threshold", "largest stable learning rate", "LESS"
+
+    def rate(self, arm: Arm, seed: int) -> str | None:
+        """Return the level of a record without the factor ``lr``."""
+        return ""
+
+    def value(self, arm: Arm, rate: str, seed: int) -> Span | None:
+        """Return the bracket."""
+        run = arm.done.get((rate, seed))
+        return None if run is None else Span(run.result["low"], run.result["high"])
+
+    def effect(self, reference: Span, treatment: Span) -> Span:
+        """Return the ratio of the middles of the brackets, which is known to about 3 %."""
+        ratio = middle(reference) / middle(treatment)
+        return Span(ratio, ratio)
+
+
+def middle(span: Span) -> float:
+    """Return the geometric mean of the ends."""
+    return math.sqrt(span.low * span.high)
+
+
+def _score(run: Run, name: str) -> float | None:
+    result = run.result
+    if name not in ("loss", "accuracy"):
+        return result["measures"].get(name)  # type: ignore[no-any-return]
+    if result["nonfinite_step"] is not None:
+        return 0.0 if name == "accuracy" else next((loss for loss in result["loss"] if loss is not None), None)
+    return result[f"val_{name}"]  # type: ignore[no-any-return]
+
+
+def endpoint_of(name: str, scores: Sequence[str]) -> Endpoint:
+    """Return the endpoint of a name; a measure takes the rate that the first loss or accuracy chose."""
+    if name in ("time", "threshold"):
+        return Time() if name == "time" else Threshold()
+    return Score(name, name if name in scores else next(score for score in scores if score in ("loss", "accuracy")))
+
+
+# --- comparisons
+
+
+class Pair(NamedTuple):
+    """One seed of a comparison: the values of reference and treatment, and their effect."""
 
     seed: int
     reference: Span
@@ -41,47 +164,49 @@ class Finding:
     """One comparison on one endpoint under one condition.
 
     Attributes:
-        comparison: study, arms, law.
-        endpoint: what is compared.
-        condition: the levels of all factors except the rate.
-        is_primary: whether it belongs to the family that is adjusted.
-        rates: the best rates of reference and treatment, one for each judged seed; () for ``stability``.
-        at_edge: for each arm, whether a best rate is the smallest or largest of the rates tried.
-        pairs: the seeds that have both arms.
-        missing: the seeds without a pair.
-        estimate: the median of the lower ends of the effects. For largest rates, the end of ``printed`` that is nearer to 0.
-        or_more: whether the median of the upper ends is larger. For largest rates, whether the other end of ``printed`` is
-            farther from 0.
-        interval: the interval of the median effect, by order statistics. None with fewer than six pairs.
-        coverage: the coverage of the interval.
-        p: the p value of a one-sided sign test that the treatment is worse by more than the margin. None with fewer than six pairs.
-        p_adjusted: p adjusted by Holm over the primary findings. None for the others.
-        law: the law's value under this condition, or None.
-        verdict, reason: the verdict, and its reason in one sentence.
+        comparison, endpoint, condition: what is compared: study, arms, law; the endpoint; the levels of all factors but the rate.
+        rates: the rates of reference and treatment, one for each seed of ``pairs``.
+        at_edge: whether one of ``rates`` is the smallest or the largest that was tried.
+        pairs: the seeds that have both arms. missing: the others.
+        margin: effects within ``margin`` count as the same.
+        bound: what the law gives, or None. predicted: what its formula gives from the thresholds of the reference, or None.
     """
 
     comparison: ComparisonConfig
     endpoint: Endpoint
     condition: Condition
-    is_primary: bool
     rates: tuple[tuple[str, ...], tuple[str, ...]]
-    at_edge: tuple[bool, bool]
+    at_edge: bool
     pairs: tuple[Pair, ...]
     missing: tuple[int, ...]
-    estimate: float | None
-    or_more: bool
-    interval: Span | None
-    coverage: float | None
-    p: float | None
-    p_adjusted: float | None
-    law: float | None
-    verdict: Verdict
-    reason: str
+    margin: Span
+    bound: float | None
+    predicted: float | None
+
+    @cached_property
+    def estimate(self) -> Span | None:
+        """The median effect; a range where runs ended at their cap."""
+        return median([pair.effect for pair in self.pairs], ratio=self.endpoint.is_ratio) if self.pairs else None
+
+    @cached_property
+    def interval(self) -> tuple[Span, float] | None:
+        """The interval of the median effect and its coverage. None with fewer than five pairs."""
+        return median_interval([pair.effect for pair in self.pairs])
+
+    @property
+    def word(self) -> Word:
+        """MORE or LESS: the treatment has more or less of what is measured, by more than the margin, in the whole interval."""
+        if self.interval is None:
+            return "UNDECIDED"
+        found = self.interval[0]
+        if found.within(self.margin):
+            return "SAME"
+        below: Word = "LESS" if self.endpoint.above == "MORE" else "MORE"
+        return self.endpoint.above if found.low > self.margin.high else below if found.high < self.margin.low else "UNDECIDED"
 
 
-@dataclass(frozen=True)
-class Equality:
-    """The result of the score ``equal``: for each seed, whether the arms of a comparison have the same losses bit for bit."""
+class Equality(NamedTuple):
+    """The score ``equal``: for each seed, whether the arms of a comparison have the same losses bit for bit, over so many steps."""
 
     comparison: ComparisonConfig
     condition: Condition
@@ -99,18 +224,26 @@ class Findings:
     equalities: tuple[Equality, ...]
 
     def find(
-        self, study: str, endpoint: Endpoint, arms: Sequence[str] | None = None, condition: Condition | None = None
+        self, study: str, endpoint: str, arms: Sequence[str] | None = None, condition: Condition | None = None
     ) -> list[Finding]:
-        """Return the findings that match all arguments."""
-        wanted = set((condition or {}).items())
+        """Return the findings that match all arguments and have a pair."""
+        wanted = (condition or {}).items()
         return [
             f
             for f in self.findings
-            if f.comparison.study == study
-            and f.endpoint == endpoint
+            if (f.comparison.study, f.endpoint.name) == (study, endpoint)
+            and f.pairs
             and (arms is None or f.comparison.arms == tuple(arms))
-            and wanted <= set(f.condition.items())
+            and wanted <= f.condition.items()
         ]
+
+    def slopes(self, study: str, arms: Sequence[str], factor: str, condition: Condition | None = None) -> list[float]:
+        """Return for each seed the slope of the logarithm of the ratio of thresholds on that of ``factor``, over all its levels."""
+        found = self.find(study, "threshold", arms, condition)
+        xs = np.log([float(f.condition[factor]) for f in found])
+        seeds = set.intersection(*({pair.seed for pair in f.pairs} for f in found)) if len(found) > 1 else set()
+        of_seed = {seed: [pair.effect.low for f in found for pair in f.pairs if pair.seed == seed] for seed in sorted(seeds)}
+        return [float(np.polyfit(xs, np.log(ratios), 1)[0]) for ratios in of_seed.values()]
 
 
 def judge(grid: AblationConfig, runs: Runs) -> Findings:
@@ -118,13 +251,15 @@ def judge(grid: AblationConfig, runs: Runs) -> Findings:
     found, equalities = [], []
     for comparison in grid.comparisons:
         for condition in _conditions(runs, comparison):
-            arms = [Arm(grid, runs, comparison.study, arm, condition) for arm in comparison.arms]
-            for endpoint in endpoints(grid.studies[comparison.study]):
-                if endpoint == "equal":
-                    equalities.append(_equality(comparison, condition, arms))
+            reference, treatment = (Arm(grid, runs, comparison.study, arm, condition) for arm in comparison.arms)
+            study = grid.studies[comparison.study]
+            for name in study.endpoints:
+                if name == "equal":
+                    equalities.append(_equality(comparison, condition, reference, treatment))
                 else:
-                    found.append(_Contest(comparison, condition, endpoint, arms).finding())
-    return Findings(grid, runs, tuple(_with_holm(grid, found)), tuple(equalities))
+                    endpoint = endpoint_of(name, study.scores)
+                    found.append(_finding(grid, runs, comparison, condition, endpoint, (reference, treatment)))
+    return Findings(grid, runs, tuple(found), tuple(equalities))
 
 
 def _conditions(runs: Runs, comparison: ComparisonConfig) -> list[Condition]:
@@ -133,145 +268,108 @@ def _conditions(runs: Runs, comparison: ComparisonConfig) -> list[Condition]:
     return [condition for i, condition in enumerate(reference) if condition in treatment and condition not in reference[:i]]
 
 
-def printed(endpoint: Endpoint, pairs: Sequence[Pair]) -> Span:
-    """Return the median of the lower and of the upper ends of the effects. For largest rates, remove the uncertainty of one step."""
-    middle = median([pair.effect for pair in pairs], ratio=endpoint in _RATIOS)
-    return Span(middle.low + 1, middle.high - 1) if endpoint == "largest_rate" else middle
+def _finding(
+    grid: AblationConfig,
+    runs: Runs,
+    comparison: ComparisonConfig,
+    condition: Condition,
+    endpoint: Endpoint,
+    arms: tuple[Arm, Arm],
+) -> Finding:
+    pairs, rates = [], []
+    for seed in arms[0].study.seeds:
+        chosen = [endpoint.rate(arm, seed) for arm in arms]
+        values = [None if rate is None else endpoint.value(arm, rate, seed) for arm, rate in zip(arms, chosen, strict=True)]
+        if values[0] is not None and values[1] is not None:
+            pairs.append(Pair(seed, values[0], values[1], endpoint.effect(values[0], values[1])))
+            rates.append([rate or "" for rate in chosen])
+    by_arm = tuple(rate[0] for rate in rates), tuple(rate[1] for rate in rates)
+    edge = any(rate in (arm.rates[0], arm.rates[-1]) for arm, of in zip(arms, by_arm, strict=True) for rate in of if rate)
+    margin = grid.ratio_margin, grid.score_margin
+    law = comparison.law if endpoint.is_ratio else None
+    return Finding(
+        comparison=comparison,
+        endpoint=endpoint,
+        condition=condition,
+        rates=by_arm,
+        at_edge=edge,
+        pairs=tuple(pairs),
+        missing=tuple(sorted(set(arms[0].study.seeds) - {pair.seed for pair in pairs})),
+        margin=Span(1 / margin[0], margin[0]) if endpoint.is_ratio else Span(-margin[1], margin[1]),
+        bound=None if law is None else float(condition[law.factor]) ** law.power,
+        predicted=None if law is None or law.parts is None else _formula(grid, runs, comparison, law, condition),
+    )
 
 
-@dataclass(frozen=True)
-class _Contest:
-    """Two arms on an endpoint under a condition."""
-
-    comparison: ComparisonConfig
-    condition: Condition
-    endpoint: Endpoint
-    arms: Sequence[Arm]
-
-    @property
-    def score(self) -> str:
-        """What chooses the rates: the endpoint itself, or for a measure the study's first score that chooses any."""
-        choosing = [score for score in self.arms[0].study.scores if score in ("time", "loss", "accuracy")]
-        if self.endpoint == "largest_rate":
-            return "time"
-        return self.endpoint if self.endpoint in choosing else choosing[0]
-
-    def word(self, effect: Span) -> Verdict:
-        """The verdict where the whole effect is beyond the margin, or within it; steps of the grid count from two on."""
-        grid = self.arms[0].grid
-        margin = 1.0 if self.endpoint == "largest_rate" else grid.score_margin
-        low, high = (1 / grid.ratio_margin, grid.ratio_margin) if self.endpoint in _RATIOS else (-margin, margin)
-        below, above = _WORDS.get(self.endpoint, ("BETTER", "WORSE"))
-        if effect.within(Span(low, high)):
-            return "SAME"
-        return above if effect.low > high else below if effect.high < low else "UNDECIDED"
-
-    def pairs(self, rates: Sequence[Mapping[int, str | None]]) -> list[Pair]:
-        """The pairs of the judged seeds that both arms have, each arm at its rate for that seed."""
-        found = []
-        for seed in self.arms[0].study.seeds:
-            first, second = (arm.value(self.endpoint, own.get(seed), seed) for arm, own in zip(self.arms, rates, strict=True))
-            if first is None or second is None:
-                continue
-            if self.endpoint in _RATIOS:
-                effect = second.over(first) if self.endpoint == "time" else first.over(second)
-            else:
-                effect = second.minus(first)
-            if self.endpoint == "largest_rate":  # it lies between two rates of the grid
-                effect = Span(effect.low - 1, effect.high + 1)
-            found.append(Pair(seed, first, second, effect))
-        return found
-
-    def verdict(self, rates: Sequence[Mapping[int, str | None]], pairs: Sequence[Pair]) -> tuple[Verdict, str]:
-        """The word and its reason."""
-        found = median_interval([pair.effect for pair in pairs])
-        if found is None:
-            return "UNDECIDED", f"{len(pairs)} pairs, and fewer than {MIN_PAIRS} give no verdict"
-        if not self.reference_solves():
-            return "UNDECIDED", "no tuning run of the first arm solves the task"
-        word, interval = self.word(found[0]), f"the interval from {found[0].low:.3g} to {found[0].high:.3g}"
-        if word == "UNDECIDED":
-            return word, f"{interval} crosses the margin"
-        reason = f"{interval} lies {'within' if word == 'SAME' else 'beyond'} the margin"
-        if self.endpoint in ("stability", "largest_rate"):
-            return word, reason
-        # in hindsight: the worse arm takes its best rate for the judged seeds
-        is_above = printed(self.endpoint, pairs).low > (1 if self.endpoint in _RATIOS else 0)
-        worse = 1 if is_above == (self.endpoint != "accuracy") else 0
-        seeds = self.arms[worse].study.seeds
-        best = self.arms[worse].best_rate(self.score, seeds)
-        changed = [dict.fromkeys(seeds, best) if i == worse else own for i, own in enumerate(rates)]
-        again = median_interval([pair.effect for pair in self.pairs(changed)])
-        if again is None or self.word(again[0]) != word:
-            which = ("first", "second")[worse]
-            return "UNDECIDED", f"{reason}, but not with the {which} arm at {best}, its best rate in hindsight"
-        return word, reason
-
-    def reference_solves(self) -> bool:
-        """Whether for every judged seed a run that chooses the reference's rate solves the task, where that is judged."""
-        arm = self.arms[0]
-        return self.endpoint not in ("time", "largest_rate") or all(arm.solves(arm.tuning_seeds(s)) for s in arm.study.seeds)
-
-    def finding(self) -> Finding:
-        """Everything that is found."""
-        study, law, is_ratio = self.arms[0].study, self.comparison.law, self.endpoint in _RATIOS
-        rates: list[dict[int, str | None]] = [{}, {}]
-        if self.endpoint != "stability":  # there the rates are what is measured
-            rates = [{seed: arm.best_rate(self.score, arm.tuning_seeds(seed)) for seed in study.seeds} for arm in self.arms]
-        first, second = (tuple(rate for rate in own.values() if rate is not None) for own in rates)
-        pairs = self.pairs(rates)
-        middle = printed(self.endpoint, pairs) if pairs else None
-        estimate = None if middle is None else middle.low
-        if middle is not None and self.endpoint == "largest_rate":
-            estimate = min(max(0.0, middle.low), middle.high)
-        interval, coverage = median_interval([pair.effect for pair in pairs]) or (None, None)
-        harmed = sum(self.word(pair.effect) in _HARM for pair in pairs) if self.reference_solves() else 0
-        verdict, reason = self.verdict(rates, pairs)
-        return Finding(
-            comparison=self.comparison,
-            endpoint=self.endpoint,
-            condition=self.condition,
-            is_primary=self.endpoint == study.scores[0] and any(_fits(w, self.condition) for w in self.comparison.primary),
-            rates=(first, second),
-            at_edge=(self.arms[0].has_edge(first), self.arms[1].has_edge(second)),
-            pairs=tuple(pairs),
-            missing=tuple(sorted(set(study.seeds) - {pair.seed for pair in pairs})),
-            estimate=estimate,
-            or_more=middle is not None and middle.high > middle.low,
-            interval=interval,
-            coverage=coverage,
-            p=None if interval is None else sign_test(harmed, len(pairs)),
-            p_adjusted=None,
-            law=float(self.condition[law.factor]) ** law.power if law and is_ratio else None,
-            verdict=verdict,
-            reason=reason,
-        )
+def _formula(
+    grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, law: LawConfig, condition: Condition
+) -> float | None:
+    """The median over the seeds of (b / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R), of the reference alone; b is the law's bound."""
+    found, bound = [], float(condition[law.factor]) ** law.power
+    parts = [
+        Arm(grid, runs, comparison.study, comparison.arms[0], {**condition, str(law.parts): part}) for part in ("qk", "rest")
+    ]
+    for seed in parts[0].study.seeds:
+        qk, rest = (Threshold().value(part, "", seed) for part in parts)
+        if qk is not None and rest is not None:
+            found.append((bound / middle(qk) + 1 / middle(rest)) / (1 / middle(qk) + 1 / middle(rest)))
+    return float(np.median(found)) if found else None
 
 
-def _fits(wanted: Condition, condition: Condition) -> bool:
-    return wanted.items() <= condition.items()
-
-
-def _with_holm(grid: AblationConfig, found: Sequence[Finding]) -> Iterator[Finding]:
-    """The findings with adjusted p values. A primary comparison that was not made counts in the family, too."""
-    primary = [finding for finding in found if finding.is_primary]
-    wanted = [(comparison, condition) for comparison in grid.comparisons for condition in comparison.primary]
-    absent = [w for w in wanted if not any(w[0] == f.comparison and _fits(w[1], f.condition) for f in primary)]
-    adjusted = iter(holm([finding.p for finding in primary if finding.p is not None], len(primary) + len(absent)))
-    for finding in found:
-        if finding.is_primary and finding.p is not None:
-            p = next(adjusted)
-            finding = replace(finding, p_adjusted=p)
-            if finding.verdict in _HARM and p >= ALPHA:
-                reason = f"{finding.reason}, but the adjusted p = {p:.3g} is not below {ALPHA}"
-                finding = replace(finding, verdict="UNDECIDED", reason=reason)
-        yield finding
-
-
-def _equality(comparison: ComparisonConfig, condition: Condition, arms: Sequence[Arm]) -> Equality:
-    reference, treatment = arms[0].done, arms[1].done
-    both = [key for key in reference if key in treatment and key[1] in arms[0].study.seeds]
+def _equality(comparison: ComparisonConfig, condition: Condition, reference: Arm, treatment: Arm) -> Equality:
+    both = [key for key in reference.done if key in treatment.done]
     equal = {seed: True for _, seed in both}
     for key in both:
-        equal[key[1]] &= reference[key].result["digest"] == treatment[key].result["digest"]
-    return Equality(comparison, condition, equal, min((reference[key].result["steps"] for key in both), default=0))
+        equal[key[1]] &= reference.done[key].result["digest"] == treatment.done[key].result["digest"]
+    return Equality(comparison, condition, equal, min((reference.done[key].result["steps"] for key in both), default=0))
+
+
+# --- predictions
+
+
+class Answer(NamedTuple):
+    """The answer to one expected range of a prediction under one condition: HELD, NOT HELD, UNDECIDED or NOT RUN."""
+
+    name: str
+    statement: str
+    finding: Finding | None
+    measured: Span | None
+    status: str
+
+
+def answers(findings: Findings) -> Iterator[Answer]:
+    """Yield the answers to the predictions of the grid, in its order. A prediction holds if all its answers hold."""
+    for name, prediction in findings.grid.predictions.items():
+        for expected in prediction.expect:
+            found = findings.find(expected.study, expected.endpoint, expected.arms, expected.condition)
+            for finding in found:
+                measured = _measured(findings, finding, expected)
+                yield Answer(name, prediction.statement, finding, measured, _status(finding, measured, expected))
+            if not found:
+                yield Answer(name, prediction.statement, None, None, "NOT RUN")
+
+
+def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) -> Span | None:
+    """The number that is held against the range, or its interval; None where what it is divided by is missing."""
+    found = finding.estimate if expected.by == "median" else finding.interval and finding.interval[0]
+    if found is None:
+        return None
+    if expected.formula:
+        return found.over(Span(finding.predicted, finding.predicted)) if finding.predicted else None
+    if expected.over is None:
+        return found
+    study = findings.grid.studies[expected.over.study]
+    shared = {factor: level for factor, level in finding.condition.items() if factor in study.factors and factor != RATE}
+    other = findings.find(expected.over.study, finding.endpoint.name, expected.over.arms, {**shared, **expected.over.condition})
+    return found.over(other[0].estimate) if len(other) == 1 and other[0].estimate else None
+
+
+def _status(finding: Finding, measured: Span | None, expected: ExpectedConfig) -> str:
+    """A ratio of fewer than five pairs decides nothing, and neither does one that runs at their cap leave open."""
+    if measured is None or finding.interval is None:
+        return "UNDECIDED"
+    low, high = (-math.inf if expected.range[0] is None else expected.range[0]), expected.range[1]
+    bounds = Span(low, math.inf if high is None else high)
+    if measured.low > bounds.high or measured.high < bounds.low:
+        return "NOT HELD"
+    return "HELD" if expected.by == "interval" or measured.within(bounds) else "UNDECIDED"

@@ -2,7 +2,7 @@
 
 Add one with an override::
 
-    +callbacks.gradient={_target_: minitx.ablation.measures.GradientNorm}
+    +callbacks.measures={_target_: minitx.ablation.measures.Measures, attention: true}
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from torch import nn
 
 from minitx.ablation.design import AblationConfig
 from minitx.analysis.counting import flop_counter
-from minitx.config import ConfigError, RunConfig, TransformerConfig, from_dict
+from minitx.config import ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict
 from minitx.config.schema import require
+from minitx.config.training import MODEL
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, config_of, network_inputs, open_data
+from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, network_of, open_data
 from minitx.training.callbacks import LastCheckpoint
-from minitx.training.checkpoints import load_model
+from minitx.training.checkpoints import load_model, load_start
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import finite, read_metrics, read_probes
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
-GRADIENT = "gradient"
-"""The column of ``metrics.csv`` for ``GradientNorm``."""
 TOLERANCE = 1e-5
 MEASURES = ("loss_at_N", "attention_error", "attention_cost")
 """The numbers that ``Measures`` can write, which a study may name in ``measures``. N is a length."""
@@ -56,7 +55,10 @@ def check_measures(grid: AblationConfig) -> None:
 
 
 class SameStart(L.Callback):
-    """Check that the run starts as the same function as the checkpoint at ``path``, also with another score scale.
+    """Check that the run starts as the same function as the weights at ``path``, also with another score scale.
+
+    ``path`` is what ``init_from.path`` may be: a checkpoint, a folder, or a name on the hub; for an adopted model of transformers,
+    what ``model.path`` may be.
 
     Both networks read a validation batch. The largest difference of their outputs, divided by the largest output, is written to
     ``start.json`` in the run's folder.
@@ -71,7 +73,7 @@ class SameStart(L.Callback):
     @torch.no_grad()
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         batch = {name: tensor.to(module.device) for name, tensor in trainer.datamodule.probe_batch(_ROWS).items()}  # type: ignore[attr-defined]
-        before, now = (load_model(self.path)[0].to(module.device), module.network)
+        before, now = (_network_at(self.path, trainer, module).to(next(module.network.parameters())), module.network)
         with evaluating(before), evaluating(now):
             expected, got = Caller(before)(batch), Caller(now)(batch)
         error = float((got - expected).abs().max() / expected.abs().max())
@@ -82,18 +84,23 @@ class SameStart(L.Callback):
             )
 
 
-class GradientNorm(L.Callback):
-    """Write the norm of the gradient over all parameters except W_Q and W_K to the column ``gradient``.
+def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
+    """The network whose weights the run starts from. A head that the folder does not have is drawn as the run draws it."""
+    if Path(path).is_file():
+        return load_model(path)[0]
+    if is_of_transformers(module.network):
+        from minitx.interop import pretrained_hf
 
-    Folding the scale into W_Q and W_K changes only their gradients, so this norm can be compared between scales.
-    """
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
-        named = module.network.named_parameters()
-        gradients = [p.grad for name, p in named if p.grad is not None and "q_proj" not in name and "k_proj" not in name]
-        value = float(torch.nn.utils.get_total_norm(gradients))
-        for logger in trainer.loggers:
-            logger.log_metrics({GRADIENT: value}, trainer.global_step)
+        kind, labels = trainer.datamodule.task.kind, module.network.config.num_labels  # type: ignore[attr-defined]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(module.seed)
+            return pretrained_hf(path, task=kind, num_labels=labels if kind in ("classify", "tag") else None)
+    weights, shape, _ = load_start(InitFrom(path=path))
+    if shape is None:
+        raise ConfigError(f"init_from.fold_scale=true needs one of our models at {path}")
+    network = network_of({"_target_": MODEL, **shape})
+    network.load_state_dict(weights)
+    return network
 
 
 class Measures(L.Callback):
@@ -206,17 +213,16 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
     return {
         "steps": rows[-1]["step"] if rows else 0,
         "cap": cap,
-        "loss": [_short(loss) for loss in losses],
+        "loss": [short(loss) for loss in losses],
         "accuracy": _curve(rows, "train_accuracy"),
-        "gradient": _curve(rows, GRADIENT),
         "nonfinite_step": trained["nonfinite_step"],
         "val_loss": trained["val_loss"],
         "val_accuracy": trained["val_accuracy"],
         "floors": dict(trained["floors"]),
         "digest": hashlib.sha256(b"".join(struct.pack("<d", loss) for loss in losses)).hexdigest(),
         "parameters": trained["num_parameters"],
-        "start_error": _read(folder / START_FILE).get("error"),
-        "measures": {name: finite(value) for name, value in _read(folder / MEASURES_FILE).items()},
+        "start_error": read_json(folder / START_FILE).get("error"),
+        "measures": {name: finite(value) for name, value in read_json(folder / MEASURES_FILE).items()},
         "probes": [
             {"step": probe["step"], "layers": [_layer(layer) for layer in probe["layers"]]}
             for probe in read_probes(folder / "probes.jsonl")
@@ -225,24 +231,25 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
     }
 
 
-def _short(value: float | None) -> float | None:
+def short(value: float | None) -> float | None:
     """Five significant digits: curves are drawn and smoothed, and kept in the repository."""
     return None if finite(value) is None else float(f"{value:.5g}")
 
 
 def _curve(rows: list[dict[str, Any]], name: str) -> list[float | None] | None:
-    values = [_short(row.get(name)) for row in rows]
+    values = [short(row.get(name)) for row in rows]
     return None if all(value is None for value in values) else values
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file, or return {} without one."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}  # type: ignore[no-any-return]
 
 
 def _layer(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a layer; histograms are left out."""
     plain = {name: value for name, value in layer.items() if not isinstance(value, list | dict)}
-    return {name: _short(value) if isinstance(value, float) else value for name, value in plain.items()}
+    return {name: short(value) if isinstance(value, float) else value for name, value in plain.items()}
 
 
 def _kept_weights(folder: Path) -> dict[str, list[Any]]:

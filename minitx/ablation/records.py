@@ -16,7 +16,6 @@ A record is one line of ``cells.jsonl``:
 ``steps, cap``       updates made, and ``trainer.max_steps``
 ``loss``             training loss of each step, 5 significant digits, null where it is not finite
 ``accuracy``         training accuracy of each step, or null where the objective counts none
-``gradient``         gradient norm of each step over all parameters but those of W_Q and W_K, or null where it was not logged
 ``nonfinite_step``   the step whose loss or gradient was not finite, or null
 ``val_loss, val_accuracy``  of the validation after the last step, or null
 ``floors``           losses to compare with (``unigram``, ``bigram``) by name, in nats; {} where the task has none
@@ -26,6 +25,18 @@ A record is one line of ``cells.jsonl``:
 ``measures``         numbers that ``evaluation`` asked for, by name
 ``probes``           a list of {``step``, ``layers``}: statistics of each attention layer, the mean over its heads
 ``attention``        {step: (rows, L, S) weights of the first layer's first head}, where the study keeps them; else {}
+===================  =====================================================================================================
+
+The ``result`` of a threshold is what ``minitx.ablation.thresholds.measure_threshold`` found:
+
+===================  =====================================================================================================
+``low, high``        the largest stable rate is between them: ``low`` is stable and ``high`` is not
+``above``            rates above ``high`` that were stable all the same: a second crossing
+``start``            for train_loss, the mean loss of the starting model on the first batches, else null
+``cap``              ``trainer.max_steps``
+``parameters, start_error``  as above
+``runs``             a list of {``rate``, ``stable``, ``steps``, ``nonfinite_step``, ``worst``, ``loss``, ``accuracy``}, by rate;
+                     ``worst`` is the worst mean that decided, or null if the run ended before there was one
 ===================  =====================================================================================================
 """
 
@@ -39,7 +50,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.design import RATE, Condition, Solved, Stable
+from minitx.ablation.design import RATE, Condition, Solved
 
 Record = dict[str, Any]
 
@@ -129,11 +140,6 @@ class Runs:
             and status in (None, run.status)
         ]
 
-    def start_of(self, run: Run) -> Run | None:
-        """Return the run whose weights ``run`` started from, or None."""
-        first = run.record.get("start")
-        return next((other for other in self.all if first and other.record.get("cell") == first), None)
-
 
 def read_records(path: Path) -> list[Record]:
     """Read the records of a ``cells.jsonl``, or return [] without a file. An incomplete line, written during a crash, is left out."""
@@ -158,20 +164,6 @@ def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
         if value >= solved.value if solved.metric == "train_accuracy" else value <= solved.value:
             return step
     return None
-
-
-def worst_accuracy(result: Mapping[str, Any], window: int) -> float:
-    """Return the lowest mean of the training accuracy over ``window`` consecutive steps. It is 0 if a step was not finite."""
-    if result["nonfinite_step"] is not None:
-        return 0.0
-    return min(_means(result, "train_accuracy", window), default=0.0)
-
-
-def is_lost(result: Mapping[str, Any], stable: Stable) -> bool:
-    """Return whether a run that started from a trained model lost what it had learned."""
-    if stable.metric == "train_accuracy":
-        return worst_accuracy(result, stable.window) < stable.lost
-    return result["nonfinite_step"] is not None
 
 
 def _means(result: Mapping[str, Any], metric: str, window: int) -> list[float]:

@@ -16,13 +16,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minitx.ablation.design import AblationConfig
+from minitx.ablation.design import AblationConfig, ThresholdConfig
 from minitx.ablation.execution import duration, run_cells
 from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
 from minitx.ablation.pools import SLURM_JOBS, LocalPool, Pool, SlurmPool
-from minitx.ablation.predictions import check_rules
 from minitx.ablation.records import Record, Runs, read_records
+from minitx.ablation.report import module_of, write_report
 from minitx.cli.command_line import CellsFailedError, sentence
 from minitx.cli.compose import compose_cell, compose_config
 from minitx.cli.launch import ProgramStoppedError, run_training
@@ -52,7 +52,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
             raise ConfigError(f"output_dir={folder} has no cells.jsonl: run the grid first, without ablation.report_only=true")
         report(grid, chosen, read_records(folder / "cells.jsonl"), folder)  # whatever code made them
         return
-    check_rules(grid)
+    module_of(grid)
     check_measures(grid)
     check(chosen)
     launch = Launch(folder / "launches.json", command)
@@ -97,18 +97,29 @@ def check(chosen: Sequence[Cell]) -> None:
 
 def report(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Record], folder: Path) -> None:
     """Write the report, and print its sentences and the path of its page."""
-    from minitx.ablation.report import write_report
-
     findings = judge(grid, Runs.of([cell.place for cell in chosen], records))
     sentences = write_report(findings, folder, meta=read_meta(folder / "launches.json"))
     log.info("\n%s\n\n%s", "\n".join(sentences), folder / "report.html")
 
 
-def run_cell(words: Sequence[str], folder: str, cap: int, keep_weights: bool, keep_attention: bool) -> dict[str, Any]:
-    """Run one cell, an ordinary training run, in a worker process. Return the ``result`` of its record."""
+def run_cell(
+    words: Sequence[str],
+    folder: str,
+    cap: int,
+    keep_weights: bool,
+    keep_attention: bool,
+    threshold: ThresholdConfig | None = None,
+) -> dict[str, Any]:
+    """Run one cell, an ordinary training run or a threshold, in a worker process. Return the ``result`` of its record."""
     from minitx.ablation.measures import result_of
 
     place = Path(folder)
+    if threshold is not None:
+        from minitx.ablation.thresholds import measure_threshold
+
+        found = measure_threshold(compose_cell(words), place, threshold)
+        shutil.rmtree(place)
+        return found
     shutil.rmtree(place, ignore_errors=True)  # what a killed run left
     trained = run_training(compose_cell(words), place, command_of(words))
     result = result_of(place, trained, cap, keep_attention=keep_attention)

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from minitx.ablation.design import AblationConfig, Solved, Stable, StartConfig, StudyConfig
+from minitx.ablation.design import AblationConfig, Solved, StartConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
 from minitx.ablation.grid import cells, settings
 from minitx.ablation.records import read_records
@@ -24,35 +24,29 @@ def levels(*names):
 
 
 def grid():
-    """Two studies that leave runs out, of which one starts from the runs of a third one."""
+    """Three studies, of which one starts from the runs of another, which one seed does not solve."""
     arms = {name: (f"arm={name}",) for name in ARMS}
     base = ("trainer.max_steps=4",)
     solved = Solved(value=0.9, window=2)
     learn = StudyConfig(
-        base=(*base, "study=learn"), arms=ARMS, factors={"lr": levels(*RATES)}, tune_seeds=(1, 2), seeds=(3, 4), solved=solved,
-        scores=("time",), prune="unsolved",
+        base=(*base, "study=learn"), arms=ARMS, factors={"lr": levels(*RATES)}, seeds=(1, 2, 3, 4), solved=solved, scores=("time",)
     )  # fmt: skip
     first = StudyConfig(base=(*base, "study=first"), arms=("scaled",), seeds=(3, 4, 5), solved=solved)
     second = StudyConfig(
-        base=(*base, "study=second"), arms=ARMS, factors={"lr": levels(*RATES), "decay": {"0": (), "0.3": ()}}, seeds=(3, 4, 5),
-        start=StartConfig(study="first", arm="scaled"), scores=("stability",), stable=Stable(window=2), prune="lost",
+        base=(*base, "study=second"), arms=ARMS, factors={"decay": {"0": (), "0.3": ()}}, seeds=(3, 4, 5),
+        start=StartConfig(study="first", arm="scaled"), threshold=ThresholdConfig(first={"scaled": 0.1, "unscaled": 0.2}),
     )  # fmt: skip
     return AblationConfig(arms=arms, studies={"second": second, "learn": learn, "first": first})
 
 
 def accuracy(words):
-    """Of every step. Seed 5 learns nothing; a larger rate solves, then fails to; from 0.3 or 0.4 on a trained model loses."""
+    """Of every step. Seed 5 learns nothing."""
     asked = settings(words)
-    rate, unscaled = float(asked.get("lr", "0")), asked["arm"] == "unscaled"
-    if asked["study"] == "first":
-        return 0.1 if asked["seed"] == "5" else 1.0
-    if asked["study"] == "second":
-        return 0.2 if rate >= (0.3 if unscaled else 0.4) else 0.95
-    return 1.0 if rate in ((0.1,) if unscaled else (0.2, 0.3)) else 0.5
+    return 0.1 if asked["study"] == "first" and asked["seed"] == "5" else 1.0
 
 
-def pretend(words, folder, cap, keep_weights, keep_attention):
-    """One run: what it loads must be there, what others load is written, and ``broken`` beside the grid makes it fail."""
+def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None):
+    """One run or threshold: what it loads must be there, what others load is written, and ``broken`` beside the grid makes it fail."""
     place = Path(folder)
     asked = settings(words)
     broken, permits, lines = (place.parents[1] / name for name in ("broken", "permits", "cells.jsonl"))
@@ -69,6 +63,9 @@ def pretend(words, folder, cap, keep_weights, keep_attention):
     place.parents[1].mkdir(parents=True, exist_ok=True)
     with (place.parents[1] / "ran").open("a") as file:
         file.write(f"{place.name}\n")
+    if threshold is not None:
+        assert float(asked["optimizer.lr"]) == threshold.first[asked["arm"]]
+        return {"low": 0.1, "high": 0.2, "cap": cap}
     return {"steps": cap, "accuracy": [accuracy(words)] * cap, "nonfinite_step": None, "loss": [0.0] * cap}
 
 
@@ -113,11 +110,6 @@ class Here:
         pass
 
 
-def free(*arguments):
-    """A projection that costs nothing."""
-    return lambda cell: 1.0
-
-
 class StoppedError(Exception):
     """A grid was stopped."""
 
@@ -134,7 +126,7 @@ def run(folder, pool=None, *, config=None, run_cell=pretend, stop_after=None):
                 raise StoppedError
 
     folder.mkdir(parents=True, exist_ok=True)
-    return run_cells(pool or Here(), config, cells(config), folder, run_cell, projection=free, after_line=count)
+    return run_cells(pool or Here(), config, cells(config), folder, run_cell, after_line=count)
 
 
 def comparable(records, folder):

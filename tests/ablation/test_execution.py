@@ -8,9 +8,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from pretend import ARMS, RATES, Here, StoppedError, comparable, grid, ran, run
+from pretend import Here, StoppedError, comparable, grid, ran, run
 
-from minitx.ablation.execution import project
 from minitx.ablation.grid import cells
 from minitx.ablation.records import read_records
 
@@ -31,10 +30,9 @@ def whole(tmp_path_factory):
     return comparable(run(folder), folder)
 
 
-def reasons(records, study, **place):
-    """{(arm, rate, seed): reason} of the runs of a study that were left out."""
-    found = [r for r in records if r["study"] == study and place.items() <= r["factors"].items() and r["status"] == "not run"]
-    return {(r["arm"], r["factors"]["lr"], r["seed"]): r["reason"] for r in found}
+def reasons(records):
+    """{(study, seed): reason} of the runs that were left out."""
+    return {(r["study"], r["seed"]): r["reason"] for r in records if r["status"] == "not run"}
 
 
 def test_every_run_gets_one_line_and_records_keep_the_order_of_the_grid(tmp_path):
@@ -47,23 +45,11 @@ def test_every_run_gets_one_line_and_records_keep_the_order_of_the_grid(tmp_path
     assert sorted(ran(tmp_path)) == sorted(r["cell"] for r in records if r["status"] == "done")  # each once
 
 
-def test_rates_above_one_that_lost_what_was_learned_are_not_run(whole):
+def test_a_run_waits_for_the_one_it_starts_from_and_is_left_out_if_that_did_not_solve_its_task(whole):
     records = list(whole.values())
-    for decay in ("0", "0.3"):  # a level that is also the name of a rate
-        expected = {("scaled", "0.5", seed): "at a smaller rate, 0.4, this arm lost what it had learned" for seed in (3, 4)}
-        for rate in ("0.4", "0.5"):
-            lost = "at a smaller rate, 0.3, this arm lost what it had learned"
-            expected |= {("unscaled", rate, seed): lost for seed in (3, 4)}
-        first = "the run that it starts from did not solve the task"
-        expected |= {(arm, rate, 5): first for arm in ARMS for rate in RATES}
-        assert reasons(records, "second", decay=decay) == expected
-
-
-def test_rates_above_two_neighbours_that_no_tuning_seed_solved_are_not_run(whole):
-    """Of the scaled arm 0.2 and 0.3 solve and 0.4 and 0.5 fail: nothing lies above."""
-    reason = "no tuning seed solved the task at the two rates 0.2 and 0.3"
-    expected = {("unscaled", rate, seed): reason for rate in ("0.4", "0.5") for seed in (1, 2, 3, 4)}
-    assert reasons(whole.values(), "learn") == expected
+    assert reasons(records) == {("second", 5): "the run that it starts from did not solve the task"}
+    started = [r for r in records if r["study"] == "second" and r["status"] == "done"]
+    assert len(started) == 8 and all(r["result"]["low"] == 0.1 for r in started)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -106,7 +92,7 @@ def test_a_run_that_fails_is_recorded_and_named_and_tried_again_with_all_that_it
     assert sum("failed: first: scaled, seed 3: ValueError: no luck at all" in line for line in caplog.messages) == 1
     failed = [(record["reason"], record["result"]) for record in records if record["status"] == "failed"]
     assert set(failed) == {("ValueError: no luck at all", None)}
-    assert set(reasons(records, "second").values()) == {"the run that it starts from is missing"}
+    assert set(reasons(records).values()) == {"the run that it starts from is missing"}
     (tmp_path / "broken").unlink()
     assert comparable(run(tmp_path, Here(2, seed=4)), tmp_path) == whole
 
@@ -119,27 +105,13 @@ def test_a_first_phase_whose_weights_are_gone_is_run_again_for_a_new_run_alone(t
         return run(tmp_path, Here(3, seed=0), config=config), ran(tmp_path)[before:]
 
     config = grid()
-    small = replace(config.studies["second"], factors={"lr": {"0.1": ("lr=0.1",)}, "decay": {"0": ()}})
+    small = replace(config.studies["second"], factors={"decay": {"0": ()}})
     all_but_weights(replace(config, studies={**config.studies, "second": small}))
     records, new = all_but_weights(config)
     firsts = [record["cell"] for record in records if record["study"] == "first"]
     assert sorted(cell for cell in new if cell in firsts) == sorted(firsts) and len(firsts) == 3
     assert {record["status"] for record in records} == {"done", "not run"}
     assert all_but_weights(config)[1] == []  # nothing starts from them any more
-
-
-def test_a_projection_measures_the_cost_of_a_run_and_of_a_step(tmp_path, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("minitx.ablation.execution.time.perf_counter", lambda: clock[0])
-
-    def three_seconds_and_half_a_second_a_step(words, folder, cap, *keep):
-        clock[0] += 3.0 + 0.5 * cap + (0.0 if clock[0] else 100.0)  # importing takes 100 seconds once
-
-    found = cells(grid())
-    seconds = project(Here(), found, tmp_path, three_seconds_and_half_a_second_a_step)
-    assert [seconds(cell) for cell in found] == pytest.approx([3.0 + 4 * 0.5] * len(found))
-    assert list(tmp_path.iterdir()) == []
-    assert project(Here(), found, tmp_path, None)(found[0]) >= 0.0  # runs that fail are the grid's business
 
 
 def test_a_record_of_other_code_is_not_taken_for_this_grids(tmp_path, whole, monkeypatch):

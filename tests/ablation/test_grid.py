@@ -19,6 +19,7 @@ from minitx.ablation.design import (  # fmt: skip
     PredictionConfig,
     StartConfig,
     StudyConfig,
+    ThresholdConfig,
 )
 from minitx.ablation.grid import Cell, cells, code_fingerprint
 from minitx.ablation.records import Place
@@ -30,7 +31,7 @@ INIT = {"lecun": ("model.init=lecun",), "gpt2": ("model.init=gpt2",)}
 FACTORS = {"init": INIT, "lr": {"0.1": (), "1": ("optimizer.lr=1",)}}
 MAIN = StudyConfig(base=("experiment=x", "trainer.max_steps=7"), arms=("a", "b"), factors=FACTORS, seeds=(5, 3, 9))
 FIRST = StudyConfig(base=("trainer.max_steps=2",), arms=("a", "b"), factors={"init": INIT}, seeds=(3, 5, 9))
-SECOND = dataclasses.replace(MAIN, start=StartConfig(study="first", arm="b"), scores=("stability",))
+SECOND = dataclasses.replace(MAIN, start=StartConfig(study="first", arm="b"))
 
 
 SIDE = StudyConfig(base=("experiment=y", "trainer.max_steps=2"), arms=("b",), seeds=(3, 4))
@@ -120,6 +121,21 @@ def test_the_name_of_a_cell_follows_the_users_own_configs_and_not_their_place_or
     assert Cell(Place("main", "a", (), 1), ("seed=1",)).hash not in names
 
 
+def test_the_first_rate_of_a_threshold_and_its_rule_are_part_of_the_cell():
+    def threshold(**changes):
+        rule = ThresholdConfig(**{"first": {"a": 0.1, "b": 0.02}, **changes})
+        return {
+            c.place.arm: c for c in cells(grid(studies={"main": dataclasses.replace(SIDE, arms=("a", "b"), threshold=rule)}))
+        }
+
+    found = threshold()
+    assert [found[arm].overrides[-2] for arm in "ab"] == ["optimizer.lr=0.1", "optimizer.lr=0.02"]
+    assert found["a"].hash != threshold(bisections=3)["a"].hash
+    assert (
+        found["a"].hash == threshold(first={"a": 0.1, "b": 0.5})["a"].hash != threshold(first={"a": 0.2, "b": 0.02})["a"].hash
+    )
+
+
 def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others(tmp_path, monkeypatch):
     decides = ["minitx/nn/a/code.py", "minitx/ablation/measures.py", "minitx/analysis/statistics.py", "configs/train.yaml"]
     other = ["minitx/ablation/judge.py", "minitx/analysis/figures.py", "configs/ablation/grid.yaml", "minitx/nn/notes.txt"]
@@ -153,17 +169,16 @@ def test_a_grid_run_in_parts_has_the_cells_of_the_whole_and_first_phases_come_al
 
 def compared(study="main", arms=("a", "b"), expected=None, law=None):
     """The fields of a grid that compares two arms, and expects something."""
-    expect = (ExpectedConfig(study="main", arms=expected, endpoint="time"),) if expected else ()
+    expect = (ExpectedConfig(study="main", arms=expected, endpoint="time", range=(1.0, None)),) if expected else ()
     law = None if law is None else LawConfig(factor=law, power=1.0)
     comparisons = (ComparisonConfig(study=study, arms=arms, law=law),)
     return {"comparisons": comparisons, "predictions": {"p": PredictionConfig(statement="s", expect=expect)}}
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"seeds": (1, 2), "tune_seeds": (2, 3)}, "tune_seeds=[2, 3] are judged too: seed [2]"),
     ({"measures": ("loss_at_9",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
-    ({"scores": ("stability",)}, "scores=[stability] needs start"),
-    ({"prune": "unsolved"}, "prune=unsolved needs tune_seeds"),
+    ({"threshold": ThresholdConfig(first={"a": 1.0, "b": 1.0}), "factors": {}}, "threshold searches the rate: no scores and no factor lr"),
+    ({"threshold": ThresholdConfig(first={"a": 1.0}), "scores": (), "factors": {}}, "threshold.first={'a': 1.0} has no rate for the arm ['b']"),
     ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),
     ({"skip": ({},)}, "skip=[{}] would leave out every run"),
     (compared(law="lr"), "comparisons[0].law.factor=lr must be a condition whose levels are positive numbers"),

@@ -1,22 +1,20 @@
 """The report: its files, its words, and figures that show every run."""
 
-import dataclasses
 import html
-import math
 import random
 import re
 
 import pandas
 import pytest
 
-from minitx.ablation import curves, generic
-from minitx.ablation.intervals import Span
+from minitx.ablation import curves
 from minitx.ablation.judge import judge
 from minitx.ablation.records import Runs
-from minitx.ablation.report import write_report
-from minitx.ablation.wording import effect_text, finding_sentence
+from minitx.ablation.report import module_of, write_report
+from minitx.ablation.scaling import figure, sentences
+from minitx.config import ConfigError
 from tests.ablation import made_up
-from tests.ablation.made_up import META, SCALED, UNSCALED, WORDS, Truth
+from tests.ablation.made_up import META, RATES, SCALED, UNSCALED, WORDS, Truth
 
 
 def drawn(ax):
@@ -33,7 +31,9 @@ def text_of(page):
 @pytest.fixture(scope="module")
 def found():
     statuses = {("recall", UNSCALED, "1e-3", 12): "failed", ("text", UNSCALED, "1e-2", 13): "missing"}
-    return made_up.findings("recall", "text", truth=Truth(statuses=statuses), note="A demonstration.")
+    prediction = made_up.foretold("sgd", "threshold", 9.0, 12.0)
+    truth = Truth(statuses=statuses)
+    return made_up.findings("recall", "text", "sgd", truth=truth, note="A demonstration.", predictions=prediction)
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +56,21 @@ def test_the_page_loads_nothing_from_elsewhere(page):
 
 def test_the_page_has_its_parts_in_order_what_made_it_and_words_for_names(page):
     titles = re.findall(r"<h2[^>]*>([^<]*)</h2>", page)
-    assert titles == ["What was run", "Verdicts", "Figures", "Predictions", "Limits", "How to reproduce"]
-    shown, _, reproduced = text_of(page).rpartition("How to reproduce")
+    assert titles == ["Numbers", "Figures", "Controls", "Predictions", "Limits", "What was run, and how to run it again"]
+    shown, _, reproduced = text_of(page).rpartition("What was run")
     facts = [META[name] for name in ("commit", "command", "date", "hardware")]
-    assert all(text in shown + reproduced for text in (*facts, "torch 2.13", "A demonstration.", "plain average"))
-    assert [name for name in WORDS if re.search(rf"\b{name}\b", shown)] == []
+    assert all(text in shown + reproduced for text in (*facts, "torch 2.13", "A demonstration."))
+    assert [name for name in WORDS if re.search(rf"\b{name}\b", shown) and name != "trained"] == []
+
+
+def test_the_table_has_the_values_of_both_arms_the_ratio_its_range_and_what_was_predicted(page):
+    row = r"SGD\s+d_k 128\s+largest stable learning rate\s+with the scale: 0\.0\d+ to 0\.0\d+\s+without the scale: 0\.00\d+ to 0\.00\d+"
+    assert re.search(rf"{row}\s+10\.\d\s+\(\d+\.?\d* to 1\d\.?\d*; 6 seeds, 96\.9%\)\s+11\.3\s+LESS", text_of(page))
+
+
+def test_what_did_not_hold_comes_first(page):
+    said = text_of(page).split("what did not hold comes first")[1]
+    assert said.index("NOT HELD") < said.index("HELD", said.index("NOT HELD") + 8)
 
 
 def test_equal_runs_give_equal_files_in_any_order_of_the_records(tmp_path):
@@ -79,17 +89,15 @@ def test_every_figure_of_the_page_lies_beside_it_as_png_and_svg(written, page):
     files = {path.name for path in (written / "figures").iterdir()}
     names = {file.partition(".")[0] for file in files}
     assert files == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
-    assert page.count("<img") == len(names)
+    assert page.count("<img") == len(names) == 3
     assert all(f"figures/{name}.png" in (written / "summary.md").read_text(encoding="utf-8") for name in names)
 
 
-def test_runs_that_failed_or_are_missing_are_counted_and_named(page, found):
+def test_runs_that_failed_or_are_missing_are_counted_and_named(page):
     shown = text_of(page)
-    not_run = [run for run in found.runs.all if run.status == "not run"]
-    assert re.search(rf"not complete. \d+ runs: \d+ done, {len(not_run)} not run, 2 failed, 1 missing", shown)
-    assert re.search(r"without the scale\s+d_k 128\s+learning rate 0.001\s+12\s+failed\s+RuntimeError", shown)
-    assert re.search(r"without the scale\s+learning rate 0.01\s+13\s+missing", shown)
-    assert shown.count("a lower rate did not work") == len(not_run) > 0
+    assert re.search(r"not complete. \d+ runs and searches: \d+ done, 2 failed, 1 missing", shown)
+    assert re.search(r"recall: unscaled, init lecun, lr 1e-3, seed 12\s+failed\s+RuntimeError", shown)
+    assert re.search(r"text: unscaled, lr 1e-2, seed 13\s+missing", shown)
 
 
 def test_the_table_of_runs_has_a_row_for_every_run(written, found):
@@ -105,7 +113,7 @@ HOSTILE = ("<script>alert(1)</script>", "$x^2_$ 注意力 | *a*", "\U0001f9e8 </
 
 
 def test_hostile_names_are_text_on_the_page_and_in_figures(tmp_path):
-    words = {**WORDS, SCALED: HOSTILE[0], UNSCALED: HOSTILE[1], "lr": HOSTILE[2], "text": "注意力 $y$"}
+    words = {**WORDS, SCALED: HOSTILE[0], UNSCALED: HOSTILE[1]}
     found = made_up.findings("text", words=words, question=HOSTILE[0], note=HOSTILE[2])
     write_report(found, tmp_path, meta={"command": HOSTILE[0]})
     page, summary = ((tmp_path / name).read_text(encoding="utf-8") for name in ("report.html", "summary.md"))
@@ -117,51 +125,36 @@ def test_hostile_names_are_text_on_the_page_and_in_figures(tmp_path):
 def test_a_grid_without_records_has_a_page_that_says_so(tmp_path):
     found = made_up.findings("recall", truth=Truth(statuses={(None,) * 4: "missing"}))
     assert write_report(found, tmp_path, meta={}) == [
-        "No comparison of this grid has a pair: two finished runs of the same seed, each at a learning rate that other seeds chose."
+        "No comparison of this grid has a pair: two finished runs of the same seed."
     ]
     assert f"{len(found.runs.all)} missing" in text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-# --- sentences of any question
+def test_a_study_without_a_rate_and_a_measure_have_rows(tmp_path):
+    """A question with arms alone: no rate is tuned, and a measure is compared."""
+    truth, fields = Truth(losses={(SCALED, ""): 2.0, (UNSCALED, ""): 2.5}), {"factors": {}, "measures": ("attention_cost",)}
+    found = made_up.findings("text", truth=truth, fields=fields, words={"attention_cost": "cost of a pass"})
+    for run in found.runs.all:
+        run.record["result"]["measures"] = {"attention_cost": float(run.seed)}
+    said = write_report(judge(found.grid, found.runs), tmp_path, meta={})
+    assert re.search(r"Validation loss, .*: MORE, difference 0\.5", said[0])
+    assert "cost of a pass" in text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-def test_the_first_sentences_are_those_of_the_primary_findings_and_each_names_its_budget(whole):
-    said = [finding_sentence(whole, f) for f in whole.findings if f.is_primary]
-    assert generic.sentences(whole) == said and len(said) == 3
-    every = [finding_sentence(whole, f) for f in whole.findings if f.pairs]
-    assert len(every) > 8 and all(re.search(r"within [\d,]+ steps", text) for text in every)
-
-
-@pytest.mark.parametrize(("steps", "options", "words"), [
-    (400, {}, r"the task takes (5\.9|6\.\d) times as many steps as “with the scale”"),
-    (68, {}, r"is the same as that of “with the scale”, within the margin \(× 1\.0"),
-    (None, {}, r"the task takes 2\d or more times as many steps"),
-    (400, {"seeds": 4}, r"\(× \d\.\d; 4 pairs, six are needed\)"),
-])  # fmt: skip
-def test_a_sentence_says_its_verdict_and_no_more(steps, options, words):
-    times = {(UNSCALED, "128", rate): steps for rate in made_up.RATES}
-    found = made_up.findings("recall", truth=Truth(times=times), dims=("128",), **options)
-    assert re.search(words, finding_sentence(found, found.find("recall", "time")[0]))
-
-
-@pytest.mark.parametrize(("spans", "text"), [
-    ([(2, 4), (3, 5)], "× 2.4 to 4.5"), ([(0, 0.25)] * 2, "× 0 to 0.2"), ([(0, math.inf)] * 2, "unknown"),
-    ([(2, math.inf)] * 2, "× 2.0 or more"), ([(3, 3)] * 2, "× 3.0"),
-])  # fmt: skip
-def test_a_range_with_a_known_upper_end_names_it(whole, spans, text):
-    finding = whole.find("recall", "time", condition=made_up.WIDE)[0]
-    pairs = [dataclasses.replace(finding.pairs[0], effect=Span(*span)) for span in spans]
-    assert effect_text(dataclasses.replace(finding, pairs=tuple(pairs))) == text
+def test_a_module_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"about=no\.such\.module cannot be imported"):
+        module_of(made_up.grid("text", about="no.such.module"))
 
 
 # --- figures
 
 
 def test_every_finished_run_is_a_dot_over_its_rate_and_those_that_solved_nothing_are_above(found):
-    figure = curves.by_rate(found, "recall", lambda run: curves.steps_to_solve(found.grid, run), "steps", log=True)
-    points = [drawn(ax) for ax in figure.axes]
-    steps = [curves.steps_to_solve(found.grid, run) for run in found.runs.select("recall", status="done")]
-    for ax, own in zip(figure.axes, points, strict=True):
+    drawing = curves.by_rate(found, "recall", "time", "steps", "not solved")
+    points = [drawn(ax) for ax in drawing.axes]
+    value = curves.value_of(found.grid, "time")
+    steps = [value(run) for run in found.runs.select("recall", status="done")]
+    for ax, own in zip(drawing.axes, points, strict=True):
         (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
         assert len(set(own)) == len(own)  # none covers another
         assert all(left <= x <= right and low <= y <= high for x, y in own)
@@ -170,13 +163,43 @@ def test_every_finished_run_is_a_dot_over_its_rate_and_those_that_solved_nothing
     assert len(set(heights[-unsolved:])) == 1 and heights[-unsolved] > heights[-unsolved - 1] == max(filter(None, steps))
 
 
-def test_a_study_without_a_rate_has_a_figure_and_its_measures_a_row(tmp_path):
-    """A question with arms alone: no rate is tuned, and a measure is compared."""
-    truth, fields = Truth(losses={(SCALED, ""): 2.0, (UNSCALED, ""): 2.5}), {"factors": {}, "measures": ("attention_cost",)}
-    found = made_up.findings("text", truth=truth, fields=fields, words={"attention_cost": "cost of a pass"})
-    for run in found.runs.all:
-        run.record["result"]["measures"] = {"attention_cost": float(run.seed)}
-    write_report(judge(found.grid, found.runs), tmp_path, meta={})
-    shown = text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "cost of a pass" in shown and "+0.5 nats" in shown
-    assert (tmp_path / "figures" / "text_loss.png").exists()
+# --- the page about the scale
+
+
+def test_the_sentences_have_the_numbers_of_the_records_and_fit_the_first_screen(whole):
+    said = sentences(whole)
+    assert len(said) == 3 and len(" ".join(said).split()) <= 110
+    assert re.search(
+        r"needs (6|7)\.\d \(\d\.\d–\d\.\d\) times as many steps to learn a lookup; with GPT-2's smaller weights, 0\.7\d",
+        said[1],
+    )
+    assert re.search(r"was 2\.\d \(\d\.\d–\d\.\d\) times smaller with AdamW and 10 \(\d+(\.\d)?–\d+\) times with SGD", said[2])
+    assert re.search(r"\(d_k = 8: 1\.\d and 2\.\d\)\. Smaller learning rates for W_Q and W_K undo this\.$", said[2])
+
+
+def test_a_sentence_is_there_only_where_its_records_are():
+    assert len(sentences(made_up.of_the_scale("adamw"))) == 2
+    assert "W_K undo" not in " ".join(sentences(made_up.of_the_scale("adamw")))  # no null control
+    assert "every step" not in " ".join(sentences(made_up.of_the_scale("recall")))
+    never = {(arm, "lecun", rate): None for arm in (SCALED, UNSCALED) for rate in RATES}
+    assert sentences(made_up.of_the_scale("recall", truth=Truth(times=never))) == []
+    assert "(4 seeds)" in sentences(made_up.of_the_scale("adamw", seeds=4))[1]
+
+
+def test_a_broken_null_control_is_said_first():
+    assert "null control failed" in sentences(made_up.of_the_scale("adamw", "null", truth=Truth(equal=False)))[0]
+
+
+def test_the_first_figure_shows_every_seed(whole):
+    (picture,) = figure(whole)
+    shown, *stable, times = picture.figure.axes
+    assert len([line for line in shown.lines if line.get_gid() == "runs"]) == 24  # two d_k
+    assert [len(drawn(ax)) for ax in (*stable, times)] == [24, 24, 24]
+
+
+def test_the_page_of_the_scale_shows_attention_curves_and_limits(whole, tmp_path):
+    write_report(whole, tmp_path, meta=META)
+    page = text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "What the runs look like" in page and "Squares: the key that the solved model looked at before" in page
+    assert "Exponents of the ratios" in page and "EQUAL" in page
+    assert {"attention.png", "curves_text.png", "scale.svg"} <= {path.name for path in (tmp_path / "figures").iterdir()}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretend import Here, free
+from pretend import Here
 from torch import nn
 
 from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig
@@ -101,10 +101,9 @@ def test_a_second_phase_that_does_not_begin_as_the_same_function_is_refused(tmp_
 ])  # fmt: skip
 @pytest.mark.parametrize("phase", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_folded_model_with_folded_rates_is_the_scaled_one_bit_for_bit(tmp_path, first, optimizer, fold, wrong, rate, phase):
-    gradient = "+callbacks.gradient={_target_: minitx.ablation.measures.GradientNorm}"
-    words = [f"optimizer={optimizer}", f"optimizer.lr={rate}", "seed=7", gradient, *(from_start(first) if phase == 2 else [])]
+    words = [f"optimizer={optimizer}", f"optimizer.lr={rate}", "seed=7", *(from_start(first) if phase == 2 else [])]
     scaled, folded, other = (trained(tmp_path / arm, *words, *ARMS[arm], steps=20) for arm in ("inv_sqrt", fold, wrong))
-    for name in ("digest", "gradient", "val_loss"):
+    for name in ("digest", "val_loss"):
         assert folded[name] == scaled[name] != other[name]
 
 
@@ -124,7 +123,7 @@ def test_a_stored_command_gives_the_bits_of_a_used_process_in_a_new_one(tmp_path
     config, paths = two_phases(), [str(ROOT), os.environ.get("PYTHONPATH", "")]
     check(cells(config))
     (tmp_path / "grid").mkdir()
-    first, second = run_cells(Here(), config, cells(config), tmp_path / "grid", run_cell, projection=free)
+    first, second = run_cells(Here(), config, cells(config), tmp_path / "grid", run_cell)
     assert (first["status"], second["status"], second["start"]) == ("done", "done", first["cell"])
     _, program, *words = shlex.split(second["command"])
     command = [sys.executable, ROOT / program, *words, f"output_dir={tmp_path / 'alone'}"]

@@ -48,7 +48,7 @@ TESTS += ["tests/training/test_objectives.py"]
 MORE = [f"tests/{name}.py" for name in (
     "nn/test_blocks", "nn/test_models", "nn/test_drop_in", "nn/test_every_model", "nn/test_positions", "nn/test_fold_scale",
     "training/test_foreign", "training/test_module", "training/test_parts", "data/test_text", "data/test_streaming",
-    "data/test_tokenizers", "data/test_documents", "ablation/test_outcomes", "ablation/test_intervals",
+    "data/test_tokenizers", "data/test_documents", "ablation/test_intervals",
     "ablation/test_report")]  # fmt: skip
 """Tests of what calls these files: only for what survived the others."""
 OWN = {"__init__": ("backends", "chunked"), "chunked": ("chunked", "backends"), "sdpa": ("backends", "flex")}  # else by name

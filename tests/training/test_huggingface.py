@@ -8,7 +8,7 @@ import torch
 from extra import last
 from ranks import run_ranks, train_as
 
-from minitx.ablation.design import AblationConfig, ComparisonConfig, StudyConfig
+from minitx.ablation.design import AblationConfig, ComparisonConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
 from minitx.ablation.grid import cells
 from minitx.ablation.judge import judge
@@ -254,12 +254,32 @@ def test_arms_of_a_grid_are_adopted_models_with_and_without_their_scale_from_the
     chosen = cells(grid)
     check(chosen)
     (tmp_path / "grid").mkdir()
-    records = run_cells(Here(), grid, chosen, tmp_path / "grid", run_cell, projection=lambda *_: lambda cell: 1.0)
+    records = run_cells(Here(), grid, chosen, tmp_path / "grid", run_cell)
     loss = {(record["arm"], record["seed"]): record["result"]["val_loss"] for record in records}
     for seed in (5, 7):
         assert loss["folded", seed] == pytest.approx(loss["own", seed], rel=1e-6)
         assert loss["folded", seed] != pytest.approx(loss["unscaled", seed], rel=1e-5)
     assert judge(grid, Runs.of([cell.place for cell in chosen], records)).findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "data"), [("llama", "hf"), ("bert", "classify")])
+def test_the_largest_stable_rate_of_an_adopted_model_is_found(model, data, words, tmp_path):
+    """Also with a head that the folder does not have: the check of the start draws it as the run does."""
+    rule = ThresholdConfig(first={"folded": 0.01}, bisections=0, metric="train_loss", value=1.0, window=2)
+    base = words(model, "model.adopt=true", "schedule=constant", "trainer.max_steps=4", "trainer.accelerator=cpu", data=data)
+    study = StudyConfig(base=tuple(base), arms=("folded",), threshold=rule)
+    grid = AblationConfig(arms={"folded": ("model.scale=unscaled", "model.fold_scale=true")}, studies={"text": study})
+    (record,) = run_cells(Here(), grid, cells(grid), tmp_path, run_cell)
+    assert record["status"] == "done", record["reason"]
+    assert 0.0 <= record["result"]["start_error"] < 1e-5
+    assert record["result"]["high"] == pytest.approx(2 * record["result"]["low"])
+
+
+def test_an_adopted_model_that_starts_as_another_function_is_refused(words, folders, tmp_path):
+    check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {folders / 'llama'}}}"
+    with pytest.raises(ConfigError, match="the outputs differ from those of"):
+        train(compose_config(words("llama", "model.adopt=true", "model.scale=unscaled", check)), tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -1,14 +1,188 @@
-"""The part of the report for the scaling ablation: ``about: minitx.ablation.scaling``. Its options are in ``configs/ablation/parts/scaling.yaml``."""
+"""What only the report about the scale says: ``about: minitx.ablation.scaling``. Its options are in ``configs/ablation/parts/scaling.yaml``.
 
-from minitx.ablation.scaling.first_figure import figure
-from minitx.ablation.scaling.rules import RULES
-from minitx.ablation.scaling.sections import limits, sections
-from minitx.ablation.scaling.sentences import sentences
+Three fixed sentences and one figure are filled with numbers. Each is there only where its records are.
+"""
 
-LEAD = (
-    "Attention compares a query q with keys k by the scores q·k / √d_k, where d_k is the width of a head, and turns them into weights by a "
-    "softmax. Without the scale 1/√d_k the scores are √d_k times larger. What does that do to training?"
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from minitx.ablation import curves
+from minitx.ablation import wording as say
+from minitx.ablation.curves import style
+from minitx.ablation.intervals import Span
+from minitx.ablation.judge import Finding, Findings
+from minitx.ablation.records import Run
+from minitx.ablation.report import Picture, Section
+from minitx.analysis.canvas import INK, label, log_ticks, panels
+
+ARMS = ("inv_sqrt", "unscaled")
+"""The arms with and without the scale, of every grid about it."""
+
+SCORES = "Without the scale, every attention score is √d_k times larger. That matters twice."
+START = (
+    "At the start, if initial weights are large: with variance 1/width a one-head model (d_k = {width}) needs {large} times as many "
+    "steps to learn a lookup{small}."
 )
-"""The text above the sentences, for readers who do not know the scale."""
+STEPS = (
+    "At every step: an update moves the scores further. We removed the scale from solved models without changing what they compute, "
+    "and trained on. The largest rate without a collapse was {wide}{narrow}.{undone}"
+)
+UNDONE = " Smaller learning rates for W_Q and W_K undo this."
+"""Said where the null control of the grid is bit-equal."""
 
-__all__ = ["LEAD", "RULES", "figure", "limits", "sections", "sentences"]
+
+def sentences(findings: Findings) -> list[str]:
+    """Return what the scale does, with the numbers of this grid."""
+    options = findings.grid.options
+    wide, narrow = (_thresholds(findings, options["widths"][name]) for name in ("wide", "narrow"))
+    started, said = _started(findings), []
+    large, small = (started.get(options["inits"][name]) for name in ("large", "small"))
+    if large:
+        clause = f"; with GPT-2's smaller weights, {_factor(small)} times as many" if small else ""
+        said.append(START.format(width=options["widths"]["wide"], large=_factor(large), small=clause))
+    if wide:
+        factors = [f"{_factor(f)} times{' smaller' if i == 0 else ''} with {name}" for i, (name, f) in enumerate(wide.items())]
+        alike = narrow.keys() == wide.keys()
+        below = say.list_text([say.times(f.estimate) + ("" if alike else f" with {name}") for name, f in narrow.items()])
+        equal = [value for e in findings.equalities for value in e.equal.values()]
+        clause = f" (d_k = {options['widths']['narrow']}: {below})" if narrow else ""
+        said.append(STEPS.format(wide=say.list_text(factors), narrow=clause, undone=UNDONE if equal and all(equal) else ""))
+    broken = [e for e in findings.equalities if not all(e.equal.values())]
+    control = ["The null control failed: two ways to write the same model differ. Do not trust the numbers."] if broken else []
+    return [*control, SCORES, *said] if said or control else []
+
+
+def _factor(f: Finding) -> str:
+    """The median ratio, and its range or the number of seeds."""
+    if f.interval is None:
+        return f"{say.times(f.estimate)} ({say.count_text(len(f.pairs), 'seed')})"
+    low, high = (say.times(Span(end, end)) for end in (f.interval[0].low, f.interval[0].high))
+    return (
+        f"{say.times(f.estimate)} ({low} or more)"
+        if math.isinf(f.interval[0].high)
+        else f"{say.times(f.estimate)} ({low}–{high})"
+    )
+
+
+def _thresholds(findings: Findings, width: str) -> dict[str, Finding]:
+    """The findings with and without the scale at one d_k, by the name of the optimizer."""
+    studies = findings.grid.options["optimizers"]
+    found = {name: findings.find(study, "threshold", ARMS, {"head_dim": width}) for name, study in studies.items()}
+    return {name: listed[0] for name, listed in found.items() if listed}
+
+
+def _started(findings: Findings) -> dict[str, Finding]:
+    """The findings about the steps to solve, by the initial weights."""
+    found = findings.find(findings.grid.options["time"], "time", ARMS)
+    first = findings.grid.options["inits"]["large"]
+    return {f.condition.get("init", first): f for f in found if f.estimate and f.estimate.low > 0}  # 0: both ran into their cap
+
+
+# --- the first figure
+
+
+def figure(findings: Findings) -> list[Picture]:
+    """Draw solved models that are trained on, their largest stable rates against d_k, and steps to learn from scratch."""
+    options, grid = findings.grid.options, findings.grid
+    shown = {name: found for name, rate in options["shown"].items() if (found := _shown(findings, name, rate))}
+    stable = {name: listed for name, s in options["optimizers"].items() if (listed := findings.find(s, "threshold", ARMS))}
+    started = _started(findings)
+    columns = len(shown) + len(stable) + bool(started)
+    if not columns:
+        return []
+    drawn, axes = panels(1, columns, width=12.5 / columns, height=2.6)
+    left = iter(axes[0])
+    for name, of_arm in shown.items():
+        ax = next(left)
+        for arm, runs in of_arm.items():
+            curves.curves(ax, runs, style(grid, arm)[0], "accuracy")
+        label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", "accuracy")
+    for name, of_study in stable.items():
+        ax = next(left)
+        curves.draw_thresholds(ax, grid, sorted(of_study, key=lambda f: float(f.condition["head_dim"])))
+        label(ax, f"largest stable rate,\n{name}", "d_k", "learning rate")
+    if started:
+        _draw_times(next(left), findings, started)
+    lines = [("divided by the law", INK, "", "--")] if stable else []
+    lines = (
+        [("what the formula predicts", INK, "", "-"), *lines]
+        if any(f.predicted for of in stable.values() for f in of)
+        else lines
+    )
+    curves.arms_legend(drawn, grid, ARMS, lines, line="-")
+    said = {
+        "Solved models, trained on: the accuracy of each step.": shown,
+        "Largest stable rate: the largest without a collapse.": stable,
+        "From scratch: each seed at the rate that is best on the other seeds; a triangle was not solved.": started,
+    }
+    caption = " ".join(["Every seed is a line or a dot.", *(text for text, is_there in said.items() if is_there)])
+    return [Picture("scale", "What happens without the scale", caption, drawn)]
+
+
+def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> None:
+    """The steps of each seed, by initial weights and arm; a triangle where the task was not solved within the cap."""
+    for column, f in enumerate(started.values()):
+        for i, arm in enumerate(ARMS):
+            color, marker = style(findings.grid, arm)
+            for k, pair in enumerate(f.pairs):
+                span = (pair.reference, pair.treatment)[i]
+                x = column + 0.6 * curves.beside(2, i, len(f.pairs), k)
+                ax.plot([x], [span.low], marker if span.low == span.high else "^", color=color, markersize=4.5, gid="runs")
+    log_ticks(ax)
+    ax.set_xlim(-0.5, len(started) - 0.5)
+    ax.set_xticks(range(len(started)), [say.words(findings.grid, init).replace(" (", "\n(") for init in started])
+    label(ax, "from scratch,\nby initial weights", "", "steps to solve")
+
+
+def _shown(findings: Findings, name: str, rate: str) -> dict[str, list[Run]]:
+    """The finished runs of the study that shows curves of an optimizer, at one rate, by arm."""
+    study = findings.grid.options["curves"].get(name, "")
+    found = {arm: findings.runs.select(study, arm, rate=rate, status="done") for arm in ARMS}
+    return found if all(found.values()) else {}
+
+
+# --- below
+
+
+def sections(findings: Findings) -> list[Section]:
+    """Return the attention of one head before and after, and the curves of text."""
+    study = findings.grid.options["attention"]
+    kept = [run for arm in ARMS for run in findings.runs.select(study, arm, status="done")[:1] if run.result["attention"]]
+    blocks = [_attention(findings, kept)] if len(kept) == len(ARMS) else []
+    for name in findings.grid.options["text"]:
+        if findings.runs.select(name, status="done"):
+            title = f"{say.title(findings.grid, name)}: training loss"
+            caption = "Every run is a line. A cross: its loss was no longer finite. Grey: the loss of n-gram models."
+            blocks.append(Picture(f"curves_{name}", title, caption, curves.curve_panels(findings, name)))
+    return [Section("What the runs look like", blocks)]
+
+
+def _attention(findings: Findings, kept: list[Run]) -> Picture:
+    """Where the question looks: before, and after the further steps with and without the scale."""
+    before = kept[0].result["attention"]["0"]
+    maps = [("before", before)]
+    for run in kept:
+        last = max(run.result["attention"], key=int)
+        maps.append((f"{say.words(findings.grid, run.arm)},\n{last} steps later", run.result["attention"][last]))
+    keys = [max(range(len(rows[-1])), key=rows[-1].__getitem__) for rows in before]
+    caption = (
+        f"The last position asks for a key. A row is an example, a column a key. Squares: the key that the solved model looked at before. "
+        f"Seed {kept[0].seed}, learning rate {float(kept[0].rate):g}."
+    )
+    title = "Attention of a solved model, before and after it was trained on"
+    return Picture("attention", title, caption, curves.attention(maps, keys))
+
+
+def limits(findings: Findings) -> list[str]:
+    """Return the limits of what is said about the scale."""
+    said = []
+    if any(f.endpoint.name == "threshold" for f in findings.findings if f.pairs):
+        said.append(
+            "The largest stable rate is that of a model that has solved its task and is trained on at a constant rate. Where other weights "
+            "limit the rate before W_Q and W_K do, the scale matters less: see the formula."
+        )
+    if any(f.endpoint.name == "time" for f in findings.findings if f.pairs):
+        said.append("Steps to solve say how soon a run learns the task, not how good it becomes in the end.")
+    return said

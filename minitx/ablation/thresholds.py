@@ -1,0 +1,204 @@
+"""The largest stable learning rate of a trained model: doubling, then bisection. Each rate that is tried is one training run.
+
+The runs are those that ``scripts/train.py`` makes with ``optimizer.lr=RATE`` and the other overrides of the cell: the same data,
+network, ``TrainingModule`` and Lightning loop. Data, network and starting weights are made once for all rates. A run logs no
+rows, writes no checkpoints, is not validated, and ends when it fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minitx.ablation.design import ThresholdConfig
+from minitx.ablation.measures import START_FILE, read_json, short
+from minitx.ablation.records import read_records
+from minitx.config import ConfigError, RunConfig
+from minitx.training.build import build_network, in_steps, open_data
+from minitx.training.callbacks import StepCallback, step_means
+from minitx.training.checkpoints import start_from, tokenizer_of
+from minitx.training.devices import machine
+from minitx.training.module import NonFiniteError, TrainingModule, build_module
+from minitx.training.nodes import build_all
+from minitx.training.run import build_trainer, quiet_lightning
+
+RUNS_FILE = "runs.jsonl"
+"""The runs of a threshold that is not finished, one per line, in the folder of its cell."""
+
+MOST_DOUBLINGS = 40
+"""A search that has doubled or halved the first rate so often is given up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bracket:
+    """The result of ``search``: ``low`` is stable and ``high`` is not. ``above``: rates above ``high`` that were stable all the same."""
+
+    low: float
+    high: float
+    above: tuple[float, ...] = ()
+
+
+def search(is_stable: Callable[[float], bool], first: float, bisections: int) -> Bracket:
+    """Find the largest stable rate. Double ``first`` until a rate fails (or halve it until one is stable), then bisect the logarithm.
+
+    ``high / low`` is 2^(1 / 2^bisections): 1.044 with four bisections. Afterwards the rate 2 · ``high`` is tried, unless a rate as
+    large was tried before: there may be a second crossing. A rate has six significant digits.
+
+    Raises:
+        ArithmeticError: no rate fails, or none is stable, within 2^±40 of ``first``.
+
+    >>> search(lambda rate: rate < 3.0, first=1.0, bisections=2)
+    Bracket(low=2.82843, high=3.36359, above=())
+    """
+    tried: dict[float, bool] = {}
+
+    def holds(power: float) -> bool:
+        rate = float(f"{first * 2.0**power:.6g}")
+        if rate not in tried:
+            tried[rate] = is_stable(rate)
+        return tried[rate]
+
+    begins_stable = holds(0.0)
+    step = 1 if begins_stable else -1
+    end = next((power for power in range(step, step * (MOST_DOUBLINGS + 1), step) if holds(power) != begins_stable), None)
+    if end is None:
+        raise ArithmeticError(f"every rate from {min(tried):g} to {max(tried):g} is {'' if begins_stable else 'not '}stable")
+    low, high = sorted((float(end), float(end - step)))
+    for _ in range(bisections):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    if max(tried) < first * 2.0 ** (high + 1) * 0.999:
+        holds(high + 1)
+    lowest, highest = (float(f"{first * 2.0**power:.6g}") for power in (low, high))
+    return Bracket(lowest, highest, tuple(sorted(rate for rate, stable in tried.items() if stable and rate > highest)))
+
+
+class Watch(StepCallback):
+    """Keeps the curves of a run, and ends it when it fails by ``rule``.
+
+    Args:
+        rule: ``train_accuracy``: the mean over ``window`` steps falls below ``value``. ``train_loss``: it rises above ``start`` +
+            ``value``.
+        start: the mean loss of the model that the run starts from, on the first ``window`` batches.
+    """
+
+    def __init__(self, rule: ThresholdConfig, start: float) -> None:
+        self.rule, self.start = rule, start
+        self.losses: list[float] = []
+        self.accuracies: list[float] = []
+        self.worst: float | None = None
+        self.failed = False
+
+    def on_step(self, trainer: Any, module: TrainingModule, step: int, batch: Any) -> None:
+        """Called after update ``step``, counted from 1."""
+        means = step_means(trainer, module, batch)
+        self.losses.append(means["train_loss"])
+        if "train_accuracy" in means:
+            self.accuracies.append(means["train_accuracy"])
+        is_loss, window = self.rule.metric == "train_loss", self.rule.window
+        values = self.losses if is_loss else self.accuracies
+        if not values:
+            raise ConfigError("threshold.metric=train_accuracy: the objective counts no right answers; use train_loss")
+        if step < window:
+            return
+        mean = math.fsum(values[-window:]) / window
+        better = min if is_loss else max
+        self.worst = mean if self.worst is None or better(mean, self.worst) == self.worst else self.worst
+        self.failed = not (mean <= self.start + self.rule.value if is_loss else mean >= self.rule.value)
+        trainer.should_stop = trainer.should_stop or self.failed
+
+
+def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) -> dict[str, Any]:
+    """Return the ``result`` of a threshold's record (see ``records``). Its runs so far are kept in ``folder``, and are not made again.
+
+    Args:
+        config: the config of the runs. ``optimizer.lr`` is where the search starts.
+        rule: when a run is stable, and the number of bisections.
+
+    Raises:
+        ConfigError: the config cannot be run, or the model is a LightningModule with steps of its own.
+        ArithmeticError: see ``search``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RUNS_FILE
+    known = {run["rate"]: run for run in read_records(path)}
+    with quiet_lightning(), machine(config.trainer):
+        runs = Runs(config, folder, rule)
+
+        def is_stable(rate: float) -> bool:
+            if rate not in known:
+                known[rate] = runs.run(rate)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(known[rate]) + "\n")
+            return bool(known[rate]["stable"])
+
+        bracket = search(is_stable, config.optimizer["lr"], rule.bisections)
+        return {
+            "low": bracket.low,
+            "high": bracket.high,
+            "above": list(bracket.above),
+            "start": short(runs.start),
+            "cap": runs.config.trainer.max_steps,
+            "parameters": sum(p.numel() for p in runs.network.parameters()),
+            "start_error": read_json(folder / START_FILE).get("error"),
+            "runs": [known[rate] for rate in sorted(known)],
+        }
+
+
+class Runs:
+    """The training runs of one cell. They differ only in the rate."""
+
+    def __init__(self, config: RunConfig, folder: Path, rule: ThresholdConfig) -> None:
+        self.data = open_data(config, None, tokenizer_of(config.init_from, config.data))
+        self.config, self.folder, self.rule = in_steps(config, self.data), folder, rule
+        self.network = start_from(config.init_from, build_network(config, self.data))
+        self.weights = {name: value.clone() for name, value in self.network.state_dict().items()}
+        self.start = self._loss() if rule.metric == "train_loss" else math.nan
+
+    def module(self, rate: float) -> TrainingModule:
+        """Return the module of a run, with the weights at the start and a fresh optimizer."""
+        self.network.load_state_dict(self.weights)
+        config = dataclasses.replace(self.config, optimizer={**self.config.optimizer, "lr": rate})
+        found = build_module(config, self.data, self.network)
+        if not isinstance(found, TrainingModule):
+            raise ConfigError(
+                f"threshold does not apply to {type(found).__name__}, a LightningModule: it needs a network as model"
+            )
+        return found
+
+    def run(self, rate: float) -> dict[str, Any]:
+        """Train at ``rate`` until the run ends or fails, and return its record."""
+        watch, module, nonfinite = Watch(self.rule, self.start), self.module(rate), None
+        callbacks = [*build_all(self.config.callbacks.parts, "callbacks"), watch]
+        trainer = build_trainer(self.config, module, self.data, self.folder, [], callbacks, 0)
+        trainer.limit_val_batches = 0
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]  # without Lightning's own checkpoints
+        try:
+            trainer.fit(module, datamodule=self.data)
+        except NonFiniteError as error:
+            nonfinite = error.step + 1
+        return {
+            "rate": rate,
+            "stable": nonfinite is None and not watch.failed,
+            "steps": len(watch.losses),
+            "nonfinite_step": nonfinite,
+            "worst": short(watch.worst),
+            "loss": [short(loss) for loss in watch.losses],
+            "accuracy": [short(accuracy) for accuracy in watch.accuracies] or None,
+        }
+
+    @torch.no_grad()
+    def _loss(self) -> float:
+        """The mean loss of the starting weights on the first ``window`` batches of training."""
+        module, losses = self.module(self.config.optimizer["lr"]), []
+        for batch in itertools.islice(self.data.train_dataloader(), self.rule.window):
+            batch = {name: value.to(module.device) for name, value in module.on_before_batch_transfer(batch, 0).items()}
+            losses.append(float(module.sums(batch)["loss"] / batch["num_targets"]))
+        return math.fsum(losses) / len(losses)

@@ -1,0 +1,246 @@
+"""The search for the largest stable rate, on simulated data of a known truth, and one that trains."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from minitx.ablation import thresholds
+from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
+from minitx.ablation.grid import cells
+from minitx.ablation.scaling.updates import MultiplyMatrices, lion, muon, relative_adam
+from minitx.ablation.thresholds import Bracket, Watch, measure_threshold, search
+from minitx.cli.ablate import run_cell
+from minitx.cli.compose import compose_config
+from minitx.config import ConfigError, ParameterRule, TransformerConfig
+from minitx.data.tokenizers import train_tokenizer
+from minitx.interop import save_hf
+from minitx.nn import DecoderLM
+
+TINY = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8",
+        "data.batch_size=4", "model.embed_dim=32", "model.num_heads=2", "model.ffn_dim=8", "trainer.threads=1",
+        "callbacks.progress=false", "schedule.warmup_steps=0"]  # fmt: skip
+
+TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
+
+
+# --- the search
+
+
+@pytest.mark.parametrize("true", [0.00071, 0.0099, 0.01, 0.0101, 0.3, 40.0])
+@pytest.mark.parametrize("bisections", [0, 3, 4])
+def test_the_bracket_holds_the_true_limit_and_is_as_narrow_as_promised(true, bisections):
+    asked = []
+    found = search(lambda rate: asked.append(rate) or rate <= true, 0.01, bisections)
+    assert found.low <= true < found.high and found.above == ()
+    assert found.high / found.low == pytest.approx(2.0**2.0**-bisections, rel=1e-4)
+    assert len(asked) == len(set(asked)) <= 3 + bisections + abs(math.log2(true / 0.01))
+
+
+def test_an_uncertain_edge_gives_a_bracket_whose_ends_were_both_tried():
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        tried = {}
+
+        def noisy(rate, tried=tried):
+            chance = 1 / (1 + (rate / 0.02) ** 8)
+            tried[rate] = float(torch.rand((), generator=draw)) < chance
+            return tried[rate]
+
+        found = search(noisy, 0.01, 4)
+        assert tried[found.low] and not tried[found.high]
+        assert found.above == tuple(sorted(rate for rate, stable in tried.items() if stable and rate > found.high))
+
+
+def test_a_second_crossing_above_the_bracket_is_noted():
+    assert search(lambda rate: rate < 1.5 or 3.0 < rate < 4.5, 1.0, 0) == Bracket(1.0, 2.0, (4.0,))
+    assert search(lambda rate: rate < 1.5 or rate > 5.0, 1.0, 0).above == ()  # further up nothing is tried
+
+
+@pytest.mark.parametrize(("answer", "message"), [(True, "is stable"), (False, "is not stable")])
+def test_a_limit_that_is_nowhere_is_an_error(answer, message):
+    with pytest.raises(ArithmeticError, match=message):
+        search(lambda rate: answer, 1.0, 2)
+
+
+# --- when a run fails
+
+
+def watched(rule, losses, accuracies, monkeypatch, start=math.nan):
+    """The watch, and the step after which it ended the run."""
+    watch, trainer = Watch(rule, start), SimpleNamespace(should_stop=False)
+    for step, (loss, accuracy) in enumerate(zip(losses, accuracies, strict=True), 1):
+        means = {"train_loss": loss} | ({} if accuracy is None else {"train_accuracy": accuracy})
+        monkeypatch.setattr(thresholds, "step_means", lambda *_, means=means: means)
+        watch.on_step(trainer, None, step, None)
+        if trainer.should_stop:
+            return watch, step
+    return watch, None
+
+
+def test_a_run_fails_at_the_first_window_below_ninety_per_cent(monkeypatch):
+    rule = ThresholdConfig(first={"arm": 1.0})
+    held = [0.0, *[1.0] * 7, *[0.9] * 9]  # the first mean of eight steps is .875
+    assert watched(rule, [0.0] * 17, held, monkeypatch)[1] == 8
+    assert watched(rule, [0.0] * 16, [0.9] * 16, monkeypatch)[1] is None
+    watch, ended = watched(rule, [0.0] * 20, [*[1.0] * 10, *[0.5] * 10], monkeypatch)
+    assert ended == 12 and watch.failed and watch.worst == pytest.approx((6 + 1.0) / 8)
+
+
+def test_on_text_a_run_fails_when_the_loss_rises_above_that_of_the_start(monkeypatch):
+    rule = ThresholdConfig(first={"arm": 1.0}, metric="train_loss", value=0.3, window=2)
+    assert watched(rule, [9.0, 1.2, 1.2, 1.2], [None] * 4, monkeypatch, start=1.0)[1] == 2
+    assert watched(rule, [1.2, 1.3, 1.3, 1.3], [None] * 4, monkeypatch, start=1.0)[1] is None
+    watch, ended = watched(rule, [1.0, 1.0, 1.5, 1.5], [None] * 4, monkeypatch, start=1.0)
+    assert ended == 4 and watch.worst == 1.5
+    assert watched(rule, [1.0, math.nan], [None] * 2, monkeypatch, start=1.0)[1] == 2
+
+
+def test_accuracy_that_nobody_counts_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="counts no right answers"):
+        watched(ThresholdConfig(first={"arm": 1.0}), [1.0], [None], monkeypatch)
+
+
+# --- optimizers of the grid
+
+
+def test_lion_takes_steps_of_one_size_in_the_direction_of_the_sign():
+    weight = nn.Linear(3, 2, bias=False)
+    before, optimizer = weight.weight.detach().clone(), lion(weight, lr=0.1)
+    mean = torch.zeros_like(before)
+    for gradient in (torch.randn(2, 3), torch.randn(2, 3) * 100):
+        weight.weight.grad = gradient
+        optimizer.step()
+        before -= 0.1 * (0.9 * mean + 0.1 * gradient).sign()
+        mean = 0.99 * mean + 0.01 * gradient
+        torch.testing.assert_close(weight.weight.detach(), before)
+
+
+def test_relative_steps_are_adams_times_the_size_of_the_weights():
+    one, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    other.load_state_dict(one.state_dict())
+    relative, plain = relative_adam(one, lr=0.01), torch.optim.Adam(other.parameters(), lr=0.01, betas=(0.9, 0.95))
+    for _ in range(3):
+        before = other.weight.detach().clone()
+        one.load_state_dict(other.state_dict())
+        for a, b in zip(one.parameters(), other.parameters(), strict=True):
+            a.grad = b.grad = torch.randn_like(b)
+        relative.step(), plain.step()
+        step = (other.weight - before) * before.square().mean().sqrt()
+        torch.testing.assert_close(one.weight - before, step, rtol=1e-4, atol=1e-7)
+
+
+def test_a_factor_on_the_weights_changes_no_relative_step():
+    one, other = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+    with torch.no_grad():
+        other.weight.copy_(one.weight * 8)
+    optimizers = relative_adam(one, lr=0.1), relative_adam(other, lr=0.1)
+    for _ in range(5):
+        one.weight.grad = torch.randn(3, 4)
+        other.weight.grad = one.weight.grad / 8
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(other.weight, one.weight * 8, rtol=1e-4, atol=1e-6)
+
+
+def test_one_rate_moves_both_parts_of_muon():
+    network = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    groups = muon(network, lr=0.1, rules=(ParameterRule(match="0.weight", lr=0.5),)).param_groups
+    assert sorted({group["lr"] for group in groups}) == pytest.approx([0.02, 0.05])
+
+
+def test_matrices_are_multiplied_once_and_vectors_stay():
+    network = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    for step in (0, 5):  # a run that goes on has the factor in its checkpoint
+        MultiplyMatrices(3.0).on_train_start(SimpleNamespace(global_step=step), SimpleNamespace(network=network))
+    for name, parameter in network.named_parameters():
+        assert torch.equal(parameter, before[name] * (3.0 if parameter.dim() > 1 else 1.0))
+
+
+# --- one that trains
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The checkpoint of a model that has learned a little."""
+    folder = tmp_path_factory.mktemp("first")
+    words = [*TINY, "trainer.max_steps=40", "optimizer.lr=0.01", "trainer.ckpt_every=100000", "seed=3"]
+    run_cell(words, str(folder), 40, True, False)
+    return str(folder / "checkpoints" / "last.ckpt")
+
+
+def further(first, *words):
+    check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(first)}}}"
+    return [*TINY, "trainer.max_steps=6", "seed=1003", *words, f"init_from.path={first}", "init_from.fold_scale=true", check]
+
+
+RULE = {"metric": "train_loss", "value": 1.0, "window": 3, "bisections": 1}
+
+
+@pytest.mark.parametrize("words", [
+    ["model.scale=unscaled"],
+    ["model.scale=inv_sqrt", "optimizer=sgd", "optimizer.rules=[{match: '(q|k)_proj'}, {match: '', trainable: false}]"],
+    ["model.scale=unscaled", "+callbacks.fold={_target_: minitx.ablation.scaling.updates.FoldIntoQueries}"],
+])  # fmt: skip
+def test_every_run_of_a_threshold_is_the_run_of_train_py(tmp_path, first, words):
+    config = compose_config([*further(first, *words), "optimizer.lr=0.01"])
+    found = measure_threshold(config, tmp_path / "threshold", ThresholdConfig(first={"arm": 0.01}, **RULE))
+    assert 0.0 <= found["start_error"] < 1e-5 and found["low"] < found["high"]
+    assert {run["rate"]: run["stable"] for run in found["runs"]}.items() >= {found["low"]: True, found["high"]: False}.items()
+    for run in found["runs"]:
+        alone = run_cell([*further(first, *words), f"optimizer.lr={run['rate']:g}"], str(tmp_path / "run"), 6, False, False)
+        assert run["loss"] == alone["loss"][: len(run["loss"])] and run["nonfinite_step"] == alone["nonfinite_step"]
+        assert run["accuracy"] == alone["accuracy"][: len(run["loss"])]
+
+
+@pytest.mark.slow
+def test_weights_of_hugging_face_are_folded_and_the_start_is_checked(tmp_path):
+    """As in a grid on a pretrained model: no study made the weights."""
+    tokenizer = train_tokenizer("bpe", [TEXT], vocab_size=300)
+    shape = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 64, "activation": "gelu_tanh"}
+    save_hf(DecoderLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **shape)), tmp_path / "theirs")
+    tokenizer.save(tmp_path / "theirs" / "tokenizer.json")
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    base = ["experiment=finetune", f"init_from.path={tmp_path / 'theirs'}", f"data.path={tmp_path / 'text.txt'}", "data.context_len=32",
+            "data.batch_size=2", "trainer.max_steps=4", "schedule=constant", "schedule.warmup_steps=0", "init_from.fold_scale=true",
+            "trainer.accelerator=cpu", "trainer.threads=1"]  # fmt: skip
+    rule = ThresholdConfig(first={"inv_sqrt": 0.1, "unscaled": 0.1}, **RULE)
+    study = StudyConfig(base=tuple(base), arms=("inv_sqrt", "unscaled"), threshold=rule)
+    arms = {name: (f"model.scale={name}",) for name in study.arms}
+    for cell in cells(AblationConfig(arms=arms, studies={"text": study})):
+        found = run_cell(cell.words(tmp_path), str(tmp_path / cell.hash), 4, False, False, cell.threshold)
+        assert found["start_error"] < 1e-5 and found["start"] == pytest.approx(math.log(tokenizer.vocab_size), rel=0.1)
+        assert found["low"] < found["high"] and not (tmp_path / cell.hash).exists()
+
+
+def test_a_threshold_that_was_stopped_goes_on_with_the_runs_it_has(tmp_path, first, monkeypatch):
+    config, rule = compose_config([*further(first), "optimizer.lr=0.01"]), ThresholdConfig(first={"arm": 0.01}, **RULE)
+    whole = measure_threshold(config, tmp_path / "whole", rule)
+    run, made = thresholds.Runs.run, []
+
+    def stops(self, rate):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(rate)
+        return run(self, rate)
+
+    monkeypatch.setattr(thresholds.Runs, "run", stops)
+    with pytest.raises(KeyboardInterrupt):
+        measure_threshold(config, tmp_path / "stopped", rule)
+    monkeypatch.setattr(thresholds.Runs, "run", lambda self, rate: made.append(rate) or run(self, rate))
+    assert measure_threshold(config, tmp_path / "stopped", rule) == whole
+    assert sorted(made) == [run["rate"] for run in whole["runs"]]
+
+
+def test_the_fold_in_w_q_alone_needs_a_model_without_the_scale(tmp_path, first):
+    words = further(
+        first, "model.scale=inv_sqrt", "+callbacks.fold={_target_: minitx.ablation.scaling.updates.FoldIntoQueries}"
+    )
+    with pytest.raises(ConfigError, match=r"needs model\.scale=unscaled"):
+        run_cell(words, str(tmp_path / "run"), 6, False, False)
