@@ -107,14 +107,20 @@ def _without_leftovers(values: dict[str, Any], typed: Iterable[str]) -> dict[str
 def _check_option(group: str, node: Mapping[str, Any], typed: Iterable[str]) -> None:
     """Raise a ConfigError if ``group=OPTION`` was typed, but keys of an experiment make the group something else."""
     chosen = [word.partition("=")[2] for word in typed if word.startswith(f"{group}=")]
-    file = files("minitx.configs").joinpath(group, f"{chosen[-1]}.yaml") if chosen else None
-    option: Any = OmegaConf.create(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
-    target = option.get("_target_")
+    target = _target_of_option(group, chosen[-1]) if chosen else None
     if target and node.get("_target_") != target:
         raise ConfigError(
             f"{group}={chosen[-1]} was typed, but the config also says {group}._target_={node.get('_target_')}, which comes later: "
             f"leave out {group}={chosen[-1]}, or these keys of {group}"
         )
+
+
+def _target_of_option(group: str, name: str) -> str | None:
+    """Return the target of one of our options, which it may have from the option that its ``defaults`` name."""
+    file = files("minitx.configs").joinpath(group, f"{name}.yaml")
+    option: Any = OmegaConf.create(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    bases = [base for base in option.get("defaults", ()) if isinstance(base, str) and base != "_self_"]
+    return option.get("_target_") or next(filter(None, (_target_of_option(group, base) for base in bases)), None)
 
 
 def build_grid(composed: DictConfig) -> AblationConfig | None:

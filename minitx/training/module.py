@@ -45,7 +45,7 @@ from minitx.training.devices import (
 )
 from minitx.training.nodes import named_by
 from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, check_sum, checked_sums
-from minitx.training.optimizers import build_optimizer, build_schedule, skips_on_device
+from minitx.training.optimizers import Muon, build_optimizer, build_schedule, skips_on_device
 
 log = logging.getLogger(__name__)
 
@@ -309,6 +309,8 @@ def build_module(
     head_dim = ours.width_per_head if ours else 1
     first = build_optimizer(network, config.optimizer, head_dim)  # what they refuse is said before the run has a folder
     build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
+    if isinstance(first, Muon) and config.trainer.strategy == "sharded":
+        raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
     if isinstance(data, DataModule) and device_type(config.trainer) == "cpu":
         try_once(network, built, data)
     if isinstance(data, DataModule) and (caller := Caller(network)).packs:

@@ -91,12 +91,7 @@ def muon(
         momentum: μ, the momentum of the matrices.
         ns_steps: Newton-Schulz iterations per update.
         weight_decay, betas, eps, rules, head_dim: see ``adamw``.
-
-    Raises:
-        ConfigError: a parameter is sharded. An update needs whole matrices.
     """
-    if any(isinstance(parameter, DTensor) for parameter in network.parameters()):
-        raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
     return Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
