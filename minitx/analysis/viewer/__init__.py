@@ -80,11 +80,11 @@ def view(
     """Show in a notebook what a model attends to.
 
     Args:
-        model: a model or a single layer; attention weights (B, H, L, S), (H, L, S) or (L, S), or a sequence of them, one for
-            each layer; a snapshot, or snapshots of one model over training (``read_snapshots``). To compare two, pass a dict of
-            them by name.
-        inputs: a text (with ``tokenizer``), the first argument of the model (ids (L,) or (B, L), or x (B, L, E) for a layer),
-            or a dict of the model's inputs. None if ``model`` is not a module.
+        model: a model, an attention layer or a block; attention weights (B, H, L, S), (H, L, S) or (L, S) as a tensor or an
+            array, or a list of such, one for each layer; a snapshot, or snapshots of one model over training
+            (``read_snapshots``). To compare two, pass a dict of them by name.
+        inputs: a text (with ``tokenizer``), the first argument of the model (ids (L,) or (B, L); for a layer or block, x (L, E) or
+            (B, L, E)), or a dict of the model's inputs. None if ``model`` is not a module.
         tokenizer: an object with ``encode(text)``, which returns ids or an object with ``ids``, and ``decode(ids)``. It also
             gives the texts of the tokens.
         tokens: a text for each token, as in ``take_snapshot``. The axes of weights are ``query`` and ``key``, and only
@@ -96,8 +96,8 @@ def view(
         An object that a notebook shows, with ``page`` (HTML) and ``save(path)``.
 
     Raises:
-        ValueError: a text without a tokenizer, a model without inputs, inputs without a model, or as in ``take_snapshot`` and
-            ``viewer_page``.
+        ValueError: a text without a tokenizer, a model without inputs, inputs without a model, something that holds no
+            attention, or as in ``take_snapshot`` and ``viewer_page``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -116,11 +116,12 @@ def view(
     for name, one in models.items():
         if not isinstance(one, nn.Module):
             if inputs is not None:
-                raise ValueError(f"{name} is a {type(one).__name__}, so inputs have no meaning: only a module takes them")
+                instead = 'the texts of weights are tokens={"query": [["the", "cat"]]}'
+                raise ValueError(f"{name} is a {type(one).__name__}, and only a module takes inputs; {instead}")
             traces.append(Trace(name, [snapshot.sentence(row) for snapshot in _snapshots(one, tokens)]))
             continue
         if inputs is None:
-            wanted = "a text with tokenizer=, its first argument, or inputs by name"
+            wanted = "a text with tokenizer=, its first argument (ids; x for a layer), or inputs by name"
             raise ValueError(f"{name} is a model and needs inputs: {wanted}")
         batch = named_inputs(one, _encoded(inputs, tokenizer) if isinstance(inputs, str) else inputs)
         axis = SOURCE if SOURCE in batch else next(iter(batch))
@@ -158,8 +159,11 @@ def _encoded(text: str, tokenizer: Any) -> Tensor:
 
 
 def _snapshots(given: Any, tokens: Mapping[str, Sequence[Sequence[str]]] | None) -> Sequence[Snapshot]:
-    given = [given] if isinstance(given, Tensor | Snapshot) else given
-    if len(given) and isinstance(given[0], Tensor):
+    given = [given] if isinstance(given, Tensor | np.ndarray | Snapshot) else given
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        wanted = "a model, an attention layer, weights, or snapshots"
+        raise ValueError(f"view takes {wanted}, got {given!r:.40} ({type(given).__name__})")
+    if not isinstance(given[0], Snapshot):
         return [snapshot_of_weights(given, tokens)]
     if tokens is not None:
         raise ValueError("snapshots have the texts of their tokens: tokens= has no effect")
