@@ -166,6 +166,7 @@ def test_a_notebook_shows_the_page_of_a_text_in_a_frame_that_may_only_run_its_sc
     (name, frame), *_ = Elements(shown._repr_html_()).found
     assert (name, frame["sandbox"], frame["srcdoc"]) == ("iframe", "allow-scripts", shown.page)
     assert "479px" in frame["style"]
+    assert re.fullmatch(r"View\(\d+ kB, height=479\): save\(path\) writes the page", repr(shown))
     data = data_of(shown.page)
     assert data["tokens"]["input_ids"] == list("abcade")
     want = take_snapshot(model_of(), {"input_ids": torch.tensor([[0, 1, 2, 0, 3, 4]])}).maps[1].weights[0]

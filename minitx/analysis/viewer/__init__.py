@@ -30,6 +30,8 @@ SCRIPTS = ("common.js", "data.js", "colours.js", "controls.js", "map.js", "lines
 PLAY_SCRIPTS = ("common.js", "words.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "play.js")
 FULL = 65534
 """The 16-bit number for a weight of 1. The next larger one means NaN."""
+LOWEST, TALLEST, ABOVE, CELL = 640, 920, 340, 44
+"""The height of a frame in pixels: at least, and at most, because longer maps have smaller cells; what stands above a map; a cell."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Trace:
     snapshots: Sequence[Snapshot]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class View:
     """A page of the viewer, or the playground. A notebook shows it in a frame below the cell. Nothing is loaded from the network.
 
@@ -54,7 +56,10 @@ class View:
     """
 
     page: str
-    height: int = 720
+    height: int = TALLEST
+
+    def __repr__(self) -> str:
+        return f"View({len(self.page.encode()) / 1e3:.0f} kB, height={self.height}): save(path) writes the page"
 
     def _repr_html_(self) -> str:
         frame = f'sandbox="allow-scripts" style="width: 100%; height: {self.height}px; border: 0"'
@@ -75,7 +80,7 @@ def view(
     tokenizer: Any = None,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
     row: int = 0,
-    height: int = 720,
+    height: int | None = None,
 ) -> View:
     """Show in a notebook what a model attends to.
 
@@ -90,7 +95,7 @@ def view(
         tokens: a text for each token, as in ``take_snapshot``. The axes of weights are ``query`` and ``key``, and only
             ``query`` if L = S.
         row: the row of the batch to show.
-        height: of the frame, in pixels.
+        height: of the frame, in pixels. Default: the whole map is visible if the frame is at least 940 pixels wide.
 
     Returns:
         An object that a notebook shows, with ``page`` (HTML) and ``save(path)``.
@@ -131,7 +136,9 @@ def view(
         device = next((parameter.device for parameter in one.parameters()), torch.device("cpu"))
         placed = {key: given.to(device) if isinstance(given, Tensor) else given for key, given in batch.items()}
         traces.append(Trace(name, [take_snapshot(one, placed, tokens=texts).sentence(row)]))
-    return View(viewer_page(traces), height)
+    page = viewer_page(traces)
+    length = max(layer.weights.shape[2] for layer in traces[0].snapshots[0].maps)
+    return View(page, height or min(max(ABOVE + CELL * length, LOWEST), TALLEST))
 
 
 def playground(*, height: int = 1000) -> View:
