@@ -29,6 +29,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scipy import stats
+
 RECORDS = Path(__file__).parents[2] / "docs" / "scaling_ablation"
 CAP = 1500
 Curves = dict[tuple[str, float, int], list[float]]
@@ -108,6 +110,20 @@ def ratio_of_rates(found: Rates, study: str, d_k: str, above: str = "inv_sqrt", 
     return median(ratios) if len(ratios) >= 6 else None
 
 
+def exponent(found: Rates, study: str, widths: Sequence[str] = ("8", "32", "128", "512")) -> tuple[float, float, float]:
+    """The slope of ln(ratio) on ln(d_k): the mean of the seeds, and the ends of its 95 % interval (Student's t)."""
+    seeds = sorted({key[-1] for key in found if key[0] == study})
+    xs = [math.log(float(d_k)) for d_k in widths]
+    slopes = []
+    for seed in seeds:
+        ys = [
+            math.log(found[study, "inv_sqrt", d_k, "all", seed] / found[study, "unscaled", d_k, "all", seed]) for d_k in widths
+        ]
+        slopes.append(statistics.linear_regression(xs, ys).slope)
+    mean, half = statistics.mean(slopes), stats.t.ppf(0.975, len(seeds) - 1) * statistics.stdev(slopes) / math.sqrt(len(seeds))
+    return mean, mean - half, mean + half
+
+
 def parts_of(found: Rates, study: str, d_k: str) -> list[dict[int, float]]:
     """η_QK and η_R of the model with the scale, by seed."""
     return [
@@ -157,11 +173,10 @@ def ratio_of_steps(found: Curves) -> Ratio:
 # --- what the pages say
 
 OPTIMIZERS = {
-    **{"adamw": ("AdamW", "1", 0.25), "lion": ("Lion", "1", 0.25), "muon": ("Muon", "1", 0.25)},
-    **{"sgd": ("SGD, momentum .9", "g", 0.5), "plain_sgd": ("SGD", "g", 0.5), "relative": ("relative steps", "W", 0.0)},
+    **{"adamw": ("AdamW", 0.25), "lion": ("Lion", 0.25), "muon": ("Muon", 0.25)},
+    **{"sgd": ("SGD, momentum .9", 0.5), "plain_sgd": ("SGD", 0.5), "relative": ("relative steps", 0.0)},
 }
-"""Studies of thresholds: the name, what a step is proportional to, and the exponent."""
-POWERS = {0.25: "d_k^¼", 0.5: "√d_k", 0.0: "1"}
+"""Studies of thresholds: the name, and the exponent e of d_k that is the bound."""
 
 
 def numbers() -> dict[str, Any]:
@@ -170,7 +185,8 @@ def numbers() -> dict[str, Any]:
     result: dict[str, Any] = {
         f"steps {init}": ratio_of_steps(curves(before, "recall", init=init, head_dim="128")) for init in ("lecun", "gpt2")
     }
-    for study, (_, _, power) in OPTIMIZERS.items():
+    for study, (_, power) in OPTIMIZERS.items():
+        result[f"{study} exponent"] = exponent(found, study)
         for d_k in ("8", "32", "128", "512"):
             result[f"{study} {d_k}"] = ratio_of_rates(found, study, d_k)
             if study in ("adamw", "sgd"):
@@ -220,12 +236,20 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"With LeCun's weights it needs {lecun.median:.1f} ({lecun.told}) times the steps.",
             f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
+            f"larger rate than 1/√d_k: {found['1/d_k 8'].median:.1f} times at d_k 8, {found['1/d_k 128'].median:.1f} times at 128",
+            f"{found['adamw query'].median:.1f} times with AdamW, {found['sgd query'].median:.0f} times with SGD",
+            f"{found['adamw from unscaled'].median:.1f} ({found['adamw from unscaled'].told}) with AdamW and "
+            f"{found['sgd from unscaled'].median:.1f} ({found['sgd from unscaled'].told}) with SGD",
         ],
         "why_scale.zh.md": [
             f"所需的步数是有缩放的 {gpt2.median:.2f} 倍（{gpt2.told}）",
             f"用 LeCun 的权重，则是 {lecun.median:.1f} 倍（{lecun.told}）",
             f"在 AdamW 下只缩小到 1/{low['adamw']}，在 SGD 下缩小到 1/{low['sgd']}",
             f"η_QK 是 η_R 的 1/{parts[0]:.1f} 到 1/{parts[-1]:.1f}",
+            f"d_k 为 8 时是 1/√d_k 的 {found['1/d_k 8'].median:.1f} 倍，d_k 为 128 时是 {found['1/d_k 128'].median:.1f} 倍",
+            f"AdamW 下是 {found['adamw query'].median:.1f}，SGD 下是 {found['sgd query'].median:.0f}",
+            f"AdamW 下是 {found['adamw from unscaled'].median:.1f}（{found['adamw from unscaled'].told}），"
+            f"SGD 下是 {found['sgd from unscaled'].median:.1f}（{found['sgd from unscaled'].told}）",
         ],
     }
 
@@ -233,23 +257,20 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
 def tables(found: dict[str, Any]) -> dict[str, list[str]]:
     """The rows of the tables in ``docs/why_scale.md`` and its Chinese page, which have the same numbers."""
     formula_rows = [
-        f"| {OPTIMIZERS[study][0]} | {d_k} | {float(d_k) ** OPTIMIZERS[study][2]:.2f} | {found[f'{study} {d_k} formula']:.2f} | "
+        f"| {OPTIMIZERS[study][0]} | {d_k} | {float(d_k) ** OPTIMIZERS[study][1]:.2f} | {found[f'{study} {d_k} formula']:.2f} | "
         f"{ratio.median:.2f} ({ratio.told}) |"
         for study in ("adamw", "sgd")
         for d_k in ("8", "32", "128", "512")
         if (ratio := found[f"{study} {d_k}"])
     ]
-    other_rows = [
-        f"| {OPTIMIZERS[study][0]} | "
-        + " | ".join(
-            f"{float(d_k) ** OPTIMIZERS[study][2]:.2f} | {ratio.median:.2f} ({ratio.told})"
-            for d_k in ("8", "128")
-            if (ratio := found[f"{study} {d_k}"])
+    other_rows = []
+    for study, (name, power) in OPTIMIZERS.items():
+        ratios = [found[f"{study} {d_k}"] for d_k in ("8", "128")]
+        mean, low, high = found[f"{study} exponent"]
+        cells = [f"{ratio.median:.2f} ({ratio.told})" for ratio in ratios]
+        other_rows.append(
+            f"| {name} | {power:g} | {mean:.3f} [{low:.3f}, {high:.3f}] | {' | '.join(cells)} |".replace("-", "−")
         )
-        + " |"
-        for study in ("lion", "muon", "plain_sgd", "relative")
-        if found[f"{study} 8"] and found[f"{study} 128"]
-    ]
     return {"formula": formula_rows, "optimizers": other_rows}
 
 

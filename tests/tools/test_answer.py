@@ -37,7 +37,7 @@ def test_the_page_about_the_scale_has_the_tables_and_the_numbers_of_the_records(
 
 def test_the_searches_of_the_record_end_where_their_own_curves_say():
     searches = [one for one in answer.read("limits/cells.jsonl.xz") if "runs" in one["result"]]
-    assert len(searches) > 300
+    assert len(searches) == 740
     for one in searches:
         result = one["result"]
         middle = (result["low"] * result["high"]) ** 0.5
