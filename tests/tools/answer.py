@@ -254,6 +254,22 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     }
 
 
+def notebook(found: dict[str, Any]) -> dict[str, str]:
+    """What the notebook says of the records, in ``examples/attention.py``."""
+    lecun, gpt2, adamw, sgd = (found[name] for name in ("steps lecun", "steps gpt2", "adamw 128", "sgd 128"))
+    low = f"{found['adamw 8'].median:.1f}", f"{found['sgd 8'].median:.1f}"
+    return {
+        "en start": f"With these initial weights (LeCun's) and AdamW, each of six seeds at the rate that is best on the others, it needs "
+        f"{lecun.median:.1f} times as many steps as with the scale ({lecun.told}); with GPT-2's smaller weights {gpt2.median:.2f} times ({gpt2.told})",
+        "zh start": f"用这里的初始权重（LeCun）和 AdamW，六个种子各用在其他种子上最好的学习率，所需步数是有缩放时的 {lecun.median:.1f} 倍（{lecun.told}）；"
+        f"用 GPT-2 较小的权重，则是 {gpt2.median:.2f} 倍（{gpt2.told}）",
+        "en rate": f"Over ten seeds, the largest rate without a collapse was {adamw.median:.1f} times smaller with AdamW ({adamw.told}) and "
+        f"{sgd.median:.0f} times with SGD ({sgd.told}); at d_k = 8, {low[0]} and {low[1]} times",
+        "zh rate": f"十个种子的结果：不崩溃的最大学习率，AdamW 下缩小到 1/{adamw.median:.1f}（倍数的范围 {adamw.told}），SGD 下缩小到 1/{sgd.median:.0f}（{sgd.told}）；"
+        f"d_k = 8 时分别是 1/{low[0]} 和 1/{low[1]}",
+    }
+
+
 def tables(found: dict[str, Any]) -> dict[str, list[str]]:
     """The rows of the tables in ``docs/why_scale.md`` and its Chinese page, which have the same numbers."""
     formula_rows = [

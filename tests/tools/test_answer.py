@@ -35,6 +35,12 @@ def test_the_page_about_the_scale_has_the_tables_and_the_numbers_of_the_records(
         assert sentence in text
 
 
+def test_the_notebook_has_the_numbers_of_the_records(found):
+    text = (ROOT / "examples" / "attention.py").read_text(encoding="utf-8")
+    for sentence in answer.notebook(found).values():
+        assert sentence in text
+
+
 def test_the_searches_of_the_record_end_where_their_own_curves_say():
     searches = [one for one in answer.read("limits/cells.jsonl.xz") if "runs" in one["result"]]
     assert len(searches) == 740
