@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from minitx.analysis.answers import Asked, Rows, read_answers
 from minitx.analysis.capture import (
     OUTPUTS,
     Indices,
@@ -31,9 +32,10 @@ from minitx.analysis.capture import (
 from minitx.analysis.heads import UNKNOWN, mean_interval
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_recomputing
-from minitx.nn.functional import AttentionCall, attention_weights, scores_of
+from minitx.nn.functional import AttentionCall, attention_weights, full_precision, scores_of
 from minitx.nn.modes import evaluating
 
+T = TypeVar("T")
 Change = float | Tensor | Callable[[Tensor], Tensor] | Mapping[str, Sequence[Tensor]]
 CHANGEABLE = ("scores", "weights", "values", *OUTPUTS)
 
@@ -242,9 +244,9 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     torch.Size([1, 2])
     """
     with evaluating(model):
-        with _count_heads(model) as num_heads:
+        with count_heads(model) as num_heads:
             whole = loss(model).double()
-        without = _each_head(model, num_heads, "heads", 0.0, loss)
+        without = each_head(model, num_heads, "heads", 0.0, loss)
     return _effects(without, lambda x: x.double() - whole, "change of loss without the head")
 
 
@@ -286,8 +288,39 @@ def patch_heads(
         if not (whole := (right - wrong).mean()).abs() > 0:
             raise ValueError("the clean and the corrupted run have the same mean score: there is nothing to restore")
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
-        patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
+        patched = each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
     return _effects(patched, lambda x: (x.double() - wrong) / whole, "share of the clean score that the head restores")
+
+
+@torch.no_grad()
+def answers_without_heads(model: nn.Module, inputs: Mapping[str, Any], asked: Asked) -> dict[str, list[Rows]]:
+    """Return the answers with the output of one head set to 0, for every head of each layer. The model runs once for each head.
+
+    Raises:
+        ValueError: the output holds no logits for these questions, or no attention ran.
+
+    >>> from minitx.analysis.answers import Question
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> asked = Asked("input_ids", [[Question("What follows?", 2, right=5)]], 11, str)
+    >>> without = answers_without_heads(model, {"input_ids": torch.tensor([[1, 2, 3]])}, asked)
+    >>> [len(heads) for heads in without.values()], without["blocks.0.attention.core"][2][0][0].right
+    ([3, 3], '5')
+    """
+
+    def answers(model: nn.Module) -> Rows:
+        found = read_answers(model(**inputs), asked)
+        if found is None:
+            raise ValueError(
+                f"{type(model).__name__} gives no logits over {asked.size} answers, so no effect of a head can be told"
+            )
+        return found
+
+    with evaluating(model), full_precision(next(iter(inputs.values())).device):
+        with count_heads(model) as num_heads:
+            answers(model)
+        return each_head(model, num_heads, "heads", 0.0, answers)
 
 
 def _logits(found: Any) -> Any:
@@ -296,7 +329,7 @@ def _logits(found: Any) -> Any:
 
 
 @contextmanager
-def _count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
+def count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
     """Give the number of heads of each attention core by name, 0 where a core does not run."""
     cores = modules_of(model, "heads")
     refuse_compiled(model)
@@ -309,17 +342,17 @@ def _count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
         yield found
 
 
-def _each_head(
-    model: nn.Module, num_heads: Mapping[str, int], what: str, to: Change, loss: Callable[[nn.Module], Tensor]
-) -> dict[str, list[Tensor]]:
-    """``loss(model)`` with the change in one head, for every head of each core."""
+def each_head(
+    model: nn.Module, num_heads: Mapping[str, int], what: str, to: Change, look: Callable[[nn.Module], T]
+) -> dict[str, list[T]]:
+    """Return ``look(model)`` with the change in one head, for every head of each core. ``num_heads`` is what ``count_heads`` gave."""
     if not any(num_heads.values()):
         raise ValueError(f"none of the {len(num_heads)} attention cores of the model ran")
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, list[T]] = {}
     for name, number in num_heads.items():
         for head in range(number):
             with intervene(model, what, to, layers=[name], heads=[head]):
-                found.setdefault(name, []).append(loss(model))
+                found.setdefault(name, []).append(look(model))
     return found
 
 

@@ -49,9 +49,19 @@ class ViewConfig(StoredConfig):
     layers: str | None = key(None, "layers to show: numbers from 0 or parts of names (cross), separated by commas; null: all")
     num_beams: Count = key(1, "beams for an encoder-decoder's own answer; 1: greedy")
     max_new_tokens: Count = key(64, "longest own answer of an encoder-decoder, in tokens")
-    output: str = key("attention.html", "the file to write")
+    head: Natural = key(0, "the head that a film shows")
+    output: str = key(
+        "attention.html",
+        "the file to write; one that ends in .gif, .png or .webp is a film of one head of one layer over its steps",
+    )
+
+    @property
+    def is_film(self) -> bool:
+        """Return whether the output is an animated picture."""
+        return Path(self.output).suffix.lower() in (".gif", ".png", ".webp")
 
     def check(self) -> None:
+        require(not self.head or self.is_film, f"head={self.head} is for a film, output=NAME.gif: a page shows all heads")
         require(bool(self.ckpt_path or self.model), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
         require(not (self.ckpt_path and self.model), "model takes the place of ckpt_path: give one of them")
         require(
@@ -113,11 +123,25 @@ def _view(config: ViewConfig) -> None:
     kind = "run folder" if folders[0] else "checkpoint"
     require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind} as ckpt_path is")
     title, traces = (_recorded if folders[0] else _taken)(config, paths)
+    if config.is_film:
+        _write_film(config, traces)
+        return
     try:
         page = viewer_page(traces, title=title)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _write_page(page, config.output, f"{_say(traces, 'model' if config.compare_text is None else 'text')}\n")
+
+
+def _write_film(config: ViewConfig, traces: list[Trace]) -> None:
+    from minitx.analysis.film import write_film
+
+    try:
+        with writing("output", config.output):
+            steps = write_film(traces, config.output, head=config.head)
+    except ValueError as error:
+        raise ConfigError(f"output={config.output}: {error}") from error
+    write(f"{steps} steps\n{config.output}  {Path(config.output).stat().st_size / 1e6:.2f} MB\n")
 
 
 def _say(traces: list[Trace], side: str) -> str:

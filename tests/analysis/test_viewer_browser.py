@@ -6,8 +6,9 @@ import math
 import re
 
 import pytest
-from pages import SOURCE, TARGET, random_snapshot
+from pages import SOURCE, TARGET, random_snapshot, with_answers
 
+from minitx.analysis.answers import Answer
 from minitx.analysis.viewer import Trace, View, viewer_page
 
 pytestmark = pytest.mark.slow
@@ -17,13 +18,28 @@ OTHER = random_snapshot(4, 60, title="unscaled")
 SELF, SECOND, CAUSAL, CROSS = range(4)  # layers
 
 
+def answer(p, said="16", at=6, text="Which value has key 7?", right="16"):
+    """A model's answer: its right one has the probability ``p``."""
+    return Answer(text, at, 3, right, said == right, -math.log(p), ((said, max(p, 1 - p)), ("4", 0.01)))
+
+
+def asked(step, p, said="16", **options):
+    return with_answers(random_snapshot(step, step, kinds=("self",)), [answer(p, said, **options)])
+
+
+FILM = [
+    Trace("scaled", [asked(0, 0.02, "4"), asked(50, 0.1, "9"), asked(300, 0.98)]),
+    Trace("unscaled", [asked(0, 0.03, "4"), asked(50, 0.03, "<b>"), asked(300, 1e-7, "4")]),
+]
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, str]:
     """Addresses of a page with one model, of one with two, of a long text, and of a notebook with two views."""
     folder = tmp_path_factory.mktemp("pages")
     scaled, unscaled = Trace("scaled", STEPS), Trace("<script>alert(2)</script>", [OTHER])
     long = random_snapshot(7, kinds=("causal",), H=2, tokens={"decoder_input_ids": [[f"t{i}" for i in range(97)]]})
-    traces = {"one": [scaled], "two": [scaled, unscaled], "long": [Trace("long", [long])]}
+    traces = {"one": [scaled], "two": [scaled, unscaled], "long": [Trace("long", [long])], "film": FILM}
     made = {name: viewer_page(given, title="<script>alert(3)</script>") for name, given in traces.items()}
     made["notebook"] = "".join(View(viewer_page([Trace(name, [STEPS[0]])]))._repr_html_() for name in ("first", "second"))
     for name, text in made.items():
@@ -36,7 +52,7 @@ def visit(window, pages):
     """``visit("one", "#layer=1")`` opens a page."""
 
     def open_page(name, address="", **options):
-        page = window(pages[name], address, **options)
+        page = window(pages.get(name, name), address, **options)
         for frame in page.frames[1:] or [page]:
             frame.wait_for_selector("#panes .cells")
         return page
@@ -87,8 +103,8 @@ def test_pointing_at_a_cell_shows_its_weight_and_the_distance_to_the_likeliest_k
     row, wanted = layer.weights[0, 0, 2], weight(STEPS[-1], SELF, 0, 2, 3)
     assert wanted in pointed(page, 2, 3)
     assert wanted in page.locator("#tip").inner_text()
-    assert f"row H̄ {layer.entropy()[0, 0, 2]:.3f}" in readout(page)
-    assert f"max |z| {layer.max_logit[0, 0, 2]:.2f}" in readout(page)
+    assert f"entropy H̄ {layer.entropy()[0, 0, 2]:.3f}" in readout(page)
+    assert f"largest score |z| {layer.max_logit[0, 0, 2]:.2f}" in readout(page)
     k = int(row.argsort()[-2])
     assert f"z {math.log(row.max() / row[k]):.2f} below the row's largest" in pointed(page, 2, k)
     assert "z is the row's largest" in pointed(page, 2, int(row.argmax()))
@@ -232,6 +248,91 @@ def test_a_narrow_window_is_not_scrolled_sideways(visit, name):
     )
     assert max([page.evaluate("document.documentElement.scrollWidth"), *page.evaluate(script)]) <= 360
     assert page.evaluate("[...document.querySelectorAll('*')].every(e => getComputedStyle(e).transitionDuration === '0s')")
+
+
+def answers(page):
+    """What stands above each map."""
+    return [text.replace("\n", " ") for text in page.locator(".answer").all_inner_texts()]
+
+
+def test_the_question_and_what_each_model_says_stand_above_its_map_at_every_step(visit):
+    page = visit("film", "#step=50")
+    a, b = answers(page)
+    assert "Which value has key 7? Right: 16 at the framed key <script>alert(1)</script>" in a
+    assert re.search(r"✗ wrong\s*The model says 9 with probability 0\.90 · right answer 0\.10 · loss 2\.30", a)
+    assert "The model says <b> with probability 0.97" in b
+    page.locator("#step").focus()
+    page.keyboard.press("ArrowRight")
+    a, b = answers(page)
+    assert re.search(r"✓ right\s*The model says 16 with probability 0\.98", a)
+    assert re.search(r"✗ wrong\s*The model says 4 .* right answer 1·10⁻⁷", b)
+    good, bad = (page.locator(f".{kind} .sign").evaluate("e => getComputedStyle(e).color") for kind in ("good", "bad"))
+    assert good != bad
+    framed = page.evaluate(
+        "[...document.querySelectorAll('.axis.keys')].map(a => [...a.children].findIndex(e => e.matches('.wanted')))"
+    )
+    assert framed == [3, 3]
+    choose(page, "A − B")
+    (both,) = answers(page)
+    assert "✓ right" in both and "✗ wrong" in both
+    choose(page, "B")
+    assert "✗ wrong" in answers(page)[0]
+
+
+def test_play_plays_the_answers(visit):
+    page = visit("film")
+    page.locator("#play").click()
+    page.locator(".answer", has_text="The model says 9").wait_for()
+    page.locator(".answer", has_text="✓ right").wait_for()
+    assert page.locator("#play").inner_text() == "Play"
+
+
+def test_a_text_has_the_question_of_the_row_with_the_cursor_and_other_rows_have_none(visit, tmp_path):
+    rows = [answer(0.9, "b", at=at, text=f"Which token follows “{at}”?", right="b") for at in (1, 2)]
+    path = tmp_path / "text.html"
+    snapshot = with_answers(random_snapshot(1), rows)
+    path.write_text(viewer_page([Trace("a", [snapshot])]), encoding="utf-8")
+    page = visit(path.as_uri(), "#q=2")
+    assert "follows “2”" in answers(page)[0]
+    page.mouse.click(*cell(page, 1, 1))
+    assert "follows “1”" in answers(page)[0]
+    page.mouse.click(*cell(page, 4, 1))
+    assert answers(page) == [""]
+    choose(page, "Cross")  # whose queries are the decoder's
+    assert answers(page) == [""]
+
+
+def test_how_to_read_the_page_is_open_at_the_first_visit_and_stands_beside_the_map(visit, window):
+    page = visit("film")
+    assert page.locator("#help").get_attribute("open") is not None
+    told, board = page.locator("#help").bounding_box(), page.locator(".map").first.bounding_box()
+    assert told["x"] + told["width"] <= board["x"]
+    assert told["y"] < 900
+    assert "diagonal" in page.locator("#help").inner_text()
+    page.reload()
+    page.wait_for_selector("#panes .cells")
+    assert page.locator("#help").get_attribute("open") is None
+
+
+def test_what_z_and_entropy_are_is_said_where_they_stand(visit):
+    page = visit("film", "#q=2&k=2")
+    assert "entropy of the rows, 0 is one key" in page.locator("#symbols").inner_text()
+    assert "largest |score| before softmax" in page.locator("#symbols").inner_text()
+    assert "each row's entropy H̄" in page.locator(".left .note").first.inner_text()
+    assert "the token itself" in readout(page)
+    assert "the token itself" not in pointed(page, 2, 3)
+
+
+@pytest.mark.parametrize("name", ["film", "two", "one"])
+def test_on_a_phone_the_map_is_on_the_first_screen_and_the_rest_is_behind_a_button(visit, name):
+    page = visit(name, size=(390, 844))
+    board = page.locator(".cells").first.bounding_box()
+    assert board["y"] + board["height"] <= 844
+    assert page.locator("#play").is_visible()
+    assert not page.locator("#scale").is_visible()
+    page.locator("#more").click()
+    assert page.locator("#scale").is_visible()
+    assert page.locator("#help").bounding_box()["y"] > board["y"]
 
 
 def test_two_views_in_a_notebook_are_independent(visit):
