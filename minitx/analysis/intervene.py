@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from minitx.analysis.capture import (
     before_calls,
     capture,
     chosen_modules,
+    chosen_names,
     layer_of,
     modules_of,
     places_of,
@@ -35,7 +36,6 @@ from minitx.nn.blocks import is_recomputing
 from minitx.nn.functional import AttentionCall, attention_weights, full_precision, scores_of
 from minitx.nn.modes import evaluating
 
-T = TypeVar("T")
 Change = float | Tensor | Callable[[Tensor], Tensor] | Mapping[str, Sequence[Tensor]]
 CHANGEABLE = ("scores", "weights", "values", *OUTPUTS)
 
@@ -244,9 +244,9 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     torch.Size([1, 2])
     """
     with evaluating(model):
-        with count_heads(model) as num_heads:
+        with _count_heads(model) as num_heads:
             whole = loss(model).double()
-        without = each_head(model, num_heads, "heads", 0.0, loss)
+        without = _each_head(model, num_heads, "heads", 0.0, loss)
     return _effects(without, lambda x: x.double() - whole, "change of loss without the head")
 
 
@@ -288,13 +288,21 @@ def patch_heads(
         if not (whole := (right - wrong).mean()).abs() > 0:
             raise ValueError("the clean and the corrupted run have the same mean score: there is nothing to restore")
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
-        patched = each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
+        patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
     return _effects(patched, lambda x: (x.double() - wrong) / whole, "share of the clean score that the head restores")
 
 
 @torch.no_grad()
-def answers_without_heads(model: nn.Module, inputs: Mapping[str, Any], asked: Asked) -> dict[str, list[Rows]]:
-    """Return the answers with the output of one head set to 0, for every head of each layer. The model runs once for each head.
+def answers_without_heads(
+    model: nn.Module, inputs: Mapping[str, Any], asked: Asked, *, layers: Layers = None
+) -> dict[str, list[Rows]]:
+    """Return the answers with the output of one head set to 0, for every head of each layer.
+
+    The model reads several copies of the batch at once, each without another head of one layer. The work is that of one forward pass
+    for each head.
+
+    Args:
+        layers: as in ``capture``.
 
     Raises:
         ValueError: the output holds no logits for these questions, or no attention ran.
@@ -309,18 +317,38 @@ def answers_without_heads(model: nn.Module, inputs: Mapping[str, Any], asked: As
     ([3, 3], '5')
     """
 
-    def answers(model: nn.Module) -> Rows:
-        found = read_answers(model(**inputs), asked)
-        if found is None:
-            raise ValueError(
-                f"{type(model).__name__} gives no logits over {asked.size} answers, so no effect of a head can be told"
-            )
-        return found
-
+    B, found = len(asked.rows), dict[str, list[Rows]]()
+    length = inputs[asked.axis].shape[1] if asked.axis in inputs else 1
     with evaluating(model), full_precision(next(iter(inputs.values())).device):
-        with count_heads(model) as num_heads:
-            answers(model)
-        return each_head(model, num_heads, "heads", 0.0, answers)
+        with _count_heads(model) as num_heads:
+            model(**inputs)
+        for name in chosen_names(list(num_heads), layers):
+            found[name] = []
+            for heads in torch.arange(num_heads[name]).split(max(1, COPIED_TOKENS // (B * length))):
+                n = len(heads)
+
+                def silence(x: Tensor, heads: Tensor = heads, n: int = n) -> Tensor:
+                    x = x.clone()
+                    x.unflatten(0, (n, B))[torch.arange(n), :, heads] = 0.0
+                    return x
+
+                copies = {key: x.repeat(n, *[1] * (x.dim() - 1)) if _has_rows(x, B) else x for key, x in inputs.items()}
+                with intervene(model, "heads", silence, layers=[name]):
+                    rows = read_answers(model(**copies), replace(asked, rows=[*asked.rows] * n))
+                if rows is None:
+                    raise ValueError(
+                        f"{type(model).__name__} gives no logits over {asked.size} answers, so no effect can be told"
+                    )
+                found[name] += [rows[i * B : (i + 1) * B] for i in range(n)]
+    return found
+
+
+COPIED_TOKENS = 512
+"""The number of tokens that ``answers_without_heads`` gives the model at once, if a batch has no more."""
+
+
+def _has_rows(x: Any, B: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and len(x) == B
 
 
 def _logits(found: Any) -> Any:
@@ -329,7 +357,7 @@ def _logits(found: Any) -> Any:
 
 
 @contextmanager
-def count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
+def _count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
     """Give the number of heads of each attention core by name, 0 where a core does not run."""
     cores = modules_of(model, "heads")
     refuse_compiled(model)
@@ -342,17 +370,17 @@ def count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
         yield found
 
 
-def each_head(
-    model: nn.Module, num_heads: Mapping[str, int], what: str, to: Change, look: Callable[[nn.Module], T]
-) -> dict[str, list[T]]:
-    """Return ``look(model)`` with the change in one head, for every head of each core. ``num_heads`` is what ``count_heads`` gave."""
+def _each_head(
+    model: nn.Module, num_heads: Mapping[str, int], what: str, to: Change, loss: Callable[[nn.Module], Tensor]
+) -> dict[str, list[Tensor]]:
+    """``loss(model)`` with the change in one head, for every head of each core."""
     if not any(num_heads.values()):
         raise ValueError(f"none of the {len(num_heads)} attention cores of the model ran")
-    found: dict[str, list[T]] = {}
+    found: dict[str, list[Tensor]] = {}
     for name, number in num_heads.items():
         for head in range(number):
             with intervene(model, what, to, layers=[name], heads=[head]):
-                found.setdefault(name, []).append(look(model))
+                found.setdefault(name, []).append(loss(model))
     return found
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Asked
-from minitx.analysis.capture import attention_cores
+from minitx.analysis.capture import Layers, attention_cores
+from minitx.analysis.intervene import answers_without_heads
 from minitx.analysis.snapshot import Snapshot, take_snapshot
 from minitx.cli.compose import find_own_modules
 from minitx.config import ConfigError, TransformerConfig
@@ -74,16 +75,30 @@ def shape_of(model: nn.Module) -> TransformerConfig:
     return config_of(model) or TransformerConfig(max_len=2**31)
 
 
-def attention_of(model: nn.Module, inputs: Inputs, **options: Any) -> Snapshot:
-    """Return the attention on a row; ``options`` are those of ``take_snapshot``. The model may take fewer keys than the data have.
+def attention_of(
+    model: nn.Module, inputs: Inputs, *, layers: Layers = None, step: int | None = None, knock_out: bool = False
+) -> Snapshot:
+    """Return the attention on a row, and what the model answers. The model may take fewer keys than the data have.
+
+    Args:
+        layers, step: as in ``take_snapshot``. knock_out: also answer without each head, which takes one forward pass a head.
 
     Raises:
-        ConfigError: the model has no attention of ours, or cannot read the row.
+        ConfigError: the model has no attention of ours, or cannot read the row; or with ``knock_out``, there is nothing to answer.
     """
     device, read = next(model.parameters()).device, Caller(model).inputs(inputs.tensors)
     tensors = {name: tensor.to(device) for name, tensor in read.items() if tensor.dim()}
     try:
-        return take_snapshot(model, tensors, tokens=inputs.texts, asked=inputs.asked, title=title_of(model), **options)
+        told: dict[str, Any] = {"tokens": inputs.texts, "asked": inputs.asked, "title": title_of(model)}
+        snapshot = take_snapshot(model, tensors, layers=layers, step=step, **told)
+        if not knock_out:
+            return snapshot
+        if snapshot.answers is None or inputs.asked is None:
+            raise ValueError(
+                f"knock_out=true: {type(model).__name__} gives no answer on this input that could change (logits of the next token, or of a label)"
+            )
+        without = answers_without_heads(model, tensors, inputs.asked, layers=[layer.name for layer in snapshot.maps])
+        return replace(snapshot, answers=replace(snapshot.answers, without=without))
     except (ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(" ".join(str(error).split())[:300]) from error
 

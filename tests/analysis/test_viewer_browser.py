@@ -279,6 +279,62 @@ def test_the_question_and_what_each_model_says_stand_above_its_map_at_every_step
     assert "✗ wrong" in answers(page)[0]
 
 
+@pytest.fixture
+def knocked(visit, tmp_path):
+    """A page that knows the answers without each head: two layers of three heads, two questions. Head 1 of layer 1 matters for the second."""
+
+    def rows(p):
+        return [
+            answer(q, "b" if q > 0.5 else "c", at=at, text=f"What follows {at}?", right="b") for at, q in ((1, 0.6), (2, p))
+        ]
+
+    without = [[rows(0.02 if (layer, head) == (1, 1) else 0.91) for head in range(3)] for layer in range(2)]
+    snapshot = with_answers(random_snapshot(1, kinds=("self", "self")), rows(0.9), without)
+    path = tmp_path / "knocked.html"
+    path.write_text(viewer_page([Trace("model", [snapshot])]), encoding="utf-8")
+    return visit(path.as_uri(), "#layer=1&head=1&q=2")
+
+
+def test_a_knocked_out_head_answers_at_once_with_what_was_computed_before(knocked):
+    button = knocked.locator("#out")
+    assert "✓ right" in answers(knocked)[0] and "Without head" not in answers(knocked)[0]
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    (said,) = answers(knocked)
+    assert re.search(r"✓ right\s*All heads: b with probability 0\.90", said)
+    assert re.search(r"✗ wrong\s*Without head 1: c with probability 0\.98 · right answer 0\.02", said)
+    assert "Loss of the right answer: 0.11 → 3.91 (+3.81 nats)" in said
+    table = [row.inner_text().split() for row in knocked.locator(".tops tbody tr").all()]
+    assert table == [["b", "✓", "0.90", "0.02"], ["4", "0.01", "0.01"], ["c", "–", "0.98"]]
+    thumb(knocked, 0, 2).click()  # stays knocked out, now of another head
+    assert "Without head 2: b with probability 0.91" in answers(knocked)[0]
+    button.focus()
+    knocked.keyboard.press("Enter")
+    assert "Without head" not in answers(knocked)[0]
+
+
+def test_every_head_says_what_its_loss_would_be_for_the_cursors_question(knocked):
+    effects = [text.strip() for text in knocked.locator(".effect").all_inner_texts()]
+    assert effects == ["Δ 0.0"] * 4 + ["Δ +3.8"] + ["Δ 0.0"]
+    assert "without it, the loss changes by +3.8" in thumb(knocked, 1, 1).get_attribute("aria-label")
+    assert "Δ: change of the loss" in knocked.locator("#symbols").inner_text()
+    knocked.mouse.click(*cell(knocked, 1, 1))
+    assert {text.strip() for text in knocked.locator(".effect").all_inner_texts()} == {"Δ 0.0"}
+    knocked.mouse.click(*cell(knocked, 5, 1))  # which asks nothing
+    assert knocked.locator(".effect").count() == 0
+
+
+def test_an_address_opens_a_knocked_out_head_and_a_page_without_such_answers_ignores_it(knocked, visit):
+    knocked.locator("#out").click()
+    assert "out=1" in address(knocked)
+    page = visit("film", "#out=1")
+    assert not page.locator("#out").is_visible()
+    page.locator("#hatch").uncheck()
+    assert "hatch=0" in address(page) and "out" not in address(page)
+    assert page.locator(".effect").count() == 0
+    assert "Δ" not in page.locator("#symbols").inner_text()
+
+
 def test_play_plays_the_answers(visit):
     page = visit("film")
     page.locator("#play").click()

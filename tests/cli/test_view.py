@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import nn
 
-from minitx.analysis import take_snapshot
+from minitx.analysis import intervene, take_snapshot
 from minitx.analysis.viewer import playground
-from minitx.cli.inputs import Inputs, attention_of
+from minitx.cli.inputs import Inputs, attention_of, open_hf
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
@@ -201,6 +201,34 @@ def test_a_checkpoint_answers_on_a_text_and_on_a_row(data, last, folders):
     ids = transformers.AutoTokenizer.from_pretrained(folders / "llama")("abc", return_tensors="pt")["input_ids"]
     loss = torch.nn.functional.cross_entropy(theirs(ids).logits[0, :-1], ids[0, 1:], reduction="none")
     torch.testing.assert_close(torch.tensor(losses), loss, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+def test_the_answers_without_each_head_are_those_of_a_model_whose_head_gives_zero(kind, data, last, folders):
+    chosen = [last("text")] if kind == "ours" else [f"model={folders / 'llama'}"]
+    page = data(*chosen, "text=the", "knock_out=true", "layers=1")
+    answers = page["traces"][0]["snapshots"][0]["answers"]
+    (heads,) = answers["without"]
+    assert len(heads) == 3
+    if kind == "ours":
+        model, tokenizer, _ = load_model(last("text").partition("=")[2])
+        ids = torch.tensor([tokenizer.encode("the").tolist()])
+    else:
+        model, tokenizer = open_hf(str(folders / "llama"), "model")
+        ids = tokenizer("the", return_tensors="pt")["input_ids"]
+    for head, rows in enumerate(heads):
+        with torch.no_grad(), intervene(model, "heads", 0.0, layers=[1], heads=[head]):
+            output = model(input_ids=ids)
+        loss = torch.nn.functional.cross_entropy(getattr(output, "logits", output)[0, :-1], ids[0, 1:], reduction="none")
+        torch.testing.assert_close(torch.tensor([row[1] for row in rows[:-1]]), loss, atol=1e-3, rtol=0)
+    assert heads[0] != heads[1]
+    assert "without" not in data(*chosen, "text=the")["traces"][0]["snapshots"][0]["answers"]
+
+
+def test_heads_are_knocked_out_only_where_an_answer_can_change(assert_refused, folders, runs, last):
+    assert_refused("gives no answer", f"model={folders / 'bert'}", "text=the", "knock_out=true", program="view")
+    assert_refused("records only", f"ckpt_path={runs / 'lookup'}", "knock_out=true", program="view")
+    assert_refused("not for a film", last("text"), "text=a", "knock_out=true", "output=a.gif", program="view")
 
 
 def test_models_that_cannot_stand_beside_each_other_and_a_page_that_no_browser_opens_are_refused(

@@ -121,9 +121,10 @@ function showEffects() {
       continue;
     }
     if (!line) button.append((line = element("span", "numbers effect")));
-    line.textContent = `Δ ${effects.map((value) => (Number.isNaN(value) ? "–" : signed(value, 1))).join(" | ")}`;
+    const say = (value, unknown) => (Number.isNaN(value) ? unknown : signed(value, 1).replace(/^[+−](0\.0)$/, "$1"));
+    line.textContent = `Δ ${effects.map((value) => say(value, "–")).join(" | ")}`;
     line.classList.toggle("strong", Math.max(...known.map(Math.abs)) >= 0.5);
-    const told = effects.map((value) => (Number.isNaN(value) ? "unknown" : signed(value, 1))).join(" and ");
+    const told = effects.map((value) => say(value, "an unknown number")).join(" and ");
     button.ariaLabel = `${button.ariaLabel.split("; without it")[0]}; without it, the loss changes by ${told}`;
   }
 }
