@@ -318,7 +318,13 @@ def test_every_head_says_what_its_loss_would_be_for_the_cursors_question(knocked
     assert effects == ["Δ 0.0"] * 4 + ["Δ +3.8"] + ["Δ 0.0"]
     assert "without it, the loss changes by +3.8" in thumb(knocked, 1, 1).get_attribute("aria-label")
     assert "Δ: change of the loss" in knocked.locator("#symbols").inner_text()
+    strongest = knocked.locator("#strongest button")
+    assert strongest.all_inner_texts() == ["L1 h1 +3.8"]
+    thumb(knocked, 0, 0).click()
+    strongest.click()
+    assert knocked.locator("#look-title").inner_text() == "Layer 1, head 1"
     knocked.mouse.click(*cell(knocked, 1, 1))
+    assert not knocked.locator("#strongest").is_visible()
     assert {text.strip() for text in knocked.locator(".effect").all_inner_texts()} == {"Δ 0.0"}
     knocked.mouse.click(*cell(knocked, 5, 1))  # which asks nothing
     assert knocked.locator(".effect").count() == 0

@@ -33,10 +33,17 @@ function showAnswers() {
   byId("out").ariaPressed = String(state.out);
   for (const { pane, node, map } of views) {
     const traces = pane === "diff" ? [0, 1] : [pane === "b" ? 1 : 0];
-    node.querySelector(".answer").replaceChildren(...traces.flatMap((trace) => answerParts(trace, traces.length > 1)));
+    node.querySelector(".answer").replaceChildren(...traces.map((trace) => answerParts(trace, traces.length > 1)));
     map.want(wantedKey(traces[0]));
   }
   showEffects();
+}
+
+// The last row of a layer with a question whose right answer is known.
+function lastAsked(layer) {
+  const answers = answersOf(0);
+  if (!answers || DATA.layers[layer].queries !== answers.axis) return null;
+  return answers.rows.findLast((one) => one.right !== null)?.at ?? null;
 }
 
 // The key that holds the answer.
@@ -46,9 +53,11 @@ function wantedKey(trace) {
   return i < 0 || DATA.layers[state.layer].keys !== answers.axis ? null : answers.rows[i].key;
 }
 
+// The question and the answer in words; with the head knocked out, also a table of both answers.
 function answerParts(trace, isNamed) {
   const all = answerOf(trace, state.layer);
-  if (!all) return [];
+  const whole = element("div", "told-answer");
+  if (!all) return whole;
   const row = answersOf(trace).rows[asked(answersOf(trace), state.layer)];
   const without = state.out ? answerOf(trace, state.layer, state.head) : null;
   const question = element("p", "asked");
@@ -59,9 +68,17 @@ function answerParts(trace, isNamed) {
     const key = wantedKey(trace);
     if (key !== null) question.append(" ", element("span", "soft", "at the framed key "), element("bdi", "soft", keysOf(state.layer)[key]));
   }
-  const parts = [question, verdict(all, without ? "All heads: " : "The model says ")];
-  if (without) parts.push(verdict(without, `Without head ${state.head}: `), compareTops(all, without, row));
-  return parts;
+  const words = element("div", "said");
+  words.append(question, verdict(all, without ? "All heads: " : "The model says "));
+  whole.append(words);
+  if (!without) return whole;
+  words.append(verdict(without, `Without head ${state.head}: `));
+  if (row.right !== null) {
+    const change = `${fixed(all.loss, 2)} → ${fixed(without.loss, 2)} (${signed(without.loss - all.loss, 2)} nats)`;
+    words.append(element("p", "soft", `Loss of the right answer: ${change}. The map is that of the whole model.`));
+  }
+  whole.append(compareTops(all, without, row));
+  return whole;
 }
 
 function verdict(answer, says) {
@@ -76,7 +93,7 @@ function verdict(answer, says) {
 
 const chance = (p) => (p > 0 && p < 0.005 ? p.toExponential(0).replace("e-", "·10⁻").replace(/⁻(\d+)/, (_, d) => `⁻${[...d].map((c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c]).join("")}`) : fixed(p, 2));
 
-// The most probable answers of both, and what the right one loses.
+// The most probable answers of both.
 function compareTops(all, without, row) {
   const table = element("table", "tops");
   const words = [...new Set([...all.top, ...without.top].map(([word]) => word))];
@@ -102,15 +119,31 @@ function compareTops(all, without, row) {
   top.append(head);
   body.append(...lines);
   table.append(top, body);
-  if (row.right === null) return table;
-  const change = element("caption", "", `Loss of the right answer: ${fixed(all.loss, 2)} → ${fixed(without.loss, 2)} (${signed(without.loss - all.loss, 2)} nats). The map is that of the whole model.`);
-  table.prepend(change);
   return table;
+}
+
+const rounded = (value) => signed(value, 1).replace(/^[+−](0\.0)$/, "$1");
+
+const MOST = 5;
+
+// The heads without which the loss of the cursor's question rises most, as buttons.
+function showStrongest() {
+  const trace = state.view === "b" ? 1 : 0;
+  const { layers } = groupOf(state.layer);
+  const all = layers.flatMap((layer, depth) => Array.from({ length: DATA.layers[layer].shape[0] }, (_, head) => ({ layer, depth, head, effect: effectOf(trace, layer, head) })));
+  const best = all.filter((one) => one.effect > 0.05).sort((a, b) => b.effect - a.effect).slice(0, MOST);
+  byId("strongest").hidden = !best.length;
+  byId("strongest").replaceChildren(element("span", "soft", `Heads without which the loss of this question rises most${COMPARES ? ` (${NAMES[trace]})` : ""}:`), ...best.map(({ layer, depth, head, effect }) => {
+    const button = Object.assign(element("button", "", `L${depth} h${head} ${rounded(effect)}`), { type: "button" });
+    button.addEventListener("click", () => update({ layer, head }));
+    return button;
+  }));
 }
 
 // Below each thumbnail, what the loss of the cursor's question gains without the head.
 function showEffects() {
-  const traces = state.view === "b" ? [1] : state.view === "a" ? [0] : [0, 1];
+  const traces = state.view === "b" ? [1] : state.view === "a" || !COMPARES ? [0] : [0, 1];
+  if (KNOWS_WITHOUT) showStrongest();
   for (const button of byId("thumbs").querySelectorAll("button")) {
     const [layer, head] = [Number(button.dataset.layer), Number(button.dataset.head)];
     const effects = KNOWS_WITHOUT ? traces.map((trace) => effectOf(trace, layer, head)) : [];
@@ -121,7 +154,7 @@ function showEffects() {
       continue;
     }
     if (!line) button.append((line = element("span", "numbers effect")));
-    const say = (value, unknown) => (Number.isNaN(value) ? unknown : signed(value, 1).replace(/^[+−](0\.0)$/, "$1"));
+    const say = (value, unknown) => (Number.isNaN(value) ? unknown : rounded(value));
     line.textContent = `Δ ${effects.map((value) => say(value, "–")).join(" | ")}`;
     line.classList.toggle("strong", Math.max(...known.map(Math.abs)) >= 0.5);
     const told = effects.map((value) => say(value, "an unknown number")).join(" and ");

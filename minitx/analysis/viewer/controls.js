@@ -31,6 +31,7 @@ function settle() {
   if (!(state.view in VIEWS)) state.view = Object.keys(VIEWS)[0];
   state.head = within(state.head, H, 0);
   state.step = within(state.step, STEPS.length, STEPS.length - 1);
+  if (state.q === Infinity && KNOWS_WITHOUT) state.q = lastAsked(state.layer) ?? state.q;
   state.q = within(state.q, L, 0);
   if (state.k === Infinity) state.k = favourite(field(panes()[0], state.layer, state.head), state.q, S);
   state.k = within(state.k, S, 0);
