@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,15 @@ from minitx.analysis.viewer import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
+    from matplotlib.text import Annotation
 
 ENDINGS = (".gif", ".png", ".webp")
 GOOD, BAD = "#0b6b2e", "#b3261e"
 FILM_DPI, FRAMES_PER_SECOND, LAST_FRAMES = 100, 4, 8
 """``LAST_FRAMES``: how often the last frame is shown before the film begins again."""
+MOST_LABELS = 30
+"""Of an axis: more tokens have one label for several."""
 
 
 def write_film(traces: Sequence[Trace], path: Path | str, *, head: int = 0) -> int:
@@ -88,51 +93,53 @@ class _Pane:
     """The map of one model, and above it its answer, from ``left`` (a fraction of the figure's width)."""
 
     def __init__(self, ax: Axes, left: float, trace: Trace, head: int) -> None:
+        self.ax, self.left, self.trace, self.head = ax, left, trace, head
+        first = trace.snapshots[0]
+        asked = _asked(first)
+        self.image = self._map(first, first.maps[0])
+        if asked and asked.at is not None and first.answers and first.answers.axis == first.maps[0].queries:
+            self._frame(asked, first.maps[0].weights.shape[-1])
+        ax.set_title("\n\n\n\n", fontsize=9)  # room for the lines above the map
+        self._line(f"{trace.name}, head {head}" if first.maps[0].weights.shape[1] > 1 else trace.name, 40, 10, weight="bold")
+        self._line(f"{asked.text}  Right: {asked.right}" if asked else "", 23, 9)
+        self.verdict = self._line("", 7, 9, weight="bold")
+
+    def _map(self, snapshot: Snapshot, layer: AttentionMap) -> AxesImage:
         import numpy as np
         from matplotlib.colors import PowerNorm
         from matplotlib.patches import Rectangle
 
-        self.trace, self.head = trace, head
-        first = trace.snapshots[0]
-        layer = first.maps[0]
-        asked = _asked(first)
-        self.image = ax.imshow(
-            np.zeros(layer.weights.shape[2:]), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0.0, 1.0), aspect="equal"
-        )
         _, _, L, S = layer.weights.shape
         if not layer.visible.all():
-            ax.add_patch(Rectangle((-0.5, -0.5), S, L, zorder=-1, **HIDDEN))
-        for axis, name, turned in ((ax.yaxis, layer.queries, 0), (ax.xaxis, layer.keys, 90)):
-            labels, families = token_labels(first.tokens[name][0])
-            every = max(1, len(labels) // 30)
+            self.ax.add_patch(Rectangle((-0.5, -0.5), S, L, zorder=-1, **HIDDEN))
+        for axis, name, turned in ((self.ax.yaxis, layer.queries, 0), (self.ax.xaxis, layer.keys, 90)):
+            labels, families = token_labels(snapshot.tokens[name][0])
+            every = math.ceil(len(labels) / MOST_LABELS)
             axis.set_ticks(
                 range(0, len(labels), every), labels[::every], rotation=turned, fontfamily=families, parse_math=False
             )
-        ax.tick_params(labelsize=7.5, colors=INK, length=0)
-        ax.spines[:].set_color(GREY)
-        ax.set_xlabel("key", fontsize=8, color=INK)
-        ax.set_ylabel("query", fontsize=8, color=INK)
-        head_said = f", head {head}" if layer.weights.shape[1] > 1 else ""
-        [name, question, right], families = drawable(
-            [f"{trace.name}{head_said}", asked.text if asked else "", (asked.right or "") if asked else ""]
-        )
-        ax.set_title("\n\n\n\n", fontsize=9)  # room for the lines below
-        place: dict[str, Any] = {
-            "xycoords": ("figure fraction", "axes fraction"),
-            "textcoords": "offset points",
-            "parse_math": False,
-        }
+        self.ax.tick_params(labelsize=7.5, colors=INK, length=0)
+        self.ax.spines[:].set_color(GREY)
+        self.ax.set_xlabel("key", fontsize=8, color=INK)
+        self.ax.set_ylabel("query", fontsize=8, color=INK)
+        return self.ax.imshow(np.zeros((L, S)), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0.0, 1.0), aspect="equal")
 
-        def line(text: str, height: float, **font: Any) -> Any:
-            return ax.annotate(text, (left, 1.0), (0, height), color=INK, family=families, **place, **font)
+    def _frame(self, asked: Answer, S: int) -> None:
+        """Frame the row of the question, and in it the key that holds the answer."""
+        from matplotlib.patches import Rectangle
 
-        line(name, 40, fontsize=10, weight="bold")
-        line(f"{question}  Right: {right}" if asked else "", 23, fontsize=9)
-        self.verdict = line("", 7, fontsize=9, weight="bold")
-        if asked and asked.at is not None and _counts_on(first, layer):
-            ax.add_patch(Rectangle((-0.5, asked.at - 0.5), S, 1, fill=False, edgecolor=INK, linewidth=1.2))
-            if asked.key is not None:
-                ax.add_patch(Rectangle((asked.key - 0.5, asked.at - 0.5), 1, 1, fill=False, edgecolor=GOOD, linewidth=2.4))
+        assert asked.at is not None
+        self.ax.add_patch(Rectangle((-0.5, asked.at - 0.5), S, 1, fill=False, edgecolor=INK, linewidth=1.2))
+        if asked.key is not None:
+            place = (asked.key - 0.5, asked.at - 0.5)
+            self.ax.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor=GOOD, linewidth=2.4))
+
+    def _line(self, text: str, points: float, size: float, **font: Any) -> Annotation:
+        """A line of text, so many points above the map."""
+        [shown], families = drawable([text])
+        place: dict[str, Any] = {"xycoords": ("figure fraction", "axes fraction"), "textcoords": "offset points"}
+        font |= {"family": families, "fontsize": size, "color": INK, "parse_math": False}
+        return self.ax.annotate(shown, (self.left, 1.0), (0, points), **place, **font)
 
     def show(self, step: int) -> None:
         import numpy as np
@@ -150,11 +157,6 @@ class _Pane:
             sign, said = ("✓", "right") if answer.is_right else ("✗", "wrong")
             [shown], families = drawable([f"{sign} {said}: the model says {word:.20}, probability {p:.2f}"])
             self.verdict.set(text=shown, color=GOOD if answer.is_right else BAD, family=families)
-
-
-def _counts_on(snapshot: Snapshot, layer: AttentionMap) -> bool:
-    """Return whether positions of the answers are queries of a layer."""
-    return snapshot.answers is not None and snapshot.answers.axis == layer.queries
 
 
 class _Curve:
@@ -176,8 +178,6 @@ class _Curve:
         self.label = ax.set_xlabel("", fontsize=9, color=INK)
 
     def show(self, step: int) -> None:
-        import math
-
         for line, trace in zip(self.lines, self.traces, strict=True):
             told = [(one.step, _asked(one)) for one in trace.snapshots if one.step is not None and one.step <= step]
             points = [(at, math.exp(-answer.loss)) for at, answer in told if answer is not None and answer.loss is not None]

@@ -91,7 +91,12 @@ function verdict(answer, says) {
   return line;
 }
 
-const chance = (p) => (p > 0 && p < 0.005 ? p.toExponential(0).replace("e-", "·10⁻").replace(/⁻(\d+)/, (_, d) => `⁻${[...d].map((c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c]).join("")}`) : fixed(p, 2));
+// A probability; a tiny one as a power of ten.
+function chance(p) {
+  if (p >= 0.005 || p === 0) return fixed(p, 2);
+  const [digit, exponent] = p.toExponential(0).split("e-");
+  return `${digit}·10⁻${[...exponent].map((c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c]).join("")}`;
+}
 
 // The most probable answers of both.
 function compareTops(all, without, row) {
