@@ -380,7 +380,10 @@ def test_what_z_and_entropy_are_is_said_where_they_stand(visit):
     page = visit("film", "#q=2&k=2")
     assert "entropy of the rows, 0 is one key" in page.locator("#symbols").inner_text()
     assert "largest |score| before softmax" in page.locator("#symbols").inner_text()
-    assert "each row's entropy H̄" in page.locator(".left .note").first.inner_text()
+    assert "each row's entropy H̄ (0 is one key" in page.locator(".bars").first.inner_text()
+    choose(page, "A − B")
+    assert "A − B of each row's entropy" in page.locator(".bars").inner_text()
+    choose(page, "A beside B")
     assert "the token itself" in readout(page)
     assert "the token itself" not in pointed(page, 2, 3)
 
@@ -395,6 +398,10 @@ def test_on_a_phone_the_map_is_on_the_first_screen_and_the_rest_is_behind_a_butt
     page.locator("#more").click()
     assert page.locator("#scale").is_visible()
     assert page.locator("#help").bounding_box()["y"] > board["y"]
+    if name != "one":  # the second map follows the first, without lines between them
+        assert page.locator(".cells").nth(1).bounding_box()["y"] < board["y"] + 844
+        choose(page, "B")
+        assert page.locator(".lines").is_visible()
 
 
 def test_two_views_in_a_notebook_are_independent(visit):
