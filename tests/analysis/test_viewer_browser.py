@@ -426,6 +426,7 @@ def test_two_views_in_a_notebook_are_independent(visit):
         return [frame.evaluate("document.documentElement.dataset.theme") for frame in (first, second)]
 
     first, second = visit("notebook", size=(1280, 1700)).frames[1:]
+    assert first.locator("#help").get_attribute("open") is None
     before = themes()
     first.locator("#theme").click()
     thumb(first, 1, 2).click()

@@ -200,14 +200,14 @@ function showPicture(rows, layer) {
 
 const READ = "minitx-viewer-read"; // what the browser keeps after the first visit
 
-// Whether nobody has seen a page here; frames of a notebook keep nothing.
+// Whether nobody has seen a page here. A frame of a notebook keeps nothing, and would explain itself below every cell.
 function isFirstVisit() {
   try {
     const first = localStorage.getItem(READ) === null;
     localStorage.setItem(READ, "1");
     return first;
   } catch {
-    return true;
+    return location.protocol !== "about:";
   }
 }
 
