@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitx.analysis.answers import Answer, Answers, Asked, read_answers
 from minitx.analysis.capture import Layers, Look, watch
 from minitx.analysis.statistics import over_tiles
 from minitx.nn.attention import MultiHeadAttention
@@ -75,6 +76,7 @@ class Snapshot:
             argument of a model of your own) and each row of the batch.
         ids: int (B, n) for each axis, but not for images. real: bool (B, n) for each axis, False at padding.
         step: the training step, or None. title: a title for the viewer and the figures.
+        answers: what the model answers, or None.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import Encoder
@@ -91,6 +93,7 @@ class Snapshot:
     real: Mapping[str, Tensor]
     step: int | None = None
     title: str = ""
+    answers: Answers | None = None
 
     @property
     def num_rows(self) -> int:
@@ -113,7 +116,9 @@ class Snapshot:
             maps.append(replace(layer, **cut, max_logit=layer.max_logit[row : row + 1][:, :, q]))
         tokens = {axis: [list(compress(rows[row], real[axis].tolist()))] for axis, rows in self.tokens.items()}
         ids = {axis: tensor[row : row + 1, real[axis]] for axis, tensor in self.ids.items()}
-        return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real={a: m[m].unsqueeze(0) for a, m in real.items()})
+        answers = self.answers and self.answers.of_row(row, real[self.answers.axis].tolist())
+        one = {axis: mask[mask].unsqueeze(0) for axis, mask in real.items()}
+        return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real=one, answers=answers)
 
 
 @torch.no_grad()
@@ -123,6 +128,7 @@ def take_snapshot(
     *,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
     layers: Layers = None,
+    asked: Asked | None = None,
     step: int | None = None,
     title: str = "",
 ) -> Snapshot:
@@ -133,6 +139,7 @@ def take_snapshot(
             first argument. Ids (L,) are one row.
         tokens: the texts of the tokens, see ``Snapshot``. Default: the ids as numbers, and ``row,column`` for image patches.
         layers: as in ``capture``.
+        asked: questions, whose answers the snapshot keeps if the model's output holds logits for them (see ``read_answers``).
 
     Raises:
         ValueError, RuntimeError: as in ``capture``; texts that do not fit the ids; or no attention ran.
@@ -147,7 +154,8 @@ def take_snapshot(
     inputs = named_inputs(model, inputs)
     device = next(iter(inputs.values())).device
     with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
-        model(**inputs)
+        output = model(**inputs)
+    rows = read_answers(output, asked) if asked is not None else None
     source = next((axis for axis in (SOURCE, PIXELS) if axis in inputs), next(iter(inputs)))
     maps, told = [], dict[str, Tensor]()
     for name, records in seen.items():
@@ -162,7 +170,10 @@ def take_snapshot(
             told[queries] = real_queries
     if not maps:
         raise ValueError(f"no attention core of {type(model).__name__} ran")
-    return _assembled(maps, inputs, told, tokens or {}, step, title)
+    found = _assembled(maps, inputs, told, tokens or {}, step, title)
+    if rows is None or asked is None or asked.axis not in found.tokens:
+        return found
+    return replace(found, answers=Answers(asked.axis, rows))
 
 
 def _assembled(
@@ -301,7 +312,9 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
         parts = {"weights": layer.weights.half(), "visible": layer.visible, "max_logit": layer.max_logit.float()}
         tensors |= {f"{part}/{layer.name}": tensor for part, tensor in parts.items()}
     maps = [layer.place() for layer in snapshot.maps]
-    header = {"step": snapshot.step, "title": snapshot.title, "tokens": snapshot.tokens, "maps": maps}
+    header: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "tokens": snapshot.tokens, "maps": maps}
+    if snapshot.answers is not None:  # of the whole model; what it answers without its heads is not kept
+        header["answers"] = [snapshot.answers.axis, [[asdict(one) for one in row] for row in snapshot.answers.rows]]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{snapshot.step or 0:08}.safetensors"
     part = path.with_suffix(".part")
@@ -331,7 +344,14 @@ def read_snapshot(path: Path) -> Snapshot:
         {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
         for kind in ("ids/", "real/")
     )
-    return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"])
+    return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"], _read_answers(header))
+
+
+def _read_answers(header: Mapping[str, Any]) -> Answers | None:
+    if "answers" not in header:
+        return None
+    axis, rows = header["answers"]
+    return Answers(axis, [[Answer(**{**one, "top": tuple(map(tuple, one["top"]))}) for one in row] for row in rows])
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:

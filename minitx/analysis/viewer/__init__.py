@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from minitx.analysis.answers import Answer, Answers
 from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot, named_inputs, snapshot_of_weights, take_snapshot
 
 __all__ = ["Trace", "View", "playground", "view", "viewer_page"]
 
-SCRIPTS = ("common.js", "data.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
+SCRIPTS = ("common.js", "data.js", "colours.js", "controls.js", "answers.js", "map.js", "lines.js", "page.js")
 PLAY_SCRIPTS = ("common.js", "words.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "play.js")
 FULL = 65534
 """The 16-bit number for a weight of 1. The next larger one means NaN."""
@@ -207,11 +208,13 @@ def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:
         for snapshot in snapshots:
             _check_alike(name, first, snapshot)
     masks: dict[bytes, int] = {}
+    words: dict[str, int] = {}
     data = {
-        "traces": [{"name": name, "snapshots": [_snapshot(s, masks) for s in snapshots]} for name, snapshots in cut],
+        "traces": [{"name": name, "snapshots": [_snapshot(s, masks, words) for s in snapshots]} for name, snapshots in cut],
         "layers": [{**layer.place(), "shape": list(layer.weights.shape[1:])} for layer in first.maps],  # H, L, S
         "tokens": {axis: list(rows[0]) for axis, rows in first.tokens.items()},
         "masks": [base64.b64encode(bits).decode() for bits in masks],
+        "words": list(words),
         "full": FULL,
     }
     return _page(title, data)
@@ -246,10 +249,39 @@ def _check_alike(name: str, first: Snapshot, other: Snapshot) -> None:
             raise ValueError(f"{name!r} has other tokens: {axis}[{at}] is {theirs[at]!r} against {mine[at]!r}")
 
 
-def _snapshot(snapshot: Snapshot, masks: dict[bytes, int]) -> dict[str, Any]:
-    """One step as plain data; ``masks`` collects the different masks, as bits, in the order of their numbers."""
+def _snapshot(snapshot: Snapshot, masks: dict[bytes, int], words: dict[str, int]) -> dict[str, Any]:
+    """One step as plain data; ``masks`` collects the different masks, as bits, and ``words`` the texts of answers, in the order of their numbers."""
     layers = [_layer(layer, masks) for layer in snapshot.maps]
-    return {"step": snapshot.step, "title": snapshot.title, "layers": layers}
+    found: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "layers": layers}
+    if snapshot.answers is not None:
+        found["answers"] = _answers(snapshot, snapshot.answers, words)
+    return found
+
+
+def _answers(snapshot: Snapshot, answers: Answers, words: dict[str, int]) -> dict[str, Any]:
+    """Questions with answers, and for each layer and head the answers without it: [is it right, loss, [[word, p], ...]]."""
+
+    def number(word: str) -> int:
+        return words.setdefault(word, len(words))
+
+    def plain(one: Answer) -> list[Any]:
+        top = [[number(word), float(f"{p:.3g}")] for word, p in one.top]
+        return [one.is_right, one.loss if one.loss is None else round(one.loss, 4), top]
+
+    rows = [
+        {
+            "text": one.text,
+            "at": one.at,
+            "key": one.key,
+            "right": None if one.right is None else number(one.right),
+            "answer": plain(one),
+        }
+        for one in answers.rows[0]
+    ]
+    found: dict[str, Any] = {"axis": answers.axis, "rows": rows}
+    if answers.without:
+        found["without"] = [[list(map(plain, head[0])) for head in answers.without[layer.name]] for layer in snapshot.maps]
+    return found
 
 
 def _layer(layer: AttentionMap, masks: dict[bytes, int]) -> dict[str, Any]:
