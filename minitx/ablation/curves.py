@@ -131,9 +131,9 @@ def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -
     xs, lines = [float(f.condition[law.factor]) for f, law in zip(listed, laws, strict=True)], ([], [])  # type: ignore[var-annotated]
     for x, finding in zip(xs, listed, strict=True):
         for k, pair in enumerate(finding.pairs):
-            for i, (arm, span) in enumerate(zip(finding.comparison.arms, (pair.reference, pair.treatment), strict=True)):
+            for i, (arm, span) in enumerate(zip(finding.comparison.arms, pair.values, strict=True)):
                 draw_span(ax, x * 2 ** (0.5 * beside(2, i, len(finding.pairs), k)), span, style(grid, arm))
-        median = float(np.median([middle(pair.reference) for pair in finding.pairs]))
+        median = float(np.median([middle(pair.values[0]) for pair in finding.pairs]))
         for line, ratio in zip(lines, (finding.predicted, finding.bound), strict=True):
             line.append(median / ratio if ratio else math.nan)
     ax.plot(xs, lines[0], "-", color=INK, linewidth=1.2)

@@ -27,7 +27,7 @@ from minitx.ablation import curves
 from minitx.ablation import wording as say
 from minitx.ablation.design import AblationConfig
 from minitx.ablation.intervals import mean_interval, median
-from minitx.ablation.judge import Finding, Findings, Threshold, answers
+from minitx.ablation.judge import Finding, Findings, Threshold, answers, slopes
 from minitx.analysis.canvas import DPI, png, svg
 from minitx.config import ConfigError
 
@@ -105,7 +105,7 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
     sentences = sentences or ["No comparison of this grid has a pair: two finished runs of the same seed."]
     first = of_question("figure", study_pictures(findings)[:1])
     sections = [
-        Section("Numbers", [_numbers(findings), *_slopes(findings)]),
+        Section("Numbers", [_numbers(findings), _slopes(findings)]),
         *of_question("sections", []),
         Section("Figures", study_pictures(findings)),
         Section("Controls", _controls(findings)),
@@ -215,8 +215,7 @@ def _numbers(findings: Findings) -> Table:
     for f in findings.findings:
         if not f.pairs:
             continue
-        sides = [pair.reference for pair in f.pairs], [pair.treatment for pair in f.pairs]
-        values = [median(side, ratio=f.endpoint.is_ratio) for side in sides]
+        values = [median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio) for i in range(2)]
         predicted = [] if f.predicted is None else [f"{say.number(f.predicted)} (formula)"]
         predicted += [] if f.bound is None else [f"{'at most ' if f.predicted else ''}{say.number(f.bound)}"]
         row = {
@@ -239,26 +238,25 @@ def _numbers(findings: Findings) -> Table:
     return Table(caption, rows, is_open=True)
 
 
-def _slopes(findings: Findings) -> list[Table]:
+def _slopes(findings: Findings) -> Table:
     """The exponents of the ratios of thresholds over the factor of a law."""
-    rows = []
-    for comparison in findings.grid.comparisons:
-        law, name = comparison.law, comparison.study
-        conditions = [f.condition for f in findings.find(name, "threshold", comparison.arms)] if law else []
-        others = [{k: v for k, v in condition.items() if law and k != law.factor} for condition in conditions]
-        for i, other in enumerate(others):
-            slopes = findings.slopes(name, comparison.arms, law.factor, other) if law and other not in others[:i] else []
-            if (found := mean_interval(slopes)) is not None:
-                rows.append(
-                    {
-                        "study": say.title(findings.grid, name),
-                        "exponent over " + say.words(findings.grid, law.factor if law else ""): say.number(found[0]),
-                        "95 % (Student's t)": say.span_text(found[1]),
-                        "of the law": say.number(law.power if law else None),
-                        "seeds": str(len(slopes)),
-                    }
-                )
-    return [Table("Exponents of the ratios: the mean of the slopes of single seeds", rows, is_open=True)]
+    grid, rows, series = findings.grid, [], dict[Any, list[Finding]]()
+    for f in findings.findings:
+        if f.endpoint.name == "threshold" and f.pairs and f.comparison.law:
+            others = tuple(level for level in f.condition.items() if level[0] != f.comparison.law.factor)
+            series.setdefault((f.comparison, f.comparison.law, others), []).append(f)
+    for (comparison, law, _), listed in series.items():
+        values = slopes(listed, law.factor)
+        if (found := mean_interval(values)) is not None:
+            row = {
+                "study": say.title(grid, comparison.study),
+                "exponent over " + say.words(grid, law.factor): say.number(found[0]),
+                "95 % (Student's t)": say.span_text(found[1]),
+                "of the law": say.number(law.power),
+                "seeds": str(len(values)),
+            }
+            rows.append(row)
+    return Table("Exponents of the ratios: the mean of the slopes of single seeds", rows, is_open=True)
 
 
 def _controls(findings: Findings) -> list[Block]:

@@ -127,7 +127,7 @@ def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> Non
         for i, arm in enumerate(ARMS):
             color, marker = style(findings.grid, arm)
             for k, pair in enumerate(f.pairs):
-                span = (pair.reference, pair.treatment)[i]
+                span = pair.values[i]
                 x = column + 0.6 * curves.beside(2, i, len(f.pairs), k)
                 ax.plot([x], [span.low], marker if span.low == span.high else "^", color=color, markersize=4.5, gid="runs")
     log_ticks(ax)
