@@ -10,7 +10,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from minitx.ablation.design import AblationConfig, ComparisonConfig, Condition, ExpectedConfig, LawConfig, Solved, StudyConfig
+from minitx.ablation.design import (
+    PARTS,
+    AblationConfig,
+    ComparisonConfig,
+    Condition,
+    ExpectedConfig,
+    LawConfig,
+    Solved,
+    StudyConfig,
+)
 from minitx.ablation.intervals import Span, median, median_interval
 from minitx.ablation.records import Run, Runs, solved_step
 
@@ -171,6 +180,12 @@ class Finding:
     bound: float | None
     predicted: float | None
 
+    @property
+    def level(self) -> float:
+        """The level of the law's factor."""
+        assert self.comparison.law is not None
+        return float(self.condition[self.comparison.law.factor])
+
     @cached_property
     def estimate(self) -> Span | None:
         """The median effect; a range where runs ended at their cap."""
@@ -225,9 +240,9 @@ class Findings:
         ]
 
 
-def slopes(listed: Sequence[Finding], factor: str) -> list[float]:
-    """Return for each seed the slope of the logarithm of its ratio on that of ``factor``, over all levels in ``listed``."""
-    xs = np.log([float(f.condition[factor]) for f in listed])
+def slopes(listed: Sequence[Finding]) -> list[float]:
+    """Return for each seed the slope of the logarithm of its ratio on that of the law's factor, over all levels in ``listed``."""
+    xs = np.log([f.level for f in listed])
     by_seed = [{pair.seed: pair.effect.low for pair in f.pairs} for f in listed]
     seeds = sorted(set.intersection(*map(set, by_seed))) if len(listed) > 1 else []
     return [float(np.polyfit(xs, np.log([ratios[seed] for ratios in by_seed]), 1)[0]) for seed in seeds]
@@ -279,7 +294,7 @@ def _finding(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, con
 def _formula(runs: Runs, comparison: ComparisonConfig, law: LawConfig, condition: Condition) -> float | None:
     """The median over the seeds of (b / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R), of the reference alone; b is the law's bound."""
     bound, of_part = float(condition[law.factor]) ** law.power, []
-    for part in ("qk", "rest"):
+    for part in PARTS:
         found = runs.select(comparison.study, comparison.arms[0], {**condition, str(law.parts): part}, status="done")
         of_part.append({run.seed: middle(Threshold().value(run)) for run in found})
     qk, rest = of_part

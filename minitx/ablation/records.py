@@ -86,11 +86,6 @@ class Run(Place):
     record: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
-    def place(self) -> Place:
-        """The place without the record."""
-        return Place(self.study, self.arm, self.factors, self.seed)
-
-    @property
     def status(self) -> str:
         """The status in the record, or ``missing``."""
         return self.record.get("status", "missing")  # type: ignore[no-any-return]

@@ -178,7 +178,7 @@ def _write_cells(findings: Findings, path: Path) -> None:
 
     rows = []
     for run in findings.runs.all:
-        row: dict[str, Any] = {"study": run.study, "arm": run.arm, **dict(run.place.factors), "seed": run.seed}
+        row: dict[str, Any] = {"study": run.study, "arm": run.arm, **dict(run.factors), "seed": run.seed}
         row |= {"status": run.status, **{name: run.record.get(name) for name in ("reason", "seconds", "command")}}
         if run.status == "done":
             row |= {name: run.result.get(name) for name in NUMBERS} | run.result.get("measures", {})
@@ -246,7 +246,7 @@ def _slopes(findings: Findings) -> Table:
             others = tuple(level for level in f.condition.items() if level[0] != f.comparison.law.factor)
             series.setdefault((f.comparison, f.comparison.law, others), []).append(f)
     for (comparison, law, _), listed in series.items():
-        values = slopes(listed, law.factor)
+        values = slopes(listed)
         if (found := mean_interval(values)) is not None:
             row = {
                 "study": say.title(grid, comparison.study),
@@ -344,7 +344,7 @@ def _runs(findings: Findings) -> Table:
 def _not_done(findings: Findings) -> Table:
     """Every run that is not done, with its reason."""
     rows = [
-        {"run": str(run.place), "status": run.status, "reason": run.record.get("reason") or ""}
+        {"run": str(run), "status": run.status, "reason": run.record.get("reason") or ""}
         for run in sorted(findings.runs.all, key=lambda run: run.status)
         if run.status != "done"
     ]

@@ -55,7 +55,7 @@ def test_the_formula_is_about_runs_that_train_all_weights():
 
 
 def test_the_exponent_is_the_slope_of_each_seed(stable):
-    found = slopes(stable.find("sgd", "threshold"), "head_dim")
+    found = slopes(stable.find("sgd", "threshold"))
     assert len(found) == 6
     assert np.mean(found) == pytest.approx(math.log(10.3 / 2.4) / math.log(16), abs=0.03)
 

@@ -8,8 +8,9 @@ import pandas
 import pytest
 
 from minitx.ablation import curves
+from minitx.ablation.grid import cells
 from minitx.ablation.judge import judge
-from minitx.ablation.records import Runs
+from minitx.ablation.records import Runs, solved_step
 from minitx.ablation.report import module_of, write_report
 from minitx.ablation.scaling import figure, sentences
 from minitx.config import ConfigError
@@ -79,7 +80,7 @@ def test_equal_runs_give_equal_files_in_any_order_of_the_records(tmp_path):
     for i in range(2):
         random.Random(i).shuffle(records)
         folder = tmp_path / str(i)
-        write_report(judge(grid, Runs.of([run.place for run in made_up.runs(grid).all], records)), folder, meta=META)
+        write_report(judge(grid, Runs.of([cell.place for cell in cells(grid)], records)), folder, meta=META)
         files.append({p.relative_to(folder): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()})
     assert len(files[0]) > 4
     assert files[0] == files[1]
@@ -152,8 +153,8 @@ def test_a_module_that_is_not_there_is_refused():
 def test_every_finished_run_is_a_dot_over_its_rate_and_those_that_solved_nothing_are_above(found):
     drawing = curves.by_rate(found, "recall", "time", "steps", "not solved")
     points = [drawn(ax) for ax in drawing.axes]
-    value = curves.value_of(found.grid, "time")
-    steps = [value(run) for run in found.runs.select("recall", status="done")]
+    solved = found.grid.studies["recall"].solved
+    steps = [solved_step(run.result, solved) for run in found.runs.select("recall", status="done")]
     for ax, own in zip(drawing.axes, points, strict=True):
         (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
         assert len(set(own)) == len(own)  # none covers another

@@ -101,7 +101,7 @@ def figure(findings: Findings) -> list[Picture]:
         label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", "accuracy")
     for name, of_study in stable.items():
         ax = next(left)
-        curves.draw_thresholds(ax, grid, sorted(of_study, key=lambda f: float(f.condition["head_dim"])))
+        curves.draw_thresholds(ax, grid, of_study)
         label(ax, f"largest stable rate,\n{name}", "d_k", "learning rate")
     if started:
         _draw_times(next(left), findings, started)
@@ -124,12 +124,7 @@ def figure(findings: Findings) -> list[Picture]:
 def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> None:
     """The steps of each seed, by initial weights and arm; a triangle where the task was not solved within the cap."""
     for column, f in enumerate(started.values()):
-        for i, arm in enumerate(ARMS):
-            color, marker = style(findings.grid, arm)
-            for k, pair in enumerate(f.pairs):
-                span = pair.values[i]
-                x = column + 0.6 * curves.beside(2, i, len(f.pairs), k)
-                ax.plot([x], [span.low], marker if span.low == span.high else "^", color=color, markersize=4.5, gid="runs")
+        curves.dots(ax, findings.grid, f, lambda beside, column=column: column + 0.6 * beside)  # type: ignore[misc]
     log_ticks(ax)
     ax.set_xlim(-0.5, len(started) - 0.5)
     ax.set_xticks(range(len(started)), [say.words(findings.grid, init).replace(" (", "\n(") for init in started])
