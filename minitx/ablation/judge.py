@@ -10,16 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from minitx.ablation.design import (
-    PARTS,
-    AblationConfig,
-    ComparisonConfig,
-    Condition,
-    ExpectedConfig,
-    LawConfig,
-    Solved,
-    StudyConfig,
-)
+from minitx.ablation.design import PARTS, AblationConfig, ComparisonConfig, Condition, ExpectedConfig, LawConfig, StudyConfig
 from minitx.ablation.intervals import Span, median, median_interval
 from minitx.ablation.records import Run, Runs, solved_step
 
@@ -53,8 +44,8 @@ class Time(Endpoint):
 
     name, text = "time", "steps until the task is solved"
 
-    def __init__(self, solved: Solved) -> None:
-        self._solved = solved
+    def __init__(self, study: StudyConfig) -> None:
+        self._solved = study.solved
 
     def cost(self, run: Run) -> float:
         """Return the logarithm of the steps, or of the cap."""
@@ -122,7 +113,7 @@ def middle(span: Span) -> float:
 def endpoint_of(name: str, study: StudyConfig) -> Endpoint:
     """Return the endpoint of a name; a measure takes the rate that the first loss or accuracy chose."""
     if name in ("time", "threshold"):
-        return Time(study.solved) if name == "time" else Threshold()
+        return Time(study) if name == "time" else Threshold()
     return Score(name, name if name in study.scores else next(each for each in study.scores if each in ("loss", "accuracy")))
 
 
@@ -225,19 +216,11 @@ class Findings:
     findings: tuple[Finding, ...]
     equalities: tuple[Equality, ...]
 
-    def find(
-        self, study: str, endpoint: str, arms: Sequence[str] | None = None, condition: Condition | None = None
-    ) -> list[Finding]:
-        """Return the findings that match all arguments and have a pair."""
-        wanted = (condition or {}).items()
-        return [
-            f
-            for f in self.findings
-            if (f.comparison.study, f.endpoint.name) == (study, endpoint)
-            and f.pairs
-            and (arms is None or f.comparison.arms == tuple(arms))
-            and wanted <= f.condition.items()
-        ]
+    def find(self, study: str, endpoint: str, arms: Sequence[str] = (), condition: Condition | None = None) -> list[Finding]:
+        """Return the findings that match all arguments and have a pair. Without ``arms``, those of all arms."""
+        wanted, of_study = (condition or {}).items(), (f for f in self.findings if f.comparison.study == study and f.pairs)
+        found = (f for f in of_study if f.endpoint.name == endpoint and wanted <= f.condition.items())
+        return [f for f in found if not arms or f.comparison.arms == tuple(arms)]
 
 
 def slopes(listed: Sequence[Finding]) -> list[float]:

@@ -40,11 +40,11 @@ NUMBERS = ("steps", "cap", "val_loss", "val_accuracy", "nonfinite_step", "low", 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. Each row maps the name of a column to its text. ``is_open``: shown at once, not only after a click on its caption."""
+    """A table. Each row maps the name of a column to its text. Unless ``is_open``, it is shown after a click on its caption."""
 
     caption: str
     rows: Sequence[Mapping[str, str]]
-    is_open: bool = False
+    is_open: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,51 +96,35 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
         meta: how the records were made: ``commit``, ``command``, ``date``, ``hardware``, ``versions`` (a mapping),
             ``wall_seconds``.
     """
-    about = module_of(findings.grid)
+    about, grid, own = module_of(findings.grid), findings.grid, study_pictures(findings)
 
     def of_question(part: str, otherwise: list[Any]) -> list[Any]:
         return getattr(about, part)(findings) if hasattr(about, part) else otherwise  # type: ignore[no-any-return]
 
-    sentences = of_question("sentences", []) or [_sentence(findings, f) for f in findings.findings if f.pairs][:6]
+    sentences = of_question("sentences", []) or [_sentence(grid, f) for f in findings.findings if f.pairs][:6]
     sentences = sentences or ["No comparison of this grid has a pair: two finished runs of the same seed."]
-    first = of_question("figure", study_pictures(findings)[:1])
+    first = of_question("figure", own[:1])
     sections = [
         Section("Numbers", [_numbers(findings), _slopes(findings)]),
         *of_question("sections", []),
-        Section("Figures", study_pictures(findings)),
+        Section("Figures", [picture for picture in own if picture not in first]),
         Section("Controls", _controls(findings)),
         Section("Predictions", [_predictions(findings)]),
         Section("Limits", [*of_question("limits", []), *_limits(findings)]),
         Section("What was run, and how to run it again", [_runs(findings), _not_done(findings), *_reproduce(meta)]),
     ]
-    sections = _worth_showing(sections, first)
+    sections = [Section(each.title, [block for block in each.blocks if getattr(block, "rows", True)]) for each in sections]
+    sections = [section for section in sections if section.blocks]
     pictures = [*first, *(block for section in sections for block in section.blocks if isinstance(block, Picture))]
     page = {
-        "title": findings.grid.question,
-        "sentences": sentences,
-        "notes": [text for text in (findings.grid.note, _incomplete(findings)) if text],
-        "pictures": first,
-        "sections": sections,
+        **{"title": grid.question, "sentences": sentences, "pictures": first, "sections": sections, "dpi": DPI},
+        "notes": [text for text in (grid.note, _incomplete(findings)) if text],
         "images": _write_figures(pictures, folder / "figures"),
-        "dpi": DPI,
     }
     for name in ("report.html", "summary.md"):
         (folder / name).write_text(_template(name).render(page), encoding="utf-8")
     _write_cells(findings, folder / "cells.csv")
     return sentences
-
-
-def _worth_showing(sections: Sequence[Section], first: Sequence[Picture]) -> list[Section]:
-    """Without the figures of the first screen, tables without rows, and then sections without blocks."""
-    shown = {picture.name for picture in first}
-
-    def is_news(block: Block) -> bool:
-        if isinstance(block, Picture):
-            return block.name not in shown
-        return not isinstance(block, Table) or bool(block.rows)
-
-    kept = [Section(section.title, [block for block in section.blocks if is_news(block)]) for section in sections]
-    return [section for section in kept if section.blocks]
 
 
 def _write_figures(pictures: Sequence[Picture], folder: Path) -> dict[str, str]:
@@ -189,9 +173,9 @@ def _write_cells(findings: Findings, path: Path) -> None:
 # --- numbers
 
 
-def _sentence(findings: Findings, f: Finding) -> str:
+def _sentence(grid: AblationConfig, f: Finding) -> str:
     """A finding in one sentence, for a grid without a module of its own."""
-    grid, (reference, treatment) = findings.grid, f.comparison.arms
+    reference, treatment = f.comparison.arms
     where = ": ".join(text for text in (say.title(grid, f.comparison.study), say.condition_text(grid, f.condition)) if text)
     kind = "ratio" if f.endpoint.is_ratio else "difference"
     arms = f"“{say.words(grid, treatment)}” against “{say.words(grid, reference)}”"
@@ -216,8 +200,7 @@ def _numbers(findings: Findings) -> Table:
         if not f.pairs:
             continue
         values = [median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio) for i in range(2)]
-        predicted = [] if f.predicted is None else [f"{say.number(f.predicted)} (formula)"]
-        predicted += [] if f.bound is None else [f"{'at most ' if f.predicted else ''}{say.number(f.bound)}"]
+        bound, formula = (None if value is None else say.number(value) for value in (f.bound, f.predicted))
         row = {
             "study": say.title(grid, f.comparison.study),
             "setting": say.condition_text(grid, f.condition),
@@ -226,7 +209,7 @@ def _numbers(findings: Findings) -> Table:
             "second arm": f"{say.words(grid, f.comparison.arms[1])}: {say.span_text(values[1])}",
             "ratio or difference": say.span_text(f.estimate),
             "range": _basis(f),
-            "predicted": ", ".join(predicted),
+            "predicted": f"{formula} (formula), at most {bound}" if formula else bound or "",
             "second arm has": f.word + (" (a rate at the edge of those tried)" if f.at_edge else ""),
         }
         rows.append(row)
@@ -235,7 +218,7 @@ def _numbers(findings: Findings) -> Table:
         "median, by order statistics, with its coverage. MORE and LESS: the whole range is beyond the margin "
         f"(× {grid.ratio_margin:g}, or {grid.score_margin:g}); SAME: it is within"
     )
-    return Table(caption, rows, is_open=True)
+    return Table(caption, rows)
 
 
 def _slopes(findings: Findings) -> Table:
@@ -256,7 +239,7 @@ def _slopes(findings: Findings) -> Table:
                 "seeds": str(len(values)),
             }
             rows.append(row)
-    return Table("Exponents of the ratios: the mean of the slopes of single seeds", rows, is_open=True)
+    return Table("Exponents of the ratios: the mean of the slopes of single seeds", rows)
 
 
 def _controls(findings: Findings) -> list[Block]:
@@ -272,7 +255,7 @@ def _controls(findings: Findings) -> list[Block]:
         rows += [row] if e.equal else []
     done = [run for run in findings.runs.all if run.status == "done"]
     errors = [run.result["start_error"] for run in done if run.result.get("start_error") is not None]
-    blocks: list[Block] = [Table("Two ways to write the same model must have the same losses, bit for bit", rows, is_open=True)]
+    blocks: list[Block] = [Table("Two ways to write the same model must have the same losses, bit for bit", rows)]
     if errors:
         blocks.append(
             f"Continued models start as the same function: of {len(errors):,} the largest difference of the outputs at the start is "
@@ -289,7 +272,7 @@ def _predictions(findings: Findings) -> Table:
         rows.append(row | {"measured": say.span_text(answer.measured)})
     order = ("NOT HELD", "UNDECIDED", "HELD", "NOT RUN")
     rows.sort(key=lambda row: order.index(row["status"]))
-    return Table("Written before the runs; what did not hold comes first", rows, is_open=True)
+    return Table("Written before the runs; what did not hold comes first", rows)
 
 
 def _limits(findings: Findings) -> list[str]:
@@ -338,7 +321,7 @@ def _runs(findings: Findings) -> Table:
             "done": f"{len(done)} of {len(runs)}",
         }
         rows += [row] if done else []
-    return Table(_counted(findings), rows, is_open=True)
+    return Table(_counted(findings), rows)
 
 
 def _not_done(findings: Findings) -> Table:
@@ -348,7 +331,7 @@ def _not_done(findings: Findings) -> Table:
         for run in sorted(findings.runs.all, key=lambda run: run.status)
         if run.status != "done"
     ]
-    return Table(f"Runs that failed, are missing, or were left out ({len(rows)})", rows)
+    return Table(f"Runs that failed, are missing, or were left out ({len(rows)})", rows, is_open=False)
 
 
 def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
@@ -358,7 +341,7 @@ def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
         text = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
         rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else text})
     said = "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves."
-    return [said, Table("What made this page", rows, is_open=True)]
+    return [said, Table("What made this page", rows)]
 
 
 def study_pictures(findings: Findings) -> list[Picture]:

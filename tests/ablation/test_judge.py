@@ -127,7 +127,7 @@ def test_ties_go_to_the_rate_in_the_middle():
     truth = Truth(times={(SCALED, "lecun", rate): None for rate in RATES})
     config = made_up.grid("recall")
     arm = Arm(config, made_up.runs(config, truth), "recall", SCALED, {"init": "lecun"})
-    assert arm.best_rate(Time(config.studies["recall"].solved), SEEDS[0]) == RATES[2]
+    assert arm.best_rate(Time(config.studies["recall"]), SEEDS[0]) == RATES[2]
 
 
 def test_where_no_rate_is_tuned_a_seed_needs_no_other_seed():
