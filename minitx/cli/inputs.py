@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.capture import attention_cores
+from minitx.analysis.capture import attention_cores, chosen_modules
 from minitx.analysis.snapshot import Snapshot, take_snapshot
 from minitx.cli.compose import find_own_modules
 from minitx.config import ConfigError, TransformerConfig
@@ -61,8 +61,10 @@ def with_attention(stored: Stored) -> nn.Module:
             adopt_hf(stored.network)
         except ValueError as error:
             raise ConfigError(f"ckpt_path={stored.path} cannot be shown: {error}") from error
-    holds = f"ckpt_path={stored.path} holds a {type(stored.network).__name__}"
-    require(bool(attention_cores(stored.network)), f"{holds} without attention of minitx, so there is none to show")
+    try:
+        chosen_modules(stored.network, "weights", None)
+    except ValueError as error:
+        raise ConfigError(f"ckpt_path={stored.path} cannot be shown: {error}") from error
     return stored.network
 
 

@@ -6,9 +6,10 @@ import math
 import re
 
 import pytest
+import torch
 from pages import SOURCE, TARGET, random_snapshot
 
-from minitx.analysis.viewer import Trace, View, viewer_page
+from minitx.analysis.viewer import Trace, View, view, viewer_page
 
 pytestmark = pytest.mark.slow
 
@@ -206,6 +207,20 @@ def test_text_of_users_is_text(visit):
     assert labels[3:6] == ["<script>alert(1)</script>", "␣", "⏎"]
     assert page.evaluate("document.scripts.length") == 2
     assert page.locator(".web .keys bdi").last.inner_text() == "שלום"  # apart from the direction of others
+
+
+@pytest.mark.parametrize("length", [4, 17, 97])
+@pytest.mark.parametrize("width", [940, 1100, 1400])
+def test_the_frame_of_a_view_shows_the_whole_map(length, width, window, tmp_path):
+    weights = torch.ones(2, length, length).tril()
+    one = weights / weights.sum(-1, keepdim=True)
+    for number, shown in enumerate((view(one), view({"scaled": one, "unscaled": one}))):
+        shown.save(tmp_path / f"{number}.html")
+        page = window((tmp_path / f"{number}.html").as_uri(), size=(width, shown.height))
+        page.wait_for_selector("#panes .cells")
+        for board in page.locator(".map").all():
+            box = board.bounding_box()
+            assert box["y"] + box["height"] <= shown.height
 
 
 def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(visit):

@@ -30,6 +30,8 @@ SCRIPTS = ("common.js", "data.js", "colours.js", "controls.js", "map.js", "lines
 PLAY_SCRIPTS = ("common.js", "words.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "play.js")
 FULL = 65534
 """The 16-bit number for a weight of 1. The next larger one means NaN."""
+LOWEST, TALLEST, ABOVE, CELL = 640, 920, 340, 44
+"""The height of a frame in pixels: at least, and at most, because longer maps have smaller cells; what stands above a map; a cell."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Trace:
     snapshots: Sequence[Snapshot]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class View:
     """A page of the viewer, or the playground. A notebook shows it in a frame below the cell. Nothing is loaded from the network.
 
@@ -54,7 +56,10 @@ class View:
     """
 
     page: str
-    height: int = 720
+    height: int = TALLEST
+
+    def __repr__(self) -> str:
+        return f"View({len(self.page.encode()) / 1e3:.0f} kB, height={self.height}): save(path) writes the page"
 
     def _repr_html_(self) -> str:
         frame = f'sandbox="allow-scripts" style="width: 100%; height: {self.height}px; border: 0"'
@@ -75,29 +80,29 @@ def view(
     tokenizer: Any = None,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
     row: int = 0,
-    height: int = 720,
+    height: int | None = None,
 ) -> View:
     """Show in a notebook what a model attends to.
 
     Args:
-        model: a model or a single layer; attention weights (B, H, L, S), (H, L, S) or (L, S), or a sequence of them, one for
-            each layer; a snapshot, or snapshots of one model over training (``read_snapshots``). To compare two, pass a dict of
-            them by name.
-        inputs: a text (with ``tokenizer``), the first argument of the model (ids (L,) or (B, L), or x (B, L, E) for a layer),
-            or a dict of the model's inputs. None if ``model`` is not a module.
+        model: a model, an attention layer or a block; attention weights (B, H, L, S), (H, L, S) or (L, S) as a tensor or an
+            array, or a list of such, one for each layer; a snapshot, or snapshots of one model over training
+            (``read_snapshots``). To compare two, pass a dict of them by name.
+        inputs: a text (with ``tokenizer``), the first argument of the model (ids (L,) or (B, L); for a layer or block, x (L, E) or
+            (B, L, E)), or a dict of the model's inputs. None if ``model`` is not a module.
         tokenizer: an object with ``encode(text)``, which returns ids or an object with ``ids``, and ``decode(ids)``. It also
             gives the texts of the tokens.
         tokens: a text for each token, as in ``take_snapshot``. The axes of weights are ``query`` and ``key``, and only
             ``query`` if L = S.
         row: the row of the batch to show.
-        height: of the frame, in pixels.
+        height: of the frame, in pixels. Default: the whole map is visible if the frame is at least 940 pixels wide.
 
     Returns:
         An object that a notebook shows, with ``page`` (HTML) and ``save(path)``.
 
     Raises:
-        ValueError: a text without a tokenizer, a model without inputs, inputs without a model, or as in ``take_snapshot`` and
-            ``viewer_page``.
+        ValueError: a text without a tokenizer, a model without inputs, inputs without a model, something that holds no
+            attention, or as in ``take_snapshot`` and ``viewer_page``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -116,11 +121,12 @@ def view(
     for name, one in models.items():
         if not isinstance(one, nn.Module):
             if inputs is not None:
-                raise ValueError(f"{name} is a {type(one).__name__}, so inputs have no meaning: only a module takes them")
+                instead = 'the texts of weights are tokens={"query": [["the", "cat"]]}'
+                raise ValueError(f"{name} is a {type(one).__name__}, and only a module takes inputs; {instead}")
             traces.append(Trace(name, [snapshot.sentence(row) for snapshot in _snapshots(one, tokens)]))
             continue
         if inputs is None:
-            wanted = "a text with tokenizer=, its first argument, or inputs by name"
+            wanted = "a text with tokenizer=, its first argument (ids; x for a layer), or inputs by name"
             raise ValueError(f"{name} is a model and needs inputs: {wanted}")
         batch = named_inputs(one, _encoded(inputs, tokenizer) if isinstance(inputs, str) else inputs)
         axis = SOURCE if SOURCE in batch else next(iter(batch))
@@ -130,7 +136,9 @@ def view(
         device = next((parameter.device for parameter in one.parameters()), torch.device("cpu"))
         placed = {key: given.to(device) if isinstance(given, Tensor) else given for key, given in batch.items()}
         traces.append(Trace(name, [take_snapshot(one, placed, tokens=texts).sentence(row)]))
-    return View(viewer_page(traces), height)
+    page = viewer_page(traces)
+    length = max(layer.weights.shape[2] for layer in traces[0].snapshots[0].maps)
+    return View(page, height or min(max(ABOVE + CELL * length, LOWEST), TALLEST))
 
 
 def playground(*, height: int = 1000) -> View:
@@ -158,8 +166,11 @@ def _encoded(text: str, tokenizer: Any) -> Tensor:
 
 
 def _snapshots(given: Any, tokens: Mapping[str, Sequence[Sequence[str]]] | None) -> Sequence[Snapshot]:
-    given = [given] if isinstance(given, Tensor | Snapshot) else given
-    if len(given) and isinstance(given[0], Tensor):
+    given = [given] if isinstance(given, Tensor | np.ndarray | Snapshot) else given
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        wanted = "a model, an attention layer, weights, or snapshots"
+        raise ValueError(f"view takes {wanted}, got {given!r:.40} ({type(given).__name__})")
+    if not isinstance(given[0], Snapshot):
         return [snapshot_of_weights(given, tokens)]
     if tokens is not None:
         raise ValueError("snapshots have the texts of their tokens: tokens= has no effect")
