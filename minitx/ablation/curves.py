@@ -17,7 +17,7 @@ from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Finding, Findings, middle
 from minitx.ablation.records import Run, solved_step
 from minitx.ablation.wording import condition_text, words
-from minitx.analysis.canvas import GREY, INK, PALETTE, dodge, label, legend, log_ticks, panels, wrapped_panels
+from minitx.analysis.canvas import GREY, INK, PALETTE, Entry, dodge, label, legend, log_ticks, panels, wrapped_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,9 +104,16 @@ def threshold_panel(findings: Findings, listed: Sequence[Finding]) -> Figure:
     assert law is not None
     draw_thresholds(axes[0, 0], findings.grid, listed)
     label(axes[0, 0], "", words(findings.grid, law.factor), "learning rate")
-    lines = [("formula", INK, "", "-")] if any(f.predicted for f in listed) else []
-    arms_legend(figure, findings.grid, listed[0].comparison.arms, [*lines, (f"divided by {law.text}", INK, "", "--")])
+    arms_legend(figure, findings.grid, listed[0].comparison.arms, law_lines(findings.grid, listed))
     return figure
+
+
+def law_lines(grid: AblationConfig, listed: Sequence[Finding]) -> list[Entry]:
+    """Return the entries of a legend for the lines of ``draw_thresholds``."""
+    laws = dict.fromkeys(law.text or f"{law.factor}^{law.power:g}" for f in listed if (law := f.comparison.law))
+    predicted = (f"{words(grid, listed[0].comparison.arms[1])}, predicted", INK, "", "-")
+    bound = (f"upper bound: divided by {' or '.join(laws)}", INK, "", "--")
+    return [predicted, bound] if any(f.predicted for f in listed) else [bound]
 
 
 def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -> None:

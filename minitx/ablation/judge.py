@@ -297,24 +297,21 @@ def _equality(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, co
 
 
 class Answer(NamedTuple):
-    """The answer to one expected range of a prediction under one condition: HELD, NOT HELD, UNDECIDED or NOT RUN."""
+    """The answer to one expected range of a prediction under one condition: HELD, NOT HELD or UNDECIDED."""
 
     statement: str
-    finding: Finding | None
+    finding: Finding
     measured: Span | None
     status: str
 
 
 def answers(findings: Findings) -> Iterator[Answer]:
-    """Yield the answers to the predictions of the grid, in its order. A prediction holds if all its answers hold."""
+    """Yield the answers to the predictions of the grid, in its order. What was not run has none. A prediction holds if all its answers hold."""
     for prediction in findings.grid.predictions.values():
         for expected in prediction.expect:
-            found = findings.find(expected.study, expected.endpoint, expected.arms, expected.condition)
-            for finding in found:
+            for finding in findings.find(expected.study, expected.endpoint, expected.arms, expected.condition):
                 measured = _measured(findings, finding, expected)
                 yield Answer(prediction.statement, finding, measured, _status(finding, measured, expected))
-            if not found:
-                yield Answer(prediction.statement, None, None, "NOT RUN")
 
 
 def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) -> Span | None:

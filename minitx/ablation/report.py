@@ -214,8 +214,8 @@ def _numbers(findings: Findings) -> Table:
         }
         rows.append(row)
     caption = (
-        "Medians over the seeds. The ratio of times is second / first, that of largest stable rates first / second. The range is that of the "
-        "median, by order statistics, with its coverage. MORE and LESS: the whole range is beyond the margin "
+        "Medians over the seeds; times and scores at the rate that is best on the other seeds. The ratio of times is second / first, that of largest stable rates first / second. The range is that of the "
+        "median, by order statistics, with its coverage; fewer than five seeds have none. MORE and LESS: the whole range is beyond the margin "
         f"(× {grid.ratio_margin:g}, or {grid.score_margin:g}); SAME: it is within"
     )
     return Table(caption, rows)
@@ -266,12 +266,10 @@ def _controls(findings: Findings) -> list[Block]:
 
 def _predictions(findings: Findings) -> Table:
     rows = []
-    for answer in answers(findings):
-        where = say.condition_text(findings.grid, answer.finding.condition) if answer.finding else ""
-        row = {"prediction": answer.statement, "where": where, "status": answer.status}
-        rows.append(row | {"measured": say.span_text(answer.measured)})
-    order = ("NOT HELD", "UNDECIDED", "HELD", "NOT RUN")
-    rows.sort(key=lambda row: order.index(row["status"]))
+    for statement, finding, measured, status in answers(findings):
+        where = say.condition_text(findings.grid, finding.condition)
+        rows.append({"prediction": statement, "where": where, "status": status, "measured": say.span_text(measured)})
+    rows.sort(key=lambda row: ("NOT HELD", "UNDECIDED", "HELD").index(row["status"]))
     return Table("Written before the runs; what did not hold comes first", rows)
 
 
@@ -281,13 +279,10 @@ def _limits(findings: Findings) -> list[str]:
     if results:
         size, steps = (max(result[name] for result in results) for name in ("parameters", "cap"))
         said.append(f"The models are small (up to {size:,} parameters) and the runs are short (up to {steps:,} steps).")
-    if any(f.pairs and f.interval is None for f in findings.findings):
-        said.append("Some comparisons have fewer than five pairs, which give no range and no word.")
-    above = sum(bool(result.get("above")) for result in results)
-    if above:
-        total = sum("above" in result for result in results)
+    above = [bool(result["above"]) for result in results if "above" in result]
+    if any(above):
         said.append(
-            f"In {above} of {total} searches a rate above the first failure was stable again. The first failure counts."
+            f"In {sum(above)} of {len(above)} searches a rate above the first failure was stable again. The first failure counts."
         )
     return said
 
@@ -337,9 +332,9 @@ def _not_done(findings: Findings) -> Table:
 def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
     rows = []
     for name in ("command", "commit", "date", "hardware", "versions", "wall_seconds"):
-        value = meta.get(name) or "not recorded"
-        text = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
-        rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else text})
+        if value := meta.get(name):
+            text = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
+            rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else text})
     said = "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves."
     return [said, Table("What made this page", rows)]
 
@@ -354,7 +349,7 @@ def study_pictures(findings: Findings) -> list[Picture]:
         with_law = [f for f in listed if f.comparison.law and not f.comparison.law.part(f.condition)]
         if study.threshold is not None and with_law:
             drawn = curves.threshold_panel(findings, [f for f in with_law if f.comparison == with_law[0].comparison])
-            said = "Every dot is a seed. Solid: what the formula predicts from the first arm; dashed: its upper bound."
+            said = "Every dot is a seed. The formula predicts from the first arm alone."
             found.append(Picture(f"{name}_threshold", f"{title}: {Threshold.text}", said, drawn))
         for score in study.scores if runs else ():
             if score != "equal" and study.factors.get("lr"):
