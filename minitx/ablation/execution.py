@@ -170,14 +170,3 @@ class _Lines(io.StringIO):
         if text.strip():
             log.info("%s", text.strip())
         return len(text)
-
-
-def duration(seconds: float) -> str:
-    """Return a readable duration.
-
-    >>> duration(89.6), duration(1234), duration(9000)
-    ('90 s', '21 min', '2.5 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -179,11 +179,7 @@ def _sentence(grid: AblationConfig, f: Finding) -> str:
     where = ": ".join(text for text in (say.title(grid, f.comparison.study), say.condition_text(grid, f.condition)) if text)
     kind = "ratio" if f.endpoint.is_ratio else "difference"
     arms = f"“{say.words(grid, treatment)}” against “{say.words(grid, reference)}”"
-    return f"{where}. {_endpoint(grid, f).capitalize()}, {arms}: {f.word}, {kind} {say.span_text(f.estimate)} {_basis(f)}."
-
-
-def _endpoint(grid: AblationConfig, f: Finding) -> str:
-    return say.words(grid, f.endpoint.text)
+    return f"{where}. {say.words(grid, f.endpoint.text).capitalize()}, {arms}: {f.word}, {kind} {say.span_text(f.estimate)} {_basis(f)}."
 
 
 def _basis(f: Finding) -> str:
@@ -204,7 +200,7 @@ def _numbers(findings: Findings) -> Table:
         row = {
             "study": say.title(grid, f.comparison.study),
             "setting": say.condition_text(grid, f.condition),
-            "what": _endpoint(grid, f),
+            "what": say.words(grid, f.endpoint.text),
             "first arm": f"{say.words(grid, f.comparison.arms[0])}: {say.span_text(values[0])}",
             "second arm": f"{say.words(grid, f.comparison.arms[1])}: {say.span_text(values[1])}",
             "ratio or difference": say.span_text(f.estimate),
@@ -246,22 +242,18 @@ def _controls(findings: Findings) -> list[Block]:
     """The null control, and the equal start of continued runs."""
     grid, rows = findings.grid, []
     for e in findings.equalities:
-        row = {
-            "arms": say.list_text([say.words(grid, arm) for arm in e.comparison.arms]),
-            "setting": say.condition_text(grid, e.condition),
-            "losses that are equal": f"{sum(e.equal.values())} of {say.count_text(len(e.equal), 'seed')}, {e.steps} steps",
-            "result": "EQUAL" if all(e.equal.values()) else "DIFFERENT",
-        }
-        rows += [row] if e.equal else []
-    done = [run for run in findings.runs.all if run.status == "done"]
-    errors = [run.result["start_error"] for run in done if run.result.get("start_error") is not None]
-    blocks: list[Block] = [Table("Two ways to write the same model must have the same losses, bit for bit", rows)]
-    if errors:
-        blocks.append(
-            f"Continued models start as the same function: of {len(errors):,} the largest difference of the outputs at the start is "
-            f"{max(errors):.0e} of the largest output."
-        )
-    return blocks
+        if e.equal:
+            row = {"arms": say.list_text([say.words(grid, arm) for arm in e.comparison.arms])}
+            row["setting"] = say.condition_text(grid, e.condition)
+            row["losses that are equal"] = f"{sum(e.equal.values())} of {say.count_text(len(e.equal), 'seed')}, {e.steps} steps"
+            rows.append(row | {"result": "EQUAL" if all(e.equal.values()) else "DIFFERENT"})
+    results = [run.result for run in findings.runs.all if run.status == "done"]
+    errors = [result["start_error"] for result in results if result.get("start_error") is not None]
+    said = (
+        f"Continued models start as the same function: of {len(errors):,} the largest difference of the outputs at the start is "
+        f"{max(errors, default=0):.0e} of the largest output."
+    )
+    return [Table("Two ways to write the same model must have the same losses, bit for bit", rows), *([said] if errors else [])]
 
 
 def _predictions(findings: Findings) -> Table:
@@ -304,28 +296,23 @@ def _counted(findings: Findings) -> str:
 def _runs(findings: Findings) -> Table:
     grid, rows = findings.grid, []
     for name, study in grid.studies.items():
-        runs = findings.runs.select(name)
+        runs, done = findings.runs.select(name), findings.runs.select(name, status="done")
         levels = [f"{say.words(grid, f)}: {', '.join(say.words(grid, n) for n in names)}" for f, names in study.factors.items()]
-        done = [run for run in runs if run.status == "done"]
-        row = {
-            "study": say.title(grid, name),
-            "arms": ", ".join(say.words(grid, arm) for arm in study.arms),
-            "settings": "; ".join(levels),
-            "seeds": say.count_text(len(study.seeds), "seed"),
-            "length": say.budget(done) if done else "",
-            "done": f"{len(done)} of {len(runs)}",
-        }
-        rows += [row] if done else []
+        if done:
+            row = {"study": say.title(grid, name), "arms": ", ".join(say.words(grid, arm) for arm in study.arms)}
+            row |= {
+                "settings": "; ".join(levels),
+                "seeds": say.count_text(len(study.seeds), "seed"),
+                "length": say.budget(done),
+            }
+            rows.append(row | {"done": f"{len(done)} of {len(runs)}"})
     return Table(_counted(findings), rows)
 
 
 def _not_done(findings: Findings) -> Table:
     """Every run that is not done, with its reason."""
-    rows = [
-        {"run": str(run), "status": run.status, "reason": run.record.get("reason") or ""}
-        for run in sorted(findings.runs.all, key=lambda run: run.status)
-        if run.status != "done"
-    ]
+    runs = sorted((run for run in findings.runs.all if run.status != "done"), key=lambda run: run.status)
+    rows = [{"run": str(run), "status": run.status, "reason": run.record.get("reason") or ""} for run in runs]
     return Table(f"Runs that failed, are missing, or were left out ({len(rows)})", rows, is_open=False)
 
 

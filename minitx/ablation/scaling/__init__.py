@@ -98,10 +98,10 @@ def figure(findings: Findings) -> list[Picture]:
         return []
     drawn, axes = panels(1, columns, width=12.5 / columns, height=2.6)
     left = iter(axes[0])
-    for name, of_arm in shown.items():
+    for name, runs in shown.items():
         ax = next(left)
-        for arm, runs in of_arm.items():
-            curves.curves(ax, runs, style(grid, arm)[0], "accuracy")
+        for run in runs:
+            curves.curves(ax, [run], style(grid, run.arm)[0], "accuracy")
         label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", "accuracy")
     for name, of_study in stable.items():
         ax = next(left)
@@ -126,11 +126,11 @@ def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> Non
     label(ax, f"from scratch, {optimizer},\nby initial weights", "", "steps to solve")
 
 
-def _shown(findings: Findings, name: str, rate: str) -> dict[str, list[Run]]:
-    """The finished runs of the study that shows curves of an optimizer, at one rate, by arm."""
+def _shown(findings: Findings, name: str, rate: str) -> list[Run]:
+    """The finished runs of the study that shows curves of an optimizer, at one rate, if both arms have some."""
     study = findings.grid.options["curves"].get(name, "")
-    found = {arm: findings.runs.select(study, arm, rate=rate, status="done") for arm in ARMS}
-    return found if all(found.values()) else {}
+    found = [findings.runs.select(study, arm, rate=rate, status="done") for arm in ARMS]
+    return [run for runs in found for run in runs] if all(found) else []
 
 
 # --- below
