@@ -149,9 +149,10 @@ def dots(ax: Axes, grid: AblationConfig, finding: Finding, x: Callable[[float], 
             ax.plot([at], [middle(known)], marker if known == span else "^", color=color, markersize=4.5, gid="runs")
 
 
-def curves(ax: Axes, runs: Sequence[Run], color: str, name: str = "loss") -> None:
+def curves(ax: Axes, grid: AblationConfig, runs: Sequence[Run], name: str = "loss") -> None:
     """Draw the loss or accuracy of every run as a line over its steps, with a cross where it ended because a number was not finite."""
     for run in runs:
+        color, _ = style(grid, run.arm)
         values = [math.nan if value is None else value for value in run.result[name] or []]
         ax.plot(range(1, len(values) + 1), values, "-", color=color, linewidth=0.9, alpha=0.75, gid="runs")
         finite = [(step, value) for step, value in enumerate(values, 1) if math.isfinite(value)]
@@ -166,8 +167,7 @@ def curve_panels(findings: Findings, study: str) -> Figure:
         found.setdefault((condition_text(grid, run.condition), run.rate), []).append(run)
     figure, axes = wrapped_panels(len(found), "training loss", sharey=True)
     for ax, ((setting, rate), runs) in zip(axes, found.items(), strict=True):
-        for run in runs:
-            curves(ax, [run], style(grid, run.arm)[0])
+        curves(ax, grid, runs)
         for floor in sorted({value for run in runs for value in run.result["floors"].values()}):
             ax.axhline(floor, color=GREY, linewidth=0.8, linestyle=":")
         label(ax, ", ".join(text for text in (setting, rate and f"rate {rate}") if text), "step")

@@ -90,10 +90,7 @@ class Cell:
         """Return the cell as plain data, as in ``cells.jsonl``."""
         return {
             "cell": self.hash,
-            "study": self.place.study,
-            "arm": self.place.arm,
-            "factors": dict(self.place.factors),
-            "seed": self.place.seed,
+            **{**vars(self.place), "factors": dict(self.place.factors)},
             "overrides": list(self.overrides),
             "command": command_of(self.words(grid)),
             "start": self.start.hash if self.start else None,

@@ -9,7 +9,6 @@ from typing import Any
 
 from minitx.ablation import curves
 from minitx.ablation import wording as say
-from minitx.ablation.curves import style
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import Run
 from minitx.ablation.report import Picture, Section
@@ -100,8 +99,7 @@ def figure(findings: Findings) -> list[Picture]:
     left = iter(axes[0])
     for name, runs in shown.items():
         ax = next(left)
-        for run in runs:
-            curves.curves(ax, [run], style(grid, run.arm)[0], "accuracy")
+        curves.curves(ax, grid, runs, "accuracy")
         label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", "accuracy")
     for name, of_study in stable.items():
         ax = next(left)
