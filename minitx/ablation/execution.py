@@ -23,6 +23,7 @@ from minitx.ablation.pools import Pool
 from minitx.ablation.records import Place, Record, read_records, solved_step
 
 log = logging.getLogger(__name__)
+duration = tqdm.format_interval  # seconds as MM:SS or H:MM:SS
 
 RunCell = Callable[..., dict[str, Any]]
 """A function that runs a cell in a worker. Arguments: words, folder, cap, whether to keep its weights, whether to keep its attention."""

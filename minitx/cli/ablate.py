@@ -16,10 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tqdm import tqdm
-
 from minitx.ablation.design import AblationConfig, ThresholdConfig
-from minitx.ablation.execution import run_cells
+from minitx.ablation.execution import duration, run_cells
 from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of
 from minitx.ablation.judge import judge
 from minitx.ablation.pools import SLURM_JOBS, LocalPool, Pool, SlurmPool
@@ -67,7 +65,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
         finally:
             pool.close()
     report(grid, chosen, records, folder)
-    log.info("%s in all", tqdm.format_interval(launch.seconds()))
+    log.info("%s in all", duration(launch.seconds()))
     failed = [record for record in records if record["status"] == "failed"]
     if failed:
         first = f"the first: {failed[0]['reason']} ({failed[0]['command']})"
