@@ -7,7 +7,7 @@ show runs have ``gid="runs"``; medians, laws and margins do not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +17,11 @@ from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Finding, Findings, middle
 from minitx.ablation.records import Run, solved_step
 from minitx.ablation.wording import condition_text, words
-from minitx.analysis.canvas import GREY, INK, PALETTE, dodge, label, legend, log_ticks, panels, wrapped_panels
+from minitx.analysis.canvas import GREY, INK, PALETTE, Entry, dodge, label, legend, log_ticks, panels, wrapped_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Value = Callable[[Run], float | None]
 
 
 def style(grid: AblationConfig, arm: str) -> tuple[str, str]:
@@ -39,64 +37,53 @@ def arms_legend(figure: Figure, grid: AblationConfig, arms: Sequence[str], extra
     figure.legends[0].set_ncols(max(1, min(len(entries), int(figure.get_figwidth() / (0.6 + 0.075 * longest)))))
 
 
-def value_of(grid: AblationConfig, score: str) -> Value:
-    """Return the function that gives the score of a run: for ``time`` the step at which it solved its task."""
-    if score == "time":
-        return lambda run: solved_step(run.result, grid.studies[run.study].solved)
-    return lambda run: run.result[f"val_{score}"]  # type: ignore[no-any-return]
-
-
 # --- dots against the rate
 
 
 def by_rate(findings: Findings, study: str, score: str, y: str, missing: str) -> Figure:
-    """Draw one panel per condition: each run is a dot over its learning rate."""
-    grid, runs = findings.grid, findings.runs.select(study, status="done")
+    """Draw one panel per condition. Each run is a dot over its learning rate; a line joins the medians over seeds.
+
+    ``score`` is loss, accuracy or time: the step at which a run solved its task. Runs without a value are in a row above all others,
+    with the label ``missing``.
+    """
+    grid, runs, is_time = findings.grid, findings.runs.select(study, status="done"), score == "time"
+    solved = grid.studies[study].solved
+    found = {run: solved_step(run.result, solved) if is_time else run.result[f"val_{score}"] for run in runs}
+    known = [value for value in found.values() if value is not None and math.isfinite(value)] or [1.0]
+    above = 0.8 * max(known) if is_time else 0.12 * max(max(known) - min(known), 0.1 * abs(max(known)), 1e-3)
+    heights = {run: value if value in known else max(known) + above for run, value in found.items()}
     conditions = list({condition_text(grid, run.condition): run.condition for run in runs}.values())
     figure, axes = wrapped_panels(len(conditions), y, sharey=True, width=5.6 if len(conditions) == 1 else 4.2)
     for ax, condition in zip(axes, conditions, strict=True):
-        of_condition = [run for run in runs if run.condition == condition]
-        draw_by_rate(ax, grid, of_condition, score, missing, row_above(runs, value_of(grid, score), log=score == "time"))
+        of_condition = {run: height for run, height in heights.items() if run.condition == condition}
+        _draw_by_rate(ax, grid, of_condition, missing, max(known) + above)
         label(ax, condition_text(grid, condition), "learning rate")
+        if is_time:
+            log_ticks(ax)
     arms_legend(figure, grid, [arm for arm in grid.arms if any(run.arm == arm for run in runs)])
     return figure
 
 
-def row_above(runs: Sequence[Run], value: Value, *, log: bool) -> float:
-    """Return the height of the row of runs without a value: above all values."""
-    known = [v for run in runs if (v := value(run)) is not None and math.isfinite(v)]
-    if not known:
-        return 1.0
-    return max(known) * 1.8 if log else max(known) + 0.12 * max(max(known) - min(known), 0.1 * abs(max(known)), 1e-3)
-
-
-def draw_by_rate(ax: Axes, grid: AblationConfig, runs: Sequence[Run], score: str, missing: str, top: float) -> None:
-    """Draw each run as a dot over its rate, side by side, and a line through the medians over seeds.
-
-    Runs without a value are in a row at ``top`` with the label ``missing``.
-    """
-    value = value_of(grid, score)
-    arms = [arm for arm in grid.arms if any(run.arm == arm for run in runs)]
-    rates = sorted({float(run.rate) for run in runs})
-    found = {run.place: v if (v := value(run)) is not None and math.isfinite(v) else top for run in runs}
+def _draw_by_rate(ax: Axes, grid: AblationConfig, heights: Mapping[Run, float], missing: str, top: float) -> None:
+    """Runs of a rate stand side by side; those without a value at ``top``."""
+    arms = [arm for arm in grid.arms if any(run.arm == arm for run in heights)]
+    rates = sorted({float(run.rate) for run in heights})
     slot = 0.65 * min([0.25, *np.diff(np.log10(rates))])
     for i, arm in enumerate(arms):
         color, marker = style(grid, arm)
         medians = []
         for rate in rates:
-            heights = [found[run.place] for run in runs if (run.arm, float(run.rate)) == (arm, rate)]
-            xs = [rate * 10 ** (slot * beside(len(arms), i, len(heights), k)) for k in range(len(heights))]
-            ax.plot(xs, heights, marker, color=color, markersize=3.6, alpha=0.8, markeredgewidth=0, gid="runs")
-            median = float(np.median(heights)) if heights else top
+            ys = [y for run, y in heights.items() if (run.arm, float(run.rate)) == (arm, rate)]
+            xs = [rate * 10 ** (slot * beside(len(arms), i, len(ys), k)) for k in range(len(ys))]
+            ax.plot(xs, ys, marker, color=color, markersize=3.6, alpha=0.8, markeredgewidth=0, gid="runs")
+            median = float(np.median(ys)) if ys else top
             medians.append(median if median < top else math.nan)
         ax.plot(rates, medians, "-", color=color, linewidth=1, alpha=0.6)
     ax.set_xscale("log")
     ax.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=45 if len(rates) > 4 else 0)
     ax.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
     ax.minorticks_off()
-    if score == "time":
-        log_ticks(ax)
-    if top in found.values():
+    if top in heights.values():
         ax.axhline(top, color=GREY, linewidth=6, alpha=0.15, zorder=0)
         name = missing.replace(" ", "\n")
         ax.text(1.01, top, name, transform=ax.get_yaxis_transform(), va="center", fontsize=7, color=INK)
@@ -117,9 +104,16 @@ def threshold_panel(findings: Findings, listed: Sequence[Finding]) -> Figure:
     assert law is not None
     draw_thresholds(axes[0, 0], findings.grid, listed)
     label(axes[0, 0], "", words(findings.grid, law.factor), "learning rate")
-    lines = [("formula", INK, "", "-")] if any(f.predicted for f in listed) else []
-    arms_legend(figure, findings.grid, listed[0].comparison.arms, [*lines, (f"divided by {law.text}", INK, "", "--")])
+    arms_legend(figure, findings.grid, listed[0].comparison.arms, law_lines(findings.grid, listed))
     return figure
+
+
+def law_lines(grid: AblationConfig, listed: Sequence[Finding]) -> list[Entry]:
+    """Return the entries of a legend for the lines of ``draw_thresholds``."""
+    laws = dict.fromkeys(law.text or f"{law.factor}^{law.power:g}" for f in listed if (law := f.comparison.law))
+    predicted = (f"{words(grid, listed[0].comparison.arms[1])}, predicted", INK, "", "-")
+    bound = (f"upper bound: divided by {' or '.join(laws)}", INK, "", "--")
+    return [predicted, bound] if any(f.predicted for f in listed) else [bound]
 
 
 def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -> None:
@@ -127,33 +121,38 @@ def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -
 
     Below the medians of the first arm: what the formula predicts as a line, and the law dashed.
     """
-    laws = [f.comparison.law for f in listed if f.comparison.law is not None]
-    xs, lines = [float(f.condition[law.factor]) for f, law in zip(listed, laws, strict=True)], ([], [])  # type: ignore[var-annotated]
-    for x, finding in zip(xs, listed, strict=True):
-        for k, pair in enumerate(finding.pairs):
-            for i, (arm, span) in enumerate(zip(finding.comparison.arms, (pair.reference, pair.treatment), strict=True)):
-                draw_span(ax, x * 2 ** (0.5 * beside(2, i, len(finding.pairs), k)), span, style(grid, arm))
-        median = float(np.median([middle(pair.reference) for pair in finding.pairs]))
-        for line, ratio in zip(lines, (finding.predicted, finding.bound), strict=True):
-            line.append(median / ratio if ratio else math.nan)
-    ax.plot(xs, lines[0], "-", color=INK, linewidth=1.2)
-    ax.plot(xs, lines[1], "--", color=INK, linewidth=1.0)
+    xs, predicted, bounds = [], [], []
+    for f in sorted(listed, key=lambda f: f.level):
+        xs.append(f.level)
+        dots(ax, grid, f, lambda beside, x=f.level: x * 2 ** (0.5 * beside))  # type: ignore[misc]
+        median = float(np.median([middle(pair.values[0]) for pair in f.pairs]))
+        predicted.append(median / f.predicted if f.predicted else math.nan)
+        bounds.append(median / f.bound if f.bound else math.nan)
+    ax.plot(xs, predicted, "-", color=INK, linewidth=1.2)
+    ax.plot(xs, bounds, "--", color=INK, linewidth=1.0)
     ax.set_xscale("log", base=2)
     log_ticks(ax)
     ax.set_xticks(xs, [f"{x:g}" for x in xs])
     ax.minorticks_off()
 
 
-def draw_span(ax: Axes, x: float, span: Span, look: tuple[str, str]) -> None:
-    """Draw a number known between two ends as a dot in their geometric middle, with a line from end to end."""
-    color, marker = look
-    ax.plot([x, x], [span.low, span.high], "-", color=color, linewidth=1)
-    ax.plot([x], [middle(span)], marker, color=color, markersize=4.5, gid="runs")
+def dots(ax: Axes, grid: AblationConfig, finding: Finding, x: Callable[[float], float]) -> None:
+    """Draw both values of each seed as a dot in their geometric middle, with a line from end to end; a triangle has no upper end.
+
+    ``x`` gives the place of a dot from its offset in slots.
+    """
+    for k, pair in enumerate(finding.pairs):
+        for i, (arm, span) in enumerate(zip(finding.comparison.arms, pair.values, strict=True)):
+            (color, marker), at = style(grid, arm), x(beside(2, i, len(finding.pairs), k))
+            known = span if math.isfinite(span.high) else Span(span.low, span.low)
+            ax.plot([at, at], [known.low, known.high], "-", color=color, linewidth=1)
+            ax.plot([at], [middle(known)], marker if known == span else "^", color=color, markersize=4.5, gid="runs")
 
 
-def curves(ax: Axes, runs: Sequence[Run], color: str, name: str = "loss") -> None:
+def curves(ax: Axes, grid: AblationConfig, runs: Sequence[Run], name: str = "loss") -> None:
     """Draw the loss or accuracy of every run as a line over its steps, with a cross where it ended because a number was not finite."""
     for run in runs:
+        color, _ = style(grid, run.arm)
         values = [math.nan if value is None else value for value in run.result[name] or []]
         ax.plot(range(1, len(values) + 1), values, "-", color=color, linewidth=0.9, alpha=0.75, gid="runs")
         finite = [(step, value) for step, value in enumerate(values, 1) if math.isfinite(value)]
@@ -168,8 +167,7 @@ def curve_panels(findings: Findings, study: str) -> Figure:
         found.setdefault((condition_text(grid, run.condition), run.rate), []).append(run)
     figure, axes = wrapped_panels(len(found), "training loss", sharey=True)
     for ax, ((setting, rate), runs) in zip(axes, found.items(), strict=True):
-        for run in runs:
-            curves(ax, [run], style(grid, run.arm)[0])
+        curves(ax, grid, runs)
         for floor in sorted({value for run in runs for value in run.result["floors"].values()}):
             ax.axhline(floor, color=GREY, linewidth=0.8, linestyle=":")
         label(ax, ", ".join(text for text in (setting, rate and f"rate {rate}") if text), "step")

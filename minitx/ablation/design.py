@@ -12,6 +12,9 @@ from minitx.config.schema import Config, Count, Finite, Natural, Positive, requi
 RATE = "lr"
 """The name of the tuned factor. Its levels are learning rates."""
 
+PARTS = "qk", "rest"
+"""Levels of a factor: only W_Q and W_K train, or only the other weights."""
+
 Condition = Mapping[str, str]
 """A level for each factor, by the factor's name."""
 
@@ -112,15 +115,12 @@ class StudyConfig(Config):
     keep_attention: bool = False
 
     def check(self) -> None:
-        chooses = "loss" in self.scores or "accuracy" in self.scores
-        chosen_by = f"measures={list(self.measures)} need a score of loss or accuracy to choose the rate by"
-        require(chooses or not self.measures, chosen_by)
+        chooses = not self.measures or {"loss", "accuracy"} & {*self.scores}
+        require(bool(chooses), f"measures={list(self.measures)} need a score of loss or accuracy to choose the rate by")
         if self.threshold is not None:
-            require(
-                not self.scores and RATE not in self.factors, f"threshold searches the rate: no scores and no factor {RATE}"
-            )
-            absent = [arm for arm in self.arms if arm not in self.threshold.first]
-            require(not absent, f"threshold.first={dict(self.threshold.first)} has no rate for the arm {absent[:1]}")
+            searches = not self.scores and RATE not in self.factors
+            require(searches, f"threshold searches the rate: no scores and no factor {RATE}")
+            _known("arms", self.arms, self.threshold.first, "threshold.first")
         words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]
         require(not words, f"factors.{RATE} has the level {words[:1]}; the name of a learning rate is a positive number")
         there = {"arm": self.arms, "seed": [str(seed) for seed in self.seeds], **self.factors}
@@ -156,7 +156,7 @@ class LawConfig(Config):
     def part(self, condition: Condition) -> str | None:
         """Return which part of the weights trains alone under a condition, ``qk`` or ``rest``, or None."""
         level = condition.get(self.parts or "")
-        return level if level in ("qk", "rest") else None
+        return level if level in PARTS else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,18 +271,16 @@ class AblationConfig(Config):
     report_only: bool = False
 
     def check(self) -> None:
-        require(
-            self.launcher == "slurm" or not self.launcher_options,
-            f"launcher_options={dict(self.launcher_options)} are for launcher=slurm; launcher=local takes none",
-        )
+        fits = self.launcher == "slurm" or not self.launcher_options
+        require(fits, f"launcher_options={dict(self.launcher_options)} are for launcher=slurm; launcher=local takes none")
         require(self.ratio_margin > 1, f"ratio_margin={self.ratio_margin:g} must be above 1")
         _known("only", self.only, self.studies, "ablation.studies")
         for name, study in self.studies.items():
             _known(f"studies.{name}.arms", study.arms, self.arms, "ablation.arms")
-            if study.start is not None:
-                _known(f"studies.{name}.start.study", [study.start.study], self.studies, "ablation.studies")
-                first, place = self.studies[study.start.study], f"studies.{study.start.study}"
-                _known(f"studies.{name}.start.arm", [study.start.arm], first.arms, f"{place}.arms")
+            if (start := study.start) is not None:
+                _known(f"studies.{name}.start.study", [start.study], self.studies, "ablation.studies")
+                first, place = self.studies[start.study], f"studies.{start.study}"
+                _known(f"studies.{name}.start.arm", [start.arm], first.arms, f"{place}.arms")
                 _known(f"{place}.factors", first.factors, study.factors, f"studies.{name}, which starts from it,")
         for name in self.studies:
             self.phases(name)
@@ -293,39 +291,37 @@ class AblationConfig(Config):
                 self._check_expected(f"predictions.{name}.expect[{i}]", expected)
 
     def _check_comparison(self, place: str, comparison: ComparisonConfig) -> None:
-        _known(f"{place}.study", [comparison.study], self.studies, "ablation.studies")
-        study = self.studies[comparison.study]
-        scored = f"{place}.study={comparison.study} has no scores; set studies.{comparison.study}.scores"
-        require(bool(study.endpoints), scored)
-        require(comparison.arms[0] != comparison.arms[1], f"{place}.arms={list(comparison.arms)} compares an arm with itself")
-        _known(f"{place}.arms", comparison.arms, study.arms, f"studies.{comparison.study}.arms")
-        if comparison.law is not None:
-            factor = comparison.law.factor
-            _known(f"{place}.law.factor", [factor], study.factors, f"studies.{comparison.study}.factors")
-            numbers = factor != RATE and all(map(_is_rate, study.factors[factor]))
-            require(numbers, f"{place}.law.factor={factor} must be a condition whose levels are positive numbers")
-            if comparison.law.parts is not None:
-                _known(f"{place}.law.parts", [comparison.law.parts], study.factors, f"studies.{comparison.study}.factors")
-                levels = study.factors[comparison.law.parts]
-                _known(f"{place}.law.parts={comparison.law.parts} needs levels", ["qk", "rest"], levels, "it")
+        name, arms, law = comparison.study, comparison.arms, comparison.law
+        _known(f"{place}.study", [name], self.studies, "ablation.studies")
+        study = self.studies[name]
+        require(bool(study.endpoints), f"{place}.study={name} has no scores; set studies.{name}.scores")
+        require(arms[0] != arms[1], f"{place}.arms={list(arms)} compares an arm with itself")
+        _known(f"{place}.arms", arms, study.arms, f"studies.{name}.arms")
+        if law is not None:
+            _known(f"{place}.law", filter(None, (law.factor, law.parts)), study.factors, f"studies.{name}.factors")
+            numbers = law.factor != RATE and all(map(_is_rate, study.factors[law.factor]))
+            require(numbers, f"{place}.law.factor={law.factor} must be a condition whose levels are positive numbers")
+            if law.parts is not None:
+                _known(f"{place}.law.parts={law.parts} needs levels", PARTS, study.factors[law.parts], "it")
 
     def _check_expected(self, place: str, expected: ExpectedConfig) -> None:
-        compared = any((c.study, c.arms) == (expected.study, expected.arms) for c in self.comparisons)
-        require(compared, f"{place}: arms={list(expected.arms)} of study={expected.study} are not in ablation.comparisons")
-        study = self.studies[expected.study]
-        _known(f"{place}.endpoint", [expected.endpoint], study.endpoints, "that study")
-        _check_condition(f"{place}.condition", expected.condition, study)
-        is_ratio = expected.endpoint in ("threshold", "time")
-        require(
-            is_ratio or not (expected.over or expected.formula), f"{place}: {expected.endpoint} gives a difference, no ratio"
-        )
-        if (over := expected.over) is not None:
-            compared = any((c.study, c.arms) == (over.study, over.arms) for c in self.comparisons)
-            require(compared, f"{place}.over: arms={list(over.arms)} of study={over.study} are not in ablation.comparisons")
-            _check_condition(f"{place}.over.condition", over.condition, self.studies[over.study])
-        if expected.formula:
-            laws = [c.law for c in self.comparisons if (c.study, c.arms) == (expected.study, expected.arms)]
-            require(all(law and law.parts for law in laws), f"{place}.formula=true needs a law with parts in the comparison")
+        laws, study, endpoint = self._laws(place, expected), self.studies[expected.study], expected.endpoint
+        _known(f"{place}.endpoint", [endpoint], study.endpoints, "that study")
+        divides = bool(expected.over or expected.formula)
+        require(not divides or endpoint in ("threshold", "time"), f"{place}: {endpoint} gives a difference, no ratio")
+        if expected.over is not None:
+            self._laws(f"{place}.over", expected.over)
+        has_parts = not expected.formula or all(law and law.parts for law in laws)
+        require(has_parts, f"{place}.formula=true needs a law with parts in the comparison")
+
+    def _laws(self, place: str, compared: ExpectedConfig | OverConfig) -> list[LawConfig | None]:
+        """The laws of a comparison that must be there, under a condition that must be one."""
+        name, arms = compared.study, compared.arms
+        found = [comparison.law for comparison in self.comparisons if (comparison.study, comparison.arms) == (name, arms)]
+        require(bool(found), f"{place}: arms={list(arms)} of study={name} are not in ablation.comparisons")
+        for factor, level in compared.condition.items():
+            _known(f"{place}.condition.{factor}", [level], self.studies[name].factors.get(factor, ()), f"studies.{name}")
+        return found
 
     def phases(self, name: str) -> list[str]:
         """Return a study, the study that it starts from, and so on.
@@ -344,13 +340,10 @@ class AblationConfig(Config):
         if not self.only:
             return self
         names = {name for chosen in self.only for name in self.phases(chosen)}
-        foretold = {
-            name: prediction
-            for name, prediction in self.predictions.items()
-            if {e.study for e in prediction.expect} | {e.over.study for e in prediction.expect if e.over} <= names
-        }
         studies = {name: study for name, study in self.studies.items() if name in names}
         compared = tuple(comparison for comparison in self.comparisons if comparison.study in names)
+        needs = {name: [over for e in p.expect for over in (e, e.over) if over] for name, p in self.predictions.items()}
+        foretold = {name: self.predictions[name] for name, needed in needs.items() if {each.study for each in needed} <= names}
         return replace(self, studies=studies, comparisons=compared, predictions=foretold, only=())
 
 
@@ -365,8 +358,3 @@ def _known(place: str, names: Iterable[str], there: Iterable[str], where: str) -
     there = list(there)
     unknown = [name for name in names if name not in there]
     require(not unknown, f"{place}={unknown} not found; {where} has {', '.join(there)}")
-
-
-def _check_condition(place: str, condition: Condition, study: StudyConfig) -> None:
-    wrong = [f"{name}={level}" for name, level in condition.items() if level not in study.factors.get(name, ())]
-    require(not wrong, f"{place}: {', '.join(wrong)} is no level of the study's factors")

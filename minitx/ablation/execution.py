@@ -5,14 +5,13 @@ A finished cell is never run again. A failed cell does not stop the others. A gr
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from graphlib import TopologicalSorter
-from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from minitx.ablation.pools import Pool
 from minitx.ablation.records import Place, Record, read_records, solved_step
 
 log = logging.getLogger(__name__)
+duration = tqdm.format_interval  # seconds as MM:SS or H:MM:SS
 
 RunCell = Callable[..., dict[str, Any]]
 """A function that runs a cell in a worker. Arguments: words, folder, cap, whether to keep its weights, whether to keep its attention."""
@@ -79,14 +79,6 @@ def why_not(grid: AblationConfig, cell: Cell, records: Mapping[Place, Record]) -
     return None
 
 
-def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Return ``{"result": ...}``, or ``{"error": message}``, because some exceptions cannot be sent to another process."""
-    try:
-        return {"result": function(*arguments)}
-    except Exception as error:
-        return {"error": " ".join(f"{type(error).__name__}: {error}".split())}
-
-
 def run_cells(
     pool: Pool,
     grid: AblationConfig,
@@ -119,82 +111,63 @@ def run_cells(
 
 def _decided(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Book, run_cell: RunCell) -> Iterator[Cell | None]:
     """Each cell when the book has its record, and None where there is nothing to do but wait."""
-    numbers = {cell: number for number, cell in enumerate(cells)}
-    graph = TopologicalSorter({number: [numbers[cell.start]] if cell.start else [] for cell, number in numbers.items()})
-    graph.prepare()
-    ready: list[int] = []  # a heap: the cells in their order
-    running: dict[int, tuple[Any, float]] = {}
-    died: set[int] = set()
-    while graph.is_active():
-        for number in graph.get_ready():
-            heappush(ready, number)
-        ended = next((number for number, (job, _) in running.items() if job.done()), None)
-        if ready and len(running) < pool.workers:
-            number = heappop(ready)
-            cell = cells[number]
-            if cell.place not in book.records and (reason := why_not(grid, cell, book.records)):
-                book.write(cell, "not run", reason=reason)
-            if cell.place not in book.records:
-                running[number] = (_submit(pool, grid, cell, book.folder, run_cell), time.perf_counter())
-                continue
-        elif ended is not None:
-            number, cell = ended, cells[ended]
-            job, began = running.pop(number)
-            found = _answer(job)
-            if "died" in found and number not in died:
-                died.add(number)
-                heappush(ready, number)
-                continue
+    waiting, running, died = list(cells), dict[Cell, tuple[Any, float]](), set[Cell]()
+    while waiting or running:
+        free = waiting if len(running) < pool.workers else ()
+        ready = next((cell for cell in free if cell.start is None or cell.start.place in book.records), None)
+        if ready is not None:
+            waiting.remove(ready)
+            if ready.place not in book.records and (reason := why_not(grid, ready, book.records)):
+                book.write(ready, "not run", reason=reason)
+            if ready.place in book.records:
+                yield ready
+            else:
+                running[ready] = (_submit(pool, grid, ready, book.folder, run_cell), time.perf_counter())
+        elif (ended := next((cell for cell, (job, _) in running.items() if job.done()), None)) is not None:
+            job, began = running.pop(ended)
+            try:
+                found = job.result()
+            except Exception as error:
+                if ended not in died:
+                    died.add(ended)
+                    waiting.insert(0, ended)
+                    continue
+                found = {"error": f"the process died: {' '.join(str(error).split())[:200]}"}
             status, seconds = "failed" if "error" in found else "done", round(time.perf_counter() - began, 3)
-            book.write(cell, status, reason=found.get("error"), seconds=seconds, result=found.get("result"))
+            book.write(ended, status, reason=found.get("error"), seconds=seconds, result=found.get("result"))
+            yield ended
         else:
             yield None
-            continue
-        graph.done(number)
-        yield cell
 
 
 def _submit(pool: Pool, grid: AblationConfig, cell: Cell, folder: Path, run_cell: RunCell) -> Any:
     keep = grid.studies[cell.place.study].keep_attention
-    what: tuple[Any, ...] = (cell.words(folder), str(cell.folder(folder)), cell.steps(), cell.keeps_weights, keep)
-    what += () if cell.threshold is None else (cell.threshold,)
-    return pool.submit(attempt, run_cell, *what)
+    rule = () if cell.threshold is None else (cell.threshold,)
+    return pool.submit(
+        attempt, run_cell, cell.words(folder), str(cell.folder(folder)), cell.steps(), cell.keeps_weights, keep, *rule
+    )
 
 
-def _answer(job: Any) -> dict[str, Any]:
-    """What ``attempt`` gave in another process, or that the process died."""
+def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Return ``{"result": ...}``, or ``{"error": message}``, because some exceptions cannot be sent to another process."""
     try:
-        return job.result()  # type: ignore[no-any-return]
+        return {"result": function(*arguments)}
     except Exception as error:
-        return {"error": f"the process died: {' '.join(str(error).split())[:200]}", "died": True}
+        return {"error": " ".join(f"{type(error).__name__}: {error}".split())}
 
 
 def _progress_bar(runs: int) -> Any:
     """A bar with the time left, at the pace of the runs so far; where there is no terminal, a line of the log now and then."""
-    is_terminal = sys.stdout.isatty()
     text = "{desc}{percentage:3.0f}%, {elapsed} passed, {remaining} left"
-    file, pause = (sys.stdout, 0.5) if is_terminal else (_Lines(), 20.0)
+    file, pause = (sys.stdout, 0.5) if sys.stdout.isatty() else (_Lines(), 20.0)
     shown = {"bar_format": text, "file": file, "mininterval": pause, "miniters": 0}  # else tqdm's monitor writes lines twice
     return tqdm(total=runs, disable=not runs, smoothing=0.0, **shown)
 
 
-class _Lines:
+class _Lines(io.StringIO):
     """A file that tqdm writes to: each state of the bar becomes a line of the log."""
 
-    def write(self, text: str) -> None:
+    def write(self, text: str) -> int:
         if text.strip():
             log.info("%s", text.strip())
-
-    def flush(self) -> None:
-        pass
-
-
-def duration(seconds: float) -> str:
-    """Return a readable duration.
-
-    >>> duration(89.6), duration(1234), duration(9000)
-    ('90 s', '21 min', '2.5 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+        return len(text)

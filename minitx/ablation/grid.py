@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import shlex
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from typing import Any
 from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.records import Place
 from minitx.config import CONFIG_DIR, ConfigError, to_dict
+from minitx.config.schema import require
 
 NEW_DATA = 1000
 """Added to the seed of a run that starts from another run's weights. Its batches are therefore new, and the same for all arms."""
@@ -66,8 +67,8 @@ class Cell:
         if self.start is not None:
             path = str(self.start.weights(grid))
             load = [f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true"]
-        elif source := next((source for source in ("init_from", "model") if own.get(f"{source}.fold_scale") == "true"), None):
-            path = own.get(f"{source}.path", "").strip("\"'")
+        elif node := next((node for node in ("init_from", "model") if own.get(f"{node}.fold_scale") == "true"), None):
+            path = own.get(f"{node}.path", "").strip("\"'")
         else:
             return list(self.overrides)
         check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(path)}}}"
@@ -89,10 +90,7 @@ class Cell:
         """Return the cell as plain data, as in ``cells.jsonl``."""
         return {
             "cell": self.hash,
-            "study": self.place.study,
-            "arm": self.place.arm,
-            "factors": dict(self.place.factors),
-            "seed": self.place.seed,
+            **{**vars(self.place), "factors": dict(self.place.factors)},
             "overrides": list(self.overrides),
             "command": command_of(self.words(grid)),
             "start": self.start.hash if self.start else None,
@@ -126,47 +124,38 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
         ConfigError: two cells are the same, an arm and a factor set the same key, or the grid does not contain the run that a
             cell starts from.
     """
-    found: dict[Place, tuple[int, Cell]] = {}
+    found, blocks = dict[Place, Cell](), dict[Place, int]()
     starts = {(study.start.study, study.start.arm) for study in grid.studies.values() if study.start}
     for name in sorted(grid.studies, key=lambda name: len(grid.phases(name))):
-        study = grid.studies[name]
-        for block, seed in enumerate(study.seeds):
-            for arm, factors in _combinations(study, seed):
-                place = Place(name, arm, tuple(sorted(factors.items())), seed)
-                if place in found:
-                    raise ConfigError(f"ablation.studies.{name} names a seed or a level twice: {place}")
-                levels = [override for factor, level in factors.items() for override in study.factors[factor][level]]
-                first, start = found[_start_of(grid, place, found)] if study.start else (0, None)
-                if both := settings(grid.arms[arm]).keys() & settings(levels).keys():
-                    raise ConfigError(
-                        f"ablation.arms.{arm} and the factors of ablation.studies.{name} both set {', '.join(sorted(both))}"
-                    )
-                own_seed = seed + NEW_DATA if study.start else seed
-                first_rate = [f"optimizer.lr={study.threshold.first[arm]:g}"] if study.threshold else []
-                overrides = (*study.base, *grid.arms[arm], *levels, *first_rate, f"seed={own_seed}", *common)
-                cell = Cell(place, overrides, start, (name, arm) in starts, study.threshold)
-                found[place] = (max(block, first), cell)
-    return [cell for _, cell in sorted(found.values(), key=lambda entry: entry[0])]
+        study, where = grid.studies[name], f"ablation.studies.{name}"
+        for place in _places(name, study):
+            require(place not in found, f"{where} names a seed or a level twice: {place}")
+            factors = dict(place.factors)
+            levels = [override for factor, of_level in study.factors.items() for override in of_level[factors[factor]]]
+            both = settings(grid.arms[place.arm]).keys() & settings(levels).keys()
+            require(not both, f"ablation.arms.{place.arm} and the factors of {where} both set {', '.join(sorted(both))}")
+            first = None
+            if study.start is not None:
+                shared = tuple(pair for pair in place.factors if pair[0] in grid.studies[study.start.study].factors)
+                first = Place(study.start.study, study.start.arm, shared, place.seed)
+                require(first in found, f"{where}.start: the grid has no run {first}")
+            first_rate = [f"optimizer.lr={study.threshold.first[place.arm]:g}"] if study.threshold else []
+            seed = f"seed={place.seed + NEW_DATA if first else place.seed}"
+            overrides = (*study.base, *grid.arms[place.arm], *levels, *first_rate, seed, *common)
+            start, keeps = found[first] if first else None, (name, place.arm) in starts
+            found[place] = Cell(place, overrides, start, keeps, study.threshold)
+            blocks[place] = max(study.seeds.index(place.seed), blocks[first] if first else 0)
+    return sorted(found.values(), key=lambda cell: blocks[cell.place])
 
 
-def _start_of(grid: AblationConfig, place: Place, there: Container[Place]) -> Place:
-    """The place of the run whose weights the run at ``place`` starts from: it shares the seed and the factors."""
-    start = grid.studies[place.study].start
-    assert start is not None
-    shared = tuple((factor, level) for factor, level in place.factors if factor in grid.studies[start.study].factors)
-    first = Place(start.study, start.arm, shared, place.seed)
-    if first not in there:
-        raise ConfigError(f"ablation.studies.{place.study}.start: the grid has no run {first}")
-    return first
-
-
-def _combinations(study: StudyConfig, seed: int) -> Iterator[tuple[str, dict[str, str]]]:
-    for levels in itertools.product(*study.factors.values()):
+def _places(name: str, study: StudyConfig) -> Iterator[Place]:
+    """The places of a study by seed, without those that it skips."""
+    combined = itertools.product(*study.factors.values(), study.arms)
+    for seed, (*levels, arm) in itertools.product(study.seeds, combined):
         factors = dict(zip(study.factors, levels, strict=True))
-        for arm in study.arms:
-            place = {"arm": arm, "seed": str(seed), **factors}
-            if not any(all(place[key] in allowed for key, allowed in skip.items()) for skip in study.skip):
-                yield arm, factors
+        place = {"arm": arm, "seed": str(seed), **factors}
+        if not any(all(place[key] in allowed for key, allowed in skip.items()) for skip in study.skip):
+            yield Place(name, arm, tuple(sorted(factors.items())), seed)
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from scipy import stats
@@ -60,17 +59,9 @@ def median_interval(spans: Sequence[Span]) -> tuple[Span, float] | None:
     pairs = len(spans)
     if pairs < MIN_PAIRS:
         return None
-    k, coverage = _rank(pairs)
+    k = max(1, int(stats.binom.ppf((1 - CONFIDENCE) / 2, pairs, 0.5)))
     low, high = sorted(span.low for span in spans)[k - 1], sorted(span.high for span in spans)[-k]
-    return Span(float(low), float(high)), coverage
-
-
-@cache
-def _rank(pairs: int) -> tuple[int, float]:
-    """k of the interval, and its coverage."""
-    coverage = 1 - 2 * stats.binom.cdf(np.arange(pairs // 2), pairs, 0.5)  # of k = 1, 2, ...
-    k = max(1, int(np.sum(coverage >= CONFIDENCE)))
-    return k, float(coverage[k - 1])
+    return Span(float(low), float(high)), 1 - 2 * float(stats.binom.cdf(k - 1, pairs, 0.5))
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, Span] | None:

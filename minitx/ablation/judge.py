@@ -10,58 +10,33 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from minitx.ablation.design import RATE, AblationConfig, ComparisonConfig, Condition, ExpectedConfig, LawConfig
+from minitx.ablation.design import PARTS, AblationConfig, ComparisonConfig, Condition, ExpectedConfig, LawConfig, StudyConfig
 from minitx.ablation.intervals import Span, median, median_interval
 from minitx.ablation.records import Run, Runs, solved_step
 
 Word = Literal["MORE", "LESS", "SAME", "UNDECIDED"]
 
 
-class Arm:
-    """The runs or thresholds of an arm under a condition."""
-
-    def __init__(self, grid: AblationConfig, runs: Runs, study: str, arm: str, condition: Condition) -> None:
-        self.name, self.study = arm, grid.studies[study]
-        self.done = {(run.rate, run.seed): run for run in runs.select(study, arm, condition, status="done")}
-        self.rates = sorted({rate for rate, _ in self.done}, key=lambda rate: float(rate or 1))
-
-    def steps(self, run: Run) -> int | None:
-        """Return the step at which a run solved its task."""
-        return solved_step(run.result, self.study.solved)
-
-    def best_rate(self, endpoint: Endpoint, seed: int) -> str | None:
-        """Return the rate with the lowest mean cost on the other seeds, among the rates with the most runs. Ties go to the middle one."""
-        others = [other for other in self.study.seeds if other != seed or len(self.study.seeds) == 1]
-        runs = {rate: [self.done[rate, other] for other in others if (rate, other) in self.done] for rate in self.rates}
-        most = max(map(len, runs.values()), default=0)
-        costs = {rate: math.fsum(endpoint.cost(self, run) for run in of) for rate, of in runs.items() if len(of) == most > 0}
-        tied = [rate for rate, cost in costs.items() if cost <= min(costs.values()) + 1e-9 * most]
-        return tied[(len(tied) - 1) // 2] if tied else None
-
-
 class Endpoint:
-    """What is compared: the value of an arm for a seed, and the effect between two arms."""
+    """What is compared: the value of a run, and the effect between two arms."""
 
     name: str
     text: str
     is_ratio = True
-    above: Word = "MORE"  # the treatment has more or less of it, where the effect is above the margin
+    words: tuple[Word, Word] = "MORE", "LESS"
+    """What the treatment has of it, where the effect is above and where it is below the margin."""
 
-    def cost(self, arm: Arm, run: Run) -> float:
+    def cost(self, run: Run) -> float:
         """Return what the best rate minimises."""
         raise NotImplementedError
 
-    def value(self, arm: Arm, rate: str, seed: int) -> Span | None:
-        """Return the value of a seed at the rate that was chosen for it."""
+    def value(self, run: Run) -> Span | None:
+        """Return the value of a run, or None if it has none."""
         raise NotImplementedError
 
     def effect(self, reference: Span, treatment: Span) -> Span:
         """Return treatment / reference, or for scores treatment − reference."""
         return treatment.over(reference)
-
-    def rate(self, arm: Arm, seed: int) -> str | None:
-        """Return the rate at which a seed is judged."""
-        return arm.best_rate(self, seed)
 
 
 class Time(Endpoint):
@@ -69,15 +44,16 @@ class Time(Endpoint):
 
     name, text = "time", "steps until the task is solved"
 
-    def cost(self, arm: Arm, run: Run) -> float:
-        """Return the logarithm of the steps, or of the cap."""
-        return math.log(arm.steps(run) or run.result["cap"])
+    def __init__(self, study: StudyConfig) -> None:
+        self._solved = study.solved
 
-    def value(self, arm: Arm, rate: str, seed: int) -> Span | None:
-        """Return the steps at the rate."""
-        if (run := arm.done.get((rate, seed))) is None:
-            return None
-        steps = arm.steps(run)
+    def cost(self, run: Run) -> float:
+        """Return the logarithm of the steps, or of the cap."""
+        return math.log(self.value(run).low)
+
+    def value(self, run: Run) -> Span:
+        """Return the steps."""
+        steps = solved_step(run.result, self._solved)
         return Span(steps, steps) if steps else Span(run.result["cap"], math.inf)
 
 
@@ -90,15 +66,14 @@ class Score(Endpoint):
         self.name, self._choice = name, choice
         self.text = {"loss": "validation loss", "accuracy": "validation accuracy"}.get(name, name)
 
-    def cost(self, arm: Arm, run: Run) -> float:
+    def cost(self, run: Run) -> float:
         """Return the score that chooses the rate, negative for an accuracy. None is the worst."""
         found = _score(run, self._choice)
         return math.inf if found is None else -found if self._choice == "accuracy" else found
 
-    def value(self, arm: Arm, rate: str, seed: int) -> Span | None:
-        """Return the score at the rate."""
-        run = arm.done.get((rate, seed))
-        found = None if run is None else _score(run, self.name)
+    def value(self, run: Run) -> Span | None:
+        """Return the score."""
+        found = _score(run, self.name)
         return None if found is None else Span(found, found)
 
     def effect(self, reference: Span, treatment: Span) -> Span:
@@ -106,19 +81,23 @@ class Score(Endpoint):
         return treatment.minus(reference)
 
 
+def _score(run: Run, name: str) -> float | None:
+    result = run.result
+    if name not in ("loss", "accuracy"):
+        return result["measures"].get(name)  # type: ignore[no-any-return]
+    if result["nonfinite_step"] is not None:
+        return 0.0 if name == "accuracy" else next((loss for loss in result["loss"] if loss is not None), None)
+    return result[f"val_{name}"]  # type: ignore[no-any-return]
+
+
 class Threshold(Endpoint):
     """The largest stable learning rate, known within its bracket. The effect is reference / treatment: how many times smaller."""
 
-    name, text, above = "threshold", "largest stable learning rate", "LESS"
+    name, text, words = "threshold", "largest stable learning rate", ("LESS", "MORE")
 
-    def rate(self, arm: Arm, seed: int) -> str | None:
-        """Return the level of a record without the factor ``lr``."""
-        return ""
-
-    def value(self, arm: Arm, rate: str, seed: int) -> Span | None:
+    def value(self, run: Run) -> Span:
         """Return the bracket."""
-        run = arm.done.get((rate, seed))
-        return None if run is None else Span(run.result["low"], run.result["high"])
+        return Span(run.result["low"], run.result["high"])
 
     def effect(self, reference: Span, treatment: Span) -> Span:
         """Return the ratio of the middles of the brackets, which is known to about 3 %."""
@@ -131,31 +110,42 @@ def middle(span: Span) -> float:
     return math.sqrt(span.low * span.high)
 
 
-def _score(run: Run, name: str) -> float | None:
-    result = run.result
-    if name not in ("loss", "accuracy"):
-        return result["measures"].get(name)  # type: ignore[no-any-return]
-    if result["nonfinite_step"] is not None:
-        return 0.0 if name == "accuracy" else next((loss for loss in result["loss"] if loss is not None), None)
-    return result[f"val_{name}"]  # type: ignore[no-any-return]
-
-
-def endpoint_of(name: str, scores: Sequence[str]) -> Endpoint:
+def endpoint_of(name: str, study: StudyConfig) -> Endpoint:
     """Return the endpoint of a name; a measure takes the rate that the first loss or accuracy chose."""
     if name in ("time", "threshold"):
-        return Time() if name == "time" else Threshold()
-    return Score(name, name if name in scores else next(score for score in scores if score in ("loss", "accuracy")))
+        return Time(study) if name == "time" else Threshold()
+    return Score(name, name if name in study.scores else next(each for each in study.scores if each in ("loss", "accuracy")))
+
+
+class Arm:
+    """The finished runs or thresholds of an arm under a condition, by rate and seed."""
+
+    def __init__(self, grid: AblationConfig, runs: Runs, study: str, arm: str, condition: Condition) -> None:
+        self.seeds, found = grid.studies[study].seeds, runs.select(study, arm, condition, status="done")
+        self.done: dict[tuple[str | None, int], Run] = {(run.rate, run.seed): run for run in found}
+        self.rates = sorted({run.rate for run in found}, key=lambda rate: float(rate or 1))
+
+    def best_rate(self, endpoint: Endpoint, seed: int) -> str | None:
+        """Return the rate with the lowest mean cost on the other seeds, among the rates with the most runs. Ties go to the middle one."""
+        if len(self.rates) < 2:
+            return self.rates[0] if self.rates else None
+        others = [other for other in self.seeds if other != seed] or [seed]
+        runs = {rate: [self.done[rate, other] for other in others if (rate, other) in self.done] for rate in self.rates}
+        most = max(map(len, runs.values()))
+        costs = {rate: math.fsum(map(endpoint.cost, of)) for rate, of in runs.items() if len(of) == most > 0}
+        tied = [rate for rate, cost in costs.items() if cost <= min(costs.values()) + 1e-9 * most]
+        return tied[(len(tied) - 1) // 2] if tied else None
 
 
 # --- comparisons
 
 
 class Pair(NamedTuple):
-    """One seed of a comparison: the values of reference and treatment, and their effect."""
+    """One seed of a comparison: rates and values of reference and treatment, and the effect."""
 
     seed: int
-    reference: Span
-    treatment: Span
+    rates: list[str]
+    values: tuple[Span, Span]
     effect: Span
 
 
@@ -165,9 +155,8 @@ class Finding:
 
     Attributes:
         comparison, endpoint, condition: what is compared: study, arms, law; the endpoint; the levels of all factors but the rate.
-        rates: the rates of reference and treatment, one for each seed of ``pairs``.
-        at_edge: whether one of ``rates`` is the smallest or the largest that was tried.
-        pairs: the seeds that have both arms. missing: the others.
+        pairs: the seeds that have both arms.
+        at_edge: whether a rate of ``pairs`` is the smallest or the largest that was tried.
         margin: effects within ``margin`` count as the same.
         bound: what the law gives, or None; where only W_Q and W_K train, the ratio itself. predicted: what its formula gives from
             the thresholds of the reference, or None; only where all weights train.
@@ -176,13 +165,17 @@ class Finding:
     comparison: ComparisonConfig
     endpoint: Endpoint
     condition: Condition
-    rates: tuple[tuple[str, ...], tuple[str, ...]]
-    at_edge: bool
     pairs: tuple[Pair, ...]
-    missing: tuple[int, ...]
+    at_edge: bool
     margin: Span
     bound: float | None
     predicted: float | None
+
+    @property
+    def level(self) -> float:
+        """The level of the law's factor."""
+        assert self.comparison.law is not None
+        return float(self.condition[self.comparison.law.factor])
 
     @cached_property
     def estimate(self) -> Span | None:
@@ -199,11 +192,10 @@ class Finding:
         """MORE or LESS: the treatment has more or less of what is measured, by more than the margin, in the whole interval."""
         if self.interval is None:
             return "UNDECIDED"
-        found = self.interval[0]
+        found, (above, below) = self.interval[0], self.endpoint.words
         if found.within(self.margin):
             return "SAME"
-        below: Word = "LESS" if self.endpoint.above == "MORE" else "MORE"
-        return self.endpoint.above if found.low > self.margin.high else below if found.high < self.margin.low else "UNDECIDED"
+        return above if found.low > self.margin.high else below if found.high < self.margin.low else "UNDECIDED"
 
 
 class Equality(NamedTuple):
@@ -224,27 +216,19 @@ class Findings:
     findings: tuple[Finding, ...]
     equalities: tuple[Equality, ...]
 
-    def find(
-        self, study: str, endpoint: str, arms: Sequence[str] | None = None, condition: Condition | None = None
-    ) -> list[Finding]:
-        """Return the findings that match all arguments and have a pair."""
-        wanted = (condition or {}).items()
-        return [
-            f
-            for f in self.findings
-            if (f.comparison.study, f.endpoint.name) == (study, endpoint)
-            and f.pairs
-            and (arms is None or f.comparison.arms == tuple(arms))
-            and wanted <= f.condition.items()
-        ]
+    def find(self, study: str, endpoint: str, arms: Sequence[str] = (), condition: Condition | None = None) -> list[Finding]:
+        """Return the findings that match all arguments and have a pair. Without ``arms``, those of all arms."""
+        wanted, of_study = (condition or {}).items(), (f for f in self.findings if f.comparison.study == study and f.pairs)
+        found = (f for f in of_study if f.endpoint.name == endpoint and wanted <= f.condition.items())
+        return [f for f in found if not arms or f.comparison.arms == tuple(arms)]
 
-    def slopes(self, study: str, arms: Sequence[str], factor: str, condition: Condition | None = None) -> list[float]:
-        """Return for each seed the slope of the logarithm of the ratio of thresholds on that of ``factor``, over all its levels."""
-        found = self.find(study, "threshold", arms, condition)
-        xs = np.log([float(f.condition[factor]) for f in found])
-        seeds = set.intersection(*({pair.seed for pair in f.pairs} for f in found)) if len(found) > 1 else set()
-        of_seed = {seed: [pair.effect.low for f in found for pair in f.pairs if pair.seed == seed] for seed in sorted(seeds)}
-        return [float(np.polyfit(xs, np.log(ratios), 1)[0]) for ratios in of_seed.values()]
+
+def slopes(listed: Sequence[Finding]) -> list[float]:
+    """Return for each seed the slope of the logarithm of its ratio on that of the law's factor, over all levels in ``listed``."""
+    xs = np.log([f.level for f in listed])
+    by_seed = [{pair.seed: pair.effect.low for pair in f.pairs} for f in listed]
+    seeds = sorted(set.intersection(*map(set, by_seed))) if len(listed) > 1 else []
+    return [float(np.polyfit(xs, np.log([ratios[seed] for ratios in by_seed]), 1)[0]) for seed in seeds]
 
 
 def judge(grid: AblationConfig, runs: Runs) -> Findings:
@@ -252,14 +236,11 @@ def judge(grid: AblationConfig, runs: Runs) -> Findings:
     found, equalities = [], []
     for comparison in grid.comparisons:
         for condition in _conditions(runs, comparison):
-            reference, treatment = (Arm(grid, runs, comparison.study, arm, condition) for arm in comparison.arms)
-            study = grid.studies[comparison.study]
-            for name in study.endpoints:
+            for name in grid.studies[comparison.study].endpoints:
                 if name == "equal":
-                    equalities.append(_equality(comparison, condition, reference, treatment))
+                    equalities.append(_equality(grid, runs, comparison, condition))
                 else:
-                    endpoint = endpoint_of(name, study.scores)
-                    found.append(_finding(grid, runs, comparison, condition, endpoint, (reference, treatment)))
+                    found.append(_finding(grid, runs, comparison, condition, name))
     return Findings(grid, runs, tuple(found), tuple(equalities))
 
 
@@ -269,86 +250,68 @@ def _conditions(runs: Runs, comparison: ComparisonConfig) -> list[Condition]:
     return [condition for i, condition in enumerate(reference) if condition in treatment and condition not in reference[:i]]
 
 
-def _finding(
-    grid: AblationConfig,
-    runs: Runs,
-    comparison: ComparisonConfig,
-    condition: Condition,
-    endpoint: Endpoint,
-    arms: tuple[Arm, Arm],
-) -> Finding:
-    pairs, rates = [], []
-    for seed in arms[0].study.seeds:
-        chosen = [endpoint.rate(arm, seed) for arm in arms]
-        values = [None if rate is None else endpoint.value(arm, rate, seed) for arm, rate in zip(arms, chosen, strict=True)]
-        if values[0] is not None and values[1] is not None:
-            pairs.append(Pair(seed, values[0], values[1], endpoint.effect(values[0], values[1])))
-            rates.append([rate or "" for rate in chosen])
-    by_arm = tuple(rate[0] for rate in rates), tuple(rate[1] for rate in rates)
-    edge = any(rate in (arm.rates[0], arm.rates[-1]) for arm, of in zip(arms, by_arm, strict=True) for rate in of if rate)
-    margin = grid.ratio_margin, grid.score_margin
+def _finding(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, condition: Condition, name: str) -> Finding:
+    arms = [Arm(grid, runs, comparison.study, arm, condition) for arm in comparison.arms]
+    endpoint, margin = endpoint_of(name, grid.studies[comparison.study]), grid.score_margin
+    pairs = []
+    for seed in arms[0].seeds:
+        judged = [arm.done.get((arm.best_rate(endpoint, seed), seed)) for arm in arms]
+        one, other = (endpoint.value(run) if run else None for run in judged)
+        if one is not None and other is not None:
+            pairs.append(Pair(seed, [run.rate for run in judged if run], (one, other), endpoint.effect(one, other)))
+    tried = [(arm.rates[0], arm.rates[-1]) for arm in arms if arm.rates]
     law = comparison.law if endpoint.is_ratio else None
     part = law.part(condition) if law else None
     return Finding(
         comparison=comparison,
         endpoint=endpoint,
         condition=condition,
-        rates=by_arm,
-        at_edge=edge,
         pairs=tuple(pairs),
-        missing=tuple(sorted(set(arms[0].study.seeds) - {pair.seed for pair in pairs})),
-        margin=Span(1 / margin[0], margin[0]) if endpoint.is_ratio else Span(-margin[1], margin[1]),
+        at_edge=any(rate in ends for pair in pairs for rate, ends in zip(pair.rates, tried, strict=True) if rate),
+        margin=Span(1 / grid.ratio_margin, grid.ratio_margin) if endpoint.is_ratio else Span(-margin, margin),
         bound=None if law is None or part == "rest" else float(condition[law.factor]) ** law.power,
-        predicted=_formula(grid, runs, comparison, law, condition) if law and law.parts and not part else None,
+        predicted=_formula(runs, comparison, law, condition) if law and law.parts and not part else None,
     )
 
 
-def _formula(
-    grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, law: LawConfig, condition: Condition
-) -> float | None:
+def _formula(runs: Runs, comparison: ComparisonConfig, law: LawConfig, condition: Condition) -> float | None:
     """The median over the seeds of (b / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R), of the reference alone; b is the law's bound."""
-    found, bound = [], float(condition[law.factor]) ** law.power
-    parts = [
-        Arm(grid, runs, comparison.study, comparison.arms[0], {**condition, str(law.parts): part}) for part in ("qk", "rest")
-    ]
-    for seed in parts[0].study.seeds:
-        qk, rest = (Threshold().value(part, "", seed) for part in parts)
-        if qk is not None and rest is not None:
-            found.append((bound / middle(qk) + 1 / middle(rest)) / (1 / middle(qk) + 1 / middle(rest)))
-    return float(np.median(found)) if found else None
+    bound, of_part = float(condition[law.factor]) ** law.power, []
+    for part in PARTS:
+        found = runs.select(comparison.study, comparison.arms[0], {**condition, str(law.parts): part}, status="done")
+        of_part.append({run.seed: middle(Threshold().value(run)) for run in found})
+    qk, rest = of_part
+    ratios = [(bound / qk[seed] + 1 / rest[seed]) / (1 / qk[seed] + 1 / rest[seed]) for seed in qk if seed in rest]
+    return float(np.median(ratios)) if ratios else None
 
 
-def _equality(comparison: ComparisonConfig, condition: Condition, reference: Arm, treatment: Arm) -> Equality:
-    both = [key for key in reference.done if key in treatment.done]
-    equal = {seed: True for _, seed in both}
-    for key in both:
-        equal[key[1]] &= reference.done[key].result["digest"] == treatment.done[key].result["digest"]
-    return Equality(comparison, condition, equal, min((reference.done[key].result["steps"] for key in both), default=0))
+def _equality(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, condition: Condition) -> Equality:
+    reference, treatment = (Arm(grid, runs, comparison.study, arm, condition) for arm in comparison.arms)
+    both = {key: (run.result, treatment.done[key].result) for key, run in reference.done.items() if key in treatment.done}
+    alike = {key: one["digest"] == other["digest"] for key, (one, other) in both.items()}
+    equal = {seed: all(same for (_, other), same in alike.items() if other == seed) for _, seed in both}
+    return Equality(comparison, condition, equal, min((one["steps"] for one, _ in both.values()), default=0))
 
 
 # --- predictions
 
 
 class Answer(NamedTuple):
-    """The answer to one expected range of a prediction under one condition: HELD, NOT HELD, UNDECIDED or NOT RUN."""
+    """The answer to one expected range of a prediction under one condition: HELD, NOT HELD or UNDECIDED."""
 
-    name: str
     statement: str
-    finding: Finding | None
+    finding: Finding
     measured: Span | None
     status: str
 
 
 def answers(findings: Findings) -> Iterator[Answer]:
-    """Yield the answers to the predictions of the grid, in its order. A prediction holds if all its answers hold."""
-    for name, prediction in findings.grid.predictions.items():
+    """Yield the answers to the predictions of the grid, in its order. What was not run has none. A prediction holds if all its answers hold."""
+    for prediction in findings.grid.predictions.values():
         for expected in prediction.expect:
-            found = findings.find(expected.study, expected.endpoint, expected.arms, expected.condition)
-            for finding in found:
+            for finding in findings.find(expected.study, expected.endpoint, expected.arms, expected.condition):
                 measured = _measured(findings, finding, expected)
-                yield Answer(name, prediction.statement, finding, measured, _status(finding, measured, expected))
-            if not found:
-                yield Answer(name, prediction.statement, None, None, "NOT RUN")
+                yield Answer(prediction.statement, finding, measured, _status(finding, measured, expected))
 
 
 def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) -> Span | None:
@@ -358,11 +321,12 @@ def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) ->
         return None
     if expected.formula:
         return found.over(Span(finding.predicted, finding.predicted)) if finding.predicted else None
-    if expected.over is None:
+    if (over := expected.over) is None:
         return found
-    study = findings.grid.studies[expected.over.study]
-    shared = {factor: level for factor, level in finding.condition.items() if factor in study.factors and factor != RATE}
-    other = findings.find(expected.over.study, finding.endpoint.name, expected.over.arms, {**shared, **expected.over.condition})
+    shared = {
+        factor: level for factor, level in finding.condition.items() if factor in findings.grid.studies[over.study].factors
+    }
+    other = findings.find(over.study, finding.endpoint.name, over.arms, {**shared, **over.condition})
     return found.over(other[0].estimate) if len(other) == 1 and other[0].estimate else None
 
 
@@ -370,8 +334,8 @@ def _status(finding: Finding, measured: Span | None, expected: ExpectedConfig) -
     """A ratio of fewer than five pairs decides nothing, and neither does one that runs at their cap leave open."""
     if measured is None or finding.interval is None:
         return "UNDECIDED"
-    low, high = (-math.inf if expected.range[0] is None else expected.range[0]), expected.range[1]
-    bounds = Span(low, math.inf if high is None else high)
+    low, high = expected.range
+    bounds = Span(-math.inf if low is None else low, math.inf if high is None else high)
     if measured.low > bounds.high or measured.high < bounds.low:
         return "NOT HELD"
     return "HELD" if expected.by == "interval" or measured.within(bounds) else "UNDECIDED"

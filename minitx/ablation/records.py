@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,11 +86,6 @@ class Run(Place):
     record: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
-    def place(self) -> Place:
-        """The place without the record."""
-        return Place(self.study, self.arm, self.factors, self.seed)
-
-    @property
     def status(self) -> str:
         """The status in the record, or ``missing``."""
         return self.record.get("status", "missing")  # type: ignore[no-any-return]
@@ -124,21 +119,12 @@ class Runs:
         condition: Condition | None = None,
         *,
         rate: str | None = None,
-        seeds: Sequence[int] | None = None,
-        status: str | None = None,
+        status: str = "",
     ) -> list[Run]:
         """Return the runs of a study that match all arguments. ``condition`` may contain some of the factors."""
         wanted = set((condition or {}).items())
-        return [
-            run
-            for run in self.all
-            if run.study == study
-            and arm in (None, run.arm)
-            and wanted <= set(run.factors)
-            and rate in (None, run.rate)
-            and (seeds is None or run.seed in seeds)
-            and status in (None, run.status)
-        ]
+        of_study = (run for run in self.all if run.study == study and arm in (None, run.arm) and wanted <= set(run.factors))
+        return [run for run in of_study if rate in (None, run.rate) and status in ("", run.status)]
 
 
 def read_records(path: Path) -> list[Record]:

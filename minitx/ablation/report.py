@@ -27,7 +27,7 @@ from minitx.ablation import curves
 from minitx.ablation import wording as say
 from minitx.ablation.design import AblationConfig
 from minitx.ablation.intervals import mean_interval, median
-from minitx.ablation.judge import Finding, Findings, Threshold, answers
+from minitx.ablation.judge import Finding, Findings, Threshold, answers, slopes
 from minitx.analysis.canvas import DPI, png, svg
 from minitx.config import ConfigError
 
@@ -40,11 +40,11 @@ NUMBERS = ("steps", "cap", "val_loss", "val_accuracy", "nonfinite_step", "low", 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. Each row maps the name of a column to its text. ``is_open``: shown at once, not only after a click on its caption."""
+    """A table. Each row maps the name of a column to its text. Unless ``is_open``, it is shown after a click on its caption."""
 
     caption: str
     rows: Sequence[Mapping[str, str]]
-    is_open: bool = False
+    is_open: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,51 +96,35 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
         meta: how the records were made: ``commit``, ``command``, ``date``, ``hardware``, ``versions`` (a mapping),
             ``wall_seconds``.
     """
-    about = module_of(findings.grid)
+    about, grid, own = module_of(findings.grid), findings.grid, study_pictures(findings)
 
     def of_question(part: str, otherwise: list[Any]) -> list[Any]:
         return getattr(about, part)(findings) if hasattr(about, part) else otherwise  # type: ignore[no-any-return]
 
-    sentences = of_question("sentences", []) or [_sentence(findings, f) for f in findings.findings if f.pairs][:6]
+    sentences = of_question("sentences", []) or [_sentence(grid, f) for f in findings.findings if f.pairs][:6]
     sentences = sentences or ["No comparison of this grid has a pair: two finished runs of the same seed."]
-    first = of_question("figure", study_pictures(findings)[:1])
+    first = of_question("figure", own[:1])
     sections = [
-        Section("Numbers", [_numbers(findings), *_slopes(findings)]),
+        Section("Numbers", [_numbers(findings), _slopes(findings)]),
         *of_question("sections", []),
-        Section("Figures", study_pictures(findings)),
+        Section("Figures", [picture for picture in own if picture not in first]),
         Section("Controls", _controls(findings)),
         Section("Predictions", [_predictions(findings)]),
         Section("Limits", [*of_question("limits", []), *_limits(findings)]),
         Section("What was run, and how to run it again", [_runs(findings), _not_done(findings), *_reproduce(meta)]),
     ]
-    sections = _worth_showing(sections, first)
+    sections = [Section(each.title, [block for block in each.blocks if getattr(block, "rows", True)]) for each in sections]
+    sections = [section for section in sections if section.blocks]
     pictures = [*first, *(block for section in sections for block in section.blocks if isinstance(block, Picture))]
     page = {
-        "title": findings.grid.question,
-        "sentences": sentences,
-        "notes": [text for text in (findings.grid.note, _incomplete(findings)) if text],
-        "pictures": first,
-        "sections": sections,
+        **{"title": grid.question, "sentences": sentences, "pictures": first, "sections": sections, "dpi": DPI},
+        "notes": [text for text in (grid.note, _incomplete(findings)) if text],
         "images": _write_figures(pictures, folder / "figures"),
-        "dpi": DPI,
     }
     for name in ("report.html", "summary.md"):
         (folder / name).write_text(_template(name).render(page), encoding="utf-8")
     _write_cells(findings, folder / "cells.csv")
     return sentences
-
-
-def _worth_showing(sections: Sequence[Section], first: Sequence[Picture]) -> list[Section]:
-    """Without the figures of the first screen, tables without rows, and then sections without blocks."""
-    shown = {picture.name for picture in first}
-
-    def is_news(block: Block) -> bool:
-        if isinstance(block, Picture):
-            return block.name not in shown
-        return not isinstance(block, Table) or bool(block.rows)
-
-    kept = [Section(section.title, [block for block in section.blocks if is_news(block)]) for section in sections]
-    return [section for section in kept if section.blocks]
 
 
 def _write_figures(pictures: Sequence[Picture], folder: Path) -> dict[str, str]:
@@ -178,7 +162,7 @@ def _write_cells(findings: Findings, path: Path) -> None:
 
     rows = []
     for run in findings.runs.all:
-        row: dict[str, Any] = {"study": run.study, "arm": run.arm, **dict(run.place.factors), "seed": run.seed}
+        row: dict[str, Any] = {"study": run.study, "arm": run.arm, **dict(run.factors), "seed": run.seed}
         row |= {"status": run.status, **{name: run.record.get(name) for name in ("reason", "seconds", "command")}}
         if run.status == "done":
             row |= {name: run.result.get(name) for name in NUMBERS} | run.result.get("measures", {})
@@ -189,17 +173,13 @@ def _write_cells(findings: Findings, path: Path) -> None:
 # --- numbers
 
 
-def _sentence(findings: Findings, f: Finding) -> str:
+def _sentence(grid: AblationConfig, f: Finding) -> str:
     """A finding in one sentence, for a grid without a module of its own."""
-    grid, (reference, treatment) = findings.grid, f.comparison.arms
+    reference, treatment = f.comparison.arms
     where = ": ".join(text for text in (say.title(grid, f.comparison.study), say.condition_text(grid, f.condition)) if text)
     kind = "ratio" if f.endpoint.is_ratio else "difference"
     arms = f"“{say.words(grid, treatment)}” against “{say.words(grid, reference)}”"
-    return f"{where}. {_endpoint(grid, f).capitalize()}, {arms}: {f.word}, {kind} {say.span_text(f.estimate)} {_basis(f)}."
-
-
-def _endpoint(grid: AblationConfig, f: Finding) -> str:
-    return say.words(grid, f.endpoint.text)
+    return f"{where}. {say.words(grid, f.endpoint.text).capitalize()}, {arms}: {f.word}, {kind} {say.span_text(f.estimate)} {_basis(f)}."
 
 
 def _basis(f: Finding) -> str:
@@ -215,83 +195,74 @@ def _numbers(findings: Findings) -> Table:
     for f in findings.findings:
         if not f.pairs:
             continue
-        sides = [pair.reference for pair in f.pairs], [pair.treatment for pair in f.pairs]
-        values = [median(side, ratio=f.endpoint.is_ratio) for side in sides]
-        predicted = [] if f.predicted is None else [f"{say.number(f.predicted)} (formula)"]
-        predicted += [] if f.bound is None else [f"{'at most ' if f.predicted else ''}{say.number(f.bound)}"]
+        values = [median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio) for i in range(2)]
+        bound, formula = (None if value is None else say.number(value) for value in (f.bound, f.predicted))
         row = {
             "study": say.title(grid, f.comparison.study),
             "setting": say.condition_text(grid, f.condition),
-            "what": _endpoint(grid, f),
+            "what": say.words(grid, f.endpoint.text),
             "first arm": f"{say.words(grid, f.comparison.arms[0])}: {say.span_text(values[0])}",
             "second arm": f"{say.words(grid, f.comparison.arms[1])}: {say.span_text(values[1])}",
             "ratio or difference": say.span_text(f.estimate),
             "range": _basis(f),
-            "predicted": ", ".join(predicted),
+            "predicted": f"{formula} (formula), at most {bound}" if formula else bound or "",
             "second arm has": f.word + (" (a rate at the edge of those tried)" if f.at_edge else ""),
         }
         rows.append(row)
     caption = (
-        "Medians over the seeds. The ratio of times is second / first, that of largest stable rates first / second. The range is that of the "
-        "median, by order statistics, with its coverage. MORE and LESS: the whole range is beyond the margin "
+        "Medians over the seeds; times and scores at the rate that is best on the other seeds. The ratio of times is second / first, that of largest stable rates first / second. The range is that of the "
+        "median, by order statistics, with its coverage; fewer than five seeds have none. MORE and LESS: the whole range is beyond the margin "
         f"(× {grid.ratio_margin:g}, or {grid.score_margin:g}); SAME: it is within"
     )
-    return Table(caption, rows, is_open=True)
+    return Table(caption, rows)
 
 
-def _slopes(findings: Findings) -> list[Table]:
+def _slopes(findings: Findings) -> Table:
     """The exponents of the ratios of thresholds over the factor of a law."""
-    rows = []
-    for comparison in findings.grid.comparisons:
-        law, name = comparison.law, comparison.study
-        conditions = [f.condition for f in findings.find(name, "threshold", comparison.arms)] if law else []
-        others = [{k: v for k, v in condition.items() if law and k != law.factor} for condition in conditions]
-        for i, other in enumerate(others):
-            slopes = findings.slopes(name, comparison.arms, law.factor, other) if law and other not in others[:i] else []
-            if (found := mean_interval(slopes)) is not None:
-                rows.append(
-                    {
-                        "study": say.title(findings.grid, name),
-                        "exponent over " + say.words(findings.grid, law.factor if law else ""): say.number(found[0]),
-                        "95 % (Student's t)": say.span_text(found[1]),
-                        "of the law": say.number(law.power if law else None),
-                        "seeds": str(len(slopes)),
-                    }
-                )
-    return [Table("Exponents of the ratios: the mean of the slopes of single seeds", rows, is_open=True)]
+    grid, rows, series = findings.grid, [], dict[Any, list[Finding]]()
+    for f in findings.findings:
+        if f.endpoint.name == "threshold" and f.pairs and f.comparison.law:
+            others = tuple(level for level in f.condition.items() if level[0] != f.comparison.law.factor)
+            series.setdefault((f.comparison, f.comparison.law, others), []).append(f)
+    for (comparison, law, _), listed in series.items():
+        values = slopes(listed)
+        if (found := mean_interval(values)) is not None:
+            row = {
+                "study": say.title(grid, comparison.study),
+                "exponent over " + say.words(grid, law.factor): say.number(found[0]),
+                "95 % (Student's t)": say.span_text(found[1]),
+                "of the law": say.number(law.power),
+                "seeds": str(len(values)),
+            }
+            rows.append(row)
+    return Table("Exponents of the ratios: the mean of the slopes of single seeds", rows)
 
 
 def _controls(findings: Findings) -> list[Block]:
     """The null control, and the equal start of continued runs."""
     grid, rows = findings.grid, []
     for e in findings.equalities:
-        row = {
-            "arms": say.list_text([say.words(grid, arm) for arm in e.comparison.arms]),
-            "setting": say.condition_text(grid, e.condition),
-            "losses that are equal": f"{sum(e.equal.values())} of {say.count_text(len(e.equal), 'seed')}, {e.steps} steps",
-            "result": "EQUAL" if all(e.equal.values()) else "DIFFERENT",
-        }
-        rows += [row] if e.equal else []
-    done = [run for run in findings.runs.all if run.status == "done"]
-    errors = [run.result["start_error"] for run in done if run.result.get("start_error") is not None]
-    blocks: list[Block] = [Table("Two ways to write the same model must have the same losses, bit for bit", rows, is_open=True)]
-    if errors:
-        blocks.append(
-            f"Continued models start as the same function: of {len(errors):,} the largest difference of the outputs at the start is "
-            f"{max(errors):.0e} of the largest output."
-        )
-    return blocks
+        if e.equal:
+            row = {"arms": say.list_text([say.words(grid, arm) for arm in e.comparison.arms])}
+            row["setting"] = say.condition_text(grid, e.condition)
+            row["losses that are equal"] = f"{sum(e.equal.values())} of {say.count_text(len(e.equal), 'seed')}, {e.steps} steps"
+            rows.append(row | {"result": "EQUAL" if all(e.equal.values()) else "DIFFERENT"})
+    results = [run.result for run in findings.runs.all if run.status == "done"]
+    errors = [result["start_error"] for result in results if result.get("start_error") is not None]
+    said = (
+        f"Continued models start as the same function: of {len(errors):,} the largest difference of the outputs at the start is "
+        f"{max(errors, default=0):.0e} of the largest output."
+    )
+    return [Table("Two ways to write the same model must have the same losses, bit for bit", rows), *([said] if errors else [])]
 
 
 def _predictions(findings: Findings) -> Table:
     rows = []
-    for answer in answers(findings):
-        where = say.condition_text(findings.grid, answer.finding.condition) if answer.finding else ""
-        row = {"prediction": answer.statement, "where": where, "status": answer.status}
-        rows.append(row | {"measured": say.span_text(answer.measured)})
-    order = ("NOT HELD", "UNDECIDED", "HELD", "NOT RUN")
-    rows.sort(key=lambda row: order.index(row["status"]))
-    return Table("Written before the runs; what did not hold comes first", rows, is_open=True)
+    for statement, finding, measured, status in answers(findings):
+        where = say.condition_text(findings.grid, finding.condition)
+        rows.append({"prediction": statement, "where": where, "status": status, "measured": say.span_text(measured)})
+    rows.sort(key=lambda row: ("NOT HELD", "UNDECIDED", "HELD").index(row["status"]))
+    return Table("Written before the runs; what did not hold comes first", rows)
 
 
 def _limits(findings: Findings) -> list[str]:
@@ -300,13 +271,10 @@ def _limits(findings: Findings) -> list[str]:
     if results:
         size, steps = (max(result[name] for result in results) for name in ("parameters", "cap"))
         said.append(f"The models are small (up to {size:,} parameters) and the runs are short (up to {steps:,} steps).")
-    if any(f.pairs and f.interval is None for f in findings.findings):
-        said.append("Some comparisons have fewer than five pairs, which give no range and no word.")
-    above = sum(bool(result.get("above")) for result in results)
-    if above:
-        total = sum("above" in result for result in results)
+    above = [bool(result["above"]) for result in results if "above" in result]
+    if any(above):
         said.append(
-            f"In {above} of {total} searches a rate above the first failure was stable again. The first failure counts."
+            f"In {sum(above)} of {len(above)} searches a rate above the first failure was stable again. The first failure counts."
         )
     return said
 
@@ -328,39 +296,34 @@ def _counted(findings: Findings) -> str:
 def _runs(findings: Findings) -> Table:
     grid, rows = findings.grid, []
     for name, study in grid.studies.items():
-        runs = findings.runs.select(name)
+        runs, done = findings.runs.select(name), findings.runs.select(name, status="done")
         levels = [f"{say.words(grid, f)}: {', '.join(say.words(grid, n) for n in names)}" for f, names in study.factors.items()]
-        done = [run for run in runs if run.status == "done"]
-        row = {
-            "study": say.title(grid, name),
-            "arms": ", ".join(say.words(grid, arm) for arm in study.arms),
-            "settings": "; ".join(levels),
-            "seeds": say.count_text(len(study.seeds), "seed"),
-            "length": say.budget(done) if done else "",
-            "done": f"{len(done)} of {len(runs)}",
-        }
-        rows += [row] if done else []
-    return Table(_counted(findings), rows, is_open=True)
+        if done:
+            row = {"study": say.title(grid, name), "arms": ", ".join(say.words(grid, arm) for arm in study.arms)}
+            row |= {
+                "settings": "; ".join(levels),
+                "seeds": say.count_text(len(study.seeds), "seed"),
+                "length": say.budget(done),
+            }
+            rows.append(row | {"done": f"{len(done)} of {len(runs)}"})
+    return Table(_counted(findings), rows)
 
 
 def _not_done(findings: Findings) -> Table:
     """Every run that is not done, with its reason."""
-    rows = [
-        {"run": str(run.place), "status": run.status, "reason": run.record.get("reason") or ""}
-        for run in sorted(findings.runs.all, key=lambda run: run.status)
-        if run.status != "done"
-    ]
-    return Table(f"Runs that failed, are missing, or were left out ({len(rows)})", rows)
+    runs = sorted((run for run in findings.runs.all if run.status != "done"), key=lambda run: run.status)
+    rows = [{"run": str(run), "status": run.status, "reason": run.record.get("reason") or ""} for run in runs]
+    return Table(f"Runs that failed, are missing, or were left out ({len(rows)})", rows, is_open=False)
 
 
 def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
     rows = []
     for name in ("command", "commit", "date", "hardware", "versions", "wall_seconds"):
-        value = meta.get(name) or "not recorded"
-        text = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
-        rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else text})
+        if value := meta.get(name):
+            text = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
+            rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else text})
     said = "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves."
-    return [said, Table("What made this page", rows, is_open=True)]
+    return [said, Table("What made this page", rows)]
 
 
 def study_pictures(findings: Findings) -> list[Picture]:
@@ -373,7 +336,7 @@ def study_pictures(findings: Findings) -> list[Picture]:
         with_law = [f for f in listed if f.comparison.law and not f.comparison.law.part(f.condition)]
         if study.threshold is not None and with_law:
             drawn = curves.threshold_panel(findings, [f for f in with_law if f.comparison == with_law[0].comparison])
-            said = "Every dot is a seed. Solid: what the formula predicts from the first arm; dashed: its upper bound."
+            said = "Every dot is a seed. The formula predicts from the first arm alone."
             found.append(Picture(f"{name}_threshold", f"{title}: {Threshold.text}", said, drawn))
         for score in study.scores if runs else ():
             if score != "equal" and study.factors.get("lr"):

@@ -37,7 +37,7 @@ WORDS = {SCALED: "with the scale", UNSCALED: "without the scale", FOLD: "scale i
 META = {"commit": "c0ffee", "command": "make ablation", "date": "2026-01-02", "hardware": "2 cores",
         "versions": {"torch": "2.13"}, "wall_seconds": 301.5}  # fmt: skip
 OPTIONS = {
-    **{"widths": {"wide": "128", "narrow": "8"}, "optimizers": {"AdamW": "adamw", "SGD": "sgd"}, "time": "recall"},
+    **{"widths": {"wide": "128", "narrow": "8"}, "optimizers": {"AdamW": "adamw", "SGD": "sgd"}, "time": {"AdamW": "recall"}},
     **{"inits": {"large": "lecun", "small": "gpt2"}, "curves": {"SGD": "shown"}, "shown": {"SGD": "1e-2"}},
     **{"attention": "shown", "text": ["text"]},
 }

@@ -178,7 +178,7 @@ def compared(study="main", arms=("a", "b"), expected=None, law=None):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"measures": ("loss_at_9",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
     ({"threshold": ThresholdConfig(first={"a": 1.0, "b": 1.0}), "factors": {}}, "threshold searches the rate: no scores and no factor lr"),
-    ({"threshold": ThresholdConfig(first={"a": 1.0}), "scores": (), "factors": {}}, "threshold.first={'a': 1.0} has no rate for the arm ['b']"),
+    ({"threshold": ThresholdConfig(first={"a": 1.0}), "scores": (), "factors": {}}, "arms=['b'] not found; threshold.first has a"),
     ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),
     ({"skip": ({},)}, "skip=[{}] would leave out every run"),
     (compared(law="lr"), "comparisons[0].law.factor=lr must be a condition whose levels are positive numbers"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minitx.ablation.intervals import Span
-from minitx.ablation.judge import Arm, Time, answers, judge
+from minitx.ablation.judge import Arm, Time, answers, judge, slopes
 from tests.ablation import made_up
 from tests.ablation.made_up import BOTH, RATES, SCALED, SEEDS, UNSCALED, Truth, foretold
 
@@ -32,7 +32,7 @@ def test_the_ratio_of_thresholds_is_the_true_one_and_less_says_so(stable):
     for study, dim, ratio in (("adamw", "8", 1.55), ("adamw", "128", 2.9), ("sgd", "128", 10.3)):
         finding = one(stable, study, "threshold", head_dim=dim)
         assert finding.estimate.low == pytest.approx(ratio, rel=0.08) and finding.estimate.low == finding.estimate.high
-        assert finding.word == "LESS" and len(finding.pairs) == 6 and finding.missing == ()
+        assert finding.word == "LESS" and len(finding.pairs) == 6
         assert finding.interval[0].low <= finding.estimate.low <= finding.interval[0].high
 
 
@@ -55,9 +55,9 @@ def test_the_formula_is_about_runs_that_train_all_weights():
 
 
 def test_the_exponent_is_the_slope_of_each_seed(stable):
-    slopes = stable.slopes("sgd", BOTH, "head_dim")
-    assert len(slopes) == 6
-    assert np.mean(slopes) == pytest.approx(math.log(10.3 / 2.4) / math.log(16), abs=0.03)
+    found = slopes(stable.find("sgd", "threshold"))
+    assert len(found) == 6
+    assert np.mean(found) == pytest.approx(math.log(10.3 / 2.4) / math.log(16), abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_each_seed_is_judged_at_the_rate_that_is_best_on_the_others():
     lucky = {seed: 20 if seed == SEEDS[0] else 1400 for seed in SEEDS}
     found = made_up.findings("recall", truth=Truth(times={(SCALED, "lecun", "1e-3"): lucky}))
     finding = one(found, "recall", "time", init="lecun")
-    assert finding.rates[0] == ("3.2e-3",) * 6 and finding.rates[1] == ("1e-3",) * 6
+    assert [pair.rates for pair in finding.pairs] == [["3.2e-3", "1e-3"]] * 6
     assert finding.at_edge  # of the second arm
 
 
@@ -127,7 +127,14 @@ def test_ties_go_to_the_rate_in_the_middle():
     truth = Truth(times={(SCALED, "lecun", rate): None for rate in RATES})
     config = made_up.grid("recall")
     arm = Arm(config, made_up.runs(config, truth), "recall", SCALED, {"init": "lecun"})
-    assert arm.best_rate(Time(), SEEDS[0]) == RATES[2]
+    assert arm.best_rate(Time(config.studies["recall"]), SEEDS[0]) == RATES[2]
+
+
+def test_where_no_rate_is_tuned_a_seed_needs_no_other_seed():
+    others = {("text", arm, "", seed): "missing" for arm in BOTH for seed in SEEDS[1:]}
+    truth = Truth(losses={(SCALED, ""): 2.0, (UNSCALED, ""): 2.5}, statuses=others)
+    (pair,) = one(made_up.findings("text", truth=truth, fields={"factors": {}}), "text", "loss").pairs
+    assert pair.effect.low == pytest.approx(0.5, abs=0.01)
 
 
 def test_losses_are_compared_as_differences_and_a_run_that_is_not_finite_counts_as_untrained():
@@ -147,13 +154,14 @@ def test_a_measure_is_judged_at_the_rate_that_the_loss_chose():
     for run in runs.all:
         run.result["measures"]["loss_at_9"] = float(run.rate)
     finding = one(judge(config, runs), "text", "loss_at_9")
-    assert [(pair.reference.low, pair.treatment.low) for pair in finding.pairs] == [(3.2e-3, float(finding.rates[1][0]))] * 6
+    assert [pair.values[0].low for pair in finding.pairs] == [3.2e-3] * 6
+    assert [pair.values[1].low for pair in finding.pairs] == [float(pair.rates[1]) for pair in finding.pairs]
 
 
-def test_runs_that_failed_leave_pairs_out_and_are_named():
+def test_runs_that_failed_leave_pairs_out():
     truth = Truth(statuses={("sgd", UNSCALED, None, 12): "failed", ("sgd", SCALED, None, 13): "missing"})
     finding = one(made_up.findings("sgd", truth=truth), "sgd", "threshold", head_dim="128")
-    assert finding.missing == (12, 13) and len(finding.pairs) == 4 and finding.word == "UNDECIDED"
+    assert [pair.seed for pair in finding.pairs] == [10, 11, 14, 15] and finding.word == "UNDECIDED"
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -176,13 +184,13 @@ def test_a_prediction_holds_if_the_median_lies_in_its_range(low, high, wanted):
     assert found == wanted and measured.low == pytest.approx(10.3, rel=0.08)
 
 
-def test_too_few_pairs_and_an_open_range_decide_nothing_and_no_runs_are_said():
+def test_too_few_pairs_and_an_open_range_decide_nothing_and_no_runs_have_no_answer():
     assert [found for found, _ in status("sgd", "threshold", 9.0, 12.0, condition=WIDE, seeds=4)] == ["UNDECIDED"]
     never = Truth(times={(UNSCALED, "lecun", rate): None for rate in RATES})
     answer = status("recall", "time", 4.0, 30.0, condition={"init": "lecun"}, truth=never)
     assert [found for found, _ in answer] == ["UNDECIDED"]
     none = Truth(statuses={("sgd", None, None, None): "missing"})
-    assert status("sgd", "threshold", 9.0, 12.0, truth=none) == [("NOT RUN", None)]
+    assert status("sgd", "threshold", 9.0, 12.0, truth=none) == []
 
 
 def test_a_prediction_is_about_every_condition_that_it_does_not_name():

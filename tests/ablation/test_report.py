@@ -8,13 +8,15 @@ import pandas
 import pytest
 
 from minitx.ablation import curves
+from minitx.ablation.grid import cells
 from minitx.ablation.judge import judge
-from minitx.ablation.records import Runs
+from minitx.ablation.records import Runs, solved_step
 from minitx.ablation.report import module_of, write_report
 from minitx.ablation.scaling import figure, sentences
+from minitx.analysis.canvas import DPI
 from minitx.config import ConfigError
 from tests.ablation import made_up
-from tests.ablation.made_up import META, RATES, SCALED, UNSCALED, WORDS, Truth
+from tests.ablation.made_up import META, RATES, SCALED, SEEDS, UNSCALED, WORDS, Truth
 
 
 def drawn(ax):
@@ -79,7 +81,7 @@ def test_equal_runs_give_equal_files_in_any_order_of_the_records(tmp_path):
     for i in range(2):
         random.Random(i).shuffle(records)
         folder = tmp_path / str(i)
-        write_report(judge(grid, Runs.of([run.place for run in made_up.runs(grid).all], records)), folder, meta=META)
+        write_report(judge(grid, Runs.of([cell.place for cell in cells(grid)], records)), folder, meta=META)
         files.append({p.relative_to(folder): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()})
     assert len(files[0]) > 4
     assert files[0] == files[1]
@@ -104,7 +106,7 @@ def test_the_table_of_runs_has_a_row_for_every_run(written, found):
     table = pandas.read_csv(written / "cells.csv", keep_default_na=False)
     assert sorted(table["status"]) == sorted(run.status for run in found.runs.all)
     one = table[(table["study"] == "text") & (table["arm"] == SCALED) & (table["lr"] == "1e-3") & (table["seed"] == 10)]
-    run = found.runs.select("text", SCALED, rate="1e-3", seeds=[10])[0]
+    run = found.runs.select("text", SCALED, rate="1e-3")[0]
     assert [float(one[name].item()) for name in ("val_loss", "steps")] == [run.result["val_loss"], 120]
     assert one["command"].item() == run.record["command"]
 
@@ -152,8 +154,8 @@ def test_a_module_that_is_not_there_is_refused():
 def test_every_finished_run_is_a_dot_over_its_rate_and_those_that_solved_nothing_are_above(found):
     drawing = curves.by_rate(found, "recall", "time", "steps", "not solved")
     points = [drawn(ax) for ax in drawing.axes]
-    value = curves.value_of(found.grid, "time")
-    steps = [value(run) for run in found.runs.select("recall", status="done")]
+    solved = found.grid.studies["recall"].solved
+    steps = [solved_step(run.result, solved) for run in found.runs.select("recall", status="done")]
     for ax, own in zip(drawing.axes, points, strict=True):
         (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
         assert len(set(own)) == len(own)  # none covers another
@@ -170,11 +172,29 @@ def test_the_sentences_have_the_numbers_of_the_records_and_fit_the_first_screen(
     said = sentences(whole)
     assert len(said) == 3 and len(" ".join(said).split()) <= 110
     assert re.search(
-        r"needs (6|7)\.\d \(\d\.\d–\d\.\d\) times as many steps to learn a lookup; with GPT-2's smaller weights, 0\.7\d",
+        r"\(LeCun\), a one-head model \(d_k = 128\) needs (6|7)\.\d times as many steps of AdamW \(\d\.\d+–\d\.\d+\) to learn a lookup; "
+        r"with GPT-2's smaller weights, our default, no more\.$",
         said[1],
     )
-    assert re.search(r"was 2\.\d \(\d\.\d–\d\.\d\) times smaller with AdamW and 10 \(\d+(\.\d)?–\d+\) times with SGD", said[2])
-    assert re.search(r"\(d_k = 8: 1\.\d and 2\.\d\)\. Smaller learning rates for W_Q and W_K undo this\.$", said[2])
+    assert re.search(
+        r"was 2\.\d times smaller with AdamW \(2\.\d+–\d\.?\d*\) and 10 times with SGD \(\d+(\.\d)?–\d+\.?\d*\);", said[2]
+    )
+    assert re.search(r"; d_k = 8: 1\.\d and 2\.\d\. Smaller learning rates for W_Q and W_K undo this\.$", said[2])
+
+
+def test_no_more_needs_a_range_that_ends_at_one():
+    truth = Truth(times={(UNSCALED, "gpt2", rate): {seed: 134 * (seed - 9) for seed in SEEDS} for rate in RATES})
+    said = " ".join(sentences(made_up.of_the_scale("recall", truth=truth)))
+    assert re.search(r"our default, [\d.]+ \([\d.]+–[\d.]+\)\.$", said)
+
+
+def test_the_legend_names_the_bounds_and_the_optimizers_are_in_the_titles(whole):
+    (picture,) = figure(whole)
+    names = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+    assert names[2:] == ["without the scale, predicted", "upper bound: divided by d_k^¼ or √d_k"]
+    titles = [ax.get_title() for ax in picture.figure.axes]
+    assert ["AdamW" in title for title in titles] == [False, True, False, True]
+    assert picture.figure.get_figheight() * DPI < 340  # beside the sentences on a screen of 800 pixels
 
 
 def test_a_sentence_is_there_only_where_its_records_are():

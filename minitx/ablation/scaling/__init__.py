@@ -5,25 +5,22 @@ Three fixed sentences and one figure are filled with numbers. Each is there only
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from minitx.ablation import curves
 from minitx.ablation import wording as say
-from minitx.ablation.curves import style
-from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import Run
 from minitx.ablation.report import Picture, Section
-from minitx.analysis.canvas import INK, label, log_ticks, panels
+from minitx.analysis.canvas import label, log_ticks, panels
 
 ARMS = ("inv_sqrt", "unscaled")
 """The arms with and without the scale, of every grid about it."""
 
 SCORES = "Without the scale, every attention score is √d_k times larger. That matters twice."
 START = (
-    "At the start, if initial weights are large: with variance 1/width a one-head model (d_k = {width}) needs {large} times as many "
-    "steps to learn a lookup{small}."
+    "At the start, if initial weights are large: with variance 1/width (LeCun), a one-head model (d_k = {width}) needs {large} to learn a "
+    "lookup{small}."
 )
 STEPS = (
     "At every step: an update moves the scores further. We removed the scale from solved models without changing what they compute, "
@@ -31,6 +28,12 @@ STEPS = (
 )
 UNDONE = " Smaller learning rates for W_Q and W_K undo this."
 """Said where the null control of the grid is bit-equal."""
+BROKEN = "The null control failed: two ways to write the same model differ. Do not trust the numbers."
+LIMITS = {
+    "threshold": "The largest stable rate is that of a model that has solved its task and is trained on at a constant rate. Where other "
+    "weights limit the rate before W_Q and W_K do, the scale matters less: see the formula.",
+    "time": "Steps to solve say how soon a run learns the task, not how good it becomes in the end.",
+}
 
 
 def sentences(findings: Findings) -> list[str]:
@@ -40,30 +43,29 @@ def sentences(findings: Findings) -> list[str]:
     started, said = _started(findings), []
     large, small = (started.get(options["inits"][name]) for name in ("large", "small"))
     if large:
-        clause = f"; with GPT-2's smaller weights, {_factor(small)} times as many" if small else ""
-        said.append(START.format(width=options["widths"]["wide"], large=_factor(large), small=clause))
+        (optimizer,) = options["time"]
+        is_less = small and small.interval and small.interval[0].high <= 1
+        clause = f"; with GPT-2's smaller weights, our default, {'no more' if is_less else _factor(small, '')}" if small else ""
+        steps = _factor(large, f" times as many steps of {optimizer}")
+        said.append(START.format(width=options["widths"]["wide"], large=steps, small=clause))
     if wide:
-        factors = [f"{_factor(f)} times{' smaller' if i == 0 else ''} with {name}" for i, (name, f) in enumerate(wide.items())]
+        smaller = [_factor(f, f" times{'' if i else ' smaller'} with {name}") for i, (name, f) in enumerate(wide.items())]
         alike = narrow.keys() == wide.keys()
         below = say.list_text([say.times(f.estimate) + ("" if alike else f" with {name}") for name, f in narrow.items()])
         equal = [value for e in findings.equalities for value in e.equal.values()]
-        clause = f" (d_k = {options['widths']['narrow']}: {below})" if narrow else ""
-        said.append(STEPS.format(wide=say.list_text(factors), narrow=clause, undone=UNDONE if equal and all(equal) else ""))
-    broken = [e for e in findings.equalities if not all(e.equal.values())]
-    control = ["The null control failed: two ways to write the same model differ. Do not trust the numbers."] if broken else []
+        clause = f"; d_k = {options['widths']['narrow']}: {below}" if narrow else ""
+        said.append(STEPS.format(wide=say.list_text(smaller), narrow=clause, undone=UNDONE if equal and all(equal) else ""))
+    control = [] if all(all(e.equal.values()) for e in findings.equalities) else [BROKEN]
     return [*control, SCORES, *said] if said or control else []
 
 
-def _factor(f: Finding) -> str:
+def _factor(f: Finding, what: str) -> str:
     """The median ratio, and its range or the number of seeds."""
-    if f.interval is None:
-        return f"{say.times(f.estimate)} ({say.count_text(len(f.pairs), 'seed')})"
-    low, high = (say.times(Span(end, end)) for end in (f.interval[0].low, f.interval[0].high))
-    return (
-        f"{say.times(f.estimate)} ({low} or more)"
-        if math.isinf(f.interval[0].high)
-        else f"{say.times(f.estimate)} ({low}–{high})"
-    )
+    text = say.count_text(len(f.pairs), "seed")
+    if f.interval is not None:
+        low, high = say.number(f.interval[0].low), say.number(f.interval[0].high)
+        text = f"{low} or more" if high == "∞" else f"{low}–{high}"
+    return f"{say.times(f.estimate)}{what} ({text})"
 
 
 def _thresholds(findings: Findings, width: str) -> dict[str, Finding]:
@@ -75,7 +77,8 @@ def _thresholds(findings: Findings, width: str) -> dict[str, Finding]:
 
 def _started(findings: Findings) -> dict[str, Finding]:
     """The findings about the steps to solve, by the initial weights."""
-    found = findings.find(findings.grid.options["time"], "time", ARMS)
+    (study,) = findings.grid.options["time"].values()
+    found = findings.find(study, "time", ARMS)
     first = findings.grid.options["inits"]["large"]
     return {f.condition.get("init", first): f for f in found if f.estimate and f.estimate.low > 0}  # 0: both ran into their cap
 
@@ -94,53 +97,38 @@ def figure(findings: Findings) -> list[Picture]:
         return []
     drawn, axes = panels(1, columns, width=12.5 / columns, height=2.6)
     left = iter(axes[0])
-    for name, of_arm in shown.items():
+    for name, runs in shown.items():
         ax = next(left)
-        for arm, runs in of_arm.items():
-            curves.curves(ax, runs, style(grid, arm)[0], "accuracy")
+        curves.curves(ax, grid, runs, "accuracy")
         label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", "accuracy")
     for name, of_study in stable.items():
         ax = next(left)
-        curves.draw_thresholds(ax, grid, sorted(of_study, key=lambda f: float(f.condition["head_dim"])))
-        label(ax, f"largest stable rate,\n{name}", "d_k", "learning rate")
+        curves.draw_thresholds(ax, grid, of_study)
+        label(ax, f"largest rate without a collapse,\n{name}", "d_k", "learning rate")
     if started:
         _draw_times(next(left), findings, started)
-    lines = [("divided by the law", INK, "", "--")] if stable else []
-    lines = (
-        [("what the formula predicts", INK, "", "-"), *lines]
-        if any(f.predicted for of in stable.values() for f in of)
-        else lines
-    )
+    lines = curves.law_lines(grid, [f for listed in stable.values() for f in listed]) if stable else []
     curves.arms_legend(drawn, grid, ARMS, lines, line="-")
-    said = {
-        "Solved models, trained on: the accuracy of each step.": shown,
-        "Largest stable rate: the largest without a collapse.": stable,
-        "From scratch: each seed at the rate that is best on the other seeds; a triangle was not solved.": started,
-    }
-    caption = " ".join(["Every seed is a line or a dot.", *(text for text, is_there in said.items() if is_there)])
+    caption = "Every line or dot is a seed; a triangle was not solved." if started else "Every line or dot is a seed."
     return [Picture("scale", "What happens without the scale", caption, drawn)]
 
 
 def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> None:
     """The steps of each seed, by initial weights and arm; a triangle where the task was not solved within the cap."""
     for column, f in enumerate(started.values()):
-        for i, arm in enumerate(ARMS):
-            color, marker = style(findings.grid, arm)
-            for k, pair in enumerate(f.pairs):
-                span = (pair.reference, pair.treatment)[i]
-                x = column + 0.6 * curves.beside(2, i, len(f.pairs), k)
-                ax.plot([x], [span.low], marker if span.low == span.high else "^", color=color, markersize=4.5, gid="runs")
+        curves.dots(ax, findings.grid, f, lambda beside, column=column: column + 0.6 * beside)  # type: ignore[misc]
     log_ticks(ax)
     ax.set_xlim(-0.5, len(started) - 0.5)
     ax.set_xticks(range(len(started)), [say.words(findings.grid, init).replace(" (", "\n(") for init in started])
-    label(ax, "from scratch,\nby initial weights", "", "steps to solve")
+    (optimizer,) = findings.grid.options["time"]
+    label(ax, f"from scratch, {optimizer},\nby initial weights", "", "steps to solve")
 
 
-def _shown(findings: Findings, name: str, rate: str) -> dict[str, list[Run]]:
-    """The finished runs of the study that shows curves of an optimizer, at one rate, by arm."""
+def _shown(findings: Findings, name: str, rate: str) -> list[Run]:
+    """The finished runs of the study that shows curves of an optimizer, at one rate, if both arms have some."""
     study = findings.grid.options["curves"].get(name, "")
-    found = {arm: findings.runs.select(study, arm, rate=rate, status="done") for arm in ARMS}
-    return found if all(found.values()) else {}
+    found = [findings.runs.select(study, arm, rate=rate, status="done") for arm in ARMS]
+    return [run for runs in found for run in runs] if all(found) else []
 
 
 # --- below
@@ -177,12 +165,5 @@ def _attention(findings: Findings, kept: list[Run]) -> Picture:
 
 def limits(findings: Findings) -> list[str]:
     """Return the limits of what is said about the scale."""
-    said = []
-    if any(f.endpoint.name == "threshold" for f in findings.findings if f.pairs):
-        said.append(
-            "The largest stable rate is that of a model that has solved its task and is trained on at a constant rate. Where other weights "
-            "limit the rate before W_Q and W_K do, the scale matters less: see the formula."
-        )
-    if any(f.endpoint.name == "time" for f in findings.findings if f.pairs):
-        said.append("Steps to solve say how soon a run learns the task, not how good it becomes in the end.")
-    return said
+    there = {f.endpoint.name for f in findings.findings if f.pairs}
+    return [text for name, text in LIMITS.items() if name in there]

@@ -72,12 +72,7 @@ class RelativeAdam(Direction):
 
 
 def lion(
-    network: nn.Module,
-    *,
-    lr: Positive = 1e-4,
-    betas: tuple[Share, Share] = (0.9, 0.99),
-    rules: Rules = (),
-    head_dim: int = 1,
+    network: nn.Module, *, lr: Positive = 1e-4, betas: tuple[Share, Share] = (0.9, 0.99), rules: Rules = (), head_dim: int = 1
 ) -> Lion:
     """``Lion`` for every parameter.
 
