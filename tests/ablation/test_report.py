@@ -223,3 +223,9 @@ def test_the_page_of_the_scale_shows_attention_curves_and_limits(whole, tmp_path
     assert "What the runs look like" in page and "Squares: the key that the solved model looked at before" in page
     assert "Exponents of the ratios" in page and "EQUAL" in page
     assert {"attention.png", "curves_text.png", "scale.svg"} <= {path.name for path in (tmp_path / "figures").iterdir()}
+
+
+@pytest.mark.parametrize(("studies", "twice"), [(("adamw",), False), (("recall",), False), (("recall", "adamw"), True)])
+def test_that_matters_twice_is_said_where_both_follow(studies, twice):
+    said = sentences(made_up.of_the_scale(*studies))
+    assert said[0].endswith("That matters twice.") == twice and len(said) == 2 + twice

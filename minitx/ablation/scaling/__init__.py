@@ -17,7 +17,7 @@ from minitx.analysis.canvas import label, log_ticks, panels
 ARMS = ("inv_sqrt", "unscaled")
 """The arms with and without the scale, of every grid about it."""
 
-SCORES = "Without the scale, every attention score is √d_k times larger. That matters twice."
+SCORES = "Without the scale, every attention score is √d_k times larger."
 START = (
     "At the start, if initial weights are large: with variance 1/width (LeCun), a one-head model (d_k = {width}) needs {large} to learn a "
     "lookup{small}."
@@ -56,7 +56,8 @@ def sentences(findings: Findings) -> list[str]:
         clause = f"; d_k = {options['widths']['narrow']}: {below}" if narrow else ""
         said.append(STEPS.format(wide=say.list_text(smaller), narrow=clause, undone=UNDONE if equal and all(equal) else ""))
     control = [] if all(all(e.equal.values()) for e in findings.equalities) else [BROKEN]
-    return [*control, SCORES, *said] if said or control else []
+    scores = f"{SCORES} That matters twice." if len(said) > 1 else SCORES
+    return [*control, scores, *said] if said or control else []
 
 
 def _factor(f: Finding, what: str) -> str:
