@@ -28,7 +28,7 @@ slow = pytest.mark.slow
 
 def source_files() -> set[str]:
     """What the package must hold, by its path in the wheel."""
-    kinds = {".py", ".yaml", ".html", ".css", ".js", ".j2", ".typed"}
+    kinds = {".py", ".yaml", ".html", ".css", ".js", ".json", ".j2", ".typed"}
     return {
         f"{inside}/{path.relative_to(ROOT / folder)}"
         for folder, inside in SHIPPED.items()

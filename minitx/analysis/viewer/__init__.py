@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot, named_input
 
 __all__ = ["Trace", "View", "playground", "view", "viewer_page"]
 
-SCRIPTS = ("common.js", "data.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
-PLAY_SCRIPTS = ("common.js", "words.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "play.js")
+SCRIPTS = ("common.js", "data.js", "ramps.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
+PLAY_SCRIPTS = (
+    "common.js", "ramps.js", "words.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "training.js", "traps.js", "play.js",
+)  # fmt: skip
 FULL = 65534
 """The 16-bit number for a weight of 1. The next larger one means NaN."""
 
@@ -53,7 +55,7 @@ class View:
         page: the page as HTML. height: the height of the frame, in pixels.
     """
 
-    page: str
+    page: str = field(repr=False)
     height: int = 720
 
     def _repr_html_(self) -> str:
@@ -144,10 +146,10 @@ def playground(*, height: int = 1000) -> View:
         height: of the frame in a notebook, in pixels.
 
     >>> page = playground().page
-    >>> page.startswith("<!DOCTYPE html>"), len(page.encode()) < 100_000
+    >>> page.startswith("<!DOCTYPE html>"), len(page.encode()) < 600_000
     (True, True)
     """
-    return View(_assembled("play", PLAY_SCRIPTS, {}), height)
+    return View(_assembled("play", PLAY_SCRIPTS, {"training": _read("training.json").strip()}), height)
 
 
 def _encoded(text: str, tokenizer: Any) -> Tensor:
