@@ -80,7 +80,8 @@ function showScene() {
     Object.assign(byId(`tab-${name}`), { ariaSelected: String(isOpen), tabIndex: isOpen ? 0 : -1 });
   });
   if (state.scene === 2) countAgain();
-  if (state.scene !== 3) stopPlaying();
+  if (state.scene === 3) showTraining();
+  else stopPlaying();
   writePlayAddress();
 }
 
@@ -137,7 +138,7 @@ const QUESTIONS = {
       right: 1,
       look() {
         byId("widths").open = true;
-        const [narrow, wide] = [0, 3].map((i) => OPTIMIZERS.map((name) => TRAINING.limits[name][i][3]));
+        const [narrow, wide] = [0, 3].map((i) => OPTIMIZERS.map((name) => TRAINING.limits[name][i][3].toPrecision(2)));
         return { narrow, wide };
       },
     },

@@ -101,7 +101,7 @@ function showTraining() {
   drawCurves(byId("accuracy"), means, { top: 1, ticks: [[0, "0"], [0.5, "50 %"], [1, "100 %"]], line: HOLDS, label: accuracyLabel(...means.map((curve) => percent(curve[state.at]))) });
   const highest = Math.max(3.5, ...runs.flatMap((run) => run.loss));
   const ticks = [0, 0.5, 1].map((part) => [part * highest, fixed(part * highest, 1)]);
-  drawCurves(byId("loss"), runs.map((run) => run.loss), { top: highest, ticks, line: Math.log(NUM_QUESTIONS), label: lossLabel(...runs.map((run) => digits(run.loss[state.at]))) });
+  drawCurves(byId("loss"), runs.map((run) => run.loss), { top: highest, ticks, line: Math.log(NUM_QUESTIONS), label: lossLabel(...runs.map((run) => fixed(run.loss[state.at]))) });
   showNumbers(runs, look);
   showTold(runs);
   showSeen();
@@ -112,7 +112,7 @@ function showNumbers(runs, look) {
   const { numbers } = words();
   const values = {
     accuracy: runs.map((run) => percent(accuracyAt(run, state.at))),
-    loss: runs.map((run) => digits(run.loss[state.at])),
+    loss: runs.map((run) => fixed(run.loss[state.at])),
     largest: runs.map((run) => run.largest[look].toLocaleString("en", { maximumSignificantDigits: 3 })),
   };
   document.querySelector("#numbers tbody").replaceChildren(...Object.entries(values).map(([name, texts]) => tableRow(numbers[name], texts, name)));
@@ -175,7 +175,7 @@ function buildTraining() {
   const head = element("tr");
   head.append(...limitHeads.map((text, i) => Object.assign(element("th", i ? "number" : "", text), { scope: "col" })));
   document.querySelector("#limits thead").replaceChildren(head);
-  document.querySelector("#limits tbody").replaceChildren(...limits.adamw.map(([width], i) => tableRow(String(width), OPTIMIZERS.flatMap((name) => limits[name][i].slice(1, 4)).map(String), String(width))));
+  document.querySelector("#limits tbody").replaceChildren(...limits.adamw.map(([width], i) => tableRow(String(width), OPTIMIZERS.flatMap((name) => limits[name][i].slice(1, 4)).map((x) => x.toPrecision(2)), String(width))));
   showTraining();
 }
 

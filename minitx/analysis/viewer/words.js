@@ -3,7 +3,7 @@
 const WORDS = {
   en: {
     title: "Attention, to play with",
-    lead: "Attention is softmax(QKᵀ / √d_k) V. Scene 1 computes it for one token, number by number. Scene 2 shows what the division by √d_k does to the logits before training, scene 3 what happens to a trained model without it. Scene 4 hides five mistakes. The page needs no network.",
+    lead: "Attention is softmax(QKᵀ / √d_k) V. Four scenes: its numbers, one by one; what √d_k does to the logits before training; what a trained model does without it; five mistakes to find. No network is needed.",
     language: ["中文", "Show this page in Chinese"],
     theme: { light: ["Light", "Light colours"], dark: ["Dark", "Dark colours"] },
     scenes: "Scenes",
@@ -220,7 +220,7 @@ const WORDS = {
   },
   zh: {
     title: "动手玩注意力",
-    lead: "注意力就是 softmax(QKᵀ / √d_k) V。场景一为一个词元逐步算出它；场景二说明除以 √d_k 对训练前的 logit 有什么作用；场景三说明训练好的模型没有它会怎样；场景四藏着五个错误。本页不需要网络。",
+    lead: "注意力就是 softmax(QKᵀ / √d_k) V。四个场景：逐个算出它的数；√d_k 对训练前的 logit 有什么作用；训练好的模型没有它会怎样；找出五个错误。不需要网络。",
     language: ["English", "用英文显示本页"],
     theme: { light: ["浅色", "浅色界面"], dark: ["深色", "深色界面"] },
     scenes: "场景",
