@@ -728,6 +728,29 @@ def test_a_printed_page_is_light_and_has_no_controls(play, is_dark, scene, table
     assert page.pdf().startswith(b"%PDF")
 
 
+def test_the_first_page_of_the_site_leads_to_the_others(window, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.html").write_text(
+        "<!DOCTYPE html><link rel=icon href=data:,><title>The pages</title>", encoding="utf-8"
+    )
+    playground(pages="docs/index.html").save(tmp_path / "index.html")
+    for lang, text in (("en", "The pages of minitx →"), ("zh", "minitx 的文档（英文）→")):
+        page = window(tmp_path.as_uri() + "/", f"index.html#lang={lang}", size=(390, 844))
+        assert page.locator(".pages").inner_text() == text
+        page.emulate_media(media="print")
+        assert page.locator(".pages").is_hidden()
+        page.emulate_media(media="screen")
+        page.locator(".pages").click()
+        wait_for(lambda page=page: page.title() == "The pages")
+
+
+def test_the_initial_weights_that_the_words_of_scene_2_name_give_the_logits_that_they_say(play):
+    """The standard deviation of unscaled logits is √d_k · width · σ², with σ that of W_Q's and W_K's numbers."""
+    for lang in ("en", "zh"):
+        said = play(f"scene=2&lang={lang}").locator("[data-text=width_model]").inner_text()
+        assert f"{128**0.5 * 128 * 0.02**2:.1f}" in said and "0.02" in said
+
+
 def test_the_page_works_from_a_server_and_in_a_notebook(window, file, tmp_path):
     handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *args: None})
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=file.parent))

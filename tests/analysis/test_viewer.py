@@ -73,6 +73,13 @@ def test_the_page_refers_to_nothing_outside_of_itself_and_is_small(kind, either)
     assert 20_000 < len(frame.encode()) < LARGEST[kind]
 
 
+def test_a_page_to_play_with_has_one_link_if_it_is_given_an_address_and_none_otherwise():
+    address = '../a b/index.html"><script>alert(1)</script>'
+    linked, alone = (Elements(one.page).found for one in (playground(pages=address), playground()))
+    assert [attrs["href"] for tag, attrs in linked if tag == "a"] == [address]
+    assert [one for one in linked if one[0] != "a"] == alone and all(tag != "a" for tag, _ in alone)
+
+
 def test_the_policy_allows_this_style_and_this_script_alone(either):
     policy = next(attrs["content"] for _, attrs in Elements(either).found if "http-equiv" in attrs)
     allowed = dict(part.split(" ", 1) for part in policy.split("; "))

@@ -135,21 +135,25 @@ def view(
     return View(viewer_page(traces), height)
 
 
-def playground(*, height: int = 1000) -> View:
-    """Return a page to play with, in English and Chinese. It needs no model: everything is computed in the browser.
+def playground(*, pages: str | None = None, height: int = 1000) -> View:
+    """Return a page to play with, in English and Chinese. It needs no model.
 
     Scene 1 computes one row of softmax(q Kᵀ / √d_k) V by hand, for the reader's tokens and numbers (d_k = 3). Scene 2 draws random
     queries and keys, and shows what d_k (1 to 1,024) and a factor on q·k do to logits, weights, the softmax's Jacobian and numbers
-    of 16 bits. With seed 0, its numbers are those of ``examples/why_scale.py``.
+    of 16 bits. With seed 0, its numbers are those of ``examples/why_scale.py``. Scene 3 shows a solved model that was trained
+    further with and without the scale, as ``examples/falls_apart.py`` recorded it. Scene 4 asks for the wrong line of five pieces
+    of code.
 
     Args:
+        pages: the address of pages about minitx, for a link at the top. None: no link.
         height: of the frame in a notebook, in pixels.
 
     >>> page = playground().page
     >>> page.startswith("<!DOCTYPE html>"), len(page.encode()) < 600_000
     (True, True)
     """
-    return View(_assembled("play", PLAY_SCRIPTS, {"training": _read("training.json").strip()}), height)
+    link = "" if pages is None else f'\n    <a class="pages" href="{html.escape(pages)}" data-text="pages"></a>'
+    return View(_assembled("play", PLAY_SCRIPTS, {"training": _read("training.json").strip(), "pages": link}), height)
 
 
 def _encoded(text: str, tokenizer: Any) -> Tensor:

@@ -4,6 +4,7 @@ const WORDS = {
   en: {
     title: "Attention, to play with",
     lead: "Attention is softmax(QKᵀ / √d_k) V. Four scenes: its numbers, one by one; what √d_k does to the logits before training; what a trained model does without it; five mistakes to find. No network is needed.",
+    pages: "The pages of minitx →",
     language: ["中文", "Show this page in Chinese"],
     theme: { light: ["Light", "Light colours"], dark: ["Dark", "Dark colours"] },
     scenes: "Scenes",
@@ -95,6 +96,7 @@ const WORDS = {
       fp16: "16-bit numbers with 11 significant bits, up to 65504. exp is infinite from 11.094 on, if the maximum is not subtracted.",
       bf16: "16-bit numbers with 8 significant bits. Large logits are rounded coarsely: 100 to a multiple of 0.5.",
     },
+    width_model: "In a model the initial weights decide how large q and k are. With weights of variance 1/width they are as here. With GPT-2's smaller weights (0.02) and width 128, even the logits without the scale have a standard deviation of about 0.6 at d_k = 128. Then the start is harmless without the scale.",
     width_note: "Means over the rows; logits, roundings and the weight that moves are the largest. The numbers are drawn as torch draws them: seed 0 gives those of examples/why_scale.py and docs/why_scale.md. The histogram is of the first 256 rows, the bars are of the first row.",
     // --- scene 3
     training_tab: "3  A training that falls apart",
@@ -221,6 +223,7 @@ const WORDS = {
   zh: {
     title: "动手玩注意力",
     lead: "注意力就是 softmax(QKᵀ / √d_k) V。四个场景：逐个算出它的数；√d_k 对训练前的 logit 有什么作用；训练好的模型没有它会怎样；找出五个错误。不需要网络。",
+    pages: "minitx 的文档（英文）→",
     language: ["English", "用英文显示本页"],
     theme: { light: ["浅色", "浅色界面"], dark: ["深色", "深色界面"] },
     scenes: "场景",
@@ -310,6 +313,7 @@ const WORDS = {
       fp16: "16 位数，有效位 11 位，最大 65504。不先减最大值的话，exp 从 11.094 起就是无穷大。",
       bf16: "16 位数，有效位 8 位。大的 logit 舍入很粗：100 附近只能是 0.5 的倍数。",
     },
+    width_model: "在模型里，q 和 k 有多大由初始权重决定。权重的方差是 1/宽度 时，就像这里一样。若用 GPT-2 的较小权重（0.02）、宽度 128，则 d_k = 128 时不缩放的 logit 标准差也只有约 0.6，这时开头没有缩放也无妨。",
     width_note: "表中是各行的平均；logit、舍入误差和移走的权重取最大值。随机数与 torch 所抽的相同：种子 0 给出 examples/why_scale.py 和 docs/why_scale.md 里的数。直方图画的是前 256 行，条形图画的是第一行。",
     training_tab: "3  一次崩溃的训练",
     training_lead: "一个小模型已经学会了查找：它读入 16 个键，每个键带一个值，然后被问到其中一个键，答案就是这个键的值。它只有一个头，d_k = 128。把它复制两份，在新的数据上继续训练：一份有缩放 1/√d_k，另一份没有。没有缩放的那份，W_Q 和 W_K 各除以 d_k^¼，所以第 0 步时两份的 logit 相同，答案也相同。选一个优化器和一个学习率，说出会发生什么，再按“播放”。",
