@@ -299,6 +299,7 @@ def record():
 
 
 LEVELS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
+FILLS = "nodes => nodes.map(node => getComputedStyle(node).fill)"
 WRONG_GUESS = {0: 1, 1: 2, 2: 0}
 
 
@@ -319,11 +320,11 @@ def parsed(text):
 def assert_shows(page, runs, look, step):
     """Maps, numbers and curves are those of the record."""
     for i, run in enumerate(runs):
-        drawn = page.locator(f"#map-{run['arm']} .weight").evaluate_all("nodes => nodes.map(node => node.getAttribute('fill'))")
+        drawn = page.locator(f"#map-{run['arm']} .weight").evaluate_all(FILLS)
         letters = run["weights"][look]
         assert len(drawn) == len(letters) == 16 * 17
         colours = dict(zip(letters, drawn, strict=True))
-        assert [colours[letter] for letter in letters] == drawn and colours.get("A") in (None, "rgb(255,255,255)")
+        assert [colours[letter] for letter in letters] == drawn and colours.get("A") in (None, "rgb(255, 255, 255)")
         signs = page.locator(f"#map-{run['arm']} text").all_text_contents()
         assert ["01"[sign == "✓"] for sign in signs] == list(run["right"][look])
         label = page.locator(f"#map-{run['arm']}").evaluate("node => node.ariaLabel")
@@ -402,11 +403,12 @@ def test_play_runs_to_the_end_stops_there_and_can_be_paused_and_run_again(play):
 
 def test_a_map_has_other_colours_in_the_dark(play):
     page = play("scene=3&optimizer=sgd&rate=1&at=20")
-    fills = "nodes => nodes.map(node => node.getAttribute('fill'))"
-    light = page.locator("#map-unscaled .weight").evaluate_all(fills)
+    light = page.locator("#map-unscaled .weight").evaluate_all(FILLS)
     page.locator("#theme").click()
-    dark = page.locator("#map-unscaled .weight").evaluate_all(fills)
-    assert "rgb(255,255,255)" in light and "rgb(21,23,27)" in dark and "rgb(255,255,255)" not in dark
+    dark = page.locator("#map-unscaled .weight").evaluate_all(FILLS)
+    assert "rgb(255, 255, 255)" in light and "rgb(21, 23, 27)" in dark and "rgb(255, 255, 255)" not in dark
+    page.emulate_media(media="print")
+    assert page.locator("#map-unscaled .weight").evaluate_all(FILLS) == light
 
 
 def test_the_numbers_in_the_words_of_scene_3_are_those_of_the_record(play, record):
@@ -709,6 +711,9 @@ def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(p
     again = window(file.as_uri(), page.evaluate("location.hash"))
     assert again.locator("#numbers").inner_text() == page.locator("#numbers").inner_text()
     assert again.locator("#at").input_value() == "7" and again.locator("#predict input").first.is_disabled()
+    seen = window(file.as_uri(), "#lang=en&scene=3&optimizer=sgd&rate=1&at=200")
+    assert seen.locator("#told").inner_text().startswith("Only the copy with 1/√d_k holds")
+    assert seen.locator("#seen .chosen td").all_inner_texts()[0].startswith("✓ holds")
     broken = window(
         file.as_uri(),
         "#lang=fr&scene=9&step=0&width=1e9&keys=1&factor=&own=0.1&half=x&seed=-1&theme=red&x=1&optimizer=lion&rate=3&at=1",

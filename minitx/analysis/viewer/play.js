@@ -197,11 +197,6 @@ function buildQuestion(scene, i, question) {
 
 // --- start
 
-function changeTheme() {
-  showTheme(words().theme);
-  showTraining(); // the colours of its maps are not the style's
-}
-
 startHand();
 startWidth();
 startTraining();
@@ -214,7 +209,8 @@ byId("language").addEventListener("click", () => {
 });
 byId("theme").addEventListener("click", () => {
   state.theme = theme() === "dark" ? "light" : "dark";
-  changeTheme();
+  showTheme(words().theme);
+  writePlayAddress();
 });
 SCENES.forEach((name, i) => byId(`tab-${name}`).addEventListener("click", () => openScene(i + 1)));
 byId("scenes").addEventListener("keydown", (event) => {
@@ -229,5 +225,5 @@ addEventListener("hashchange", () => {
   openSetting({ at: state.at });
   showPlay();
 });
-systemIsDark.addEventListener("change", changeTheme);
+systemIsDark.addEventListener("change", () => showTheme(words().theme));
 showPlay();

@@ -40,11 +40,14 @@ const percent = (share) => `${fixed(100 * share, 1).replace(/\.0$/, "")} %`;
 
 // --- pictures
 
+// Of a level from 0 to 1; the style chooses between the light and the dark one, also where the page is printed.
+const fillOf = (level) => `light-dark(${["light", "dark"].map((name) => `rgb(${mix(RAMPS[name].weights, level)})`)})`;
+
 // Rows are questions, columns keys; a frame marks the key that is asked for, a sign behind the row says whether the answer is right.
 function drawMap(svg, run, look) {
   const levels = Array.from(run.weights[look], (letter) => LEVELS[letter]);
   const width = levels.length / NUM_QUESTIONS;
-  const parts = levels.map((level, i) => shape("rect", { class: "weight", x: i % width, y: Math.floor(i / width), width: 1, height: 1, fill: `rgb(${mix(RAMPS[theme()].weights, level)})` }));
+  const parts = levels.map((level, i) => shape("rect", { class: "weight", x: i % width, y: Math.floor(i / width), width: 1, height: 1, fill: fillOf(level) }));
   parts.push(shape("rect", { class: "border", x: 0, y: 0, width, height: NUM_QUESTIONS }));
   Array.from(run.right[look], (isRight, i) => {
     parts.push(shape("rect", { class: "asked", x: i + 0.06, y: i + 0.06, width: 0.88, height: 0.88 }));
@@ -57,7 +60,7 @@ function drawMap(svg, run, look) {
 
 // The legend: 64 levels, with ticks at √p.
 function drawRamp(svg) {
-  const parts = Array.from({ length: 64 }, (_, i) => shape("rect", { x: 5 + 3 * i, y: 0, width: 3.1, height: 10, fill: `rgb(${mix(RAMPS[theme()].weights, i / 63)})` }));
+  const parts = Array.from({ length: 64 }, (_, i) => shape("rect", { x: 5 + 3 * i, y: 0, width: 3.1, height: 10, fill: fillOf(i / 63) }));
   parts.push(shape("rect", { class: "border", x: 5, y: 0, width: 192, height: 10 }));
   for (const p of [0, 0.05, 0.25, 0.5, 1]) parts.push(shape("text", { x: 5 + 192 * Math.sqrt(p), y: 24, "text-anchor": "middle" }, String(p)));
   svg.replaceChildren(...parts);
@@ -198,7 +201,8 @@ function openSetting(changes) {
   const other = "optimizer" in changes && changes.optimizer !== state.optimizer;
   Object.assign(state, { at: 0, ...changes });
   if (other) buildRates();
-  if (state.at > 0) mine().isOpen = true;
+  if (state.at > 0) mine().isOpen = true; // by an address, or by a question
+  if (lookNow() === lastLook) mine().isSeen = true;
   showTraining();
 }
 
