@@ -143,7 +143,7 @@ const WORDS = {
     // --- scene 4
     traps_tab: "4  Find the mistake",
     traps_lead: "Five traps of textbook code. In each piece of code one line is wrong. Read what the code should do, and click the line.",
-    traps_note: "docs/attention.md runs each of the five. k.mT is the transpose of the last two axes, torch.finfo(…).min the smallest number of a type.",
+    traps_note: "docs/attention.md shows the five traps with what they print. k.mT is the transpose of the last two axes, torch.finfo(…).min the smallest number of a type.",
     not_this: (line) => `Line ${line} does what it should. Look again.`,
     found_it: (line) => `Line ${line}.`,
     instead: "Instead:",
@@ -358,7 +358,7 @@ const WORDS = {
     training_note: "这是录制的，一个种子：examples/falls_apart.py 做了这十二次训练（宽度 128，一层，预热 10 步，SGD 的动量是 0.9）。图中逐个询问同一行的每个键；训练时每一步都用新的数据。四种头宽的结果来自记录 docs/scaling_ablation/limits。",
     traps_tab: "4  找错",
     traps_lead: "教科书代码里的五个陷阱。每段代码有一行是错的。先读这段代码应当做什么，再点出错的那一行。",
-    traps_note: "docs/attention.md 里这五段都真正运行过。k.mT 是最后两个轴的转置，torch.finfo(…).min 是一种类型的最小的数。",
+    traps_note: "docs/attention.md 给出这五个陷阱和它们的输出。k.mT 是最后两个轴的转置，torch.finfo(…).min 是一种类型的最小的数。",
     not_this: (line) => `第 ${line} 行没有错。再看看。`,
     found_it: (line) => `是第 ${line} 行。`,
     instead: "应当写成：",
