@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import minitx
 from tests.waiting import PATIENCE
@@ -24,6 +26,23 @@ SITE = Path(sysconfig.get_path("purelib"))
 SHIPPED = {"minitx": "minitx", "configs": "minitx/configs"}  # folder of the checkout: folder of the package
 PROGRAMS = ("train", "evaluate", "generate", "view", "export")
 slow = pytest.mark.slow
+
+
+def test_the_lock_of_uv_has_the_versions_of_the_constraints_and_the_requirements_of_the_project():
+    """``python tests/tools/lock.py`` writes it anew."""
+    locked = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
+    versions: dict[str, set[str]] = {}
+    for package in locked["package"]:
+        versions.setdefault(package["name"], set()).add(package.get("version", ""))
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split())
+    assert {name: versions[canonicalize_name(name)] for name in pins if canonicalize_name(name) in versions} == {
+        name: {version} for name, version in pins.items() if canonicalize_name(name) in versions
+    }
+    (own,) = (package for package in locked["package"] if package["name"] == "minitx")
+    asked = [Requirement(text) for text in PROJECT["dependencies"]]
+    asked += [Requirement(text) for texts in PROJECT["optional-dependencies"].values() for text in texts]
+    wanted = {(canonicalize_name(each.name), each.specifier) for each in asked}
+    assert {(each["name"], SpecifierSet(each.get("specifier", ""))) for each in own["metadata"]["requires-dist"]} == wanted
 
 
 def source_files() -> set[str]:

@@ -153,6 +153,11 @@ class LawConfig(Config):
     text: str = ""
     parts: str | None = None
 
+    def part(self, condition: Condition) -> str | None:
+        """Return which part of the weights trains alone under a condition, ``qk`` or ``rest``, or None."""
+        level = condition.get(self.parts or "")
+        return level if level in ("qk", "rest") else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonConfig(Config):

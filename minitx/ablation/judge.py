@@ -169,7 +169,8 @@ class Finding:
         at_edge: whether one of ``rates`` is the smallest or the largest that was tried.
         pairs: the seeds that have both arms. missing: the others.
         margin: effects within ``margin`` count as the same.
-        bound: what the law gives, or None. predicted: what its formula gives from the thresholds of the reference, or None.
+        bound: what the law gives, or None; where only W_Q and W_K train, the ratio itself. predicted: what its formula gives from
+            the thresholds of the reference, or None; only where all weights train.
     """
 
     comparison: ComparisonConfig
@@ -287,6 +288,7 @@ def _finding(
     edge = any(rate in (arm.rates[0], arm.rates[-1]) for arm, of in zip(arms, by_arm, strict=True) for rate in of if rate)
     margin = grid.ratio_margin, grid.score_margin
     law = comparison.law if endpoint.is_ratio else None
+    part = law.part(condition) if law else None
     return Finding(
         comparison=comparison,
         endpoint=endpoint,
@@ -296,8 +298,8 @@ def _finding(
         pairs=tuple(pairs),
         missing=tuple(sorted(set(arms[0].study.seeds) - {pair.seed for pair in pairs})),
         margin=Span(1 / margin[0], margin[0]) if endpoint.is_ratio else Span(-margin[1], margin[1]),
-        bound=None if law is None else float(condition[law.factor]) ** law.power,
-        predicted=None if law is None or law.parts is None else _formula(grid, runs, comparison, law, condition),
+        bound=None if law is None or part == "rest" else float(condition[law.factor]) ** law.power,
+        predicted=_formula(grid, runs, comparison, law, condition) if law and law.parts and not part else None,
     )
 
 

@@ -370,7 +370,7 @@ def study_pictures(findings: Findings) -> list[Picture]:
         runs = findings.runs.select(name, status="done")
         title = say.title(findings.grid, name)
         listed = [f for f in findings.findings if f.comparison.study == name and f.pairs]
-        with_law = [f for f in listed if f.comparison.law]
+        with_law = [f for f in listed if f.comparison.law and not f.comparison.law.part(f.condition)]
         if study.threshold is not None and with_law:
             drawn = curves.threshold_panel(findings, [f for f in with_law if f.comparison == with_law[0].comparison])
             said = "Every dot is a seed. Solid: what the formula predicts from the first arm; dashed: its upper bound."

@@ -5,6 +5,7 @@ from minitx.analysis.capture import capture
 from minitx.analysis.figures import (
     effects_figure,
     head_heatmap,
+    heatmap,
     heatmap_grid,
     induction_steps,
     saturation_over_steps,
@@ -26,6 +27,7 @@ __all__ = [
     "head_heatmap",
     "head_scores",
     "heads_figure",
+    "heatmap",
     "heatmap_grid",
     "induction_steps",
     "intervene",

@@ -10,6 +10,7 @@ import functools
 import io
 import math
 import pickle
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,11 +166,24 @@ def token_labels(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
     A space becomes ``␣``, a line end ``↵``, a tab ``⇥``, an empty text ``∅``; labels longer than ``LONGEST`` are cut.
 
+    Warns:
+        UserWarning: matplotlib knows no font for a printable character. The message says what to do.
+
     >>> token_labels(["to", " be", "", "incomprehensible"])
     (['to', '␣be', '∅', 'incomprehensi…'], ['DejaVu Sans'])
     """
     cut = [text if len(text) <= LONGEST else text[: LONGEST - 1] + "…" for text in tokens]
-    return drawable([text.translate(str.maketrans(" \n\t", "␣↵⇥")) or "∅" for text in cut])
+    shown = [text.translate(str.maketrans(" \n\t", "␣↵⇥")) or "∅" for text in cut]
+    if missing := [c for c in dict.fromkeys("".join(shown)) if c.isprintable() and family_with(c) is None]:
+        import matplotlib
+
+        warnings.warn(
+            f"matplotlib knows no font for {' '.join(missing[:8])}, so the figure shows code points. If none is installed, install one "
+            "(Noto Sans CJK for Chinese, Japanese and Korean; Symbola or Noto Emoji, without colours, for emoji). Then delete "
+            f"fontlist-*.json in {matplotlib.get_cachedir()}, and start Python again",
+            stacklevel=4,
+        )
+    return drawable(shown)
 
 
 def short_name(module: str) -> str:

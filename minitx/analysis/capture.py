@@ -272,11 +272,25 @@ def chosen_modules(model: nn.Module, what: str, layers: Layers) -> dict[str, nn.
     """
     modules = modules_of(model, what)
     if not modules:
-        block = "Block, and no layer that adopt_hf knows as one"
-        parts = {"heads": "attention core", "feedforward": f"{block} with a feed-forward part", "residual": block}
-        raise ValueError(f"{type(model).__name__} has no {parts.get(what, 'attention core with weights')}")
+        raise ValueError(f"{type(model).__name__} has no {_missing(model, what)}")
     refuse_compiled(model)
     return {name: modules[name] for name in chosen_names(list(modules), layers, layers_of(model))}
+
+
+def _missing(model: nn.Module, what: str) -> str:
+    """What ``model`` lacks, why, and what to do."""
+    block = "Block, and no layer that adopt_hf knows as one"
+    parts = {"heads": "attention core", "feedforward": f"{block} with a feed-forward part", "residual": block}
+    if what in parts:
+        return parts[what]
+    core = next(iter(modules_of(model, "heads").values()), None)
+    if core is None:
+        other = "adopt_hf gives one to a model of transformers. view and heatmap also draw weights that you have already"
+        return f"attention core with weights: it holds no attention of minitx. {other}"
+    own = "its weights are not the softmax of scale · q·k; a call with need_weights=True returns them"
+    why = getattr(core, "refusals", {}).get("need_weights", own)
+    instead = "capture(model, what='heads') records the output of each head; a model with attention='exact' has weights"
+    return f"attention core with weights ({type(core).__name__}: {why}). {instead}"
 
 
 def layers_of(model: nn.Module) -> dict[str, str]:

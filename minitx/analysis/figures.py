@@ -1,4 +1,4 @@
-"""Figures of attention: all heads, one head with its tokens, statistics over training steps, effects of heads. Also input for BertViz.
+"""Figures of attention: all heads, one head with its tokens, any matrix of weights, statistics over training steps, effects of heads. Also input for BertViz.
 
 Each function returns a matplotlib ``Figure``, which a notebook shows and ``save_figure`` writes to a file. Numbers are drawn
 without smoothing or clipping. Weights run from white to dark blue, on the same scale in all figures. Hidden cells are grey and
@@ -27,7 +27,7 @@ from minitx.analysis.canvas import (
     token_labels,
 )
 from minitx.analysis.capture import chosen_names
-from minitx.analysis.snapshot import AttentionMap, Snapshot
+from minitx.analysis.snapshot import AttentionMap, Snapshot, as_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +85,8 @@ def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
     ax.spines[:].set_visible(False)
     ax.set(xlim=(0, heads), ylim=(len(layers), 0), aspect="auto")
     label(ax, "", "in each tile: key from left to right", "query from top to bottom")
-    _finish(figure, ax, image, snapshot, layers)
+    _colour_bar(figure, ax, image, layers, "hidden by the mask")
+    _headline(figure, snapshot)
     return figure
 
 
@@ -115,24 +116,96 @@ def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) 
     """
     sentence = snapshot.sentence(row)
     chosen = sentence.maps[_index(sentence, layer)]
-    _, H, L, S = chosen.weights.shape
+    _, H, _, _ = chosen.weights.shape
     if not -H <= head < H:
         raise ValueError(f"head={head} must be one of 0 to {H - 1} of {chosen.name}")
+    texts = [sentence.tokens[axis][0] for axis in (chosen.queries, chosen.keys)]
+    figure = _draw_head(chosen, head % H, texts, f"{short_name(chosen.name)}, head {head % H}", "hidden by the mask")
+    _headline(figure, snapshot)
+    return figure
+
+
+def heatmap(weights: Any, tokens: Any = None, *, title: str = "") -> Figure:
+    """Draw one matrix of attention weights, from anywhere. With up to twelve tokens, cells contain numbers.
+
+    Colours are those of ``heatmap_grid``, and labels those of ``head_heatmap``. Cells whose weight is exactly 0 are grey and hatched.
+
+    Args:
+        weights: (L, S), as a tensor, an array or nested lists. Row i holds the weights of query i over the S keys.
+        tokens: the texts of the tokens, if queries and keys are the same; or two lists, those of the queries and those of the
+            keys. Default: numbers from 0.
+        title: a title above the map.
+
+    Raises:
+        ValueError: another shape, weights outside of 0 to 1 or not finite, or texts that do not fit the shape.
+
+    Warns:
+        UserWarning: matplotlib knows no font for a character of a token. The message says what to do.
+
+    >>> figure = heatmap([[1.0, 0.0], [0.25, 0.75]], ["the", "cat"], title="By hand")
+    >>> [text.get_text() for text in figure.axes[0].texts]
+    ['1.00', '0.25', '0.75']
+
+    One head of a layer, and two lists of tokens:
+
+    >>> import torch
+    >>> from minitx.nn import MultiHeadAttention
+    >>> attention, x, y = MultiHeadAttention(12, 3), torch.randn(1, 2, 12), torch.randn(1, 3, 12)
+    >>> _, weights = attention(x, y, y, need_weights=True)  # (B, H, L, S)
+    >>> figure = heatmap(weights[0, 2], (["le", "chat"], ["the", "cat", "sat"]))
+    """
+    drawn = as_weights(weights)
+    if drawn.dim() != 2 or not drawn.numel():
+        remedy = {
+            1: "one row is [weights]",
+            3: "weights[0] is the first head",
+            4: "weights[0, 0] is row 0 of the batch, head 0",
+        }
+        said = f": {remedy[drawn.dim()]}" if drawn.dim() in remedy else ""
+        raise ValueError(f"weights must be one matrix (L, S), got {tuple(drawn.shape)}{said}")
+    if bad := (~drawn.isfinite().all(-1)).nonzero().flatten().tolist():
+        why = "softmax gives NaN to a query that sees no key; fill its row with 0"
+        raise ValueError(f"weights are not finite in row {bad[0]}, so there is nothing to draw ({why})")
+    whole = drawn[None, None]
+    layer = AttentionMap("weights", "cross", "query", "key", whole, whole != 0, whole.amax(-1))
+    return _draw_head(layer, 0, _texts_of(tokens, *drawn.shape), title, "weight exactly 0")
+
+
+def _texts_of(tokens: Any, L: int, S: int) -> list[list[str]]:
+    """The texts of queries and keys."""
+    if tokens is None:
+        return [[str(i) for i in range(size)] for size in (L, S)]
+    if isinstance(tokens, str):
+        raise ValueError(f"tokens={tokens!r:.40} is one text; give a list with the text of each token")
+    given = list(tokens)
+    two = len(given) == 2 and not any(isinstance(part, str) or not hasattr(part, "__len__") for part in given)
+    texts = [[str(text) for text in part] for part in (given if two else [given, given])]
+    if [len(part) for part in texts] != [L, S]:
+        got = " and ".join(str(len(part)) for part in texts[: 1 + two])
+        raise ValueError(
+            f"tokens must be the texts of {L} queries and of {S} keys, one list where they are the same; got {got}"
+        )
+    return texts
+
+
+def _draw_head(layer: AttentionMap, head: int, texts: Sequence[Sequence[str]], title: str, hidden: str) -> Figure:
+    """One head of the only row of ``layer``, with the texts of queries and keys. ``hidden``: what the hatched cells are."""
+    L, S = layer.weights.shape[2:]
     cell = max(0.034, min(0.42, 6.8 / max(L, S)))  # inches
     width, height = max(S * cell, 1.5), max(L * cell, 1.5)
-    (queries, keys) = (token_labels(sentence.tokens[axis][0]) for axis in (chosen.queries, chosen.keys))
+    queries, keys = map(token_labels, texts)
     left, below = (0.075 * max(map(len, labels)) for labels, _ in (queries, keys))
     figure, ((ax,),) = panels(1, 1, width + left + 1.5, height + below + 0.9)
-    image = _draw_weights(ax, chosen, head % H, (-0.5, S - 0.5, L - 0.5, -0.5))
+    image = _draw_weights(ax, layer, head, (-0.5, S - 0.5, L - 0.5, -0.5))
     ax.set_aspect("equal" if min(L, S) * cell >= 1.5 else "auto")
-    label(ax, f"{short_name(chosen.name)}, head {head % H}", "key", "query")
+    label(ax, title, "key", "query")
     _name_tokens(ax.yaxis, *queries, height / L)
     _name_tokens(ax.xaxis, *keys, width / S, rotation=0 if below * 1.2 <= max(width / S, 0.12) else 90)
     if max(L, S) <= 12:
-        for i, j in chosen.visible[0, head].nonzero().tolist():
-            weight = float(chosen.weights[0, head, i, j])
+        for i, j in layer.visible[0, head].nonzero().tolist():
+            weight = float(layer.weights[0, head, i, j])
             ax.text(j, i, f"{weight:.2f}", ha="center", va="center", fontsize=7, color="#FFFFFF" if weight > 0.4 else INK)
-    _finish(figure, ax, image, snapshot, [chosen])
+    _colour_bar(figure, ax, image, [layer], hidden)
     return figure
 
 
@@ -153,8 +226,8 @@ def _draw_weights(ax: Axes, layer: AttentionMap, head: int, extent: tuple[float,
     return ax.imshow(drawn, cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0.0, 1.0), aspect="auto", extent=extent)
 
 
-def _finish(figure: Figure, ax: Axes, image: AxesImage, snapshot: Snapshot, layers: Sequence[AttentionMap]) -> None:
-    """The colour bar, what the hatched cells are, and above all what was looked at and when."""
+def _colour_bar(figure: Figure, ax: Axes, image: AxesImage, layers: Sequence[AttentionMap], hidden: str) -> None:
+    """The colour bar, and what the hatched cells are."""
     from matplotlib.patches import Patch
 
     height = figure.get_figheight()
@@ -164,8 +237,11 @@ def _finish(figure: Figure, ax: Axes, image: AxesImage, snapshot: Snapshot, laye
     bar.set_label("attention weight", fontsize=8.5, color=INK)
     bar.outline.set_visible(False)
     if not all(bool(layer.visible.all()) for layer in layers):
-        patch = Patch(label="hidden by the mask", **HIDDEN)
-        figure.legend(handles=[patch], loc="outside lower right", fontsize=8, frameon=False)
+        figure.legend(handles=[Patch(label=hidden, **HIDDEN)], loc="outside lower right", fontsize=8, frameon=False)
+
+
+def _headline(figure: Figure, snapshot: Snapshot) -> None:
+    """Above all, what was looked at and when."""
     words = [snapshot.title] * bool(snapshot.title) + [f"step {snapshot.step}"] * (snapshot.step is not None)
     if words:
         (headline,), families = drawable([", ".join(words)])

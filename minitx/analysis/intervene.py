@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitx.analysis.answers import Asked, Rows, read_answers
 from minitx.analysis.capture import (
     OUTPUTS,
     Indices,
@@ -21,6 +22,7 @@ from minitx.analysis.capture import (
     before_calls,
     capture,
     chosen_modules,
+    chosen_names,
     layer_of,
     modules_of,
     places_of,
@@ -31,7 +33,7 @@ from minitx.analysis.capture import (
 from minitx.analysis.heads import UNKNOWN, mean_interval
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_recomputing
-from minitx.nn.functional import AttentionCall, attention_weights, scores_of
+from minitx.nn.functional import AttentionCall, attention_weights, full_precision, scores_of
 from minitx.nn.modes import evaluating
 
 Change = float | Tensor | Callable[[Tensor], Tensor] | Mapping[str, Sequence[Tensor]]
@@ -288,6 +290,65 @@ def patch_heads(
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
         patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
     return _effects(patched, lambda x: (x.double() - wrong) / whole, "share of the clean score that the head restores")
+
+
+@torch.no_grad()
+def answers_without_heads(
+    model: nn.Module, inputs: Mapping[str, Any], asked: Asked, *, layers: Layers = None
+) -> dict[str, list[Rows]]:
+    """Return the answers with the output of one head set to 0, for every head of each layer.
+
+    The model reads several copies of the batch at once, each without another head of one layer. The work is that of one forward pass
+    for each head.
+
+    Args:
+        layers: as in ``capture``.
+
+    Raises:
+        ValueError: the output holds no logits for these questions, or no attention ran.
+
+    >>> from minitx.analysis.answers import Question
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> asked = Asked("input_ids", [[Question("What follows?", 2, right=5)]], 11, str)
+    >>> without = answers_without_heads(model, {"input_ids": torch.tensor([[1, 2, 3]])}, asked)
+    >>> [len(heads) for heads in without.values()], without["blocks.0.attention.core"][2][0][0].right
+    ([3, 3], '5')
+    """
+
+    B, found = len(asked.rows), dict[str, list[Rows]]()
+    length = inputs[asked.axis].shape[1] if asked.axis in inputs else 1
+    with evaluating(model), full_precision(next(iter(inputs.values())).device):
+        with _count_heads(model) as num_heads:
+            model(**inputs)
+        for name in chosen_names(list(num_heads), layers):
+            found[name] = []
+            for heads in torch.arange(num_heads[name]).split(max(1, COPIED_TOKENS // (B * length))):
+                n = len(heads)
+
+                def silence(x: Tensor, heads: Tensor = heads, n: int = n) -> Tensor:
+                    x = x.clone()
+                    x.unflatten(0, (n, B))[torch.arange(n), :, heads] = 0.0
+                    return x
+
+                copies = {key: x.repeat(n, *[1] * (x.dim() - 1)) if _has_rows(x, B) else x for key, x in inputs.items()}
+                with intervene(model, "heads", silence, layers=[name]):
+                    rows = read_answers(model(**copies), replace(asked, rows=[*asked.rows] * n))
+                if rows is None:
+                    raise ValueError(
+                        f"{type(model).__name__} gives no logits over {asked.size} answers, so no effect can be told"
+                    )
+                found[name] += [rows[i * B : (i + 1) * B] for i in range(n)]
+    return found
+
+
+COPIED_TOKENS = 512
+"""The number of tokens that ``answers_without_heads`` gives the model at once, if a batch has no more."""
+
+
+def _has_rows(x: Any, B: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and len(x) == B
 
 
 def _logits(found: Any) -> Any:

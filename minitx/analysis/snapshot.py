@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitx.analysis.answers import Answer, Answers, Asked, read_answers
 from minitx.analysis.capture import Layers, Look, watch
 from minitx.analysis.statistics import over_tiles
+from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.blocks import Block
+from minitx.nn.efficient import EfficientAttention
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
 
 SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
+TOLERANCE = 1e-2
+"""How far weights of 8 or 16 bits may lie outside of 0 to 1."""
 _MASKS_OF = {SOURCE: ("key_mask", "attention_mask"), TARGET: ("decoder_key_mask", "decoder_attention_mask")}
 
 
@@ -70,6 +76,7 @@ class Snapshot:
             argument of a model of your own) and each row of the batch.
         ids: int (B, n) for each axis, but not for images. real: bool (B, n) for each axis, False at padding.
         step: the training step, or None. title: a title for the viewer and the figures.
+        answers: what the model answers, or None.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import Encoder
@@ -86,6 +93,7 @@ class Snapshot:
     real: Mapping[str, Tensor]
     step: int | None = None
     title: str = ""
+    answers: Answers | None = None
 
     @property
     def num_rows(self) -> int:
@@ -108,7 +116,9 @@ class Snapshot:
             maps.append(replace(layer, **cut, max_logit=layer.max_logit[row : row + 1][:, :, q]))
         tokens = {axis: [list(compress(rows[row], real[axis].tolist()))] for axis, rows in self.tokens.items()}
         ids = {axis: tensor[row : row + 1, real[axis]] for axis, tensor in self.ids.items()}
-        return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real={a: m[m].unsqueeze(0) for a, m in real.items()})
+        answers = self.answers and self.answers.of_row(row, real[self.answers.axis].tolist())
+        one = {axis: mask[mask].unsqueeze(0) for axis, mask in real.items()}
+        return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real=one, answers=answers)
 
 
 @torch.no_grad()
@@ -118,6 +128,7 @@ def take_snapshot(
     *,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
     layers: Layers = None,
+    asked: Asked | None = None,
     step: int | None = None,
     title: str = "",
 ) -> Snapshot:
@@ -128,6 +139,7 @@ def take_snapshot(
             first argument. Ids (L,) are one row.
         tokens: the texts of the tokens, see ``Snapshot``. Default: the ids as numbers, and ``row,column`` for image patches.
         layers: as in ``capture``.
+        asked: questions, whose answers the snapshot keeps if the model's output holds logits for them (see ``read_answers``).
 
     Raises:
         ValueError, RuntimeError: as in ``capture``; texts that do not fit the ids; or no attention ran.
@@ -142,7 +154,8 @@ def take_snapshot(
     inputs = named_inputs(model, inputs)
     device = next(iter(inputs.values())).device
     with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
-        model(**inputs)
+        output = model(**inputs)
+    rows = read_answers(output, asked) if asked is not None else None
     source = next((axis for axis in (SOURCE, PIXELS) if axis in inputs), next(iter(inputs)))
     maps, told = [], dict[str, Tensor]()
     for name, records in seen.items():
@@ -157,7 +170,10 @@ def take_snapshot(
             told[queries] = real_queries
     if not maps:
         raise ValueError(f"no attention core of {type(model).__name__} ran")
-    return _assembled(maps, inputs, told, tokens or {}, step, title)
+    found = _assembled(maps, inputs, told, tokens or {}, step, title)
+    if rows is None or asked is None or asked.axis not in found.tokens:
+        return found
+    return replace(found, answers=Answers(asked.axis, rows))
 
 
 def _assembled(
@@ -176,6 +192,10 @@ def _assembled(
     fitting = {axis: given[axis] != 0 for axis, mask in everything.items() if axis in given and given[axis].shape == mask.shape}
     real = {axis: mask.cpu() for axis, mask in {**everything, **told, **fitting}.items()}
     ids = {axis: inputs[axis].cpu() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}
+    if not isinstance(tokens, Mapping):
+        raise ValueError(
+            f'tokens must be a dict of the texts of each axis and row, such as {{"{maps[0].queries}": [["the", "cat"]]}}'
+        )
     if unknown := set(tokens) - set(sizes):
         raise ValueError(f"tokens={sorted(unknown)} must be among {', '.join(sizes)}: the texts of what the model reads")
     texts = {axis: _texts(axis, size, B, ids, tokens) for axis, size in sizes.items()}
@@ -183,33 +203,61 @@ def _assembled(
 
 
 def named_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``inputs`` by name. A tensor is the first argument of ``model``; a vector is one row."""
+    """Return ``inputs`` by name. A tensor is the first argument of ``model``; ids (L,) and, for a layer, x (L, E) are one row.
+
+    Raises:
+        ValueError: ``model`` is the core of a layer, which takes no tensor.
+    """
     if not isinstance(inputs, Tensor):
         return inputs
+    if hasattr(type(model), "softmax_weights") or isinstance(model, EfficientAttention):
+        raise ValueError(
+            f"{type(model).__name__} is the core of an attention layer and takes no x: give the layer that holds it"
+        )
     first = next(iter(inspect.signature(model.forward).parameters.values()))
     is_named = first.kind is not inspect.Parameter.VAR_POSITIONAL  # wrappers such as PEFT's take anything
-    return {first.name if is_named else SOURCE: inputs.unsqueeze(0) if inputs.dim() == 1 else inputs}
+    is_row = inputs.dim() == (2 if isinstance(model, MultiHeadAttention | Block) else 1)
+    return {first.name if is_named else SOURCE: inputs.unsqueeze(0) if is_row else inputs}
 
 
-def snapshot_of_weights(weights: Sequence[Tensor], tokens: Mapping[str, Sequence[Sequence[str]]] | None = None) -> Snapshot:
+def as_weights(given: Any) -> Tensor:
+    """Return attention weights as a float32 tensor on the CPU. ``given``: a tensor, an array, or nested lists of numbers.
+
+    Raises:
+        ValueError: no numbers, or numbers outside of 0 to 1, such as scores before softmax.
+
+    >>> as_weights([[1, 0], [0.5, 0.5]])
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+    """
+    try:
+        weights = torch.as_tensor(given).detach().cpu().float()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"weights must be numbers in a tensor, an array or nested lists of equal length: {error}") from None
+    low, high = (float(edge(weights.nan_to_num())) if weights.numel() else 0.0 for edge in (torch.min, torch.max))
+    if low < -TOLERANCE or high > 1 + TOLERANCE:
+        raise ValueError(f"weights must lie between 0 and 1, got {low:.3g} to {high:.3g}: of scores, take softmax(-1) first")
+    return weights
+
+
+def snapshot_of_weights(weights: Sequence[Any], tokens: Mapping[str, Sequence[Sequence[str]]] | None = None) -> Snapshot:
     """Return a snapshot of weights that were computed elsewhere. A weight of 0 counts as hidden. The scores are unknown (NaN).
 
     Args:
-        weights: one tensor for each layer, (B, H, L, S), (H, L, S) or (L, S).
+        weights: (B, H, L, S), (H, L, S) or (L, S) for each layer, in a form that ``as_weights`` takes.
         tokens: the texts of the axes ``query`` and ``key``. If L = S, both axes are ``query``.
 
     Raises:
-        ValueError: no floats, or another shape; lengths that differ between layers; texts that do not fit.
+        ValueError: as in ``as_weights``; another shape; lengths that differ between layers; texts that do not fit.
 
     >>> snapshot_of_weights([torch.tensor([[1.0, 0.0], [0.5, 0.5]])]).maps[0].kind
     'causal'
     """
     maps = []
-    for i, given in enumerate(weights):
-        if not given.is_floating_point() or not 2 <= given.dim() <= 4:
-            got = f"{given.dtype} {tuple(given.shape)}"
-            raise ValueError(f"weights must be floats (B, H, L, S), (H, L, S) or (L, S), got {got}")
-        layer = given.detach().cpu().float()[(None,) * (4 - given.dim())]
+    for i, given in enumerate(map(as_weights, weights)):
+        if not 2 <= given.dim() <= 4 or not given.numel():
+            raise ValueError(f"weights must be (B, H, L, S), (H, L, S) or (L, S), got {tuple(given.shape)}")
+        layer = given[(None,) * (4 - given.dim())]
         L, S = layer.shape[2:]
         kind = "cross" if L != S else "causal" if not layer.triu(1).any() else "self"
         keys = "key" if kind == "cross" else "query"
@@ -264,7 +312,9 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
         parts = {"weights": layer.weights.half(), "visible": layer.visible, "max_logit": layer.max_logit.float()}
         tensors |= {f"{part}/{layer.name}": tensor for part, tensor in parts.items()}
     maps = [layer.place() for layer in snapshot.maps]
-    header = {"step": snapshot.step, "title": snapshot.title, "tokens": snapshot.tokens, "maps": maps}
+    header: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "tokens": snapshot.tokens, "maps": maps}
+    if snapshot.answers is not None:  # of the whole model; what it answers without its heads is not kept
+        header["answers"] = [snapshot.answers.axis, [[asdict(one) for one in row] for row in snapshot.answers.rows]]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{snapshot.step or 0:08}.safetensors"
     part = path.with_suffix(".part")
@@ -294,7 +344,14 @@ def read_snapshot(path: Path) -> Snapshot:
         {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
         for kind in ("ids/", "real/")
     )
-    return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"])
+    return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"], _read_answers(header))
+
+
+def _read_answers(header: Mapping[str, Any]) -> Answers | None:
+    if "answers" not in header:
+        return None
+    axis, rows = header["answers"]
+    return Answers(axis, [[Answer(**{**one, "top": tuple(map(tuple, one["top"]))}) for one in row] for row in rows])
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:

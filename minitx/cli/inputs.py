@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.capture import attention_cores
+from minitx.analysis.answers import Asked
+from minitx.analysis.capture import Layers, attention_cores, chosen_modules
+from minitx.analysis.intervene import answers_without_heads
 from minitx.analysis.snapshot import Snapshot, take_snapshot
 from minitx.cli.compose import find_own_modules
 from minitx.config import ConfigError, TransformerConfig
@@ -23,18 +25,20 @@ from minitx.data.tokenizers import Tokenizer, fingerprint, token_texts
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
 from minitx.interop.finetune import load_folder, quiet
-from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, unwrapped
+from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, title_of, unwrapped
 from minitx.training.checkpoints import Stored, load_stored
+from minitx.training.questions import next_tokens, questions_of, token_namer
 
 SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a model for one row (B = 1) on the CPU, and a text for each token."""
+    """The inputs of a model for one row (B = 1) on the CPU, a text for each token, and what the row asks."""
 
     tensors: dict[str, Tensor]
     texts: dict[str, list[list[str]]] = field(default_factory=dict)
+    asked: Asked | None = None
 
 
 def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | None = None) -> Stored:
@@ -61,8 +65,10 @@ def with_attention(stored: Stored) -> nn.Module:
             adopt_hf(stored.network)
         except ValueError as error:
             raise ConfigError(f"ckpt_path={stored.path} cannot be shown: {error}") from error
-    holds = f"ckpt_path={stored.path} holds a {type(stored.network).__name__}"
-    require(bool(attention_cores(stored.network)), f"{holds} without attention of minitx, so there is none to show")
+    try:
+        chosen_modules(stored.network, "weights", None)
+    except ValueError as error:
+        raise ConfigError(f"ckpt_path={stored.path} cannot be shown: {error}") from error
     return stored.network
 
 
@@ -71,19 +77,30 @@ def shape_of(model: nn.Module) -> TransformerConfig:
     return config_of(model) or TransformerConfig(max_len=2**31)
 
 
-def attention_of(model: nn.Module, inputs: Inputs, **options: Any) -> Snapshot:
-    """Return the attention on a row; ``options`` are those of ``take_snapshot``. The model may take fewer keys than the data have.
+def attention_of(
+    model: nn.Module, inputs: Inputs, *, layers: Layers = None, step: int | None = None, knock_out: bool = False
+) -> Snapshot:
+    """Return the attention on a row, and what the model answers. The model may take fewer keys than the data have.
+
+    Args:
+        layers, step: as in ``take_snapshot``. knock_out: also answer without each head, which takes one forward pass a head.
 
     Raises:
-        ConfigError: the model has no attention of ours, or cannot read the row.
+        ConfigError: the model has no attention of ours, or cannot read the row; or with ``knock_out``, there is nothing to answer.
     """
     device, read = next(model.parameters()).device, Caller(model).inputs(inputs.tensors)
-    shape, title = config_of(model), type(model).__name__
-    if shape is not None:
-        title = f"{shape.architecture.replace('_', '–')}, heads of width {shape.width_per_head}, scale {shape.scale}"
     tensors = {name: tensor.to(device) for name, tensor in read.items() if tensor.dim()}
     try:
-        return take_snapshot(model, tensors, tokens=inputs.texts, title=title, **options)
+        told: dict[str, Any] = {"tokens": inputs.texts, "asked": inputs.asked, "title": title_of(model)}
+        snapshot = take_snapshot(model, tensors, layers=layers, step=step, **told)
+        if not knock_out:
+            return snapshot
+        if snapshot.answers is None or inputs.asked is None:
+            raise ValueError(
+                f"knock_out=true: {type(model).__name__} gives no answer on this input that could change (logits of the next token, or of a label)"
+            )
+        without = answers_without_heads(model, tensors, inputs.asked, layers=[layer.name for layer in snapshot.maps])
+        return replace(snapshot, answers=replace(snapshot.answers, without=without))
     except (ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(" ".join(str(error).split())[:300]) from error
 
@@ -129,8 +146,9 @@ def row_inputs(task: Task, row: int) -> Inputs:
     """
     source = ValSource(as_split(task, "val"), batch_size=1, world=1)
     require(row < source.num_rows, f"row={row} must lie in [0, {source.num_rows}), the validation rows")
-    tensors = network_inputs(source.rows(range(row, row + 1)))
-    return Inputs(tensors, position_texts(task, tensors))
+    batch = source.rows(range(row, row + 1))
+    tensors = network_inputs(batch)
+    return Inputs(tensors, position_texts(task, tensors), questions_of(task, batch))
 
 
 def text_inputs(
@@ -160,7 +178,10 @@ def text_inputs(
         rows[TARGET] = [config.bos_id, *answer]
         _check_length(config, rows[TARGET], "target")
     tensors = {axis: torch.tensor([row]) for axis, row in rows.items()}
-    return Inputs(tensors, {axis: [token_texts(tokenizer, row)] for axis, row in rows.items()})
+    axis = TARGET if TARGET in rows else SOURCE
+    writes = config.architecture in ("decoder", "encoder_decoder")
+    asked = next_tokens(axis, rows[axis], token_namer(tokenizer), tokenizer.vocab_size) if writes else None
+    return Inputs(tensors, {axis: [token_texts(tokenizer, row)] for axis, row in rows.items()}, asked)
 
 
 def _own_answer(model: nn.Module, ids: list[int], num_beams: int = 1, **options: Any) -> list[int]:
@@ -306,7 +327,11 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
             labels = torch.tensor([hf_ids(model, tokenizer, target, "target", is_target=True)[SOURCE]])
             tensors[TARGET] = model.prepare_decoder_input_ids_from_labels(labels)
         rows[TARGET] = tensors[TARGET][0].tolist()
-    return Inputs(tensors, {axis: [_hf_texts(tokenizer, row)] for axis, row in rows.items()})
+    asked, texts = None, _hf_texts(tokenizer)
+    if model.can_generate():
+        axis, known, size = TARGET if TARGET in rows else SOURCE, len(tokenizer), model.config.get_text_config().vocab_size
+        asked = next_tokens(axis, rows[axis], cache(lambda i: texts([i])[0] if i < known else f"id {i}"), size)
+    return Inputs(tensors, {axis: [texts(row)] for axis, row in rows.items()}, asked)
 
 
 def hf_ids(model: Any, tokenizer: Any, text: str, name: str, *, is_target: bool = False) -> Any:
@@ -322,8 +347,8 @@ def hf_ids(model: Any, tokenizer: Any, text: str, name: str, *, is_target: bool 
     return found
 
 
-def _hf_texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """As ``token_texts``. A tokenizer that is not of the package tokenizers gives its pieces."""
+def _hf_texts(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
+    """The function ``token_texts`` of a tokenizer. One that is not of the package tokenizers gives its pieces."""
     if not tokenizer.is_fast:
-        return tokenizer.convert_ids_to_tokens(ids)
-    return token_texts(Tokenizer(tokenizer.backend_tokenizer.to_str()), ids)
+        return tokenizer.convert_ids_to_tokens
+    return partial(token_texts, Tokenizer(tokenizer.backend_tokenizer.to_str()))

@@ -49,9 +49,23 @@ class ViewConfig(StoredConfig):
     layers: str | None = key(None, "layers to show: numbers from 0 or parts of names (cross), separated by commas; null: all")
     num_beams: Count = key(1, "beams for an encoder-decoder's own answer; 1: greedy")
     max_new_tokens: Count = key(64, "longest own answer of an encoder-decoder, in tokens")
-    output: str = key("attention.html", "the file to write")
+    knock_out: bool = key(
+        False, "compute what the model answers without each head, for the page's button; one forward pass for each head"
+    )
+    head: Natural = key(0, "the head that a film shows")
+    output: str = key(
+        "attention.html",
+        "the file to write; one that ends in .gif, .png or .webp is a film of one head of one layer over its steps",
+    )
+
+    @property
+    def is_film(self) -> bool:
+        """Return whether the output is an animated picture."""
+        return Path(self.output).suffix.lower() in (".gif", ".png", ".webp")
 
     def check(self) -> None:
+        require(not self.knock_out or not self.is_film, "knock_out is for a page, not for a film")
+        require(not self.head or self.is_film, f"head={self.head} is for a film, output=NAME.gif: a page shows all heads")
         require(bool(self.ckpt_path or self.model), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
         require(not (self.ckpt_path and self.model), "model takes the place of ckpt_path: give one of them")
         require(
@@ -114,11 +128,25 @@ def _view(config: ViewConfig) -> None:
     kind = "run folder" if folders[0] else "checkpoint"
     require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind} as ckpt_path is")
     title, traces = (_recorded if folders[0] else _taken)(config, paths)
+    if config.is_film:
+        _write_film(config, traces)
+        return
     try:
         page = viewer_page(traces, title=title)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _write_page(page, config.output, f"{_say(traces, 'model' if config.compare_text is None else 'text')}\n")
+
+
+def _write_film(config: ViewConfig, traces: list[Trace]) -> None:
+    from minitx.analysis.film import write_film
+
+    try:
+        with writing("output", config.output):
+            steps = write_film(traces, config.output, head=config.head)
+    except ValueError as error:
+        raise ConfigError(f"output={config.output}: {error}") from error
+    write(f"{steps} steps\n{config.output}  {Path(config.output).stat().st_size / 1e6:.2f} MB\n")
 
 
 def _say(traces: list[Trace], side: str) -> str:
@@ -137,6 +165,7 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
     from minitx.analysis.viewer import Trace
 
     require(config.text is None, "text is for checkpoints: a run's folder holds sentences of its own, to be chosen by row=N")
+    require(not config.knock_out, "knock_out needs a model, and a run's folder holds records only: give one of its checkpoints")
     row, traces = config.row or 0, []
     for path, shown in zip(paths.values(), _names(list(paths.values())), strict=True):
         try:
@@ -185,7 +214,9 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
                 said = f"{name}={file} reads text with another tokenizer than model={first}: their tokens differ"
                 require(ids == inputs[0].tensors[SOURCE][0].tolist(), said)
             for taken, given in zip(snapshots, inputs, strict=True):
-                taken.append(attention_of(other, given, layers=config.chosen_layers, step=steps.get(file)))
+                taken.append(
+                    attention_of(other, given, layers=config.chosen_layers, step=steps.get(file), knock_out=config.knock_out)
+                )
                 _check_size(taken[-1], sum(map(len, files.values())) * len(inputs))
         traces += map(Trace, _titles(config, shown), snapshots)
     return title, traces
@@ -248,7 +279,10 @@ def _quoted(text: str) -> str:
 
 
 def _check_size(snapshot: Snapshot, count: int) -> None:
-    size = count * sum(int(layer.visible.sum()) for layer in snapshot.maps) * 8 // 3  # two bytes, four letters for three
+    size = sum(int(layer.visible.sum()) for layer in snapshot.maps) * 8 // 3  # two bytes, four letters for three
+    if snapshot.answers is not None:
+        size += len(snapshot.answers.rows[0]) * sum(map(len, snapshot.answers.without.values())) * 80  # bytes of an answer
+    size *= count
     said = f"the page would have {size / 2**20:,.0f} MiB, more than browsers take ({LARGEST_PAGE >> 20})"
     require(size <= LARGEST_PAGE, f"{said}: choose some layers=, fewer steps, or a shorter text")
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 UNIONS = (typing.Union, types.UnionType)
@@ -74,6 +74,9 @@ class Config:
     def check(self) -> None:
         """Raise a ConfigError for fields that do not fit together."""
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
+    """What the message says of a key that has another name elsewhere. ``{path}`` becomes the beginning of the key."""
+
 
 def takes_fields_of(cls: type) -> Callable[[T], T]:
     """Decorate a function whose first argument is a ``cls``, a dataclass: the other keys of its node are the fields of ``cls``."""
@@ -126,7 +129,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     rest = next((name for name, field in fields.items() if field.metadata.get("rest")), None)  # takes every further key
     more = {key: value for key, value in values.items() if key not in fields}
     if rest is None:
-        _check_names(more, fields, path)
+        _check_names(more, fields, path, others=getattr(cls, "OTHER_NAMES", {}))
     given = {key: read(hints[key], value, f"{path}{key}") for key, value in values.items() if key in fields}
     if rest is not None:
         given[rest] = {**given.get(rest, {}), **read(hints[rest], more, path.rstrip("."))}
@@ -177,9 +180,13 @@ def read_call(
     return {name: read(hints.get(name, Any), value, f"{path}{name}") for name, value in values.items()}
 
 
-def _check_names(keys: Iterable[str], allowed: Iterable[str], path: str, beside: Sequence[str] = ()) -> None:
+def _check_names(
+    keys: Iterable[str], allowed: Iterable[str], path: str, beside: Sequence[str] = (), others: Mapping[str, str] = {}
+) -> None:
     known = [*allowed, *beside]
     for key in keys:
+        if key in others:
+            raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
         if key not in allowed:
             raise ConfigError(f"{path}{key} is not a key{nearest(key, known, path) or '; allowed here: ' + ', '.join(known)}")
 

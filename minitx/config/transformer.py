@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from minitx.config.schema import Bound, Config, ConfigError, Count, Finite, Natural, Positive, Share, needs, read, require
 from minitx.config.training import evaluate_factor
@@ -149,6 +149,11 @@ class TransformerConfig(Config):
             in ``minitx.nn`` make further checks when the model is built.
     """
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {
+        "d_k": "d_k is {path}embed_dim / {path}num_heads (d_model / heads). Set {path}num_heads, or {path}head_dim, which changes d_k alone",
+        "d_model": "d_model is called {path}embed_dim",
+        "d_ff": "d_ff is called {path}ffn_dim",
+    }
     architecture: Literal["decoder", "encoder", "encoder_decoder", "vision"] = "decoder"
     vocab_size: Count | None = None
     type_vocab_size: Natural = 0

@@ -154,6 +154,14 @@ def config_of(network: nn.Module) -> TransformerConfig | None:
     return found if isinstance(found, TransformerConfig) else None
 
 
+def title_of(network: nn.Module) -> str:
+    """Return what a picture says of a model: its architecture, the width of its heads and their scale, or the name of its class."""
+    shape = config_of(unwrapped(network))
+    if shape is None:
+        return type(unwrapped(network)).__name__
+    return f"{shape.architecture.replace('_', '–')}, heads of width {shape.width_per_head}, scale {shape.scale}"
+
+
 def unwrapped(network: Any) -> nn.Module:
     """Return the model inside the wrappers of ``torch.compile`` and PEFT, which pass on all arguments."""
     while True:

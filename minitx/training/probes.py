@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
+from minitx.analysis.answers import Asked
 from minitx.analysis.capture import Look, attention_cores, watch
 from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
@@ -20,7 +21,7 @@ from minitx.data.task import Batch
 from minitx.nn.blocks import is_block
 from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller
+from minitx.training.build import Caller, title_of
 from minitx.training.callbacks import StepCallback
 from minitx.training.loggers import MetricsFile, add_records, drop_records, naming, over_heads
 from minitx.training.module import TrainingModule
@@ -47,13 +48,15 @@ class Probe(StepCallback):
     ``snr_q, snr_k, snr_v``  signal over noise of the probe's gradients in four parts, see ``gradient_statistics``
     ==================  =====================================================================================
 
-    Every ``weights_every`` steps, ``attention/step_N.safetensors`` keeps the weights on the first ``weights_rows`` rows.
+    Every ``weights_every`` steps, ``attention/step_N.safetensors`` keeps the weights on the first ``weights_rows`` rows, and what
+    the model answers there.
     Layer means of some statistics go to the run's loggers as ``attention/LAYER/NAME``.
 
     Args:
         folder: the run's folder.
         batch: the validation batch.
         texts: a function that returns the texts of the tokens of each axis of the batch (see ``Snapshot``). Default: numbers.
+        asked: a function that returns what the batch asks, or None.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class Probe(StepCallback):
         batch: Batch,
         options: ProbeConfig,
         texts: Callable[[Batch], dict[str, list[list[str]]]] = lambda inputs: {},
+        asked: Callable[[Batch], Asked | None] = lambda batch: None,
     ) -> None:
-        self.folder, self.path, self.batch, self.options, self.texts = folder, folder / "probes.jsonl", batch, options, texts
+        self.folder, self.path, self.batch, self.options = folder, folder / "probes.jsonl", batch, options
+        self.texts, self.asked = texts, asked
         self._first_favourites: dict[str, Tensor] | None = None
         self._gradients: dict[str, dict[str, float]] = {}
         self._before: dict[str, Look] = {}
@@ -172,7 +177,8 @@ class Probe(StepCallback):
     def _keep_weights(self, module: TrainingModule, step: int) -> None:
         rows = {name: tensor[: self.options.weights_rows] for name, tensor in self._on(module.device).items() if tensor.dim()}
         inputs = Caller(module.network).inputs(rows)
-        snapshot = take_snapshot(module.network, inputs, tokens=self.texts(inputs), step=step, title=self.folder.name)
+        told: dict[str, Any] = {"tokens": self.texts(inputs), "asked": self.asked(rows)}
+        snapshot = take_snapshot(module.network, inputs, step=step, title=title_of(module.network), **told)
         with naming(self.folder / "attention"):
             write_snapshot(snapshot, self.folder / "attention")
 

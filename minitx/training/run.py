@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wa
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module, stored_state
 from minitx.training.nodes import build, build_all, parameter_names
 from minitx.training.probes import Probe
+from minitx.training.questions import questions_of
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +136,9 @@ def callbacks_of_steps(
     if asked.probe.every:
         if not isinstance(data, DataModule):
             raise ConfigError("callbacks.probe.every needs the data of a Task, whose validation rows it looks at: set it to 0")
-        own.append(Probe(folder, data.probe_batch(asked.probe.batch_size), asked.probe, data.texts))
+        own.append(
+            Probe(folder, data.probe_batch(asked.probe.batch_size), asked.probe, data.texts, partial(questions_of, data.task))
+        )
     if asked.samples.every:
         prompts = asked.samples.prompts or tuple(default_prompts(data))
         chosen = dataclasses.replace(asked.samples, prompts=prompts)

@@ -45,6 +45,15 @@ def test_the_formula_takes_the_parts_of_the_first_arm_alone(stable):
     assert one(stable, "sgd", "threshold", head_dim="128").predicted is None
 
 
+def test_the_formula_is_about_runs_that_train_all_weights():
+    """Where only W_Q and W_K train the law itself is expected, and where only the rest trains the scale changes nothing."""
+    parts = {("adamw", UNSCALED, "128", part): 0.005 for part in ("all", "qk", "rest")}
+    found = made_up.findings("adamw", truth=Truth(stable=parts), fields={"skip": ({"head_dim": ("8",)},)})
+    expected = {part: one(found, "adamw", "threshold", head_dim="128", trained=part) for part in ("all", "qk", "rest")}
+    assert [f.predicted is not None for f in expected.values()] == [True, False, False]
+    assert [f.bound for f in expected.values()] == [pytest.approx(128**0.25), pytest.approx(128**0.25), None]
+
+
 def test_the_exponent_is_the_slope_of_each_seed(stable):
     slopes = stable.slopes("sgd", BOTH, "head_dim")
     assert len(slopes) == 6

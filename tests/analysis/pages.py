@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64decode
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from minitx.analysis import AttentionMap, Snapshot
+from minitx.analysis.answers import Answer, Answers
 
 SOURCE = ["你·1/3", "你·2/3", "你·3/3", "<script>alert(1)</script>", " ", "\n", "שלום"]
 TARGET = ["<bos>", "\"quoted\" & 'so'", "</script><!--", "e", "\u0301"]
@@ -54,3 +56,9 @@ def weights_of(data: dict, trace: int, snapshot: int, layer: int) -> tuple[np.nd
     weights = np.zeros((H, L, S))
     weights[visible] = np.where(numbers > data["full"], np.nan, numbers / data["full"])
     return weights, visible
+
+
+def with_answers(snapshot: Snapshot, answers: list[Answer], without: list[list[list[Answer]]] | None = None) -> Snapshot:
+    """The snapshot with answers of its only row, and for each layer and head the answers without it."""
+    heads = {one.name: [[row] for row in rows] for one, rows in zip(snapshot.maps, without or [], strict=False)}
+    return replace(snapshot, answers=Answers("input_ids", [answers], heads))

@@ -65,8 +65,10 @@ def test_nothing_stays_on_the_modules_and_every_call_is_recorded_once():
 
 @pytest.mark.parametrize(("model", "options", "message"), [
     ({}, {"what": "weight"}, "what='weight' must be one of statistics, weights"),
-    (None, {}, "Linear has no attention core with weights"),
-    ({"attention": "linear"}, {}, "no attention core with weights"),
+    (None, {}, "Linear has no attention core with weights: .* adopt_hf"),
+    ({"attention": "linear"}, {}, "weights .LinearAttention: it computes no weights over keys.* what='heads'"),
+    ({"attention": "linear"}, {"what": "weights"}, "no attention core with weights"),
+    ({"attention": "additive"}, {"what": "weights"}, "need_weights=True returns them"),
     ({}, {"layers": ["cross"]}, "layers: 'cross' is none of"),
     ({}, {"heads": [3]}, "must be some of 0 to 2"),
 ])  # fmt: skip

@@ -12,6 +12,7 @@ from minitx.analysis import (
     canvas,
     head_heatmap,
     head_scores,
+    heatmap,
     heatmap_grid,
     induction_steps,
     saturation_over_steps,
@@ -80,12 +81,14 @@ def test_the_grid_draws_every_head_of_the_row_without_its_padding_and_hatches_wh
 
 def test_equal_colours_are_equal_weights_in_every_figure_and_the_legend_says_what_is_hidden(snapshot, translation):
     cross = replace(translation, maps=translation.maps[1:2])
-    figures = heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), heatmap_grid(cross), head_heatmap(cross, 0, 0)
+    figures = [heatmap_grid(snapshot), head_heatmap(snapshot, 0, 0), heatmap_grid(cross), head_heatmap(cross, 0, 0)]
+    figures += [heatmap(one.maps[0].weights[0, 0]) for one in (snapshot, cross)]
     images = [image for figure in figures for image in figure.axes[0].images]
     assert {(im.get_cmap().name, im.norm.vmin, im.norm.vmax, im.norm.gamma) for im in images} == {(SEQUENTIAL, 0.0, 1.0, 0.5)}
-    assert [bool(figure.legends) for figure in figures] == [True, True, False, False]
+    assert [bool(figure.legends) for figure in figures] == [True, True, False, False, True, False]
 
 
+@pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
 def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(translation):
     source, target = ["天", "", "incomprehensible", "\t", *"efg"], ["to", " be", "\n", *"de"]
     texts = {"input_ids": [source] * 2, "decoder_input_ids": [target] * 2}
@@ -96,6 +99,23 @@ def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(trans
     assert names(ax.yaxis) == ["to", "␣be", "↵"]
     cells = {text.get_position(): text.get_text() for text in ax.texts}
     assert cells == {(j, i): f"{layer.weights[1, 2, i, j]:.2f}" for i in range(3) for j in range(4)}
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+def test_a_matrix_of_anybody_is_drawn_with_one_list_of_tokens_or_two(kind):
+    rows = [[1.0, 0.0, 0.0], [0.25, 0.75, 0.0]]
+    ax = heatmap(kind(rows), (["le", "chat"], ["the", " cat", "sat"]), title="$ by hand").axes[0]
+    assert np.array_equal(ax.images[0].get_array().filled(0.0), np.array(rows))
+    assert {t.get_position(): t.get_text() for t in ax.texts} == {(0, 0): "1.00", (0, 1): "0.25", (1, 1): "0.75"}
+    assert (names(ax.xaxis), names(ax.yaxis), ax.get_title()) == (["the", "␣cat", "sat"], ["le", "chat"], "$ by hand")
+    square = heatmap(kind([[1, 0], [0, 1]]), ["a", "b"]).axes[0]
+    assert names(square.xaxis) == names(square.yaxis) == ["a", "b"]
+    assert names(heatmap(kind(rows)).axes[0].xaxis) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("size", "count"), [(12, 144), (13, 0)])
+def test_cells_have_numbers_up_to_twelve_tokens(size, count):
+    assert len(heatmap(np.full((size, size), 1 / size)).axes[0].texts) == count
 
 
 @pytest.mark.parametrize("count", [5, 199])
@@ -112,8 +132,9 @@ def test_the_named_tokens_of_a_sentence_of_any_length_do_not_overlap(count):
     assert (ax.get_xlabel() == "key") == (len(boxes) == count)
 
 
+@pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
 @pytest.mark.parametrize("only", [None, "DejaVu Sans"])
-def test_tokens_of_any_script_are_drawn_without_a_warning(only, monkeypatch):
+def test_tokens_of_any_script_are_drawn_without_a_warning_of_matplotlib(only, monkeypatch):
     if only:
         own = [font for font in canvas.fonts() if font[0] == only]
         monkeypatch.setattr(canvas, "fonts", lambda: own)
@@ -125,6 +146,16 @@ def test_tokens_of_any_script_are_drawn_without_a_warning(only, monkeypatch):
     shown = dict(zip(SCRIPTS, names(figure.axes[0].xaxis), strict=True))
     assert (shown["Ελλ"], shown["$x$"], shown["\ud800"]) == ("Ελλ", "$x$", "U+D800")
     assert only is None or shown["中文"] == "U+4E2DU+6587"
+    canvas.family_with.cache_clear()
+
+
+def test_a_missing_font_is_said_with_its_remedy(monkeypatch):
+    own = [font for font in canvas.fonts() if font[0] == "DejaVu Sans"]
+    monkeypatch.setattr(canvas, "fonts", lambda: own)
+    canvas.family_with.cache_clear()
+    with pytest.warns(UserWarning, match=r"no font for 我 学, .* code points.*Noto Sans CJK.*fontlist-\*\.json in ") as said:
+        figure = heatmap(torch.eye(3), ["我", "学", "\ud800"])
+    assert said[0].filename == __file__ and png(figure)
     canvas.family_with.cache_clear()
 
 
@@ -172,6 +203,15 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(snapshot):
         (lambda: heatmap_grid(snapshot, row=-1), "row=-1 must be one of the batch's 0 to 1"),
         (lambda: heatmap_grid(replace(snapshot, maps=(replace(first, weights=no_number),))), "not finite in head 0"),
         (lambda: saturation_over_steps([{"step": 4, "layers": [{"entropy": 1.0}]}]), "have no .*saturation_90"),
+        (lambda: heatmap(torch.ones(2, 3, 4, 4) / 4), r"\(2, 3, 4, 4\): weights\[0, 0\] is row 0 of the batch, head 0"),
+        (lambda: heatmap(torch.ones(3, 4, 4) / 4), r"weights\[0\] is the first head"),
+        (lambda: heatmap([0.5, 0.5]), r"got \(2,\): one row is \[weights\]"),
+        (lambda: heatmap([[0.5, -2.5]]), r"got -2.5 to 0.5: of scores, take softmax\(-1\)"),
+        (lambda: heatmap([[0.5], [0.5, 0.5]]), "nested lists of equal length"),
+        (lambda: heatmap([[0.5, 0.5], [math.nan, math.nan]]), "not finite in row 1, .* fill its row with 0"),
+        (lambda: heatmap([[0.5, 0.5]], "two words"), "is one text; give a list"),
+        (lambda: heatmap([[0.5, 0.5]], ["a", "b"]), "texts of 1 queries and of 2 keys, .* got 2"),
+        (lambda: heatmap([[0.5, 0.5]], (["a"], ["a", "b", "c"])), "got 1 and 3"),
         (lambda: save_figure(heatmap_grid(snapshot), "a.jpg"), r"path=a\.jpg must end in \.png or \.svg"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from pages import SOURCE, data_of, random_snapshot, weights_of
+from torch import nn
 
 from minitx.analysis import take_snapshot
 from minitx.analysis.viewer import Trace, playground, view, viewer_page
-from minitx.nn import MultiHeadAttention
+from minitx.nn import Block, FeedForward, MultiHeadAttention
 from tests.analysis.models import model_of
 
 HALF_A_STEP = 0.5 / 65534
@@ -51,7 +52,7 @@ def page(traces):
     return viewer_page(traces)
 
 
-LARGEST = {"viewer": 72_000, "playground": 130_000}
+LARGEST = {"viewer": 80_000, "playground": 130_000}
 """Bytes of a page without the data that it shows."""
 
 
@@ -140,8 +141,14 @@ def test_what_cannot_be_shown_together_is_refused():
         (lambda: viewer_page([Trace("a", [two_rows])]), r"2 rows: choose one with sentence\(row\)"),
         (lambda: view(model_of(), "abc"), "tokenizer="),
         (lambda: view(model_of()), "needs inputs"),
-        (lambda: view(torch.ones(2, 2), torch.tensor([1, 2])), "inputs have no meaning"),
-        (lambda: view(torch.ones(3)), r"weights must be floats .*, got torch.float32 \(3,\)"),
+        (lambda: view(torch.ones(2, 2), torch.tensor([1, 2])), "is a Tensor, and only a module takes inputs; .*tokens="),
+        (lambda: view(torch.ones(3)), r"weights must be \(B, H, L, S\), .*, got \(3,\)"),
+        (lambda: view(torch.tensor([[0.3, -2.0]])), r"between 0 and 1, got -2 to 0\.3: of scores, take softmax"),
+        (lambda: view("model.ckpt"), r"view takes a model, .*, got 'model.ckpt' \(str\)"),
+        (lambda: view(torch.ones(2, 2), tokens=["a", "b"]), r"tokens must be a dict .*such as {\"query\": "),
+        (lambda: view(MultiHeadAttention(12, 3).core, torch.ones(1, 2, 12)), "core of an attention layer and takes no x"),
+        (lambda: view(model_of(attention="linear"), torch.tensor([1])), "LinearAttention: it computes no weights over keys"),
+        (lambda: view(nn.MultiheadAttention(12, 3), torch.ones(1, 2, 12)), "no attention of minitx"),
         (lambda: view([torch.ones(2, 2), torch.ones(3, 3)]), r"the same \(B, L, S\) in each layer"),
         (lambda: view(torch.ones(2, 2), tokens={"key": [["a", "b"]]}), r"tokens=\['key'\] must be among query"),
         (lambda: view(one, tokens={"query": [["a"]]}), "tokens= has no effect"),
@@ -166,6 +173,7 @@ def test_a_notebook_shows_the_page_of_a_text_in_a_frame_that_may_only_run_its_sc
     (name, frame), *_ = Elements(shown._repr_html_()).found
     assert (name, frame["sandbox"], frame["srcdoc"]) == ("iframe", "allow-scripts", shown.page)
     assert "479px" in frame["style"]
+    assert re.fullmatch(r"View\(\d+ kB, height=479\): save\(path\) writes the page", repr(shown))
     data = data_of(shown.page)
     assert data["tokens"]["input_ids"] == list("abcade")
     want = take_snapshot(model_of(), {"input_ids": torch.tensor([[0, 1, 2, 0, 3, 4]])}).maps[1].weights[0]
@@ -176,6 +184,10 @@ def test_a_notebook_shows_the_page_of_a_text_in_a_frame_that_may_only_run_its_sc
 
 def test_a_layer_its_weights_and_its_snapshot_are_shown_alike():
     layer, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
+    block = Block(layer, FeedForward(12, 12), norm=nn.Identity)
+    assert view(layer, x[0]).page == view(layer, x).page and weights_of(data_of(view(block, x[0]).page), 0, 0, 0)[0].any()
+    array, many = torch.eye(2).numpy(), [np.eye(2), torch.eye(2)]
+    assert view(array).page == view(torch.eye(2)).page and len(data_of(view(many).page)["layers"]) == 2
     _, weights = layer(x, attn_mask=torch.ones(5, 5).tril().bool(), need_weights=True)
     causal = {"query": x, "is_causal": True}
     texts = {"query": [list("abcde"), list("fghij")]}

@@ -6,9 +6,11 @@ import math
 import re
 
 import pytest
-from pages import SOURCE, TARGET, random_snapshot
+import torch
+from pages import SOURCE, TARGET, random_snapshot, with_answers
 
-from minitx.analysis.viewer import Trace, View, viewer_page
+from minitx.analysis.answers import Answer
+from minitx.analysis.viewer import Trace, View, view, viewer_page
 
 pytestmark = pytest.mark.slow
 
@@ -17,13 +19,28 @@ OTHER = random_snapshot(4, 60, title="unscaled")
 SELF, SECOND, CAUSAL, CROSS = range(4)  # layers
 
 
+def answer(p, said="16", at=6, text="Which value has key 7?", right="16"):
+    """A model's answer: its right one has the probability ``p``."""
+    return Answer(text, at, 3, right, said == right, -math.log(p), ((said, max(p, 1 - p)), ("4", 0.01)))
+
+
+def asked(step, p, said="16", **options):
+    return with_answers(random_snapshot(step, step, kinds=("self",)), [answer(p, said, **options)])
+
+
+FILM = [
+    Trace("scaled", [asked(0, 0.02, "4"), asked(50, 0.1, "9"), asked(300, 0.98)]),
+    Trace("unscaled", [asked(0, 0.03, "4"), asked(50, 0.03, "<b>"), asked(300, 1e-7, "4")]),
+]
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, str]:
     """Addresses of a page with one model, of one with two, of a long text, and of a notebook with two views."""
     folder = tmp_path_factory.mktemp("pages")
     scaled, unscaled = Trace("scaled", STEPS), Trace("<script>alert(2)</script>", [OTHER])
     long = random_snapshot(7, kinds=("causal",), H=2, tokens={"decoder_input_ids": [[f"t{i}" for i in range(97)]]})
-    traces = {"one": [scaled], "two": [scaled, unscaled], "long": [Trace("long", [long])]}
+    traces = {"one": [scaled], "two": [scaled, unscaled], "long": [Trace("long", [long])], "film": FILM}
     made = {name: viewer_page(given, title="<script>alert(3)</script>") for name, given in traces.items()}
     made["notebook"] = "".join(View(viewer_page([Trace(name, [STEPS[0]])]))._repr_html_() for name in ("first", "second"))
     for name, text in made.items():
@@ -36,7 +53,7 @@ def visit(window, pages):
     """``visit("one", "#layer=1")`` opens a page."""
 
     def open_page(name, address="", **options):
-        page = window(pages[name], address, **options)
+        page = window(pages.get(name, name), address, **options)
         for frame in page.frames[1:] or [page]:
             frame.wait_for_selector("#panes .cells")
         return page
@@ -87,8 +104,8 @@ def test_pointing_at_a_cell_shows_its_weight_and_the_distance_to_the_likeliest_k
     row, wanted = layer.weights[0, 0, 2], weight(STEPS[-1], SELF, 0, 2, 3)
     assert wanted in pointed(page, 2, 3)
     assert wanted in page.locator("#tip").inner_text()
-    assert f"row H̄ {layer.entropy()[0, 0, 2]:.3f}" in readout(page)
-    assert f"max |z| {layer.max_logit[0, 0, 2]:.2f}" in readout(page)
+    assert f"entropy H̄ {layer.entropy()[0, 0, 2]:.3f}" in readout(page)
+    assert f"largest score |z| {layer.max_logit[0, 0, 2]:.2f}" in readout(page)
     k = int(row.argsort()[-2])
     assert f"z {math.log(row.max() / row[k]):.2f} below the row's largest" in pointed(page, 2, k)
     assert "z is the row's largest" in pointed(page, 2, int(row.argmax()))
@@ -208,6 +225,20 @@ def test_text_of_users_is_text(visit):
     assert page.locator(".web .keys bdi").last.inner_text() == "שלום"  # apart from the direction of others
 
 
+@pytest.mark.parametrize("length", [4, 17, 97])
+@pytest.mark.parametrize("width", [940, 1100, 1400])
+def test_the_frame_of_a_view_shows_the_whole_map(length, width, window, tmp_path):
+    weights = torch.ones(2, length, length).tril()
+    one = weights / weights.sum(-1, keepdim=True)
+    for number, shown in enumerate((view(one), view({"scaled": one, "unscaled": one}))):
+        shown.save(tmp_path / f"{number}.html")
+        page = window((tmp_path / f"{number}.html").as_uri(), size=(width, shown.height))
+        page.wait_for_selector("#panes .cells")
+        for board in page.locator(".map").all():
+            box = board.bounding_box()
+            assert box["y"] + box["height"] <= shown.height
+
+
 def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(visit):
     page = visit("two")
     choose(page, "A")
@@ -234,6 +265,160 @@ def test_a_narrow_window_is_not_scrolled_sideways(visit, name):
     assert page.evaluate("[...document.querySelectorAll('*')].every(e => getComputedStyle(e).transitionDuration === '0s')")
 
 
+def answers(page):
+    """What stands above each map."""
+    return [text.replace("\n", " ") for text in page.locator(".answer").all_inner_texts()]
+
+
+def test_the_question_and_what_each_model_says_stand_above_its_map_at_every_step(visit):
+    page = visit("film", "#step=50")
+    a, b = answers(page)
+    assert "Which value has key 7? Right: 16 at the framed key <script>alert(1)</script>" in a
+    assert re.search(r"✗ wrong\s*The model says 9 with probability 0\.90 · right answer 0\.10 · loss 2\.30", a)
+    assert "The model says <b> with probability 0.97" in b
+    page.locator("#step").focus()
+    page.keyboard.press("ArrowRight")
+    a, b = answers(page)
+    assert re.search(r"✓ right\s*The model says 16 with probability 0\.98", a)
+    assert re.search(r"✗ wrong\s*The model says 4 .* right answer 1·10⁻⁷", b)
+    good, bad = (page.locator(f".{kind} .sign").evaluate("e => getComputedStyle(e).color") for kind in ("good", "bad"))
+    assert good != bad
+    framed = page.evaluate(
+        "[...document.querySelectorAll('.axis.keys')].map(a => [...a.children].findIndex(e => e.matches('.wanted')))"
+    )
+    assert framed == [3, 3]
+    choose(page, "A − B")
+    (both,) = answers(page)
+    assert "✓ right" in both and "✗ wrong" in both
+    choose(page, "B")
+    assert "✗ wrong" in answers(page)[0]
+
+
+@pytest.fixture
+def knocked(visit, tmp_path):
+    """A page that knows the answers without each head: two layers of three heads, two questions. Head 1 of layer 1 matters for the second."""
+
+    def rows(p):
+        return [
+            answer(q, "b" if q > 0.5 else "c", at=at, text=f"What follows {at}?", right="b") for at, q in ((1, 0.6), (2, p))
+        ]
+
+    without = [[rows(0.02 if (layer, head) == (1, 1) else 0.91) for head in range(3)] for layer in range(2)]
+    snapshot = with_answers(random_snapshot(1, kinds=("self", "self")), rows(0.9), without)
+    path = tmp_path / "knocked.html"
+    path.write_text(viewer_page([Trace("model", [snapshot])]), encoding="utf-8")
+    return visit(path.as_uri(), "#layer=1&head=1&q=2")
+
+
+def test_a_knocked_out_head_answers_at_once_with_what_was_computed_before(knocked):
+    button = knocked.locator("#out")
+    assert "✓ right" in answers(knocked)[0] and "Without head" not in answers(knocked)[0]
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    (said,) = answers(knocked)
+    assert re.search(r"✓ right\s*All heads: b with probability 0\.90", said)
+    assert re.search(r"✗ wrong\s*Without head 1: c with probability 0\.98 · right answer 0\.02", said)
+    assert "Loss of the right answer: 0.11 → 3.91 (+3.81 nats)" in said
+    table = [row.inner_text().split() for row in knocked.locator(".tops tbody tr").all()]
+    assert table == [["b", "✓", "0.90", "0.02"], ["4", "0.01", "0.01"], ["c", "–", "0.98"]]
+    thumb(knocked, 0, 2).click()  # stays knocked out, now of another head
+    assert "Without head 2: b with probability 0.91" in answers(knocked)[0]
+    button.focus()
+    knocked.keyboard.press("Enter")
+    assert "Without head" not in answers(knocked)[0]
+
+
+def test_every_head_says_what_its_loss_would_be_for_the_cursors_question(knocked):
+    effects = [text.strip() for text in knocked.locator(".effect").all_inner_texts()]
+    assert effects == ["Δ 0.0"] * 4 + ["Δ +3.8"] + ["Δ 0.0"]
+    assert "without it, the loss changes by +3.8" in thumb(knocked, 1, 1).get_attribute("aria-label")
+    assert "Δ: change of the loss" in knocked.locator("#symbols").inner_text()
+    strongest = knocked.locator("#strongest button")
+    assert strongest.all_inner_texts() == ["L1 h1 +3.8"]
+    thumb(knocked, 0, 0).click()
+    strongest.click()
+    assert knocked.locator("#look-title").inner_text() == "Layer 1, head 1"
+    knocked.mouse.click(*cell(knocked, 1, 1))
+    assert not knocked.locator("#strongest").is_visible()
+    assert {text.strip() for text in knocked.locator(".effect").all_inner_texts()} == {"Δ 0.0"}
+    knocked.mouse.click(*cell(knocked, 5, 1))  # which asks nothing
+    assert knocked.locator(".effect").count() == 0
+
+
+def test_an_address_opens_a_knocked_out_head_and_a_page_without_such_answers_ignores_it(knocked, visit):
+    knocked.locator("#out").click()
+    assert "out=1" in address(knocked)
+    page = visit("film", "#out=1")
+    assert not page.locator("#out").is_visible()
+    page.locator("#hatch").uncheck()
+    assert "hatch=0" in address(page) and "out" not in address(page)
+    assert page.locator(".effect").count() == 0
+    assert "Δ" not in page.locator("#symbols").inner_text()
+
+
+def test_play_plays_the_answers(visit):
+    page = visit("film")
+    page.locator("#play").click()
+    page.locator(".answer", has_text="The model says 9").wait_for()
+    page.locator(".answer", has_text="✓ right").wait_for()
+    assert page.locator("#play").inner_text() == "Play"
+
+
+def test_a_text_has_the_question_of_the_row_with_the_cursor_and_other_rows_have_none(visit, tmp_path):
+    rows = [answer(0.9, "b", at=at, text=f"Which token follows “{at}”?", right="b") for at in (1, 2)]
+    path = tmp_path / "text.html"
+    snapshot = with_answers(random_snapshot(1), rows)
+    path.write_text(viewer_page([Trace("a", [snapshot])]), encoding="utf-8")
+    page = visit(path.as_uri(), "#q=2")
+    assert "follows “2”" in answers(page)[0]
+    page.mouse.click(*cell(page, 1, 1))
+    assert "follows “1”" in answers(page)[0]
+    page.mouse.click(*cell(page, 4, 1))
+    assert answers(page) == [""]
+    choose(page, "Cross")  # whose queries are the decoder's
+    assert answers(page) == [""]
+
+
+def test_how_to_read_the_page_is_open_at_the_first_visit_and_stands_beside_the_map(visit, window):
+    page = visit("film")
+    assert page.locator("#help").get_attribute("open") is not None
+    told, board = page.locator("#help").bounding_box(), page.locator(".map").first.bounding_box()
+    assert told["x"] + told["width"] <= board["x"]
+    assert told["y"] < 900
+    assert "diagonal" in page.locator("#help").inner_text()
+    page.reload()
+    page.wait_for_selector("#panes .cells")
+    assert page.locator("#help").get_attribute("open") is None
+
+
+def test_what_z_and_entropy_are_is_said_where_they_stand(visit):
+    page = visit("film", "#q=2&k=2")
+    assert "entropy of the rows, 0 is one key" in page.locator("#symbols").inner_text()
+    assert "largest |score| before softmax" in page.locator("#symbols").inner_text()
+    assert "each row's entropy H̄ (0 is one key" in page.locator(".bars").first.inner_text()
+    choose(page, "A − B")
+    assert "A − B of each row's entropy" in page.locator(".bars").inner_text()
+    choose(page, "A beside B")
+    assert "the token itself" in readout(page)
+    assert "the token itself" not in pointed(page, 2, 3)
+
+
+@pytest.mark.parametrize("name", ["film", "two", "one"])
+def test_on_a_phone_the_map_is_on_the_first_screen_and_the_rest_is_behind_a_button(visit, name):
+    page = visit(name, size=(390, 844))
+    board = page.locator(".cells").first.bounding_box()
+    assert board["y"] + board["height"] <= 844
+    assert page.locator("#play").is_visible()
+    assert not page.locator("#scale").is_visible()
+    page.locator("#more").click()
+    assert page.locator("#scale").is_visible()
+    assert page.locator("#help").bounding_box()["y"] > board["y"]
+    if name != "one":  # the second map follows the first, without lines between them
+        assert page.locator(".cells").nth(1).bounding_box()["y"] < board["y"] + 844
+        choose(page, "B")
+        assert page.locator(".lines").is_visible()
+
+
 def test_two_views_in_a_notebook_are_independent(visit):
     """Each stands in a sandboxed frame without an address; one is turned dark, the other stays light."""
 
@@ -241,6 +426,7 @@ def test_two_views_in_a_notebook_are_independent(visit):
         return [frame.evaluate("document.documentElement.dataset.theme") for frame in (first, second)]
 
     first, second = visit("notebook", size=(1280, 1700)).frames[1:]
+    assert first.locator("#help").get_attribute("open") is None
     before = themes()
     first.locator("#theme").click()
     thumb(first, 1, 2).click()

@@ -11,13 +11,14 @@ from base64 import b64decode
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import nn
 
-from minitx.analysis import take_snapshot
+from minitx.analysis import intervene, take_snapshot
 from minitx.analysis.viewer import playground
-from minitx.cli.inputs import Inputs, attention_of
+from minitx.cli.inputs import Inputs, attention_of, open_hf
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
@@ -162,6 +163,74 @@ def test_a_run_that_recorded_its_attention_needs_no_text(data, runs):
     assert len(page["traces"]) == 2
 
 
+def test_a_recorded_run_has_its_answers_and_a_film_shows_them(data, output, runs, place, assert_refused):
+    page = data(f"ckpt_path={runs / 'lookup'}", "row=1")
+    steps = [shot["answers"]["rows"] for shot in page["traces"][0]["snapshots"]]
+    tokens = page["tokens"]["input_ids"]
+    for (one,) in steps:
+        assert one["text"] == f"Which value has key {tokens[-1]}?"
+        assert tokens[one["key"]] == f"{tokens[-1]}:{page['words'][one['right']]}"
+        is_right, loss, top = one["answer"]
+        assert is_right == (top[0][0] == one["right"])
+        assert loss > 0
+    assert steps[0][0]["answer"] != steps[-1][0]["answer"]
+    run = f"ckpt_path={runs / 'lookup'}"
+    said = output("view", run, "row=1", "layers=1", "head=2", "output=film.webp")
+    assert re.fullmatch(r"3 steps\nfilm\.webp  0\.\d\d MB\n", said)
+    with Image.open(place / "film.webp") as film:
+        assert film.n_frames == 3
+    assert_refused("shows one layer, and there are 2", run, "output=film.gif", program="view")
+    assert_refused("head=2 is for a film", run, "head=2", program="view")
+
+
+def test_a_checkpoint_answers_on_a_text_and_on_a_row(data, last, folders):
+    rows = data(last("text"), "text=the")["traces"][0]["snapshots"][0]["answers"]["rows"]
+    assert [(one["text"], one["at"]) for one in rows] == [(f"Which token follows “{c}”?", i) for i, c in enumerate("the")]
+    page = data(last("digits"), "row=3")
+    (one,) = page["traces"][0]["snapshots"][0]["answers"]["rows"]
+    assert (one["text"], one["at"], one["key"]) == ("Which class?", None, None)
+    page = data(f"model={folders / 'llama'}", "text=abc")
+    rows = page["traces"][0]["snapshots"][0]["answers"]["rows"]
+    assert [page["words"][one["right"]] if one["right"] is not None else None for one in rows] == ["b", "c", None]
+    losses = [one["answer"][1] for one in rows[:-1]]
+    page = data(f"model={folders / 'bart'}", "text=the cat", "target=你 dog")
+    rows = page["traces"][0]["snapshots"][0]["answers"]["rows"]
+    assert [one["text"] for one in rows] == [f"Which token follows “{c}”?" for c in ("[SEP]", "[CLS]", "你", "dog")]
+    assert "answers" not in data(f"model={folders / 'bert'}", "text=the")["traces"][0]["snapshots"][0]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders / "llama")
+    ids = transformers.AutoTokenizer.from_pretrained(folders / "llama")("abc", return_tensors="pt")["input_ids"]
+    loss = torch.nn.functional.cross_entropy(theirs(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+    torch.testing.assert_close(torch.tensor(losses), loss, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+def test_the_answers_without_each_head_are_those_of_a_model_whose_head_gives_zero(kind, data, last, folders):
+    chosen = [last("text")] if kind == "ours" else [f"model={folders / 'llama'}"]
+    page = data(*chosen, "text=the", "knock_out=true", "layers=1")
+    answers = page["traces"][0]["snapshots"][0]["answers"]
+    (heads,) = answers["without"]
+    assert len(heads) == 3
+    if kind == "ours":
+        model, tokenizer, _ = load_model(last("text").partition("=")[2])
+        ids = torch.tensor([tokenizer.encode("the").tolist()])
+    else:
+        model, tokenizer = open_hf(str(folders / "llama"), "model")
+        ids = tokenizer("the", return_tensors="pt")["input_ids"]
+    for head, rows in enumerate(heads):
+        with torch.no_grad(), intervene(model, "heads", 0.0, layers=[1], heads=[head]):
+            output = model(input_ids=ids)
+        loss = torch.nn.functional.cross_entropy(getattr(output, "logits", output)[0, :-1], ids[0, 1:], reduction="none")
+        torch.testing.assert_close(torch.tensor([row[1] for row in rows[:-1]]), loss, atol=1e-3, rtol=0)
+    assert heads[0] != heads[1]
+    assert "without" not in data(*chosen, "text=the")["traces"][0]["snapshots"][0]["answers"]
+
+
+def test_heads_are_knocked_out_only_where_an_answer_can_change(assert_refused, folders, runs, last):
+    assert_refused("gives no answer", f"model={folders / 'bert'}", "text=the", "knock_out=true", program="view")
+    assert_refused("records only", f"ckpt_path={runs / 'lookup'}", "knock_out=true", program="view")
+    assert_refused("not for a film", last("text"), "text=a", "knock_out=true", "output=a.gif", program="view")
+
+
 def test_models_that_cannot_stand_beside_each_other_and_a_page_that_no_browser_opens_are_refused(
     assert_refused, bare, monkeypatch
 ):
@@ -169,7 +238,7 @@ def test_models_that_cannot_stand_beside_each_other_and_a_page_that_no_browser_o
     others = {"tokenizer": bare("shifted", other, num_layers=2), "layers": bare("shallow", num_layers=1)}
     for part, other in others.items():
         assert_refused(part, known, "text=the", other.replace("ckpt_path", "compare"), program="view")
-    assert_refused("attention", bare("linear", num_layers=2, attention="linear"), "text=the", program="view")
+    assert_refused("no weights over keys", bare("linear", num_layers=2, attention="linear"), "text=the", program="view")
     monkeypatch.setattr("minitx.cli.view.LARGEST_PAGE", 100)
     assert_refused("layers=", known, "text=the heaven", program="view")
 

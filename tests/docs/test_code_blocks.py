@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 import shutil
 import sys
 import tomllib
@@ -39,6 +40,7 @@ SMALL = {
     r"^train .*(ckpt_path=last|seed=1)": "trainer.max_steps=3",
     r"^train .*(data=hf|translate_text)": "data.bpe_vocab_size=300",
     r"^train .*callbacks=probe": "callbacks.probe.every=1 callbacks.probe.batch_size=4",
+    r"^train .*callbacks=film": "callbacks.probe.every=1 callbacks.probe.batch_size=4 callbacks.probe.weights_every=1",
     r"^train .*weights_every=": "callbacks.probe.weights_every=1",
     r"^train .*data=chat": "data.context_len=64",
     r"^train .*data.streaming=true": "data.val_rows=8",
@@ -52,6 +54,7 @@ SMALL = {
 COMPOSED = {
     r"^train .*_ablation": "a grid takes minutes; tests/test_configs.py composes cells of every study, tests/ablation runs grids",
     r"^train .*trainer=(ddp|fsdp|ddp_cpu)": "wants several devices; tests/training/test_devices.py has two",
+    r"^train .*trainer.compile=true": "takes a compiler half a minute; tests/nn/test_compile.py compiles",
     r"^train .*data.path=ylecun/mnist": "wants a network; tests/data/test_images.py reads pictures from files",
 }
 """Commands that are composed and checked, as ``train.py`` would, and not run."""
@@ -357,6 +360,50 @@ def test_the_python_of_a_page_runs_in_order_and_prints_what_stands_below_it(page
 def test_what_was_printed_is_compared_line_by_line():
     assert matches("a\nb  \nc\n", "a\n...\nc\n") and matches("a\n", "a\n") and matches("a\nc\n", "a\n...\nc\n")
     assert not matches("a\nb\n", "a\n") and not matches("a\n", "a\nb\n") and not matches("a\nd\n", "a\n...\nc\n")
+
+
+# Rows of docs/coming_from.md: what is typed there, and here
+
+SECTIONS = {part.partition("\n")[0]: part for part in read("docs/coming_from.md").split("\n## ")[1:]}
+
+
+def typed_here(section: str) -> list[str]:
+    """The second cell of each row of a section's table."""
+    rows = [re.fullmatch(r"\| (.+) \| `([^`]+)` \|", line) for line in SECTIONS[section].splitlines() if line.startswith("| ")]
+    assert rows[0] is None and all(rows[1:]), f"a row of {section} has no code of its own"
+    return [row[2] for row in rows if row]
+
+
+def is_command(text: str) -> bool:
+    return text.startswith(("python scripts/", "minitx-", "torchrun "))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_one_comes_from_has_ten_rows_and_their_python_runs_in_order(section: str, shelf: Shelf, place: Path) -> None:
+    rows, names = typed_here(section), {}
+    assert len(rows) >= 10
+    for block in re.findall(r"```python\n(.*?)```", SECTIONS[section], flags=re.DOTALL):
+        exec(compile(block, section, "exec", dont_inherit=True), names)
+    for text in rows:
+        if not is_command(text):
+            shelf.bring_all([f"model={name}" for name in re.findall(r'load_hf\("([^"]*)"', text)], place)
+            exec(compile(text, text, "exec", dont_inherit=True), names)
+
+
+COMMANDS = sorted({text for section in SECTIONS for text in typed_here(section) if is_command(text)})
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("text", COMMANDS)
+def test_a_command_for_those_who_come_from_elsewhere_runs(text: str, shelf: Shelf, place: Path) -> None:
+    obey(shlex.split(text), shelf, place)
+
+
+@pytest.mark.parametrize("text", [text for text in COMMANDS if re.match(r"(python scripts/train.py|minitx-train)", text)])
+def test_a_command_for_those_who_come_from_elsewhere_is_composed(text: str, shelf: Shelf, place: Path) -> None:
+    words = shlex.split(text)[1:]
+    shelf.bring_all(words, place)
+    compose([word for word in words if not word.startswith("scripts/")])
 
 
 # The tables

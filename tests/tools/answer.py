@@ -1,16 +1,21 @@
-"""Compute the numbers of README's answer from the record of the ablation, and print the answer in both languages.
+"""Compute the numbers about the scale that the pages have from the records of the ablation, and print what the pages say.
 
-python tests/tools/answer.py
+python tests/tools/answer.py             # the numbers, README's answer in both languages, the tables of docs/why_scale.md
+python tests/tools/answer.py FILE.png    # README's figure
 
-It reads the runs and uses none of the lab's code. ``tests/test_readme.py`` compares what it prints with both READMEs.
+It reads the raw runs and uses none of the lab's code. ``tests/tools/test_answer.py`` compares what it prints with the pages.
 
+- A ratio of rates: the largest stable rate with the scale over that without it (``docs/scaling_ablation/limits``). A run at a rate
+  is stable if it has all its 200 steps and its mean accuracy over any 8 consecutive steps is at least 90 %. The largest stable rate is
+  the geometric mean of the smallest rate that is not stable and the largest stable one below it.
+- The formula: (b / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R) of each seed, with the largest stable rates η_QK and η_R of the model with
+  the scale when only W_Q and W_K train, or only the rest, and b = d_k^¼ (AdamW) or √d_k (SGD).
 - A ratio of steps: the steps from scratch until the mean accuracy of 16 steps (1,024 answers) reaches 90 %, without the scale over
-  with it. Each arm runs at the rate that needs the fewest steps on the *other* seeds (mean; a run that does not get there counts
-  as 1,500 steps).
-- A ratio of rates: the largest rate at which the mean accuracy of 8 steps never falls below 90 %, with the scale over without it.
-  The rate is interpolated, linearly in log(rate), between the last rate that was tried above 90 % and the first one below.
+  with it (``docs/scaling_ablation/record.jsonl.xz``). Each arm runs at the rate that needs the fewest steps on the *other* seeds
+  (mean; a run that does not get there counts as 1,500 steps).
 
-A number is the median of six seeds, and its range goes from the smallest seed to the largest (coverage 96.9 %).
+A number is the median of the seeds, and its range that of the median by order statistics with at least 95 %: from the smallest to the
+largest of six to eight seeds, from the second to the second largest of nine to eleven.
 """
 
 from __future__ import annotations
@@ -18,35 +23,38 @@ from __future__ import annotations
 import json
 import lzma
 import math
-from collections.abc import Callable, Sequence
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RECORD = Path(__file__).parents[2] / "docs" / "scaling_ablation" / "record" / "cells.jsonl.xz"
-SEEDS = range(10, 16)
+from scipy import stats
+
+RECORDS = Path(__file__).parents[2] / "docs" / "scaling_ablation"
 CAP = 1500
 Curves = dict[tuple[str, float, int], list[float]]
 """The accuracy of each step, by arm, learning rate and seed."""
 
 
 class Ratio(NamedTuple):
-    """The median of the seeds, the smallest and the largest."""
+    """The median of the seeds, the ends of its range, and the number of seeds."""
 
     median: float
     low: float
     high: float
+    seeds: int
+
+    @property
+    def told(self) -> str:
+        """The range as text."""
+        return f"{self.low:.3g}–{self.high:.3g}"
 
 
-def read(path: Path = RECORD) -> list[dict[str, Any]]:
-    """The runs that were made."""
-    with lzma.open(path, "rt", encoding="utf-8") as lines:
+def read(name: str) -> list[dict[str, Any]]:
+    """The runs of a record that were made."""
+    with lzma.open(RECORDS / name, "rt", encoding="utf-8") as lines:
         return [run for run in map(json.loads, lines) if run["status"] == "done"]
-
-
-def curves(runs: Sequence[dict[str, Any]], study: str, **factors: str) -> Curves:
-    """The curves of a study at some levels of its factors."""
-    chosen = (run for run in runs if run["study"] == study and factors.items() <= run["factors"].items())
-    return {(run["arm"], float(run["factors"]["lr"]), run["seed"]): run["result"]["accuracy"] for run in chosen}
 
 
 def means(curve: Sequence[float], window: int) -> list[float]:
@@ -54,10 +62,90 @@ def means(curve: Sequence[float], window: int) -> list[float]:
     return [math.fsum(curve[end - window : end]) / window for end in range(window, len(curve) + 1)]
 
 
-def ratio(of_seed: Callable[[int], float], seeds: Sequence[int] = SEEDS) -> Ratio:
-    found = sorted(map(of_seed, seeds))
-    middle = found[(len(found) - 1) // 2] * found[len(found) // 2]
-    return Ratio(math.sqrt(middle), found[0], found[-1])
+def median(values: Iterable[float]) -> Ratio:
+    """The median of ratios and its range."""
+    found = sorted(values)
+    count, tail, k = len(found), 0.0, 0
+    while (tail := tail + math.comb(count, k) / 2**count) <= 0.025:
+        k += 1
+    k = max(k, 1)  # the k-th smallest: the probability that fewer than k are below the median is at most 2.5 %
+    return Ratio(math.sqrt(found[(count - 1) // 2] * found[count // 2]), found[k - 1], found[-k], count)
+
+
+# --- the largest stable rates
+
+
+def is_stable(run: dict[str, Any], steps: int) -> bool:
+    """Whether one run of a search has all its steps and never falls below 90 %."""
+    curve = [value or 0.0 for value in run["accuracy"]]
+    return run["nonfinite_step"] is None and len(curve) == steps and min(means(curve, 8)) >= 0.9
+
+
+def largest_rate(runs: Sequence[dict[str, Any]], steps: int = 200) -> float:
+    """The largest stable rate of a search."""
+    high = min(run["rate"] for run in runs if not is_stable(run, steps))
+    return math.sqrt(high * max(run["rate"] for run in runs if run["rate"] < high))
+
+
+Rates = dict[tuple[str, str, str, str, int], float]
+"""The largest stable rates, by study, arm, d_k, which weights train, and seed."""
+
+
+def rates(searches: Iterable[dict[str, Any]]) -> Rates:
+    """The largest stable rate of every search."""
+    found = {}
+    for one in searches:
+        if "runs" in one["result"]:
+            factors = one["factors"]
+            place = (one["study"], one["arm"], factors["head_dim"], factors.get("trained", "all"), one["seed"])
+            found[place] = largest_rate(one["result"]["runs"], one["result"]["cap"])
+    return found
+
+
+def ratio_of_rates(found: Rates, study: str, d_k: str, above: str = "inv_sqrt", below: str = "unscaled") -> Ratio | None:
+    """The ratio of two arms, or None without six seeds of both."""
+    seeds = {key[-1] for key in found if key[:4] == (study, below, d_k, "all")}
+    pairs = [(found.get((study, above, d_k, "all", seed)), found[study, below, d_k, "all", seed]) for seed in seeds]
+    ratios = [high / low for high, low in pairs if high]
+    return median(ratios) if len(ratios) >= 6 else None
+
+
+def exponent(found: Rates, study: str, widths: Sequence[str] = ("8", "32", "128", "512")) -> tuple[float, float, float]:
+    """The slope of ln(ratio) on ln(d_k): the mean of the seeds, and the ends of its 95 % interval (Student's t)."""
+    seeds = sorted({key[-1] for key in found if key[0] == study})
+    xs = [math.log(float(d_k)) for d_k in widths]
+    slopes = []
+    for seed in seeds:
+        ys = [
+            math.log(found[study, "inv_sqrt", d_k, "all", seed] / found[study, "unscaled", d_k, "all", seed]) for d_k in widths
+        ]
+        slopes.append(statistics.linear_regression(xs, ys).slope)
+    mean, half = statistics.mean(slopes), stats.t.ppf(0.975, len(seeds) - 1) * statistics.stdev(slopes) / math.sqrt(len(seeds))
+    return mean, mean - half, mean + half
+
+
+def parts_of(found: Rates, study: str, d_k: str) -> list[dict[int, float]]:
+    """η_QK and η_R of the model with the scale, by seed."""
+    return [
+        {key[-1]: rate for key, rate in found.items() if key[:4] == (study, "inv_sqrt", d_k, part)} for part in ("qk", "rest")
+    ]
+
+
+def formula(found: Rates, study: str, d_k: str, power: float) -> float:
+    """The ratio that the formula gives: the median of the seeds."""
+    qk, rest = parts_of(found, study, d_k)
+    bound = float(d_k) ** power
+    seeds = qk.keys() & rest.keys()
+    return statistics.median((bound / qk[seed] + 1 / rest[seed]) / (1 / qk[seed] + 1 / rest[seed]) for seed in seeds)
+
+
+# --- steps from scratch
+
+
+def curves(runs: Sequence[dict[str, Any]], study: str, **factors: str) -> Curves:
+    """The curves of a study at some levels of its factors, of the seeds that did not decide which rates were tried."""
+    chosen = (run for run in runs if run["study"] == study and factors.items() <= run["factors"].items() and run["seed"] >= 10)
+    return {(run["arm"], float(run["factors"]["lr"]), run["seed"]): run["result"]["accuracy"] for run in chosen}
 
 
 def steps(curve: Sequence[float] | None) -> int:
@@ -65,73 +153,205 @@ def steps(curve: Sequence[float] | None) -> int:
     return next((end for end, mean in enumerate(means(curve or [], 16), 16) if mean >= 0.9), CAP)
 
 
-def ratio_of_steps(found: Curves, seeds: Sequence[int] = SEEDS) -> Ratio:
-    rates = sorted({rate for _, rate, _ in found})
+def steps_of(found: Curves, arm: str, seed: int) -> int:
+    """The steps of a seed, at the rate that is best on the other seeds."""
+    others = {other for _, _, other in found} - {seed}
 
-    def at_the_rate_of_the_others(arm: str, seed: int) -> int:
-        others = [other for other in seeds if other != seed]
-        best = min(rates, key=lambda rate: sum(steps(found.get((arm, rate, other))) for other in others))
-        return steps(found.get((arm, best, seed)))
+    def cost(rate: float) -> int:
+        return sum(steps(found.get((arm, rate, other))) for other in others)
 
-    return ratio(lambda seed: at_the_rate_of_the_others("unscaled", seed) / at_the_rate_of_the_others("inv_sqrt", seed), seeds)
-
-
-def largest_rate(found: Curves, arm: str, seed: int) -> float:
-    worst = sorted((rate, min(means(curve, 8))) for (one, rate, other), curve in found.items() if (one, other) == (arm, seed))
-    first = next(i for i, (_, level) in enumerate(worst) if level < 0.9)
-    assert first, "a rate above 90 % was tried"
-    (start, above), (end, below) = worst[first - 1], worst[first]
-    return float(start * (end / start) ** ((above - 0.9) / (above - below)))
+    best = min(sorted({rate for _, rate, _ in found}), key=cost)
+    return steps(found.get((arm, best, seed)))
 
 
-def ratio_of_rates(found: Curves, seeds: Sequence[int] = SEEDS) -> Ratio:
-    return ratio(lambda seed: largest_rate(found, "inv_sqrt", seed) / largest_rate(found, "unscaled", seed), seeds)
+def ratio_of_steps(found: Curves) -> Ratio:
+    """Steps without the scale over steps with it."""
+    seeds = {seed for _, _, seed in found}
+    return median(steps_of(found, "unscaled", seed) / steps_of(found, "inv_sqrt", seed) for seed in seeds)
 
 
-def numbers(runs: Sequence[dict[str, Any]]) -> dict[str, Ratio]:
-    """Every ratio that README uses."""
-    found = {f"lecun {d}": ratio_of_steps(curves(runs, "recall", init="lecun", head_dim=d)) for d in ("8", "32", "128")}
-    found["gpt2 128"] = ratio_of_steps(curves(runs, "recall", init="gpt2", head_dim="128"))
-    for optimizer in ("adamw", "sgd"):
-        for d in ("8", "128"):
-            found[f"{optimizer} {d}"] = ratio_of_rates(curves(runs, f"stability_{optimizer}", head_dim=d))
-    return found
+# --- what the pages say
+
+OPTIMIZERS = {
+    **{"adamw": ("AdamW", 0.25), "lion": ("Lion", 0.25), "muon": ("Muon", 0.25)},
+    **{"sgd": ("SGD, momentum .9", 0.5), "plain_sgd": ("SGD", 0.5), "relative": ("relative steps", 0.0)},
+}
+"""Studies of thresholds: the name, and the exponent e of d_k that is the bound."""
 
 
-def answer(found: dict[str, Ratio]) -> dict[str, str]:
+def numbers() -> dict[str, Any]:
+    """The largest stable rates, the ratios and the formula's values, by name."""
+    found, before = rates(read("limits/cells.jsonl.xz")), read("record.jsonl.xz")
+    result: dict[str, Any] = {
+        f"steps {init}": ratio_of_steps(curves(before, "recall", init=init, head_dim="128")) for init in ("lecun", "gpt2")
+    }
+    for study, (_, power) in OPTIMIZERS.items():
+        result[f"{study} exponent"] = exponent(found, study)
+        for d_k in ("8", "32", "128", "512"):
+            result[f"{study} {d_k}"] = ratio_of_rates(found, study, d_k)
+            if study in ("adamw", "sgd"):
+                result[f"{study} {d_k} formula"] = formula(found, study, d_k, power)
+                qk, rest = (statistics.median(part.values()) for part in parts_of(found, study, d_k))
+                result[f"{study} {d_k} rest over qk"] = rest / qk
+    for study in ("adamw", "sgd"):
+        result[f"{study} query"] = ratio_of_rates(found, study, "128", below="query")
+        result[f"{study} from unscaled"] = ratio_of_rates(found, f"{study}_from_unscaled", "128")
+    for d_k in ("8", "128"):
+        result[f"1/d_k {d_k}"] = ratio_of_rates(found, "adamw", d_k, above="inv", below="inv_sqrt")
+    return result
+
+
+def answer(found: dict[str, Any]) -> dict[str, str]:
     """README's answer, by the name of the page. The words "no more" need a range that ends at 1 or below."""
-    assert found["gpt2 128"].high <= 1
-
-    def told(name: str) -> str:
-        return f"{found[name].low:.3g}–{found[name].high:.3g}"
-
-    def times(name: str) -> str:
-        return f"{found[name].median:.1f}"
-
-    adamw, sgd, scratch = times("adamw 128"), round(found["sgd 128"].median), round(found["lecun 128"].median)
+    assert found["steps gpt2"].high <= 1
+    adamw, sgd, start = found["adamw 128"], found["sgd 128"], found["steps lecun"]
+    low = f"{found['adamw 8'].median:.1f}", f"{found['sgd 8'].median:.1f}"
     return {
         "README.md": (
-            "A model learned to look up values (one head, d_k = 128). A copy lost the scale, with W_Q and W_K shrunk so that it "
-            "computes the same; both trained on. "
-            f"The copy's largest learning rate without a collapse is **{adamw} times smaller with AdamW** ({told('adamw 128')}) "
-            f"**and about {sgd} times with SGD** ({told('sgd 128')}); at d_k = 8, {times('adamw 8')} and {times('sgd 8')} times. "
-            "Both factors grow with d_k. From scratch, with LeCun's initial weights, a model without the scale needs about "
-            f"{scratch} times as many steps ({told('lecun 128')}); with GPT-2's, our default, no more. "
-            "A model without the scale can compute the same functions; the scale makes larger learning rates safe."
+            "Without the scale, every attention score is √d_k times larger. That matters twice. **At the start**, if initial weights are "
+            f"large: with variance 1/width (LeCun), a one-head model (d_k = 128) needs {start.median:.1f} times as many steps of AdamW "
+            f"({start.told}) to learn a lookup; with GPT-2's smaller weights, our default, no more. **At every step**: an update moves the "
+            "scores further. We removed the scale from solved models without changing what they compute, and trained on. The largest "
+            f"rate without a collapse was {adamw.median:.1f} times smaller with AdamW ({adamw.told}) and {sgd.median:.0f} times with SGD "
+            f"({sgd.told}); d_k = 8: {low[0]} and {low[1]}. Smaller learning rates for W_Q and W_K undo this."
         ),
         "README.zh.md": (
-            "先让一个模型学会根据键查值（一个头，d_k = 128）。再复制一份，去掉缩放，并相应缩小 W_Q 和 W_K，使副本算出的结果不变；然后两者继续训练。"
-            f"副本不崩溃的最大学习率，**在 AdamW 下只有原模型的 1/{adamw}**（倍数的范围 {told('adamw 128')}），"
-            f"**在 SGD 下约为 1/{sgd}**（{told('sgd 128')}）；d_k = 8 时分别是 1/{times('adamw 8')} 和 1/{times('sgd 8')}。"
-            f"两个倍数都随 d_k 增大。用 LeCun 初始权重从头训练时，没有缩放的模型需要约 {scratch} 倍的步数（{told('lecun 128')}）；"
-            "用 GPT-2 初始权重（minitx 的默认值）时，并不需要更多。没有缩放的模型能计算同样的函数；缩放使较大的学习率也是安全的。"
+            "没有缩放，每个注意力分数都是原来的 √d_k 倍。这在两处起作用。**在起点**，当初始权重较大时：权重的方差取 1/宽度（LeCun）时，"
+            f"一个头（d_k = 128）的模型要学会查值，AdamW 需要 {start.median:.1f} 倍的步数（{start.told}）；用 GPT-2 较小的初始权重（minitx 的默认值），并不需要更多。"
+            "**在每一步**：一次更新使分数移动得更远。我们从已经学会的模型里去掉缩放，不改变它们算出的结果，再继续训练。不崩溃的最大学习率，"
+            f"AdamW 下缩小到 1/{adamw.median:.1f}（倍数的范围 {adamw.told}），SGD 下缩小到 1/{sgd.median:.0f}（{sgd.told}）；"
+            f"d_k = 8 时分别是 1/{low[0]} 和 1/{low[1]}。把 W_Q 和 W_K 的学习率调小，就能抵消这一切。"
         ),
     }
 
 
+def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
+    """What ``docs/why_scale.md`` and its Chinese page say in sentences."""
+    lecun, gpt2 = found["steps lecun"], found["steps gpt2"]
+    low = {study: f"{found[f'{study} 8'].median:.2f}" for study in ("adamw", "sgd")}
+    parts = sorted(value for name, value in found.items() if name.endswith("rest over qk"))
+    return {
+        "why_scale.md": [
+            f"learns the lookup in {gpt2.median:.2f} ({gpt2.told}) times the steps of a model with it",
+            f"With LeCun's weights it needs {lecun.median:.1f} ({lecun.told}) times the steps.",
+            f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
+            f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
+            f"larger rate than 1/√d_k: {found['1/d_k 8'].median:.1f} times at d_k 8, {found['1/d_k 128'].median:.1f} times at 128",
+            f"{found['adamw query'].median:.1f} times with AdamW, {found['sgd query'].median:.0f} times with SGD",
+            f"{found['adamw from unscaled'].median:.1f} ({found['adamw from unscaled'].told}) with AdamW and "
+            f"{found['sgd from unscaled'].median:.1f} ({found['sgd from unscaled'].told}) with SGD",
+        ],
+        "why_scale.zh.md": [
+            f"所需的步数是有缩放的 {gpt2.median:.2f} 倍（{gpt2.told}）",
+            f"用 LeCun 的权重，则是 {lecun.median:.1f} 倍（{lecun.told}）",
+            f"在 AdamW 下只缩小到 1/{low['adamw']}，在 SGD 下缩小到 1/{low['sgd']}",
+            f"η_QK 是 η_R 的 1/{parts[0]:.1f} 到 1/{parts[-1]:.1f}",
+            f"d_k 为 8 时是 1/√d_k 的 {found['1/d_k 8'].median:.1f} 倍，d_k 为 128 时是 {found['1/d_k 128'].median:.1f} 倍",
+            f"AdamW 下是 {found['adamw query'].median:.1f}，SGD 下是 {found['sgd query'].median:.0f}",
+            f"AdamW 下是 {found['adamw from unscaled'].median:.1f}（{found['adamw from unscaled'].told}），"
+            f"SGD 下是 {found['sgd from unscaled'].median:.1f}（{found['sgd from unscaled'].told}）",
+        ],
+    }
+
+
+def notebook(found: dict[str, Any]) -> dict[str, str]:
+    """What the notebook says of the records, in ``examples/attention.py``."""
+    lecun, gpt2, adamw, sgd = (found[name] for name in ("steps lecun", "steps gpt2", "adamw 128", "sgd 128"))
+    low = f"{found['adamw 8'].median:.1f}", f"{found['sgd 8'].median:.1f}"
+    return {
+        "en start": f"With these initial weights (LeCun's) and AdamW, each of six seeds at the rate that is best on the others, it needs "
+        f"{lecun.median:.1f} times as many steps as with the scale ({lecun.told}); with GPT-2's smaller weights {gpt2.median:.2f} times ({gpt2.told})",
+        "zh start": f"用这里的初始权重（LeCun）和 AdamW，六个种子各用在其他种子上最好的学习率，所需步数是有缩放时的 {lecun.median:.1f} 倍（{lecun.told}）；"
+        f"用 GPT-2 较小的权重，则是 {gpt2.median:.2f} 倍（{gpt2.told}）",
+        "en rate": f"Over ten seeds, the largest rate without a collapse was {adamw.median:.1f} times smaller with AdamW ({adamw.told}) and "
+        f"{sgd.median:.0f} times with SGD ({sgd.told}); at d_k = 8, {low[0]} and {low[1]} times",
+        "zh rate": f"十个种子的结果：不崩溃的最大学习率，AdamW 下缩小到 1/{adamw.median:.1f}（倍数的范围 {adamw.told}），SGD 下缩小到 1/{sgd.median:.0f}（{sgd.told}）；"
+        f"d_k = 8 时分别是 1/{low[0]} 和 1/{low[1]}",
+    }
+
+
+def tables(found: dict[str, Any]) -> dict[str, list[str]]:
+    """The rows of the tables in ``docs/why_scale.md`` and its Chinese page, which have the same numbers."""
+    formula_rows = [
+        f"| {OPTIMIZERS[study][0]} | {d_k} | {float(d_k) ** OPTIMIZERS[study][1]:.2f} | {found[f'{study} {d_k} formula']:.2f} | "
+        f"{ratio.median:.2f} ({ratio.told}) |"
+        for study in ("adamw", "sgd")
+        for d_k in ("8", "32", "128", "512")
+        if (ratio := found[f"{study} {d_k}"])
+    ]
+    other_rows = []
+    for study, (name, power) in OPTIMIZERS.items():
+        ratios = [found[f"{study} {d_k}"] for d_k in ("8", "128")]
+        mean, low, high = found[f"{study} exponent"]
+        cells = [f"{ratio.median:.2f} ({ratio.told})" for ratio in ratios]
+        other_rows.append(
+            f"| {name} | {power:g} | {mean:.3f} [{low:.3f}, {high:.3f}] | {' | '.join(cells)} |".replace("-", "−")
+        )
+    return {"formula": formula_rows, "optimizers": other_rows}
+
+
+# --- README's figure
+
+
+def draw(path: str) -> None:
+    """Draw solved models that are trained on, the largest stable rates against d_k, and the steps from scratch."""
+    from minitx.analysis.canvas import INK, PALETTE, label, legend, log_ticks, panels, save_figure
+
+    found, before = rates(read("limits/cells.jsonl.xz")), read("record.jsonl.xz")
+    figure, axes = panels(2, 2, width=4.1, height=2.5)
+    axes = axes.flat
+    arms, widths = dict(zip(("inv_sqrt", "unscaled"), PALETTE, strict=False)), (8, 32, 128, 512)
+    for (arm, rate, _), curve in curves(before, "stability_adamw", head_dim="128").items():
+        if rate == 0.01 and arm in arms:
+            axes[0].plot(means(curve, 8), color=arms[arm][0], linewidth=0.9, alpha=0.8)
+    label(axes[0], "A solved model, trained on\n(AdamW, rate 0.01, d_k 128)", "step", "accuracy (mean of 8 steps)")
+    for ax, study, name, power in zip(axes[1:3], ("adamw", "sgd"), ("AdamW", "SGD"), (0.25, 0.5), strict=False):
+        for i, (arm, (color, marker)) in enumerate(arms.items()):
+            for d_k in widths:
+                heights = [rate for key, rate in found.items() if key[:4] == (study, arm, str(d_k), "all")]
+                xs = [d_k * 2 ** (0.18 * (2 * i - 1) + 0.03 * (k - len(heights) / 2)) for k in range(len(heights))]
+                ax.plot(xs, heights, marker, color=color, markersize=3)
+        middle = [
+            statistics.median(rate for key, rate in found.items() if key[:4] == (study, "inv_sqrt", str(d_k), "all"))
+            for d_k in widths
+        ]
+        ratios = [formula(found, study, str(d_k), power) for d_k in widths]
+        ax.plot(widths, [rate / ratio for rate, ratio in zip(middle, ratios, strict=True)], "-", color=INK, linewidth=1.2)
+        ax.plot(widths, [rate / d_k**power for rate, d_k in zip(middle, widths, strict=True)], "--", color=INK, linewidth=1)
+        ax.set_xscale("log", base=2)
+        log_ticks(ax)
+        ax.set_xticks(widths, [str(d_k) for d_k in widths])
+        label(ax, f"Largest rate without a collapse\n({name})", "d_k", "learning rate")
+    for column, init in enumerate(("lecun", "gpt2")):
+        of_init = curves(before, "recall", init=init, head_dim="128")
+        seeds = sorted({seed for _, _, seed in of_init})
+        for i, (arm, (color, marker)) in enumerate(arms.items()):
+            heights = [steps_of(of_init, arm, seed) for seed in seeds]
+            xs = [column + 0.3 * (i - 0.5) + 0.03 * (k - len(heights) / 2) for k in range(len(heights))]
+            axes[3].plot(xs, heights, marker, color=color, markersize=3)
+    log_ticks(axes[3])
+    axes[3].set_xlim(-0.5, 1.5)
+    axes[3].set_xticks([0, 1], ["LeCun's", "GPT-2's"])
+    label(axes[3], "Steps to learn the task\n(AdamW, d_k 128)", "initial weights", "steps")
+    names = {"inv_sqrt": "with the scale 1/√d_k", "unscaled": "without the scale"}
+    lines = [
+        ("without it, predicted", INK, "", "-"),
+        ("its bound: d_k^¼ or √d_k", INK, "", "--"),
+    ]
+    legend(figure, [*((names[arm], *look, "-") for arm, look in arms.items()), *lines])
+    save_figure(figure, path)
+
+
 if __name__ == "__main__":
-    found = numbers(read())
+    found = numbers()
+    if len(sys.argv) > 1:
+        draw(sys.argv[1])
+        raise SystemExit
     for name, one in found.items():
-        print(f"{name:10} {one.median:.3f} ({one.low:.3f} to {one.high:.3f})")
+        print(
+            f"{name:22}", f"{one.median:.3f} ({one.low:.3f} to {one.high:.3f}; {one.seeds})" if isinstance(one, Ratio) else one
+        )
     for page, text in answer(found).items():
-        print(f"\n{page}\n{text}")
+        print(f"\n{page}, {len(text.split())} words\n{text}")
+    for name, lines in {**tables(found), **sentences(found)}.items():
+        print(f"\n{name}", *lines, sep="\n")

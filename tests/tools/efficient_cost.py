@@ -1,4 +1,4 @@
-"""What the efficient cores cost and how far they are from exact attention: the tables of docs/attention.md.
+"""What the efficient cores cost and how far they are from exact attention: the tables of docs/dev/attention_records.md.
 
 Costs are counted, operations and bytes, by ``minitx.analysis.counting`` on the cases of the tests that assert them: no seconds.
 """

@@ -1,13 +1,20 @@
 """Make examples/attention.ipynb and its Chinese twin from examples/attention.py, and run them: python tests/tools/make_notebook.py
 
-The source is a Python file with cells (``# %%``). Text cells say their language; code cells belong to both.
+The source is a Python file with cells (``# %%``). Text cells say their language; code cells belong to both. A picture of each frame of
+the viewer stands below it, because sites such as GitHub remove frames. It is taken with playwright in Chromium.
 """
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import os
 import re
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +65,48 @@ def run(made: Any) -> Any:
     return client.execute(env={**os.environ, "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"})
 
 
+@contextmanager
+def window(width: int = 1000) -> Iterator[Any]:
+    """A page of a browser."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser.new_page(viewport={"width": width, "height": 900}, color_scheme="light")
+        browser.close()
+
+
+def add_pictures(made: Any) -> None:
+    """Put a picture of each frame below it."""
+    from nbformat.v4 import new_output
+
+    with window() as page:
+        for cell in made.cells:
+            for output in list(cell.get("outputs", [])):
+                if frame := re.search(
+                    r'height: (\d+)px.*srcdoc="([^"]*)"', output.get("data", {}).get("text/html", ""), re.DOTALL
+                ):
+                    picture = {"image/png": _picture(page, int(frame[1]), html.unescape(frame[2]))}
+                    cell.outputs.insert(cell.outputs.index(output) + 1, new_output("display_data", picture))
+
+
+def _picture(page: Any, height: int, text: str) -> str:
+    from PIL import Image
+
+    page.set_viewport_size({"width": page.viewport_size["width"], "height": height})
+    page.set_content(text)
+    page.wait_for_selector("#panes .cells")
+    shot, small = Image.open(io.BytesIO(page.screenshot())), io.BytesIO()
+    shot.convert("RGB").quantize(128).save(small, "PNG", optimize=True)
+    return base64.b64encode(small.getvalue()).decode()
+
+
 def main() -> None:
     import nbformat
 
     done = run(notebook("en"))
+    add_pictures(done)
     for cell in done.cells:
         cell.metadata.pop("execution", None)  # times of day
     outputs = [cell.outputs for cell in done.cells if cell.cell_type == "code"]

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from minitx.analysis.answers import Answer, Answers
 from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot, named_inputs, snapshot_of_weights, take_snapshot
 
 __all__ = ["Trace", "View", "playground", "view", "viewer_page"]
 
-SCRIPTS = ("common.js", "data.js", "ramps.js", "colours.js", "controls.js", "map.js", "lines.js", "page.js")
+SCRIPTS = ("common.js", "data.js", "ramps.js", "colours.js", "controls.js", "answers.js", "map.js", "lines.js", "page.js")
 PLAY_SCRIPTS = (
     "common.js", "ramps.js", "words.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "training.js", "traps.js", "play.js",
 )  # fmt: skip
 FULL = 65534
 """The 16-bit number for a weight of 1. The next larger one means NaN."""
+LOWEST, TALLEST, ABOVE, CELL = 640, 920, 340, 44
+"""The height of a frame in pixels: at least, and at most, because longer maps have smaller cells; what stands above a map; a cell."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Trace:
     snapshots: Sequence[Snapshot]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class View:
     """A page of the viewer, or the playground. A notebook shows it in a frame below the cell. Nothing is loaded from the network.
 
@@ -55,8 +58,11 @@ class View:
         page: the page as HTML. height: the height of the frame, in pixels.
     """
 
-    page: str = field(repr=False)
-    height: int = 720
+    page: str
+    height: int = TALLEST
+
+    def __repr__(self) -> str:
+        return f"View({len(self.page.encode()) / 1e3:.0f} kB, height={self.height}): save(path) writes the page"
 
     def _repr_html_(self) -> str:
         frame = f'sandbox="allow-scripts" style="width: 100%; height: {self.height}px; border: 0"'
@@ -77,29 +83,29 @@ def view(
     tokenizer: Any = None,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
     row: int = 0,
-    height: int = 720,
+    height: int | None = None,
 ) -> View:
     """Show in a notebook what a model attends to.
 
     Args:
-        model: a model or a single layer; attention weights (B, H, L, S), (H, L, S) or (L, S), or a sequence of them, one for
-            each layer; a snapshot, or snapshots of one model over training (``read_snapshots``). To compare two, pass a dict of
-            them by name.
-        inputs: a text (with ``tokenizer``), the first argument of the model (ids (L,) or (B, L), or x (B, L, E) for a layer),
-            or a dict of the model's inputs. None if ``model`` is not a module.
+        model: a model, an attention layer or a block; attention weights (B, H, L, S), (H, L, S) or (L, S) as a tensor or an
+            array, or a list of such, one for each layer; a snapshot, or snapshots of one model over training
+            (``read_snapshots``). To compare two, pass a dict of them by name.
+        inputs: a text (with ``tokenizer``), the first argument of the model (ids (L,) or (B, L); for a layer or block, x (L, E) or
+            (B, L, E)), or a dict of the model's inputs. None if ``model`` is not a module.
         tokenizer: an object with ``encode(text)``, which returns ids or an object with ``ids``, and ``decode(ids)``. It also
             gives the texts of the tokens.
         tokens: a text for each token, as in ``take_snapshot``. The axes of weights are ``query`` and ``key``, and only
             ``query`` if L = S.
         row: the row of the batch to show.
-        height: of the frame, in pixels.
+        height: of the frame, in pixels. Default: the whole map is visible if the frame is at least 940 pixels wide.
 
     Returns:
         An object that a notebook shows, with ``page`` (HTML) and ``save(path)``.
 
     Raises:
-        ValueError: a text without a tokenizer, a model without inputs, inputs without a model, or as in ``take_snapshot`` and
-            ``viewer_page``.
+        ValueError: a text without a tokenizer, a model without inputs, inputs without a model, something that holds no
+            attention, or as in ``take_snapshot`` and ``viewer_page``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -118,11 +124,12 @@ def view(
     for name, one in models.items():
         if not isinstance(one, nn.Module):
             if inputs is not None:
-                raise ValueError(f"{name} is a {type(one).__name__}, so inputs have no meaning: only a module takes them")
+                instead = 'the texts of weights are tokens={"query": [["the", "cat"]]}'
+                raise ValueError(f"{name} is a {type(one).__name__}, and only a module takes inputs; {instead}")
             traces.append(Trace(name, [snapshot.sentence(row) for snapshot in _snapshots(one, tokens)]))
             continue
         if inputs is None:
-            wanted = "a text with tokenizer=, its first argument, or inputs by name"
+            wanted = "a text with tokenizer=, its first argument (ids; x for a layer), or inputs by name"
             raise ValueError(f"{name} is a model and needs inputs: {wanted}")
         batch = named_inputs(one, _encoded(inputs, tokenizer) if isinstance(inputs, str) else inputs)
         axis = SOURCE if SOURCE in batch else next(iter(batch))
@@ -132,7 +139,9 @@ def view(
         device = next((parameter.device for parameter in one.parameters()), torch.device("cpu"))
         placed = {key: given.to(device) if isinstance(given, Tensor) else given for key, given in batch.items()}
         traces.append(Trace(name, [take_snapshot(one, placed, tokens=texts).sentence(row)]))
-    return View(viewer_page(traces), height)
+    page = viewer_page(traces)
+    length = max(layer.weights.shape[2] for layer in traces[0].snapshots[0].maps)
+    return View(page, height or min(max(ABOVE + CELL * length, LOWEST), TALLEST))
 
 
 def playground(*, pages: str | None = None, height: int = 1000) -> View:
@@ -164,8 +173,11 @@ def _encoded(text: str, tokenizer: Any) -> Tensor:
 
 
 def _snapshots(given: Any, tokens: Mapping[str, Sequence[Sequence[str]]] | None) -> Sequence[Snapshot]:
-    given = [given] if isinstance(given, Tensor | Snapshot) else given
-    if len(given) and isinstance(given[0], Tensor):
+    given = [given] if isinstance(given, Tensor | np.ndarray | Snapshot) else given
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        wanted = "a model, an attention layer, weights, or snapshots"
+        raise ValueError(f"view takes {wanted}, got {given!r:.40} ({type(given).__name__})")
+    if not isinstance(given[0], Snapshot):
         return [snapshot_of_weights(given, tokens)]
     if tokens is not None:
         raise ValueError("snapshots have the texts of their tokens: tokens= has no effect")
@@ -202,11 +214,13 @@ def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:
         for snapshot in snapshots:
             _check_alike(name, first, snapshot)
     masks: dict[bytes, int] = {}
+    words: dict[str, int] = {}
     data = {
-        "traces": [{"name": name, "snapshots": [_snapshot(s, masks) for s in snapshots]} for name, snapshots in cut],
+        "traces": [{"name": name, "snapshots": [_snapshot(s, masks, words) for s in snapshots]} for name, snapshots in cut],
         "layers": [{**layer.place(), "shape": list(layer.weights.shape[1:])} for layer in first.maps],  # H, L, S
         "tokens": {axis: list(rows[0]) for axis, rows in first.tokens.items()},
         "masks": [base64.b64encode(bits).decode() for bits in masks],
+        "words": list(words),
         "full": FULL,
     }
     return _page(title, data)
@@ -241,10 +255,39 @@ def _check_alike(name: str, first: Snapshot, other: Snapshot) -> None:
             raise ValueError(f"{name!r} has other tokens: {axis}[{at}] is {theirs[at]!r} against {mine[at]!r}")
 
 
-def _snapshot(snapshot: Snapshot, masks: dict[bytes, int]) -> dict[str, Any]:
-    """One step as plain data; ``masks`` collects the different masks, as bits, in the order of their numbers."""
+def _snapshot(snapshot: Snapshot, masks: dict[bytes, int], words: dict[str, int]) -> dict[str, Any]:
+    """One step as plain data; ``masks`` collects the different masks, as bits, and ``words`` the texts of answers, in the order of their numbers."""
     layers = [_layer(layer, masks) for layer in snapshot.maps]
-    return {"step": snapshot.step, "title": snapshot.title, "layers": layers}
+    found: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "layers": layers}
+    if snapshot.answers is not None:
+        found["answers"] = _answers(snapshot, snapshot.answers, words)
+    return found
+
+
+def _answers(snapshot: Snapshot, answers: Answers, words: dict[str, int]) -> dict[str, Any]:
+    """Questions with answers, and for each layer and head the answers without it: [is it right, loss, [[word, p], ...]]."""
+
+    def number(word: str) -> int:
+        return words.setdefault(word, len(words))
+
+    def plain(one: Answer) -> list[Any]:
+        top = [[number(word), float(f"{p:.3g}")] for word, p in one.top]
+        return [one.is_right, one.loss if one.loss is None else round(one.loss, 4), top]
+
+    rows = [
+        {
+            "text": one.text,
+            "at": one.at,
+            "key": one.key,
+            "right": None if one.right is None else number(one.right),
+            "answer": plain(one),
+        }
+        for one in answers.rows[0]
+    ]
+    found: dict[str, Any] = {"axis": answers.axis, "rows": rows}
+    if answers.without:
+        found["without"] = [[list(map(plain, head[0])) for head in answers.without[layer.name]] for layer in snapshot.maps]
+    return found
 
 
 def _layer(layer: AttentionMap, masks: dict[bytes, int]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ const SCALES = ["root", "linear", "largest"];
 const CELL = { smallest: 2, largest: 44, readable: 12.5, lying: 20 }; // pixels
 
 // layer: its number in DATA.layers. step: its number in STEPS. q, k: the cell with the cursor. extra: heads whose lines are
-// drawn beside those of `head`. zoom: pixels a cell, null fits them to the page. theme: null follows the system.
+// drawn beside those of `head`. out: whether `head` is knocked out, where the page knows the answers without it. zoom: pixels a cell, null fits them to the page. theme: null follows the system.
 const state = {
   layer: GROUPS[0].layers[0],
   head: 0,
@@ -19,6 +19,7 @@ const state = {
   hatch: true,
   scale: "root",
   zoom: null,
+  out: false,
   theme: null,
 };
 
@@ -30,12 +31,14 @@ function settle() {
   if (!(state.view in VIEWS)) state.view = Object.keys(VIEWS)[0];
   state.head = within(state.head, H, 0);
   state.step = within(state.step, STEPS.length, STEPS.length - 1);
+  if (state.q === Infinity && KNOWS_WITHOUT) state.q = lastAsked(state.layer) ?? state.q;
   state.q = within(state.q, L, 0);
   if (state.k === Infinity) state.k = favourite(field(panes()[0], state.layer, state.head), state.q, S);
   state.k = within(state.k, S, 0);
   if (!SCALES.includes(state.scale)) state.scale = SCALES[0];
   state.extra = new Set([...state.extra].filter((h) => Number.isInteger(h) && h >= 0 && h < H && h !== state.head));
   state.zoom = Number.isFinite(state.zoom) && state.zoom !== null ? clamp(state.zoom, CELL.smallest, CELL.largest) : null;
+  state.out &&= KNOWS_WITHOUT;
   if (!["light", "dark"].includes(state.theme)) state.theme = null;
 }
 
@@ -53,6 +56,7 @@ function readAddress() {
   const step = STEPS.indexOf(number("step"));
   if (step >= 0) state.step = step;
   if (given.has("heads")) state.extra = new Set(given.get("heads").split(".").map(Number));
+  if (given.has("out")) state.out = given.get("out") === "1";
   if (given.has("hatch")) state.hatch = given.get("hatch") !== "0";
   settle();
 }
@@ -64,6 +68,7 @@ function writeAddress() {
   if (STEPS.length > 1) said.step = STEPS[state.step];
   if (state.extra.size) said.heads = [...state.extra].join(".");
   if (!state.hatch) said.hatch = 0;
+  if (state.out) said.out = 1;
   if (state.scale !== SCALES[0]) said.scale = state.scale;
   for (const name of ["zoom", "theme"]) if (state[name] !== null) said[name] = state[name];
   putAddress(said);
@@ -85,6 +90,8 @@ function buildControls() {
   byId("play").addEventListener("click", () => play(timer === null));
   byId("scale").addEventListener("change", (event) => update({ scale: event.target.value }));
   byId("hatch").addEventListener("change", (event) => update({ hatch: event.target.checked }));
+  byId("out").addEventListener("click", () => update({ out: !state.out }));
+  byId("more").addEventListener("click", () => showMore(byId("more").ariaExpanded !== "true"));
   byId("smaller").addEventListener("click", () => zoomBy(1 / 1.4));
   byId("larger").addEventListener("click", () => zoomBy(1.4));
   byId("fit").addEventListener("click", () => update({ zoom: null }));
@@ -97,6 +104,12 @@ function buildControls() {
     if (title && title !== trace.name) item.append(element("bdi", "soft", title));
     return item;
   }));
+}
+
+// On a phone, what is seldom needed waits behind a button.
+function showMore(on) {
+  byId("more").ariaExpanded = String(on);
+  byId("controls").classList.toggle("all", on);
 }
 
 function showControls() {
@@ -114,6 +127,7 @@ function showControls() {
 const stepText = (i) => (STEPS[i] === null ? "" : `${STEPS[i].toLocaleString("en")} (${i + 1} of ${STEPS.length})`);
 
 let timer = null;
+const PLAYS = clamp(12000 / STEPS.length, 150, 700); // milliseconds a step
 
 function play(on) {
   clearInterval(timer);
@@ -123,7 +137,7 @@ function play(on) {
     timer = setInterval(() => {
       update({ step: state.step + 1 });
       if (state.step === STEPS.length - 1) play(false);
-    }, 700);
+    }, PLAYS);
   }
   byId("play").textContent = on ? "Pause" : "Play";
   byId("play").ariaPressed = String(on);

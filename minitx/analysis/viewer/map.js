@@ -39,7 +39,7 @@ class MapView {
     const room = this.map.clientWidth;
     const narrow = room < 480;
     const rowLabels = clamp(widest(queries, font) + 14, 46, narrow ? 72 : 132); // 46: the corner's words
-    const strip = narrow ? 30 : 46;
+    const strip = narrow ? 36 : 46;
     this.size = state.zoom ?? fitting(room - rowLabels - 2 * strip - 4, this.L, this.S);
     const longest = widest(keys, font);
     const lying = longest + 2 <= Math.max(this.size, CELL.lying);
@@ -60,6 +60,8 @@ class MapView {
     [...this.stripNames.querySelectorAll("small")].forEach((node, i) => {
       node.textContent = `${one.signed ? "±" : "0–"}${short(tops[i]).replace(/\.0$/, "")}`;
     });
+    const plain = "Bars: each row's entropy H̄ (0 is one key, 1 all alike) and its largest score |z| before softmax.";
+    this.node.querySelector(".bars").textContent = one.signed ? "Bars: A − B of each row's entropy H̄ and of its largest score |z| before softmax." : plain;
     this.point(state);
   }
 
@@ -82,6 +84,12 @@ class MapView {
       axis.querySelector(".on")?.classList.remove("on");
       axis.children[i]?.classList.add("on");
     }
+  }
+
+  // Frame the key that holds the answer.
+  want(k) {
+    this.keys.querySelector(".wanted")?.classList.remove("wanted");
+    if (k !== null) this.keys.children[k]?.classList.add("wanted");
   }
 
   // Scroll so that the cursor is not under a label.

@@ -83,7 +83,7 @@ function describe({ q, k }) {
   return { query, key, told };
 }
 
-const rowFacts = (one, q) => [`row H̄ ${known(one.entropy[q], 3)}`, `row max |z| ${known(one.logit[q], 2)}`];
+const rowFacts = (one, q) => [`entropy H̄ ${known(one.entropy[q], 3)}`, `largest score |z| ${known(one.logit[q], 2)}`];
 
 function below(weight, top) {
   if (Number.isNaN(weight)) return "z is not a number";
@@ -98,7 +98,9 @@ function showReadout(cell) {
   const pairs = told.map((one, i) => tellModel(element("span", "told"), one, told.length > 1 ? NAMES[i] : ""));
   const arrow = element("span", "soft", "→");
   const place = (name, i) => element("span", "soft", `${name} ${i}`);
-  byId("readout").replaceChildren(place("query", cell.q), element("bdi", "token", query), arrow, place("key", cell.k), element("bdi", "token", key), ...pairs);
+  const { queries, keys } = DATA.layers[state.layer];
+  const itself = queries === keys && cell.q === cell.k ? [element("span", "soft", "the token itself")] : [];
+  byId("readout").replaceChildren(place("query", cell.q), element("bdi", "token", query), arrow, place("key", cell.k), element("bdi", "token", key), ...itself, ...pairs);
   return { query, key, told };
 }
 
@@ -125,6 +127,7 @@ function hover(cell, event) {
 
 function showCursor() {
   showReadout(state);
+  showAnswers();
   for (const { map, lines } of views) {
     map.point(state);
     lines.point(state);
@@ -195,8 +198,22 @@ function showPicture(rows, layer) {
 
 // --- start
 
+const READ = "minitx-viewer-read"; // what the browser keeps after the first visit
+
+// Whether nobody has seen a page here. A frame of a notebook keeps nothing, and would explain itself below every cell.
+function isFirstVisit() {
+  try {
+    const first = localStorage.getItem(READ) === null;
+    localStorage.setItem(READ, "1");
+    return first;
+  } catch {
+    return location.protocol !== "about:";
+  }
+}
+
 buildControls();
 readAddress();
+byId("help").open = isFirstVisit();
 byId("thumbs").addEventListener("keydown", moveAmongThumbs);
 addEventListener("hashchange", () => {
   readAddress();

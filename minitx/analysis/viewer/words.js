@@ -138,7 +138,7 @@ const WORDS = {
     why_more: "So the model without the scale is not a worse model. It needs smaller steps: a learning rate that is smaller for W_Q and W_K alone undoes the difference.",
     limits_title: "The largest learning rate that holds, at four widths of a head",
     limit_heads: ["d_k", "AdamW, with", "without", "ratio", "SGD, with", "without", "ratio"],
-    limits_note: "The same experiment, medians of nine or ten seeds. The narrower the head, the less the scale matters. At d_k = 8 the largest rate without the scale is only 1.5 times smaller with AdamW and 2.6 times with SGD. At d_k = 1 the scale is 1, and there is no difference at all.",
+    limits_note: "The same experiment, medians of ten seeds. The narrower the head, the less the scale matters. At d_k = 8 the largest rate without the scale is only 1.5 times smaller with AdamW and 2.6 times with SGD. At d_k = 1 the scale is 1, and there is no difference at all.",
     training_note: "Recorded, one seed: examples/falls_apart.py made the twelve runs (width 128, one layer, 10 steps of warm-up, SGD with momentum 0.9). The map asks for each key of one row; training uses new rows in every step. The four widths are from the record docs/scaling_ablation/limits.",
     // --- scene 4
     traps_tab: "4  Find the mistake",
@@ -354,7 +354,7 @@ const WORDS = {
     why_more: "所以没有缩放的模型并不是更差的模型，它只是需要更小的步子：只把 W_Q 和 W_K 的学习率调小，差别就消失了。",
     limits_title: "四种头宽下，能稳住的最大学习率",
     limit_heads: ["d_k", "AdamW，有", "没有", "倍数", "SGD，有", "没有", "倍数"],
-    limits_note: "同样的实验，九到十个种子的中位数。头越窄，缩放越不重要。d_k = 8 时，没有缩放的最大学习率用 AdamW 只小 1.5 倍，用 SGD 小 2.6 倍。d_k = 1 时缩放就是 1，完全没有差别。",
+    limits_note: "同样的实验，十个种子的中位数。头越窄，缩放越不重要。d_k = 8 时，没有缩放的最大学习率用 AdamW 只小 1.5 倍，用 SGD 小 2.6 倍。d_k = 1 时缩放就是 1，完全没有差别。",
     training_note: "这是录制的，一个种子：examples/falls_apart.py 做了这十二次训练（宽度 128，一层，预热 10 步，SGD 的动量是 0.9）。图中逐个询问同一行的每个键；训练时每一步都用新的数据。四种头宽的结果来自记录 docs/scaling_ablation/limits。",
     traps_tab: "4  找错",
     traps_lead: "教科书代码里的五个陷阱。每段代码有一行是错的。先读这段代码应当做什么，再点出错的那一行。",

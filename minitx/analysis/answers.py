@@ -1,0 +1,122 @@
+"""What a model answers on a batch, and whether it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import Any
+
+from torch import Tensor
+
+TOP = 5
+"""The number of most probable answers that are kept."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a row of the batch asks.
+
+    Attributes:
+        text: the question in words.
+        at: the position whose logits answer it, or None if the model gives one answer for the whole row.
+        right: the id of the right answer, or None if it is not known.
+        key: the position that holds the answer, if there is one.
+    """
+
+    text: str
+    at: int | None
+    right: int | None = None
+    key: int | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The questions of a batch.
+
+    Attributes:
+        axis: the axis of the positions, as in ``Snapshot.tokens``.
+        rows: the questions of each row, B of them.
+        size: the number of possible answers, V.
+        name: a function from the id of an answer to its text.
+    """
+
+    axis: str
+    rows: Sequence[Sequence[Question]]
+    size: int
+    name: Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model answers to one question.
+
+    Attributes:
+        text, at, key: as in ``Question``. right: the text of the right answer, or None if it is not known.
+        is_right: whether the most probable answer is the right one, or None.
+        loss: −ln p of the right answer in nats, or None.
+        top: the most probable answers and their probabilities, the largest first.
+    """
+
+    text: str
+    at: int | None
+    key: int | None
+    right: str | None
+    is_right: bool | None
+    loss: float | None
+    top: tuple[tuple[str, float], ...]
+
+
+Rows = list[list[Answer]]
+"""The answers of each row of a batch."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a model on a batch.
+
+    Attributes:
+        axis: as in ``Asked``. rows: the answers of each row.
+        without: by the name of a layer's core, the answers without head 0, 1, …; empty unless they were computed
+            (``answers_without_heads``).
+    """
+
+    axis: str
+    rows: Rows
+    without: Mapping[str, Sequence[Rows]] = field(default_factory=dict)
+
+    def of_row(self, row: int, real: Sequence[bool]) -> Answers:
+        """Return the answers of one row (B = 1), with positions among its tokens that are ``real``."""
+        place = {old: new for new, old in enumerate(compress(range(len(real)), real))}
+
+        def cut(rows: Rows) -> Rows:
+            return [[replace(one, at=place.get(one.at), key=place.get(one.key)) for one in rows[row]]]  # type: ignore[arg-type]
+
+        return Answers(self.axis, cut(self.rows), {name: [cut(rows) for rows in heads] for name, heads in self.without.items()})
+
+
+def read_answers(output: Any, asked: Asked) -> Rows | None:
+    """Return the answers in a model's output, or None if it holds no logits for these questions.
+
+    Args:
+        output: logits (B, L, V), or (B, V) for questions about whole rows; or an object or a dict with ``logits``.
+    """
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    whole = all(question.at is None for row in asked.rows for question in row)
+    wanted = {2} if whole else {3}
+    if not isinstance(logits, Tensor) or logits.dim() not in wanted or logits.shape[-1] != asked.size:
+        return None
+    found = logits.detach().float().log_softmax(-1).cpu()
+    pairs = zip(asked.rows, found, strict=True)
+    return [[_answer(one, row if one.at is None else row[one.at], asked) for one in ones] for ones, row in pairs]
+
+
+def _answer(question: Question, logs: Tensor, asked: Asked) -> Answer:
+    """``logs``: ln p of every answer, (V,)."""
+    best = logs.topk(min(TOP, asked.size))
+    ids, right = best.indices.tolist(), question.right
+    top = tuple((asked.name(i), p) for i, p in zip(ids, best.values.exp().tolist(), strict=True))
+    if right is None:
+        return Answer(question.text, question.at, question.key, None, None, None, top)
+    loss, is_right = -float(logs[right]), ids[0] == right
+    return Answer(question.text, question.at, question.key, asked.name(right), is_right, loss, top)

@@ -1,0 +1,168 @@
+// What the model answers, above each map, and what it answers without the head on the map.
+
+// The answers of a model at the step that is shown: { axis, rows, without }, or nothing.
+const answersOf = (trace) => TRACES[trace].snapshots[snapshotAt(trace, state.step)].answers;
+
+// The number of the question that the cursor's row asks, or of the only question.
+function asked(answers, layer) {
+  if (!answers) return -1;
+  const at = DATA.layers[layer].queries === answers.axis ? answers.rows.findIndex((one) => one.at === state.q) : -1;
+  return at < 0 && answers.rows.length === 1 ? 0 : at;
+}
+
+// One answer: { right: is the most probable one right, loss: -ln p of the right one, top: [word, p] … }; null: not known.
+const unpackAnswer = ([right, loss, top]) => ({ right, loss, top: top.map(([word, p]) => [shown(DATA.words[word]), p]) });
+
+function answerOf(trace, layer, head = null) {
+  const answers = answersOf(trace);
+  const i = asked(answers, layer);
+  if (i < 0 || (head !== null && !answers.without)) return null;
+  return unpackAnswer(head === null ? answers.rows[i].answer : answers.without[layer][head][i]);
+}
+
+// How much the loss of the right answer rises without a head, or NaN.
+function effectOf(trace, layer, head) {
+  const without = answerOf(trace, layer, head)?.loss ?? NaN;
+  return without - (answerOf(trace, layer)?.loss ?? NaN);
+}
+
+const KNOWS_WITHOUT = TRACES.some((trace) => trace.snapshots.some((one) => one.answers?.without));
+
+function showAnswers() {
+  byId("out").hidden = !KNOWS_WITHOUT;
+  byId("out").ariaPressed = String(state.out);
+  for (const { pane, node, map } of views) {
+    const traces = pane === "diff" ? [0, 1] : [pane === "b" ? 1 : 0];
+    node.querySelector(".answer").replaceChildren(...traces.map((trace) => answerParts(trace, traces.length > 1)));
+    map.want(wantedKey(traces[0]));
+  }
+  showEffects();
+}
+
+// The last row of a layer with a question whose right answer is known.
+function lastAsked(layer) {
+  const answers = answersOf(0);
+  if (!answers || DATA.layers[layer].queries !== answers.axis) return null;
+  return answers.rows.findLast((one) => one.right !== null)?.at ?? null;
+}
+
+// The key that holds the answer.
+function wantedKey(trace) {
+  const answers = answersOf(trace);
+  const i = asked(answers, state.layer);
+  return i < 0 || DATA.layers[state.layer].keys !== answers.axis ? null : answers.rows[i].key;
+}
+
+// The question and the answer in words; with the head knocked out, also a table of both answers.
+function answerParts(trace, isNamed) {
+  const all = answerOf(trace, state.layer);
+  const whole = element("div", "told-answer");
+  if (!all) return whole;
+  const row = answersOf(trace).rows[asked(answersOf(trace), state.layer)];
+  const without = state.out ? answerOf(trace, state.layer, state.head) : null;
+  const question = element("p", "asked");
+  if (isNamed) question.append(element("b", "model", NAMES[trace]), " ");
+  question.append(element("bdi", "", row.text));
+  if (row.right !== null) {
+    question.append(" ", element("span", "soft", "Right: "), element("bdi", "token", shown(DATA.words[row.right])));
+    const key = wantedKey(trace);
+    if (key !== null) question.append(" ", element("span", "soft", "at the framed key "), element("bdi", "soft", keysOf(state.layer)[key]));
+  }
+  const words = element("div", "said");
+  words.append(question, verdict(all, without ? "All heads: " : "The model says "));
+  whole.append(words);
+  if (!without) return whole;
+  words.append(verdict(without, `Without head ${state.head}: `));
+  if (row.right !== null) {
+    const change = `${fixed(all.loss, 2)} → ${fixed(without.loss, 2)} (${signed(without.loss - all.loss, 2)} nats)`;
+    words.append(element("p", "soft", `Loss of the right answer: ${change}. The map is that of the whole model.`));
+  }
+  whole.append(compareTops(all, without, row));
+  return whole;
+}
+
+function verdict(answer, says) {
+  const [word, p] = answer.top[0];
+  const isKnown = answer.right !== null;
+  const line = element("p", isKnown ? (answer.right ? "verdict good" : "verdict bad") : "verdict");
+  if (isKnown) line.append(element("b", "sign", answer.right ? "✓ right" : "✗ wrong"));
+  line.append(says, element("bdi", "token", word), ` with probability ${fixed(p, 2)}`);
+  if (isKnown) line.append(element("span", "soft", ` · right answer ${chance(Math.exp(-answer.loss))} · loss ${fixed(answer.loss, 2)}`));
+  return line;
+}
+
+// A probability; a tiny one as a power of ten.
+function chance(p) {
+  if (p >= 0.005 || p === 0) return fixed(p, 2);
+  const [digit, exponent] = p.toExponential(0).split("e-");
+  return `${digit}·10⁻${[...exponent].map((c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c]).join("")}`;
+}
+
+// The most probable answers of both.
+function compareTops(all, without, row) {
+  const table = element("table", "tops");
+  const words = [...new Set([...all.top, ...without.top].map(([word]) => word))];
+  const head = element("tr");
+  head.append(...["answer", "all heads", `without head ${state.head}`].map((text) => Object.assign(element("th", "", text), { scope: "col" })));
+  const p = (one, word) => one.top.find(([other]) => other === word)?.[1];
+  const right = row.right === null ? null : shown(DATA.words[row.right]);
+  const say = (one, word) => {
+    const found = p(one, word) ?? (word === right ? Math.exp(-one.loss) : undefined);
+    const cell = element("td", "number", found === undefined ? "–" : chance(found));
+    cell.style.setProperty("--p", found ?? 0);
+    return cell;
+  };
+  if (right !== null && !words.includes(right)) words.push(right);
+  const lines = words.map((word) => {
+    const line = element("tr", word === right ? "wanted" : "");
+    const name = Object.assign(element("th"), { scope: "row" });
+    name.append(element("bdi", "token", word), word === right ? " ✓" : "");
+    line.append(name, say(all, word), say(without, word));
+    return line;
+  });
+  const [top, body] = [element("thead"), element("tbody")];
+  top.append(head);
+  body.append(...lines);
+  table.append(top, body);
+  return table;
+}
+
+const rounded = (value) => signed(value, 1).replace(/^[+−](0\.0)$/, "$1");
+
+const MOST = 5;
+
+// The heads without which the loss of the cursor's question rises most, as buttons.
+function showStrongest() {
+  const trace = state.view === "b" ? 1 : 0;
+  const { layers } = groupOf(state.layer);
+  const all = layers.flatMap((layer, depth) => Array.from({ length: DATA.layers[layer].shape[0] }, (_, head) => ({ layer, depth, head, effect: effectOf(trace, layer, head) })));
+  const best = all.filter((one) => one.effect > 0.05).sort((a, b) => b.effect - a.effect).slice(0, MOST);
+  byId("strongest").hidden = !best.length;
+  byId("strongest").replaceChildren(element("span", "soft", `Heads without which the loss of this question rises most${COMPARES ? ` (${NAMES[trace]})` : ""}:`), ...best.map(({ layer, depth, head, effect }) => {
+    const button = Object.assign(element("button", "", `L${depth} h${head} ${rounded(effect)}`), { type: "button" });
+    button.addEventListener("click", () => update({ layer, head }));
+    return button;
+  }));
+}
+
+// Below each thumbnail, what the loss of the cursor's question gains without the head.
+function showEffects() {
+  const traces = state.view === "b" ? [1] : state.view === "a" || !COMPARES ? [0] : [0, 1];
+  if (KNOWS_WITHOUT) showStrongest();
+  for (const button of byId("thumbs").querySelectorAll("button")) {
+    const [layer, head] = [Number(button.dataset.layer), Number(button.dataset.head)];
+    const effects = KNOWS_WITHOUT ? traces.map((trace) => effectOf(trace, layer, head)) : [];
+    const known = effects.filter((value) => !Number.isNaN(value));
+    let line = button.querySelector(".effect");
+    if (!known.length) {
+      line?.remove();
+      continue;
+    }
+    if (!line) button.append((line = element("span", "numbers effect")));
+    const say = (value, unknown) => (Number.isNaN(value) ? unknown : rounded(value));
+    line.textContent = `Δ ${effects.map((value) => say(value, "–")).join(" | ")}`;
+    line.classList.toggle("strong", Math.max(...known.map(Math.abs)) >= 0.5);
+    const told = effects.map((value) => say(value, "an unknown number")).join(" and ");
+    button.ariaLabel = `${button.ariaLabel.split("; without it")[0]}; without it, the loss changes by ${told}`;
+  }
+}

@@ -1,0 +1,74 @@
+"""What a batch asks a model, in words: for the viewer, which shows the answers above the maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from torch import Tensor
+
+from minitx.analysis.answers import Asked, Question
+from minitx.analysis.snapshot import PIXELS, SOURCE, TARGET
+from minitx.config import IGNORED
+from minitx.data.recall import answer_positions
+from minitx.data.task import Batch, Task
+from minitx.data.tokenizers import Tokenizer, token_texts
+
+WHICH_CLASS = "Which class?"
+
+
+def questions_of(task: Task, batch: Batch) -> Asked | None:
+    """Return one question for each label of a batch that counts, or None if the task's ``kind`` does not say what labels are."""
+    axis = next((axis for axis in (TARGET, SOURCE, PIXELS) if axis in batch), None)
+    labels, size = batch.get("labels"), task.model_fields.get("num_labels" if task.kind == "classify" else "vocab_size")
+    if axis is None or size is None or labels is None:
+        return None
+    if task.kind == "classify" and labels.dim() == 1:
+        name = dict(enumerate(task.label_names)).get
+        rows = [[Question(WHICH_CLASS, None, label)] for label in labels.tolist()]
+        return Asked(axis, rows, size, lambda i: name(i) or str(i))
+    if task.kind not in ("language_model", "masked_lm", "seq2seq") or labels.shape != batch[axis].shape:
+        return None
+    if task.recall:
+        return _recall(task, batch, size)
+    name_of = token_namer(task.tokenizer)
+    if task.kind == "masked_lm":
+        rows = [[Question(f"Which token is hidden at position {i}?", i, y) for i, y in _labelled(row)] for row in labels]
+    else:
+        pairs = zip(labels, batch[axis].tolist(), strict=True)
+        rows = [[Question(_next(name_of(ids[i])), i, label) for i, label in _labelled(row)] for row, ids in pairs]
+    return Asked(axis, rows, size, name_of)
+
+
+def next_tokens(axis: str, ids: Sequence[int], name: Callable[[int], str], size: int) -> Asked:
+    """Return the question which token follows, for each position of one row ``ids``. The row itself has the right answers."""
+    pairs = zip(ids, [*ids[1:], None], strict=True)
+    return Asked(axis, [[Question(_next(name(one)), i, right) for i, (one, right) in enumerate(pairs)]], size, name)
+
+
+def _next(token: str) -> str:
+    return f"Which token follows “{token}”?"
+
+
+def _labelled(labels: Tensor) -> list[tuple[int, int]]:
+    """(position, label) of the labels that count in one row."""
+    return [(i, label) for i, label in enumerate(labels.tolist()) if label != IGNORED]
+
+
+def token_namer(tokenizer: Tokenizer | None) -> Callable[[int], str]:
+    """Return the function from an id to its text, a number without a tokenizer. A model may have more ids than the tokenizer."""
+    if tokenizer is None:
+        return str
+    return cache(lambda i: token_texts(tokenizer, [i])[0] if i < tokenizer.vocab_size else f"id {i}")
+
+
+def _recall(task: Task, batch: Batch, size: int) -> Asked:
+    """Of a recall task. Values that stand beside their keys (``token_type_ids``) are counted from 1, as on the axes."""
+    ids, places, rows = batch[SOURCE].tolist(), answer_positions(batch).tolist(), []
+    for keys, where, labels in zip(ids, places, batch["labels"], strict=True):
+        words = "Which value has key {}?" if "token_type_ids" in batch else "What came after {} before?"
+        rows.append([Question(words.format(keys[i]), i, label, where[i]) for i, label in _labelled(labels)])
+    if "token_type_ids" not in batch:
+        return Asked(SOURCE, rows, size, str)
+    first = size - task.model_fields["type_vocab_size"] + 1  # the ids of values follow those of keys
+    return Asked(SOURCE, rows, size, lambda i: str(i - first + 1) if i >= first else f"key {i}")
