@@ -1,6 +1,6 @@
 # make ablation   set up, run the quick grid with and without 1/√d_k, write its report        make test   set up and pass the tests
 # make bench      measure beside others, docs/dev/performance.md (8 pairs a row: at most 15 minutes on two quiet cores; PAIRS=20 is what is published)
-# make site       the pages and docstrings as a web site: site/docs/index.html (its search box needs a server)
+# make site       the page to play with, and the pages and docstrings, as a web site: site/index.html (the search box needs a server)
 # make docs       write the generated pages again: configuring, performance
 # make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)
 # make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
@@ -40,8 +40,9 @@ docs: $(VENV)/dev.installed
 site: $(VENV)/docs.installed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@mkdir -p site/benchmarks && cp -r benchmarks/results site/benchmarks/ && cp -r examples README.md README.zh.md CONTRIBUTING.md site/
-	@echo "$(CURDIR)/site/docs/index.html"
-	@echo "Its search box needs a server: $(BIN)/python -m http.server --directory site, then http://localhost:8000/docs/index.html"
+	@$(BIN)/python scripts/view_attention.py --play output=site/index.html pages=docs/index.html > /dev/null
+	@echo "$(CURDIR)/site/index.html"
+	@echo "Its search box needs a server: $(BIN)/python -m http.server --directory site, then http://localhost:8000"
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

@@ -47,7 +47,7 @@ def test_the_lock_of_uv_has_the_versions_of_the_constraints_and_the_requirements
 
 def source_files() -> set[str]:
     """What the package must hold, by its path in the wheel."""
-    kinds = {".py", ".yaml", ".html", ".css", ".js", ".j2", ".typed"}
+    kinds = {".py", ".yaml", ".html", ".css", ".js", ".json", ".j2", ".typed"}
     return {
         f"{inside}/{path.relative_to(ROOT / folder)}"
         for folder, inside in SHIPPED.items()

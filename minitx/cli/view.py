@@ -95,6 +95,7 @@ class PlayConfig(Config):
     """The keys of ``view_attention.py --play``."""
 
     output: str = key("play.html", "the file to write")
+    pages: str | None = key(None, "address of pages about minitx, for a link at the top; null: no link")
 
     def check(self) -> None:
         check_output(self.output)
@@ -110,7 +111,7 @@ def main() -> int:
 def _play(config: PlayConfig) -> None:
     from minitx.analysis.viewer import playground
 
-    _write_page(playground().page, config.output)
+    _write_page(playground(pages=config.pages).page, config.output)
 
 
 def _write_page(page: str, output: str, said: str = "") -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import math
 import re
+import string
 import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +19,7 @@ import torch
 from minitx.analysis import attention_statistics
 from minitx.analysis.viewer import playground
 from minitx.nn import AttentionCall, Dense, attention_scores, attention_weights, reference_attention, scale_multiplier
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -287,12 +290,231 @@ def test_the_histogram_counts_the_logits(play, why):
     assert (left, right) == (f"← {100 * (z < -12).double().mean():.2f} %", f"{100 * (z > 12).double().mean():.2f} % →")
 
 
+# --- scene 3
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads((ROOT / "minitx" / "analysis" / "viewer" / "training.json").read_text(encoding="utf-8"))
+
+
+LEVELS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
+FILLS = "nodes => nodes.map(node => getComputedStyle(node).fill)"
+WRONG_GUESS = {0: 1, 1: 2, 2: 0}
+
+
+def means(counts):
+    """Mean accuracy of the last eight steps at each step."""
+    return [sum(counts[max(0, end - 8) : end]) / 64 / min(8, end) for end in range(1, len(counts) + 1)]
+
+
+def shown_numbers(page):
+    rows = page.locator("#numbers tbody tr").all()
+    return {row.get_attribute("data-name"): row.locator("td").all_inner_texts() for row in rows}
+
+
+def parsed(text):
+    return float(text.replace(",", "").replace("−", "-").removesuffix(" %"))
+
+
+def assert_shows(page, runs, look, step):
+    """Maps, numbers and curves are those of the record."""
+    for i, run in enumerate(runs):
+        drawn = page.locator(f"#map-{run['arm']} .weight").evaluate_all(FILLS)
+        letters = run["weights"][look]
+        assert len(drawn) == len(letters) == 16 * 17
+        colours = dict(zip(letters, drawn, strict=True))
+        assert [colours[letter] for letter in letters] == drawn and colours.get("A") in (None, "rgb(255, 255, 255)")
+        signs = page.locator(f"#map-{run['arm']} text").all_text_contents()
+        assert ["01"[sign == "✓"] for sign in signs] == list(run["right"][look])
+        label = page.locator(f"#map-{run['arm']}").evaluate("node => node.ariaLabel")
+        levels = [LEVELS.index(letter) for letter in letters]
+        found = sum(max(levels[17 * q : 17 * q + 17]) == levels[17 * q + q] for q in range(16))
+        assert [int(n) for n in re.findall(r"\d+", label)] == [step, found, 16, run["right"][look].count("1"), 16]
+        numbers = shown_numbers(page)
+        accuracy = means(run["accuracy"])
+        assert parsed(numbers["accuracy"][i]) == pytest.approx(100 * accuracy[step], abs=0.051)
+        assert parsed(numbers["loss"][i]) == pytest.approx(run["loss"][step], abs=5.1e-5)
+        assert parsed(numbers["largest"][i]) == pytest.approx(run["largest"][look], rel=6e-3)
+        for curve, values, top in (
+            ("accuracy", accuracy, 1),
+            ("loss", run["loss"], max(3.5, *runs[0]["loss"], *runs[1]["loss"])),
+        ):
+            points = page.locator(f"#{curve} .{run['arm']}.curve").get_attribute("points").split(" ")
+            heights = [164 - float(point.split(",")[1]) for point in points]
+            assert len(points) == step + 1
+            assert heights == pytest.approx([152 * value / top for value in values[: step + 1]], abs=0.06)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_reader_predicts_each_training_and_then_sees_what_was_recorded(play, record, optimizer):
+    page = play("scene=3")
+    choose(page, {"adamw": "AdamW", "sgd": "SGD"}[optimizer])
+    for rate in range(3):
+        page.locator("#rate label").nth(rate).click()
+        runs = [run for run in record["runs"] if run["optimizer"] == optimizer][2 * rate : 2 * rate + 2]
+        assert page.locator("#play").is_disabled() and page.locator("#at").is_disabled()
+        assert_shows(page, runs, 0, 0)
+        assert page.locator("#told").inner_text().startswith("First say what happens")
+        happened = sum(min(means(run["accuracy"])[7:]) < 0.9 for run in runs)
+        assert happened == rate
+        guess = happened if rate != 1 else WRONG_GUESS[happened]
+        page.locator("#predict label").nth(guess).click()
+        for look in (12, 40):
+            page.locator("#at").fill(str(look))
+            assert_shows(page, runs, look, record["looks"][look])
+            assert "framed" in page.locator("#told").inner_text()
+        assert page.locator("#predict input").first.is_disabled()
+        page.locator("#at").press("End")
+        assert_shows(page, runs, len(record["looks"]) - 1, 200)
+        told = page.locator("#told").inner_text()
+        assert told.startswith("✓ Right." if guess == happened else "✗ Not so.")
+        for run in runs:
+            lowest = f"{100 * min(means(run['accuracy'])[7:]):.1f}".removesuffix(".0")
+            assert f"{lowest} %" in told
+    assert page.locator("#seen tbody tr.chosen th").inner_text().startswith({"adamw": "AdamW", "sgd": "SGD"}[optimizer])
+    texts = page.locator("#seen tbody td").all_inner_texts()
+    mine = texts[:6] if optimizer == "adamw" else texts[6:]
+    assert [text[0] for text in mine] == list("✓✓✓✗✗✗") and texts.count("?") == 6
+
+
+def test_play_runs_to_the_end_stops_there_and_can_be_paused_and_run_again(play):
+    page = play("scene=3&optimizer=sgd&rate=1")
+    page.locator("#predict label").nth(1).click()
+    page.locator("#play").press("Enter")
+    assert page.locator("#play").inner_text() == "Pause"
+    wait_for(lambda: int(page.locator("#at").input_value()) >= 3)
+    page.locator("#play").press("Enter")
+    stopped = page.locator("#at").input_value()
+    assert page.locator("#play").inner_text() == "Play"
+    page.locator("#tab-width").click()
+    page.locator("#tab-training").click()
+    assert page.locator("#at").input_value() == stopped
+    page.locator("#play").press("Enter")
+    wait_for(lambda: page.locator("#told").inner_text().startswith("✓ Right."))
+    assert page.locator("#at").input_value() == "52" and page.locator("#play").inner_text() == "Again"
+    page.locator("#play").press("Enter")
+    assert int(page.locator("#at").input_value()) < 52
+    assert page.locator("#told").inner_text().startswith("✓ Right.")  # it was seen
+    page.locator("#tab-hand").click()
+    page.locator("#tab-training").click()
+    assert page.locator("#play").inner_text() == "Play"  # it does not run where nobody looks
+
+
+def test_a_map_has_other_colours_in_the_dark(play):
+    page = play("scene=3&optimizer=sgd&rate=1&at=20")
+    light = page.locator("#map-unscaled .weight").evaluate_all(FILLS)
+    page.locator("#theme").click()
+    dark = page.locator("#map-unscaled .weight").evaluate_all(FILLS)
+    assert "rgb(255, 255, 255)" in light and "rgb(21, 23, 27)" in dark and "rgb(255, 255, 255)" not in dark
+    page.emulate_media(media="print")
+    assert page.locator("#map-unscaled .weight").evaluate_all(FILLS) == light
+
+
+def test_the_numbers_in_the_words_of_scene_3_are_those_of_the_record(play, record):
+    """What is written out in words.js, in both languages."""
+    ratios = {name: {row[0]: row[3] for row in rows} for name, rows in record["limits"].items()}
+    for lang in ("en", "zh"):
+        page = play(f"scene=3&lang={lang}")
+        table = page.locator("#limits tbody tr").evaluate_all(
+            "rows => rows.map(row => [...row.children].map(cell => Number(cell.textContent)))"
+        )
+        wanted = [[a[0], *a[1:4], *s[1:4]] for a, s in zip(record["limits"]["adamw"], record["limits"]["sgd"], strict=True)]
+        assert table == wanted
+        note = page.locator("[data-text=limits_note]").text_content()
+        assert str(ratios["adamw"][8]) in note and str(ratios["sgd"][8]) in note
+        why = page.locator("[data-text=why_text]").text_content()
+        assert f"{128**0.5:.0f}" in why and f"{128**0.25:.1f}" in why
+        first, second = page.locator(".question:visible legend").all_inner_texts()
+        assert f"{record['runs'][0]['largest'][0]:.0f}" in first
+        assert f"{ratios['adamw'][128]:.0f}" in second
+
+
+# --- scene 4: the traps
+
+
+def attention_by(lines):
+    """The function that the lines of a trap define."""
+    names = {"torch": torch, "F": torch.nn.functional}
+    exec("\n".join(lines), names)
+    return names["attention"]
+
+
+def calls_of_traps():
+    """Of each trap: the arguments after which its code goes wrong, what comes out of it, and the right answer."""
+    q, k, v = torch.randn(3, 1, 1, 3, 4, generator=torch.Generator().manual_seed(0))
+    scale = scale_multiplier("inv_sqrt", 4)
+    hidden = torch.tensor([False, False, True])
+
+    def exactly(q, k, v, visible=None):
+        call = AttentionCall(q.double(), k.double(), v.double(), mask=None if visible is None else Dense(visible), scale=scale)
+        return reference_attention(call).to(q.dtype)
+
+    some = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    low = torch.full((1, 1, 3, 4), -10.0)
+    layer = torch.nn.MultiheadAttention(4, 1, batch_first=True)
+    x, real = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([[1, 1, 0]])
+    return [
+        ((q.half(), k.half(), v.half(), hidden), exactly(q.half(), k.half(), v.half(), ~hidden.expand(3, 3))),
+        ((-low / 10 * 4, low, v), exactly(-low / 10 * 4, low, v)),
+        ((q, k, v, some), exactly(q, k, v, some)),
+        ((q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], k[:, :, :2], v[:, :, :2]), exactly(q[:, :, 2:], k, v)),
+        ((layer, x, real), layer(x[:, :2], x[:, :2], x[:, :2])[0]),
+    ]
+
+
+def equal(ours, wanted):
+    return ours.shape == wanted.shape and torch.allclose(ours.double(), wanted.double(), rtol=0, atol=2e-3)
+
+
+@LANGUAGES
+def test_each_trap_goes_wrong_by_the_line_that_is_to_be_found_and_by_no_other(play, lang):
+    page = play(f"scene=4&lang={lang}")
+    traps = page.locator(".trap").all()
+    assert len(traps) == 5
+    for trap, (arguments, wanted) in zip(traps, calls_of_traps(), strict=True):
+        lines = trap.locator(".code code").all_text_contents()
+        assert not equal(attention_by(lines)(*arguments)[..., :2, :], wanted[..., :2, :])
+        buttons = trap.locator(".code button")
+        answer = trap.locator(".answer")
+        for i in range(len(lines)):
+            buttons.nth(i).press("Enter")
+            if trap.locator("pre").count():
+                break
+            assert answer.inner_text().startswith("✗") and str(i + 1) in answer.inner_text()
+            assert buttons.nth(i).evaluate("node => node.ariaLabel").startswith("✗")
+        found = i
+        assert answer.inner_text().startswith("✓") and found > 0
+        mended = [*lines[:found], trap.locator("pre").text_content(), *lines[found + 1 :]]
+        ours = attention_by(mended)(*arguments)
+        rows = wanted.shape[-2]
+        assert equal(ours[..., :rows, :], wanted)
+        buttons.first.press("Enter")  # nothing happens any more
+        assert answer.inner_text().startswith("✓")
+        page.locator("#language").click()  # the answer stays, in the other language
+        assert answer.inner_text().startswith("✓")
+        page.locator("#language").click()
+
+
+def test_the_gradient_of_the_values_is_nan_although_the_loss_ignores_the_row_and_the_mended_line_has_it_right(play):
+    page = play("scene=4")
+    trap = page.locator(".trap").nth(2)
+    lines = trap.locator(".code code").all_text_contents()
+    trap.locator(".code button").nth(2).click()
+    mended = [*lines[:2], trap.locator("pre").text_content(), lines[3]]
+    for code, is_right in ((lines, False), (mended, True)):
+        q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 2, 4))
+        out = attention_by(code)(q, k, v, torch.tensor([[True, True], [False, False]]))
+        gradients = torch.autograd.grad(out[..., 0, :].sum(), (q, k, v))
+        assert all(bool(g.isfinite().all()) for g in gradients) == is_right
+
+
 # --- predict, then look
 
 
 @pytest.mark.parametrize(
     ("scene", "question", "right", "number"),
-    [(1, 0, 1, "0.6917"), (1, 1, 2, "1.9493"), (2, 0, 2, "0.925"), (2, 1, 1, "0.106")],
+    [(1, 0, 1, "0.6917"), (1, 1, 2, "1.9493"), (2, 0, 2, "0.925"), (2, 1, 1, "0.106"), (3, 0, 2, "244"), (3, 1, 1, "2.6")],
 )
 def test_a_prediction_is_judged_explained_and_shown(play, scene, question, right, number):
     for picked, lang in ((right, "en"), ((right + 1) % 3, "zh")):
@@ -306,6 +528,9 @@ def test_a_prediction_is_judged_explained_and_shown(play, scene, question, right
         assert answer.startswith("✓" if picked == right else "✗") and number in answer
         if scene == 1:
             assert "step=6" in page.evaluate("location.hash")
+        elif scene == 3:
+            assert question or "optimizer=sgd&rate=1&at=20" in page.evaluate("location.hash")
+            assert page.locator("#limits").is_visible() == bool(question)
         else:
             assert statistics(page)["unscaled"]["max_weight"] == pytest.approx(0.925, abs=5e-4)
             assert page.locator("#statistics thead .chosen").inner_text() == "1"
@@ -319,7 +544,7 @@ def test_a_prediction_is_judged_explained_and_shown(play, scene, question, right
 
 def test_one_switch_changes_the_language_of_everything(play, window, file):
     assert window(file.as_uri(), locale="zh-CN").evaluate("document.documentElement.lang") == "zh-Hans"
-    for scene in (1, 2):
+    for scene in (1, 2, 3, 4):
         page = play(f"scene={scene}&step=3")
         texts = "[...document.querySelectorAll('[data-text]')].map(node => [node.dataset.text, node.textContent])"
         english, title = page.evaluate(texts), page.title()
@@ -339,7 +564,9 @@ def test_one_switch_changes_the_language_of_everything(play, window, file):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("words", ["scene=1&step=7", "scene=2&factor=unscaled"])
+@pytest.mark.parametrize(
+    "words", ["scene=1&step=7", "scene=2&factor=unscaled", "scene=3&optimizer=sgd&rate=1&at=200", "scene=4"]
+)
 def test_every_text_stands_out_from_its_ground_by_wcag_aa(play, is_dark, scheme, words):
     page = play(words, color_scheme="light", reduced_motion="reduce")
     if scheme == "dark":
@@ -347,8 +574,15 @@ def test_every_text_stands_out_from_its_ground_by_wcag_aa(play, is_dark, scheme,
     assert is_dark(page) == (scheme == "dark")
     if "scene=2" in words:
         statistics(page)
-    page.locator(".question:visible input").first.check()
-    page.locator(".question:visible button").first.click()
+    if "scene=4" in words:
+        page.locator(".code button").first.click()
+        page.locator(".code button").nth(2).click()
+        page.locator(".code button").nth(6).click()
+    else:
+        page.locator(".question:visible input").first.check()
+        page.locator(".question:visible button").first.click()
+    for summary in page.locator("summary:visible").all():
+        summary.click()
     weak = page.evaluate("""() => {
       const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
       const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
@@ -379,10 +613,12 @@ def test_the_page_is_used_with_the_keyboard_alone(play):
         page.keyboard.press("Tab")
     page.keyboard.press("ArrowRight")
     assert page.locator("#width").is_visible() and page.locator("#hand").is_hidden()
+    page.keyboard.press("End")
+    assert page.locator("#traps").is_visible()
     page.keyboard.press("Home")
     assert page.locator("#hand").is_visible()
-    for scene in (1, 2):
-        page = play(f"scene={scene}&step=7")
+    for scene in (1, 2, 3, 4):
+        page = play(f"scene={scene}&step=7&optimizer=sgd&rate=0&at=2")
         unnamed = page.evaluate(
             "[...document.querySelectorAll('button, input, select, svg[role=img]')].filter(e => e.checkVisibility() && !(e.ariaLabel ||"
             " e.textContent.trim() || e.labels?.length)).map(e => e.outerHTML)"
@@ -395,10 +631,14 @@ def test_the_page_is_used_with_the_keyboard_alone(play):
                 break
             outline = "e => getComputedStyle(e.matches('.choice input') ? e.nextSibling : e).outlineStyle"
             assert page.locator(":focus").evaluate(outline) != "none"
-            reached.add(page.evaluate("document.activeElement.dataset.id ?? document.activeElement.id"))
+            reached.add(
+                page.evaluate("document.activeElement.dataset.id ?? (document.activeElement.id || document.activeElement.name)")
+            )
         wanted = {
             1: {"q-0", "k-3-2", "v-3-2", "seen-0", "out-2", "next", "tokens", "query"},
             2: {"head-dim", "num-keys", "seed"},
+            3: {"optimizer", "rate", "play", "at", "training-0", "training-1"},
+            4: {"line-0-0", "line-4-3"},
         }
         assert wanted[scene] <= reached
 
@@ -421,10 +661,21 @@ def test_nothing_is_cut_or_scrolled_sideways_at_any_width(play, lang, size):
     page.locator("#factor label").last.click()
     assert page.locator("#own").is_visible()
     assert_fits()
+    page.locator("#tab-training").click()
+    page.locator("#optimizer label").last.click()
+    page.locator("#predict label").last.click()
+    page.locator("#at").press("End")
+    for summary in page.locator("#training summary").all():
+        summary.click()
+    assert_fits()
+    page.locator("#tab-traps").click()
+    for button in page.locator(".code button").all():
+        button.press("Enter")
+    assert_fits()
 
 
 def test_a_narrow_phone_is_not_scrolled_sideways(play):
-    for words in ("scene=1&step=7", "scene=2&factor=own"):
+    for words in ("scene=1&step=7", "scene=2&factor=own", "scene=3&at=200", "scene=4"):
         page = play(words, size=(320, 600), offline=True, reduced_motion="reduce")
         assert page.evaluate("document.documentElement.scrollWidth") <= 320
 
@@ -452,20 +703,57 @@ def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(p
     assert again.locator("#head-dim").input_value() == "7" and again.locator("#own").is_visible()
     assert again.evaluate("document.documentElement.dataset.theme") == "dark"
     assert statistics(again) == statistics(page)
-    broken = window(file.as_uri(), "#lang=fr&scene=9&step=0&width=1e9&keys=1&factor=&own=0.1&half=x&seed=-1&theme=red&x=1")
+    page = play("scene=3")
+    choose(page, "SGD")
+    page.locator("#rate label").nth(2).click()
+    page.locator("#predict label").nth(0).click()
+    page.locator("#at").fill("7")
+    again = window(file.as_uri(), page.evaluate("location.hash"))
+    assert again.locator("#numbers").inner_text() == page.locator("#numbers").inner_text()
+    assert again.locator("#at").input_value() == "7" and again.locator("#predict input").first.is_disabled()
+    seen = window(file.as_uri(), "#lang=en&scene=3&optimizer=sgd&rate=1&at=200")
+    assert seen.locator("#told").inner_text().startswith("Only the copy with 1/√d_k holds")
+    assert seen.locator("#seen .chosen td").all_inner_texts()[0].startswith("✓ holds")
+    broken = window(
+        file.as_uri(),
+        "#lang=fr&scene=9&step=0&width=1e9&keys=1&factor=&own=0.1&half=x&seed=-1&theme=red&x=1&optimizer=lion&rate=3&at=1",
+    )
     assert broken.locator("#hand").is_visible() and broken.locator("#step-words h2").inner_text() != ""
     assert broken.evaluate("location.hash") == "#lang=en&scene=1&step=1"
 
 
-@pytest.mark.parametrize("scene", [1, 2])
-def test_a_printed_page_is_light_and_has_no_controls(play, is_dark, scene):
+@pytest.mark.parametrize(("scene", "tables"), [(1, 1), (2, 1), (3, 2), (4, 0)])
+def test_a_printed_page_is_light_and_has_no_controls(play, is_dark, scene, tables):
     page = play(f"scene={scene}&step=7&theme=dark")
     assert is_dark(page)
     page.emulate_media(media="print")
     assert not is_dark(page)
     assert page.locator(".controls:visible, #theme:visible, #language:visible, #next:visible").count() == 0
-    assert page.locator("table:visible").count() == 1
+    assert page.locator("table:visible").count() == tables
     assert page.pdf().startswith(b"%PDF")
+
+
+def test_the_first_page_of_the_site_leads_to_the_others(window, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.html").write_text(
+        "<!DOCTYPE html><link rel=icon href=data:,><title>The pages</title>", encoding="utf-8"
+    )
+    playground(pages="docs/index.html").save(tmp_path / "index.html")
+    for lang, text in (("en", "The pages of minitx →"), ("zh", "minitx 的文档（英文）→")):
+        page = window(tmp_path.as_uri() + "/", f"index.html#lang={lang}", size=(390, 844))
+        assert page.locator(".pages").inner_text() == text
+        page.emulate_media(media="print")
+        assert page.locator(".pages").is_hidden()
+        page.emulate_media(media="screen")
+        page.locator(".pages").click()
+        wait_for(lambda page=page: page.title() == "The pages")
+
+
+def test_the_initial_weights_that_the_words_of_scene_2_name_give_the_logits_that_they_say(play):
+    """The standard deviation of unscaled logits is √d_k · width · σ², with σ that of W_Q's and W_K's numbers."""
+    for lang in ("en", "zh"):
+        said = play(f"scene=2&lang={lang}").locator("[data-text=width_model]").inner_text()
+        assert f"{128**0.5 * 128 * 0.02**2:.1f}" in said and "0.02" in said
 
 
 def test_the_page_works_from_a_server_and_in_a_notebook(window, file, tmp_path):
@@ -484,3 +772,8 @@ def test_the_page_works_from_a_server_and_in_a_notebook(window, file, tmp_path):
     assert frame.locator("#hand-steps [aria-current=step]").inner_text().startswith("2")
     frame.locator("#tab-width").click()
     frame.wait_for_selector("#statistics[data-rows='6400']")
+    frame.locator("#tab-training").click()
+    frame.locator("#predict label").first.click()
+    frame.locator("#at").press("End")
+    assert frame.locator("#told").inner_text().startswith("✓ Right.")
+    assert len(repr(playground())) < 200

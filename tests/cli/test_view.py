@@ -360,8 +360,8 @@ def test_a_page_to_play_with_needs_no_model(output, assert_refused, place):
     said = output("view", "--play")
     assert re.fullmatch(r"play\.html  0\.\d\d MB\n", said)
     assert (place / "play.html").read_text(encoding="utf-8") == playground().page
-    output("view", "output=mine.html", "--play")
-    assert (place / "mine.html").exists()
+    output("view", "output=mine.html", "pages=docs/index.html", "--play")
+    assert (place / "mine.html").read_text(encoding="utf-8") == playground(pages="docs/index.html").page
     assert_refused("ckpt_path is not a key", "--play", "ckpt_path=a", program="view")
     assert_refused("output=no/play.html", "--play", "output=no/play.html", program="view")
 

@@ -33,6 +33,11 @@ def test_every_page_is_on_the_site_and_the_site_names_no_other():
 def test_make_site_ends_with_the_name_of_the_page_that_it_wrote():
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     folder = re.search(r"^site_dir: (.*)$", config, re.MULTILINE)[1]
+    (play,) = re.findall(r"^  - Play: (.*)$", config, re.MULTILINE)
     recipe = subprocess.run(["make", "-n", "site"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     said = [line for line in recipe.splitlines() if line.startswith("echo ")]
-    assert said and f"{ROOT}/{folder}/index.html" in said[0]
+    first = (ROOT / folder / play).resolve()
+    assert said and str(first) in said[0]
+    (made,) = re.findall(r"view_attention.py --play output=(\S+) pages=(\S+)", recipe)
+    assert (ROOT / made[0]).resolve() == first
+    assert (first.parent / made[1]).resolve() == ROOT / folder / "index.html"

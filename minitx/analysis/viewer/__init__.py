@@ -27,8 +27,10 @@ from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot, named_input
 
 __all__ = ["Trace", "View", "playground", "view", "viewer_page"]
 
-SCRIPTS = ("common.js", "data.js", "colours.js", "controls.js", "answers.js", "map.js", "lines.js", "page.js")
-PLAY_SCRIPTS = ("common.js", "words.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "play.js")
+SCRIPTS = ("common.js", "data.js", "ramps.js", "colours.js", "controls.js", "answers.js", "map.js", "lines.js", "page.js")
+PLAY_SCRIPTS = (
+    "common.js", "ramps.js", "words.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "training.js", "traps.js", "play.js",
+)  # fmt: skip
 FULL = 65534
 """The 16-bit number for a weight of 1. The next larger one means NaN."""
 LOWEST, TALLEST, ABOVE, CELL = 640, 920, 340, 44
@@ -142,21 +144,25 @@ def view(
     return View(page, height or min(max(ABOVE + CELL * length, LOWEST), TALLEST))
 
 
-def playground(*, height: int = 1000) -> View:
-    """Return a page to play with, in English and Chinese. It needs no model: everything is computed in the browser.
+def playground(*, pages: str | None = None, height: int = 1000) -> View:
+    """Return a page to play with, in English and Chinese. It needs no model.
 
     Scene 1 computes one row of softmax(q Kᵀ / √d_k) V by hand, for the reader's tokens and numbers (d_k = 3). Scene 2 draws random
     queries and keys, and shows what d_k (1 to 1,024) and a factor on q·k do to logits, weights, the softmax's Jacobian and numbers
-    of 16 bits. With seed 0, its numbers are those of ``examples/why_scale.py``.
+    of 16 bits. With seed 0, its numbers are those of ``examples/why_scale.py``. Scene 3 shows a solved model that was trained
+    further with and without the scale, as ``examples/falls_apart.py`` recorded it. Scene 4 asks for the wrong line of five pieces
+    of code.
 
     Args:
+        pages: the address of pages about minitx, for a link at the top. None: no link.
         height: of the frame in a notebook, in pixels.
 
     >>> page = playground().page
-    >>> page.startswith("<!DOCTYPE html>"), len(page.encode()) < 100_000
+    >>> page.startswith("<!DOCTYPE html>"), len(page.encode()) < 600_000
     (True, True)
     """
-    return View(_assembled("play", PLAY_SCRIPTS, {}), height)
+    link = "" if pages is None else f'\n    <a class="pages" href="{html.escape(pages)}" data-text="pages"></a>'
+    return View(_assembled("play", PLAY_SCRIPTS, {"training": _read("training.json").strip(), "pages": link}), height)
 
 
 def _encoded(text: str, tokenizer: Any) -> Tensor:

@@ -1,9 +1,9 @@
 // The playground: language, scenes, questions, and the address that holds what is shown.
 
-const SCENES = ["hand", "width"];
+const SCENES = ["hand", "width", "training", "traps"];
 
 // step: of scene 1, from 1. cell: the number that scene 1 explains. width, keys, own: exponents of 2 of d_k, n and a factor of
-// one's own. theme: null follows the system.
+// one's own. optimizer, rate (0 to 2), at: the setting of scene 3 and the step it shows. theme: null follows the system.
 const state = {
   lang: navigator.language.startsWith("zh") ? "zh" : "en",
   theme: null,
@@ -17,6 +17,9 @@ const state = {
   own: -3,
   half: "none",
   seed: 0,
+  optimizer: "adamw",
+  rate: 0,
+  at: 0,
 };
 
 // What an address may say, and the values that mean something.
@@ -33,8 +36,11 @@ const ADDRESSED = {
   own: range(-10, 3, 0.25),
   half: among("none", "half"),
   seed: range(0, 9999),
+  optimizer: among(...OPTIMIZERS),
+  rate: range(0, 2),
+  at: (text) => TRAINING.looks.find((step) => String(step) === text),
 };
-const IN_SCENE = { 1: ["step"], 2: ["width", "keys", "factor", "own", "half", "seed"] };
+const IN_SCENE = { 1: ["step"], 2: ["width", "keys", "factor", "own", "half", "seed"], 3: ["optimizer", "rate", "at"], 4: [] };
 
 function readPlayAddress() {
   for (const [name, text] of addressed()) {
@@ -61,7 +67,9 @@ function showPlay() {
   showTheme(words().theme);
   buildHand();
   buildWidth();
-  for (const scene of SCENES) buildQuiz(scene);
+  buildTraining();
+  buildTraps();
+  for (const scene of Object.keys(QUESTIONS)) buildQuiz(scene);
   showScene();
 }
 
@@ -72,6 +80,8 @@ function showScene() {
     Object.assign(byId(`tab-${name}`), { ariaSelected: String(isOpen), tabIndex: isOpen ? 0 : -1 });
   });
   if (state.scene === 2) countAgain();
+  if (state.scene === 3) showTraining();
+  else stopPlaying();
   writePlayAddress();
 }
 
@@ -114,6 +124,24 @@ const QUESTIONS = {
   width: [
     { right: 2, look: () => showDraws({ width: 9, keys: 6, factor: "unscaled", half: "none", seed: 0 }) },
     { right: 1, look: () => showDraws({ width: 9, keys: 6, factor: "unscaled", half: "none", seed: 0 }) },
+  ],
+  training: [
+    {
+      right: 2,
+      look() {
+        openSetting({ optimizer: "sgd", rate: 1, at: 20 });
+        const [scaled, unscaled] = setting();
+        return { scaled: digits(scaled.largest[lookNow()]), unscaled: digits(unscaled.largest[lookNow()]), accuracy: percent(accuracyAt(unscaled, 200)) };
+      },
+    },
+    {
+      right: 1,
+      look() {
+        byId("widths").open = true;
+        const [narrow, wide] = [0, 3].map((i) => OPTIMIZERS.map((name) => TRAINING.limits[name][i][3].toPrecision(2)));
+        return { narrow, wide };
+      },
+    },
   ],
 };
 const given = {}; // "hand-0": { picked, numbers }: numbers once the reader has looked
@@ -171,7 +199,9 @@ function buildQuestion(scene, i, question) {
 
 startHand();
 startWidth();
+startTraining();
 readPlayAddress();
+openSetting({ at: state.at });
 state.cell = firstCell(state.step);
 byId("language").addEventListener("click", () => {
   state.lang = state.lang === "en" ? "zh" : "en";
@@ -192,6 +222,7 @@ byId("scenes").addEventListener("keydown", (event) => {
 addEventListener("hashchange", () => {
   readPlayAddress();
   goToStep(state.step);
+  openSetting({ at: state.at });
   showPlay();
 });
 systemIsDark.addEventListener("change", () => showTheme(words().theme));

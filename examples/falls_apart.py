@@ -1,0 +1,162 @@
+"""A solved model, trained further with and without 1/√d_k: what scene 3 of the playground shows.
+
+    python examples/falls_apart.py      # half a minute on two cores; writes minitx/analysis/viewer/training.json
+
+A model with one head (d_k = 128) learns to look up a key among 16 (``data=kv_lookup``). Two copies of it are trained further: one
+keeps the scale 1/√d_k; the other has none, and its W_Q and W_K are divided by d_k^¼ each. So both compute the same function at
+the start. AdamW and SGD (momentum .9), three learning rates each, 200 steps, one seed. Each is a run that ``scripts/train.py`` makes
+with the words below, as in ``configs/ablation/limits.yaml``. The table of largest stable rates is from the record of that grid.
+"""
+
+import argparse
+import csv
+import json
+import lzma
+import shlex
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from minitx.analysis import capture
+from minitx.cli.compose import compose_config
+from minitx.config import node
+from minitx.data.recall import kv_lookup
+from minitx.nn.modes import evaluating
+from minitx.training.callbacks import StepCallback
+from minitx.training.run import train
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "docs" / "scaling_ablation" / "limits" / "cells.jsonl.xz"
+OUTPUT = ROOT / "minitx" / "analysis" / "viewer" / "training.json"
+
+RUN = "experiment=scaling_cell_recall model.num_heads=1 callbacks.progress=false trainer.threads=1"
+SOLVE = (
+    "seed=0 optimizer.lr=3.2e-3 trainer.max_steps=1500 'trainer.stop_at={value: 0.99, window: 16}' trainer.ckpt_every=100000"
+)
+FURTHER = "seed=1000 init_from.fold_scale=true"
+STEPS = 200
+ARMS = ("inv_sqrt", "unscaled")
+RATES = {"adamw": (0.003, 0.008, 0.032), "sgd": (0.004, 0.03, 0.24)}
+LOOKS = (*range(0, 40, 2), *range(40, STEPS + 1, 5))
+"""The numbers of steps after which the model is looked at."""
+
+LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+"""A number p from 0 to 1 is written as the character at round(63 √p): near 0 the levels are closer."""
+
+
+def questions():
+    """Return the inputs of sixteen rows, and the right answers (16,). All have the pairs of the first validation row; row i asks for key i."""
+    first = {name: torch.as_tensor(value) for name, value in kv_lookup().val[0].items()}
+    inputs = {name: first[name].repeat(16, 1) for name in ("input_ids", "token_type_ids")}
+    inputs["input_ids"][:, 16] = first["input_ids"][:16]
+    return inputs, first["token_type_ids"][:16] + 63  # value v is written v + 1 in a pair, and 64 + v as an answer
+
+
+class Look(StepCallback):
+    """Ask the sixteen questions at the steps of ``LOOKS``, and add a line to ``looks.jsonl``."""
+
+    def on_train_start(self, trainer, module):
+        self.on_step(trainer, module, 0, None)
+
+    @torch.no_grad()
+    def on_step(self, trainer, module, step, batch):
+        if step not in LOOKS:
+            return
+        inputs, right = questions()
+        with evaluating(module.network), capture(module.network, what="scores") as seen:
+            answers = module.network(**inputs)[:, -1].argmax(-1)
+        ((scores,),) = seen.values()
+        scores = scores[:, 0, -1]  # (16, 17): of the last position with each
+        found = {
+            "weights": text(scores.softmax(-1)),
+            "right": "".join("01"[is_right] for is_right in (answers == right).tolist()),
+            "largest": significant(scores.abs().max().item()),
+        }
+        with Path(trainer.default_root_dir, "looks.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+def text(weights):
+    """Write weights from 0 to 1 as ``LEVELS`` says."""
+    return "".join(LEVELS[round(63 * p**0.5)] for p in weights.clamp(0, 1).flatten().tolist())
+
+
+def significant(number):
+    """Round to four significant digits."""
+    return float(f"{number:.4g}")
+
+
+def run(words, folder, **callbacks):
+    """Train as ``train.py WORDS`` does, and return the loss and the number of right answers of each step."""
+    config = compose_config(shlex.split(f"{RUN} {words}"))
+    parts = {**config.callbacks.parts, **callbacks}
+    train(replace(config, callbacks=replace(config.callbacks, parts=parts)), folder)
+    with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["train_loss"]]
+    return [significant(float(row["train_loss"])) for row in rows], [round(64 * float(row["train_accuracy"])) for row in rows]
+
+
+def trained_further(folder):
+    """Return the twelve runs."""
+    start, found = folder / "solved", []
+    run(SOLVE, start)
+    init = f"{FURTHER} init_from.path={shlex.quote(str(start / 'checkpoints' / 'last.ckpt'))}"
+    for optimizer, rates in RATES.items():
+        for rate in rates:
+            for arm in ARMS:
+                place = folder / f"{optimizer}_{rate}_{arm}"
+                # one step more than is shown: a step's loss is that of its batch before the step
+                words = f"optimizer={optimizer} optimizer.lr={rate} model.scale={arm} trainer.max_steps={STEPS + 1} {init}"
+                loss, right = run(words, place, look=node(Look))
+                looks = [json.loads(line) for line in (place / "looks.jsonl").read_text(encoding="utf-8").splitlines()]
+                looked = {name: [look[name] for look in looks] for name in looks[0]}
+                found.append({"optimizer": optimizer, "rate": rate, "arm": arm, "loss": loss, "accuracy": right, **looked})
+                print(f"{optimizer:6} {rate:<6} {arm:9} lowest accuracy over 8 steps {lowest(right):.3f}")
+    return found
+
+
+def lowest(right):
+    """The smallest share of right answers in eight steps in a row, 64 answers each."""
+    return min(sum(right[end - 8 : end]) for end in range(8, len(right) + 1)) / 512
+
+
+def largest_rates():
+    """Return the medians of the largest stable rates over the seeds of the record, two digits each: by optimizer, one for each d_k."""
+    with lzma.open(RECORD, "rt", encoding="utf-8") as lines:
+        cells = [
+            cell for cell in map(json.loads, lines) if cell["status"] == "done" and cell["factors"].get("trained") == "all"
+        ]
+    found = {}
+    for optimizer in RATES:
+        for width in (8, 32, 128, 512):
+            rates = [
+                {
+                    cell["seed"]: (cell["result"]["low"] * cell["result"]["high"]) ** 0.5
+                    for cell in cells
+                    if (cell["study"], cell["arm"], cell["factors"]["head_dim"]) == (optimizer, arm, str(width))
+                }
+                for arm in ARMS
+            ]
+            seeds = sorted(rates[0].keys() & rates[1].keys())
+            middle = [statistics.median(rate[seed] for seed in seeds) for rate in rates]
+            ratio = statistics.median(rates[0][seed] / rates[1][seed] for seed in seeds)
+            numbers = [float(f"{number:.2g}") for number in (*middle, ratio)]
+            found.setdefault(optimizer, []).append([width, *numbers, len(seeds)])
+    return found
+
+
+def main(output=OUTPUT):
+    """Make the runs, and write what the page shows. Return it."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = {"looks": LOOKS, "runs": trained_further(Path(folder)), "limits": largest_rates()}
+    Path(output).write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
+    return record
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train a solved model further with and without the scale, for the playground.")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="(%(default)s)")
+    main(parser.parse_args().output)

@@ -1,0 +1,102 @@
+// Scene 4: the five traps of docs/attention.md. In each piece of code one line is wrong; `fix` is what should stand there.
+
+const TRAPS = [
+  {
+    lines: [
+      "def attention(q, k, v, hidden):",
+      "    z = q @ k.mT / q.shape[-1] ** 0.5",
+      "    z = z + hidden * torch.tensor(-1e9, dtype=z.dtype)",
+      "    p = z.softmax(-1)",
+      "    return p @ v",
+    ],
+    wrong: 2,
+    fix: "    z = z.masked_fill(hidden, -torch.inf)",
+  },
+  {
+    lines: [
+      "def attention(q, k, v):",
+      "    z = q @ k.mT / q.shape[-1] ** 0.5",
+      "    p = z.exp() / (z.exp().sum(-1, keepdim=True) + 1e-6)",
+      "    return p @ v",
+    ],
+    wrong: 2,
+    fix: "    p = z.softmax(-1)",
+  },
+  {
+    lines: [
+      "def attention(q, k, v, visible):",
+      "    z = q @ k.mT / q.shape[-1] ** 0.5",
+      "    p = z.masked_fill(~visible, -torch.inf).softmax(-1)",
+      "    return p @ v",
+    ],
+    wrong: 2,
+    fix: "    p = z.masked_fill(~visible, torch.finfo(z.dtype).min).softmax(-1) * visible",
+  },
+  {
+    lines: [
+      "def attention(q, k, v, old_k, old_v):",
+      "    k = torch.cat([old_k, k], dim=2)",
+      "    v = torch.cat([old_v, v], dim=2)",
+      "    return F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+    ],
+    wrong: 3,
+    fix: "    return F.scaled_dot_product_attention(q, k, v)",
+  },
+  {
+    lines: [
+      "def attention(layer, x, attention_mask):",
+      "    real = attention_mask.bool()",
+      "    y, _ = layer(x, x, x, key_padding_mask=real)",
+      "    return y",
+    ],
+    wrong: 2,
+    fix: "    y, _ = layer(x, x, x, key_padding_mask=~real)",
+  },
+];
+
+const clicked = TRAPS.map(() => new Set()); // the lines of each trap
+
+function buildTraps() {
+  byId("mistakes").replaceChildren(...TRAPS.map(buildTrap));
+}
+
+function buildTrap({ lines, wrong, fix }, number) {
+  const { title, task, told } = words().traps[number];
+  const { not_this: notThis, found_it: foundIt, instead, line_label: lineLabel } = words();
+  const part = element("section", "trap");
+  const answer = Object.assign(element("div", "answer"), { role: "status" });
+  const code = element("ol", "code");
+  const buttons = lines.map((line, i) => {
+    const button = Object.assign(element("button"), { type: "button", id: `line-${number}-${i}` });
+    button.append(element("code", "", line));
+    button.addEventListener("click", () => {
+      if (clicked[number].has(wrong)) return;
+      clicked[number].add(i);
+      show(i);
+    });
+    const item = element("li");
+    item.append(button);
+    code.append(item);
+    return button;
+  });
+  const show = (last) => {
+    const isFound = clicked[number].has(wrong);
+    buttons.forEach((button, i) => {
+      const mark = !clicked[number].has(i) ? "" : i === wrong ? "right" : "wrong";
+      button.className = mark;
+      button.ariaLabel = lineLabel(i + 1, lines[i].trim(), { right: "✓", wrong: "✗" }[mark] ?? "");
+      button.ariaDisabled = String(isFound);
+    });
+    if (last === undefined) return;
+    if (!isFound) answer.replaceChildren(element("strong", "wrong", words().wrong), ` ${notThis(last + 1)}`);
+    else {
+      const fixed = element("pre");
+      fixed.append(element("code", "", fix));
+      answer.replaceChildren(element("p", "", told), element("p", "", instead), fixed);
+      answer.firstChild.prepend(element("strong", "right", words().right), ` ${foundIt(wrong + 1)} `);
+    }
+  };
+  part.append(element("h2", "", title), element("p", "", task), code, answer);
+  show(clicked[number].size ? [...clicked[number]].at(-1) : undefined);
+  return part;
+}
