@@ -11,7 +11,8 @@ It reads the raw runs and uses none of the lab's code. ``tests/tools/test_answer
 - The formula: (b / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R) of each seed, with the largest stable rates η_QK and η_R of the model with
   the scale when only W_Q and W_K train, or only the rest, and b = d_k^¼ (AdamW) or √d_k (SGD).
 - A ratio of steps: the steps from scratch until the mean accuracy of 16 steps (1,024 answers) reaches 90 %, without the scale over
-  with it (``docs/scaling_ablation/record.jsonl.xz``). Each arm runs at the rate that needs the fewest steps on the *other* seeds
+  with it. With LeCun's weights twelve seeds, six of ``docs/scaling_ablation/record.jsonl.xz`` and six of ``norms``, at the rates that
+  both have; with GPT-2's the six of the former. Each arm runs at the rate that needs the fewest steps on the *other* seeds
   (mean; a run that does not get there counts as 1,500 steps).
 
 A number is the median of the seeds, and its range that of the median by order statistics with at least 95 %: from the smallest to the
@@ -170,6 +171,20 @@ def ratio_of_steps(found: Curves) -> Ratio:
     return median(steps_of(found, "unscaled", seed) / steps_of(found, "inv_sqrt", seed) for seed in seeds)
 
 
+def from_scratch() -> dict[str, Curves]:
+    """The curves from scratch at d_k 128, by initial weights: ``lecun`` with twelve seeds, ``gpt2`` with six."""
+    before = read("record.jsonl.xz")
+    found = {init: curves(before, "recall", init=init, head_dim="128") for init in ("lecun", "gpt2")}
+    later = {
+        key: curve
+        for key, curve in curves(read("norms/cells.jsonl.xz"), "recall").items()
+        if key[0] in ("inv_sqrt", "unscaled")
+    }
+    both = {**found["lecun"], **later}
+    shared = {rate for _, rate, _ in found["lecun"]} & {rate for _, rate, _ in later}
+    return {"lecun": {key: curve for key, curve in both.items() if key[1] in shared}, "gpt2": found["gpt2"]}
+
+
 # --- what the pages say
 
 OPTIMIZERS = {
@@ -181,10 +196,8 @@ OPTIMIZERS = {
 
 def numbers() -> dict[str, Any]:
     """The largest stable rates, the ratios and the formula's values, by name."""
-    found, before = rates(read("limits/cells.jsonl.xz")), read("record.jsonl.xz")
-    result: dict[str, Any] = {
-        f"steps {init}": ratio_of_steps(curves(before, "recall", init=init, head_dim="128")) for init in ("lecun", "gpt2")
-    }
+    found = rates(read("limits/cells.jsonl.xz"))
+    result: dict[str, Any] = {f"steps {init}": ratio_of_steps(of) for init, of in from_scratch().items()}
     for study, (_, power) in OPTIMIZERS.items():
         result[f"{study} exponent"] = exponent(found, study)
         for d_k in ("8", "32", "128", "512"):
@@ -259,9 +272,9 @@ def notebook(found: dict[str, Any]) -> dict[str, str]:
     lecun, gpt2, adamw, sgd = (found[name] for name in ("steps lecun", "steps gpt2", "adamw 128", "sgd 128"))
     low = f"{found['adamw 8'].median:.1f}", f"{found['sgd 8'].median:.1f}"
     return {
-        "en start": f"With these initial weights (LeCun's) and AdamW, each of six seeds at the rate that is best on the others, it needs "
+        "en start": f"With these initial weights (LeCun's) and AdamW, each seed at the rate that is best on the others, it needs "
         f"{lecun.median:.1f} times as many steps as with the scale ({lecun.told}); with GPT-2's smaller weights {gpt2.median:.2f} times ({gpt2.told})",
-        "zh start": f"用这里的初始权重（LeCun）和 AdamW，六个种子各用在其他种子上最好的学习率，所需步数是有缩放时的 {lecun.median:.1f} 倍（{lecun.told}）；"
+        "zh start": f"用这里的初始权重（LeCun）和 AdamW，每个种子用在其他种子上最好的学习率，所需步数是有缩放时的 {lecun.median:.1f} 倍（{lecun.told}）；"
         f"用 GPT-2 较小的权重，则是 {gpt2.median:.2f} 倍（{gpt2.told}）",
         "en rate": f"Over ten seeds, the largest rate without a collapse was {adamw.median:.1f} times smaller with AdamW ({adamw.told}) and "
         f"{sgd.median:.0f} times with SGD ({sgd.told}); at d_k = 8, {low[0]} and {low[1]} times",
@@ -322,8 +335,7 @@ def draw(path: str) -> None:
         log_ticks(ax)
         ax.set_xticks(widths, [str(d_k) for d_k in widths])
         label(ax, f"Largest rate without a collapse\n({name})", "d_k", "learning rate")
-    for column, init in enumerate(("lecun", "gpt2")):
-        of_init = curves(before, "recall", init=init, head_dim="128")
+    for column, of_init in enumerate(from_scratch().values()):
         seeds = sorted({seed for _, _, seed in of_init})
         for i, (arm, (color, marker)) in enumerate(arms.items()):
             heights = [steps_of(of_init, arm, seed) for seed in seeds]
