@@ -27,7 +27,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """Return the median, the smallest and the largest as text: ``0.50 (0.41 to 0.62)``."""
-    middle, low, high = (f"{x:.{digits}f}" for x in (statistics.median(values), min(values), max(values)))
+    middle, low, high = (f"{round(x, digits) + 0.0:.{digits}f}" for x in (statistics.median(values), min(values), max(values)))
     return f"{middle} ({low} to {high})"
 
 
