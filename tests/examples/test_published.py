@@ -60,9 +60,9 @@ def test_lanczos_finds_the_largest_eigenvalue_of_the_preconditioned_hessian():
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
-def test_adam_settles_at_38_over_the_rate_on_a_quadratic_only_below_that_sharpness():
-    """The stability threshold itself: with P held at 1, momentum of 0.9 is stable below 38/η and not above."""
-    for product, is_stable in ((37.5, True), (38.5, False)):
+def test_the_paper_s_number_is_where_momentum_on_a_quadratic_becomes_unstable():
+    """With P held at 1 and β₁ = 0.9."""
+    for product, is_stable in ((sharpness.PAPER - 0.5, True), (sharpness.PAPER + 0.5, False)):
         place, moment = 1.0, 0.0
         for _ in range(4000):
             moment = 0.9 * moment + 0.1 * product * place  # the gradient times η
