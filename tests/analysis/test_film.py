@@ -16,6 +16,8 @@ from minitx.analysis.answers import Answer, Answers
 from minitx.analysis.film import BAD, GOOD, write_film
 from minitx.analysis.viewer import Trace
 
+pytestmark = pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
+
 
 def recorded(seed, step, is_right, **options):
     snapshot = random_snapshot(seed, step, **{"kinds": ("self",), **options})

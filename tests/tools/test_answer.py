@@ -8,6 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(7)
+SETTINGS = {"0", "1", "2", "4", "5", "8", "16", "28", "32", "90", "95", "128", "200", "512", "0.02"}
+"""Of the grids, their models and their predictions."""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,17 @@ def test_the_page_about_the_scale_has_the_tables_and_the_numbers_of_the_records(
         assert "\n".join(rows) in text
     for sentence in answer.sentences(found)[page]:
         assert sentence in text
+
+
+@pytest.mark.parametrize("page", ["why_scale.md", "why_scale.zh.md"])
+def test_every_number_of_the_parts_from_the_records_is_of_the_records_or_a_setting(found, page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    parts = re.findall("<!-- from the records -->(.*?)<!-- end of the records -->", text, flags=re.DOTALL)
+    assert len(parts) == 2
+    known = "\n".join([*answer.sentences(found)[page], *(line for rows in answer.tables(found).values() for line in rows)])
+    printed = {*re.findall(r"[\d.]*\d", known), *SETTINGS}
+    shown = re.findall(r"(?<![\w.])[\d.]*\d(?!\w)", re.sub(r"\]\([^)]*\)", "", "".join(parts)))
+    assert {number for number in shown if number not in printed} == set()
 
 
 def test_the_notebook_has_the_numbers_of_the_records(found):
