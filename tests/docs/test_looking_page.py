@@ -7,6 +7,7 @@ import pytest
 from page_blocks import ROOT, blocks, read
 
 PAGE = "docs/looking.md"
+RECORD = "docs/dev/looking_records.md"
 ABSENT = ("bertviz", "circuitsvis")  # no dependency of ours: their calls are only parsed
 PYTHON = [block.text for block in blocks(PAGE, "python")]
 SHOWN = sorted(re.findall(r"\]\(figures/(\w+\.png)\)", read(PAGE)))
@@ -16,7 +17,7 @@ SHOWN = sorted(re.findall(r"\]\(figures/(\w+\.png)\)", read(PAGE)))
 @pytest.mark.slow
 def test_the_code_on_the_page_makes_every_picture_that_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert sum(len(re.findall(r"STEPS = \d+", text)) for text in PYTHON) == 2
+    assert sum(len(re.findall(r"STEPS = \d+", text)) for text in PYTHON) == 1
     names: dict[str, object] = {}
     for text in PYTHON:
         code = compile(re.sub(r"STEPS = \d+", "STEPS = 2", text), PAGE, "exec")
@@ -24,6 +25,14 @@ def test_the_code_on_the_page_makes_every_picture_that_the_page_shows(tmp_path: 
             exec(code, names)
     assert sorted(path.name for path in tmp_path.glob("*.png")) == SHOWN
     assert [layer.shape for layer in names["attention"]] == [(1, 4, 25, 25)] * 2
+
+
+@pytest.mark.slow
+def test_the_program_of_the_record_says_what_each_head_carries():
+    names: dict[str, object] = {}
+    for block in blocks(RECORD, "python"):
+        exec(compile(re.sub(r"STEPS = \d+", "STEPS = 10", block.text), RECORD, "exec"), names)
+    assert names["effects"].mean.shape == (2, 2)
 
 
 def test_the_pictures_are_there_and_small():
