@@ -12,6 +12,7 @@ from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.compose import compose_cell, compose_config, compose_grid
 from minitx.cli.launch import run_training
 from minitx.config import RunConfig, to_dict
+from minitx.data.tokenizers import train_tokenizer
 from minitx.training.nodes import with_defaults
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -51,6 +52,17 @@ def data_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
+def small_llama(folder):
+    """A model of Hugging Face with a tokenizer that knows every byte."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = train_tokenizer("bpe", ["in the beginning"], vocab_size=260)
+    wide = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    size = {"vocab_size": tokenizer.vocab_size, "bos_token_id": None, "eos_token_id": None}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **wide)).save_pretrained(folder)
+    tokenizer.save(folder / "tokenizer.json")
+    return folder
+
+
 def in_tier(name):
     return pytest.param(name, marks=() if name in RUN else pytest.mark.slow)
 
@@ -63,6 +75,8 @@ STEPS = [in_tier(name) for group, name in OPTIONS if group == "experiment" and n
 def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch, data_cache):
     monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: data_cache)
     words = [f"experiment={experiment}", "debug=one_step", "trainer.accelerator=cpu", "callbacks.progress=false"]
+    if experiment == "scaling_cell_real":  # the weights of a real model do not lie in the project
+        words.append(f"model.path={small_llama(tmp_path / 'llama')}")
     if experiment in OF_OWN_FILES:
         (tmp_path / "own.tsv").write_text("text\tlabel\n" + "".join(f"word {n}\t{n % 3}\n" for n in range(211)))
         words.append(f"data.path={tmp_path / 'own.tsv'}")
