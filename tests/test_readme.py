@@ -1,4 +1,5 @@
-"""A page in two languages tells the same: the same code, the same pages, the same numbers."""
+"""A page in two languages tells the same: the same code, the same pages, the same numbers. The Chinese README also begins with a
+Chinese text."""
 
 import re
 from pathlib import Path
@@ -12,6 +13,9 @@ TEXTS = {
     for page in ("README", "docs/why_scale")
     for name in (f"{page}.md", f"{page}.zh.md")
 }
+OWN = re.compile(r"## 从一个中文文本文件开始\n.*?(?=^## )", re.DOTALL | re.MULTILINE)
+assert len(OWN.findall(TEXTS["README.zh.md"])) == 1
+TEXTS["README.zh.md"] = OWN.sub("", TEXTS["README.zh.md"]).replace("我喜欢深度学习", "the cat sat")
 CHINESE = [name for name in TEXTS if name.endswith(".zh.md")]
 
 

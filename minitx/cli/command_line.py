@@ -104,7 +104,15 @@ def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[st
     flags = [word for word in arguments if word not in given.overrides]
     is_shown = given.config_name is None and (given.help or given.cfg == "job")
     folders = [given.config_dir] if given.config_dir else []
-    return [*given.overrides, *flags], folders, given.overrides if is_shown else None
+    overrides = [quoted(word) for word in given.overrides]
+    return [*overrides, *flags], folders, overrides if is_shown else None
+
+
+def quoted(word: str) -> str:
+    """Return the override with its value in quotes, if the value has a letter that Hydra's grammar does not know (``data.path=小说.txt``)
+    and no mark that has a meaning there."""
+    name, _, value = word.partition("=")
+    return word if value.isascii() or set(value) & set("'\"\\,()[]{}") else f'{name}="{value}"'
 
 
 def sentence(error: BaseException) -> tuple[str, int]:
@@ -180,9 +188,22 @@ def key(default: Any, meaning: str) -> Any:
 class StoredConfig(Config):
     """The keys of every program that reads a checkpoint."""
 
-    ckpt_path: str = key(dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt")
+    ckpt_path: str = key(
+        dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt, or the run's folder"
+    )
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto uses a GPU if there is one")
     trust: bool = key(False, "build any class that the checkpoint names, which can run any code")
+
+    @property
+    def checkpoint(self) -> str:
+        """Return the file that ``ckpt_path`` names."""
+        return checkpoint_of(self.ckpt_path)
+
+
+def checkpoint_of(path: str) -> str:
+    """Return the last checkpoint of a run's folder, and any other path as it is."""
+    last = Path(path, "checkpoints", "last.ckpt")
+    return str(last) if last.is_file() else path
 
 
 def run_program(cls: type[T], usage: str, program: Callable[[T], None], *, flag: str = "") -> int:

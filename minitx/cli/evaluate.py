@@ -50,7 +50,7 @@ def _evaluate(config: EvaluateConfig) -> None:
     changes = {"model": config.model, "data": config.data, "objective": config.objective}
     options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
     with onednn_products():  # as in training
-        stored = open_stored(config.ckpt_path, trust=config.trust, changes=changes)
+        stored = open_stored(config.checkpoint, trust=config.trust, changes=changes)
         data = stored.data()
         rows = config.batch_size or stored.config.trainer.val_batch_size or loading_of(stored.config.data)["batch_size"]
         found = evaluate(place(stored.network, config.device), data, options, stored.objective(), batch_size=rows)

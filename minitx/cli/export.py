@@ -41,10 +41,10 @@ def _export(config: ExportConfig) -> None:
     from minitx.cli.inputs import open_stored
     from minitx.interop import save_hf
 
-    stored = open_stored(config.ckpt_path, trust=config.trust)
+    stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer, data = stored.tokenizer, stored.state["config"]["data"]
     template = None if tokenizer is None else _template(data, tokenizer, config.chat_template)
-    facts = _facts(config.ckpt_path, stored.state["config"])
+    facts = _facts(config.checkpoint, stored.state["config"])
     options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "facts": facts}
     save: Any = partial(save_hf, model_type=config.model_type)
     if hasattr(stored.network, "save_pretrained"):  # a model of transformers

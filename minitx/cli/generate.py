@@ -60,7 +60,7 @@ def _generate(config: GenerateConfig) -> None:
     from minitx.training.build import config_of
     from minitx.training.checkpoints import place
 
-    stored = open_stored(config.ckpt_path, trust=config.trust)
+    stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer, shape, kind = stored.tokenizer, config_of(stored.network), shape_of(stored.network).architecture
     said = f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text"
     require(kind in ("decoder", "encoder_decoder"), said)

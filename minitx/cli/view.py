@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.command_line import StoredConfig, check_output, key, run_program, write, writing
+from minitx.cli.command_line import StoredConfig, check_output, checkpoint_of, key, run_program, write, writing
 from minitx.config import ConfigError
 from minitx.config.schema import Config, Count, Natural, require
 
@@ -34,8 +34,8 @@ class ViewConfig(StoredConfig):
 
     ckpt_path: str = key(
         "",
-        "checkpoint of a run, several with commas between (a step of the slider each), or the folder of a run that recorded "
-        "its attention",
+        "checkpoint of a run, several with commas between (a step of the slider each), or the folder of a run: "
+        "what it recorded, or with text or knock_out its last checkpoint",
     )
     model: str = key(
         "",
@@ -124,7 +124,8 @@ def _view(config: ViewConfig) -> None:
     from minitx.analysis.viewer import viewer_page
 
     paths = {name: path for name in ("ckpt_path", "model", "compare") if (path := getattr(config, name))}
-    folders = [not config.model and Path(path).is_dir() for path in paths.values()]
+    asks_model = bool(config.model or config.knock_out or config.text is not None)  # and not what a run recorded
+    folders = [not asks_model and Path(path).is_dir() for path in paths.values()]
     kind = "run folder" if folders[0] else "checkpoint"
     require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind} as ckpt_path is")
     title, traces = (_recorded if folders[0] else _taken)(config, paths)
@@ -164,8 +165,6 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
     from minitx.analysis.snapshot import read_snapshots
     from minitx.analysis.viewer import Trace
 
-    require(config.text is None, "text is for checkpoints: a run's folder holds sentences of its own, to be chosen by row=N")
-    require(not config.knock_out, "knock_out needs a model, and a run's folder holds records only: give one of its checkpoints")
     row, traces = config.row or 0, []
     for path, shown in zip(paths.values(), _names(list(paths.values())), strict=True):
         try:
@@ -288,7 +287,7 @@ def _check_size(snapshot: Snapshot, count: int) -> None:
 
 
 def _files(path: str) -> list[str]:
-    return [path] if Path(path).exists() else [part for part in path.split(",") if part]
+    return [checkpoint_of(path)] if Path(path).exists() else [checkpoint_of(part) for part in path.split(",") if part]
 
 
 def _names(paths: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 import minitx
+from minitx.cli.command_line import quoted
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
@@ -173,3 +174,23 @@ def test_a_signal_ends_a_run_with_its_code_and_a_checkpoint_that_goes_on(tmp_pat
     rows = read_metrics(metrics)
     assert rows[-1]["step"] == loaded["global_step"] == len(rows)
     assert all(torch.isfinite(weight).all() for weight in loaded["state_dict"].values())
+
+
+def test_a_chinese_text_file_is_trained_on_and_looked_at_as_the_chinese_readme_says(cli, output, place):
+    put(place / "小说.txt", "我喜欢深度学习。你也喜欢吗？\n" * 40)
+    small = [*TINY[3:], "trainer.max_steps=2", "trainer.val_every=0", "schedule.warmup_steps=1", "evaluation.at_end=false"]
+    words = ["experiment=char_lm", "data=text", "data.path=小说.txt", "output_dir=小说"]
+    assert cli(*words, *small, "data.context_len=16", "data.batch_size=4").code == 0
+    typed = shlex.split((place / "小说" / "command.txt").read_text(encoding="utf-8").splitlines()[-1])[2:]
+    again = [word.replace('小说"', '又"') if word.startswith("output_dir") else word for word in typed]
+    assert cli(*again).code == 0
+    assert losses(place / "又") == losses(place / "小说")
+    assert "7 tokens" in output("view", "ckpt_path=小说", "text=我喜欢深度学习")
+    assert len(output("generate", "ckpt_path=小说", "prompt=我喜欢", "max_new_tokens=3").rstrip("\n")) <= 3
+    assert "我喜欢深度学习" in (place / "attention.html").read_text(encoding="utf-8")
+
+
+def test_letters_that_hydra_cannot_read_are_quoted_and_its_own_marks_are_left_to_it():
+    assert quoted("data.path=数据/小说 1.txt") == 'data.path="数据/小说 1.txt"'
+    for word in ("a=b c", "seed=1,2", 'data.path="小说.txt"', "tags=[小,说]", "~小说", "data.path=小,说"):
+        assert quoted(word) == word

@@ -227,7 +227,7 @@ def test_the_answers_without_each_head_are_those_of_a_model_whose_head_gives_zer
 
 def test_heads_are_knocked_out_only_where_an_answer_can_change(assert_refused, folders, runs, last):
     assert_refused("gives no answer", f"model={folders / 'bert'}", "text=the", "knock_out=true", program="view")
-    assert_refused("records only", f"ckpt_path={runs / 'lookup'}", "knock_out=true", program="view")
+    assert_refused("nothing/here", "ckpt_path=nothing/here", "knock_out=true", program="view")
     assert_refused("not for a film", last("text"), "text=a", "knock_out=true", "output=a.gif", program="view")
 
 
@@ -384,3 +384,20 @@ def test_code_and_pickles_in_a_folder_are_not_read(kind, folders, assert_refused
 def test_a_missing_transformers_is_said(folders, assert_refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert_refused("pip install transformers", f"model={folders / 'llama'}", "text=a", program="view")
+
+
+@pytest.mark.parametrize("asked", [["text=e In"], ["text=e In", "knock_out=true"], ["row=1", "knock_out=true"]])
+def test_a_runs_folder_stands_for_its_last_checkpoint_where_a_model_is_asked(output, place, runs, last, asked):
+    pages = []
+    for path in (f"ckpt_path={runs / 'text'}", last("text")):
+        output("view", path, *asked)
+        pages.append((place / "attention.html").read_text(encoding="utf-8"))
+    assert pages[0] == pages[1]
+
+
+def test_a_runs_folder_stands_for_its_last_checkpoint_in_every_program(output, place, runs, last):
+    for program, more in (("generate", ["prompt=e", "max_new_tokens=3"]), ("evaluate", [])):
+        said = [output(program, path, *more) for path in (f"ckpt_path={runs / 'text'}", last("text"))]
+        assert said[0].splitlines()[:3] == said[1].splitlines()[:3]
+    output("export", f"ckpt_path={runs / 'text'}", "output=out")
+    assert (place / "out" / "config.json").is_file()

@@ -7,12 +7,14 @@ import math
 import re
 from pathlib import Path
 
+import lightning.pytorch as L
 import pytest
+import torch
 from extra import of_digits
 
 from minitx.config import ConfigError, EvaluationConfig, node
 from minitx.training.evaluation import Evaluation, report
-from minitx.training.loggers import MetricsFile, add_records, read_metrics, summarise
+from minitx.training.loggers import MetricsFile, add_records, describe_device, read_metrics, summarise
 from minitx.training.optimizers import muon
 from minitx.training.run import train
 
@@ -115,6 +117,15 @@ def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, ca
     assert "CPU" in lines["device"] and "32-true" in lines["device"] and "12 a step in 2 parts" in lines["data"]
     assert "without ffn|feed" in lines["training"]
     assert (lines["steps"], lines["folder"]) == ("6, validation every 3", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("load", "threads", "is_said"), [(2.0, 2, True), (0.2, 2, False), (9.0, 1, False), (0.2, 3, True)])
+def test_a_run_whose_threads_would_wait_for_other_programs_says_so(monkeypatch, load, threads, is_said):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    torch.set_num_threads(threads)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert ("trainer.threads=1" in describe_device(trainer)) is is_said
 
 
 MUON, RATES = node(muon, weight_decay=0.25), "lr 0.004, matrix_lr 0.02"
