@@ -27,6 +27,7 @@ Text cells come in pairs, English and Chinese. It also runs as a program.
 # %%
 from contextlib import ExitStack
 from importlib.util import find_spec
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -35,8 +36,9 @@ import torch
 from matplotlib import pyplot as plt
 
 from minitx.analysis import capture, effects_figure, heatmap, intervene, knock_out_heads
+from minitx.analysis.snapshot import read_snapshots
 from minitx.analysis.viewer import view
-from minitx.config import RunConfig, TrainerConfig, TransformerConfig, node
+from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import induction, kv_lookup
 from minitx.data.recall import induction_targets
 from minitx.data.task import key_value_texts
@@ -292,21 +294,26 @@ def make_model(scale, num_heads=1):
     return DecoderLM(config)
 
 
-def learn(model, task, steps, lr, seed=0):
-    """Train ``model`` with AdamW, and return its accuracy on validation rows every 10 steps."""
+film = {}  # by name, attention on four validation rows every 10 steps
+
+
+def learn(model, task, steps, lr, seed=0, name="film"):
+    """Train ``model`` with AdamW, and return its accuracy on validation rows every 10 steps. Keep its attention in ``film[name]``."""
     config = RunConfig(
         seed=seed,
         optimizer=node(adamw, lr=lr),
+        callbacks=CallbacksConfig(probe=ProbeConfig(every=10, weights_every=10)),
         schedule=node(constant, warmup_steps=steps // 10),
         trainer=TrainerConfig(max_steps=steps, val_every=10, clip=1.0, accelerator="cpu"),
     )
     with TemporaryDirectory() as folder:
         train(config, f"{folder}/run", model=model, data=task, batch_size=64)
+        film[name] = read_snapshots(Path(folder, "run"))
         return pd.read_csv(f"{folder}/run/metrics.csv").set_index("step")["val_accuracy"].dropna()
 
 
 scaled_model = make_model("inv_sqrt")
-scaled_curve = learn(scaled_model, task, steps=300, lr=3e-3)
+scaled_curve = learn(scaled_model, task, steps=300, lr=3e-3, name="scaled")
 print("accuracy with the scale:", scaled_curve.iloc[-1])
 
 # %% [markdown] en
@@ -331,7 +338,7 @@ view({"scaled": scaled_model}, inputs(row), tokens={"input_ids": [texts]})
 
 # %%
 unscaled_model = make_model("unscaled")
-unscaled_curve = learn(unscaled_model, task, steps=300, lr=3e-3)
+unscaled_curve = learn(unscaled_model, task, steps=300, lr=3e-3, name="unscaled")
 
 
 def draw_curves(curves, title):
@@ -357,9 +364,14 @@ draw_curves({"1/√d_k": scaled_curve, "no scale": unscaled_curve}, "From scratc
 for scale in ("inv_sqrt", "unscaled"):
     print(f"{scale:9} before training, largest weight of the last row: {largest_weight(scale, 1):.2f} on average")
 
+# %% [markdown] en
+# **Play.** Both trainings, on a validation row: press Play above the maps. The framed key holds the answer. Above each map stands what the model says.
+
+# %% [markdown] zh
+# **播放。** 在一行验证数据上看两次训练的全过程：按图上方的播放键。框出的键带有答案，每张图上方是模型当时给出的回答。
+
 # %%
-both = {"scaled": scaled_model, "unscaled": unscaled_model}
-view(both, inputs(row), tokens={"input_ids": [texts]})
+view({name: film[name] for name in ("scaled", "unscaled")})
 
 # %% [markdown] en
 # Without the scale the scores are √128 ≈ 11 times as large. Softmax then puts most of the weight on one key before anything is learned. In such
