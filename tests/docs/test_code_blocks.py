@@ -157,7 +157,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "last.ckpt": "char/checkpoints/last.ckpt",
     "my text.txt": "my.txt",
     "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
-    "mine": yaml_of("docs/start.md", "ablation/heads.yaml"),
+    "mine": yaml_of("docs/ablation.md", "ablation/my_qk_norm.yaml"),
     "examples/custom_scale": lambda path: shutil.copytree(ROOT / "examples" / "custom_scale", path),
     "examples/own_project": lambda path: shutil.copytree(ROOT / "examples" / "own_project", path),
     "examples/from_template": lambda path: shutil.copytree(ROOT / "examples" / "from_template", path),

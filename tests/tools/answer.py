@@ -294,12 +294,8 @@ def tables(found: dict[str, Any]) -> dict[str, list[str]]:
     ]
     other_rows = []
     for study, (name, power) in OPTIMIZERS.items():
-        ratios = [found[f"{study} {d_k}"] for d_k in ("8", "128")]
         mean, low, high = found[f"{study} exponent"]
-        cells = [f"{ratio.median:.2f} ({ratio.told})" for ratio in ratios]
-        other_rows.append(
-            f"| {name} | {power:g} | {mean:.3f} [{low:.3f}, {high:.3f}] | {' | '.join(cells)} |".replace("-", "−")
-        )
+        other_rows.append(f"| {name} | {power:g} | {mean:.3f} [{low:.3f}, {high:.3f}] |".replace("-", "−"))
     return {"formula": formula_rows, "optimizers": other_rows}
 
 
