@@ -102,6 +102,15 @@ def test_a_cell_of_every_study_of_every_grid_composes(grid):
         assert compose_cell([*cell.overrides, "callbacks.progress=false", "trainer.threads=1"]) == composed
 
 
+def test_the_check_of_an_equal_start_finds_weights_that_only_an_experiment_names(tmp_path):
+    folded = [
+        cell for cell in cells(compose_grid(["experiment=scaling_ablation", "ablation=real"])) if cell.place.arm == "unscaled"
+    ]
+    words = [*folded[0].words(tmp_path), "callbacks.progress=false"]
+    for config in (compose_config(words), compose_cell(words)):
+        assert config.callbacks.parts["same_start"]["path"] == config.model["path"] == "data/smollm2"
+
+
 def test_an_arm_is_one_switch():
     """The scaled and the unscaled cell differ in model.scale alone, and thresholds in the rate at which their search begins."""
     pairs = {}

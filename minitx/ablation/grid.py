@@ -68,7 +68,7 @@ class Cell:
             path = str(self.start.weights(grid))
             load = [f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true"]
         elif node := next((node for node in ("init_from", "model") if own.get(f"{node}.fold_scale") == "true"), None):
-            path = own.get(f"{node}.path", "").strip("\"'")
+            path = own.get(f"{node}.path", f"${{{node}.path}}").strip("\"'")  # an experiment may name it
         else:
             return list(self.overrides)
         check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(path)}}}"
