@@ -21,6 +21,7 @@ largest of six to eight seeds, from the second to the second largest of nine to 
 
 from __future__ import annotations
 
+import itertools
 import json
 import lzma
 import math
@@ -158,8 +159,8 @@ def steps_of(found: Curves, arm: str, seed: int) -> int:
     """The steps of a seed, at the rate that is best on the other seeds."""
     others = {other for _, _, other in found} - {seed}
 
-    def cost(rate: float) -> int:
-        return sum(steps(found.get((arm, rate, other))) for other in others)
+    def cost(rate: float) -> float:
+        return math.fsum(math.log(steps(found.get((arm, rate, other)))) for other in others)
 
     best = min(sorted({rate for _, rate, _ in found}), key=cost)
     return steps(found.get((arm, best, seed)))
@@ -172,7 +173,7 @@ def ratio_of_steps(found: Curves) -> Ratio:
 
 
 def from_scratch() -> dict[str, Curves]:
-    """The curves from scratch at d_k 128, by initial weights: ``lecun`` with twelve seeds, ``gpt2`` with six."""
+    """The curves from scratch at d_k 128, by initial weights: ``lecun`` with twelve seeds, ``gpt2`` with sixteen."""
     before = read("record.jsonl.xz")
     found = {init: curves(before, "recall", init=init, head_dim="128") for init in ("lecun", "gpt2")}
     later = {
@@ -180,9 +181,31 @@ def from_scratch() -> dict[str, Curves]:
         for key, curve in curves(read("norms/cells.jsonl.xz"), "recall").items()
         if key[0] in ("inv_sqrt", "unscaled")
     }
-    both = {**found["lecun"], **later}
-    shared = {rate for _, rate, _ in found["lecun"]} & {rate for _, rate, _ in later}
-    return {"lecun": {key: curve for key, curve in both.items() if key[1] in shared}, "gpt2": found["gpt2"]}
+    small = curves(read("init/cells.jsonl.xz"), "recall", init="0.02")
+    return {init: at_shared_rates(found[init], more) for init, more in (("lecun", later), ("gpt2", small))}
+
+
+INITS = ("0.02", "0.03", "0.044", "0.0625", "0.088")
+"""The standard deviations of the initial weights that the record ``init`` tried."""
+
+
+def by_init() -> dict[str, Ratio]:
+    """The ratio of steps by the standard deviation of the initial weights."""
+    runs = read("init/cells.jsonl.xz")
+    return {init: ratio_of_steps(curves(runs, "recall", init=init)) for init in INITS}
+
+
+def crossing(found: dict[str, Ratio]) -> float:
+    """The standard deviation at which the medians pass 1, on a line between two points of the logarithms."""
+    points = [(math.log(float(init)), math.log(ratio.median)) for init, ratio in found.items()]
+    (x, y), (x2, y2) = next(pair for pair in itertools.pairwise(points) if pair[0][1] < 0 <= pair[1][1])
+    return math.exp(x - y * (x2 - x) / (y2 - y))
+
+
+def at_shared_rates(first: Curves, second: Curves) -> Curves:
+    """The curves of two records at the rates that both tried."""
+    shared = {rate for _, rate, _ in first} & {rate for _, rate, _ in second}
+    return {key: curve for key, curve in {**first, **second}.items() if key[1] in shared}
 
 
 # --- what the pages say
@@ -198,6 +221,8 @@ def numbers() -> dict[str, Any]:
     """The largest stable rates, the ratios and the formula's values, by name."""
     found = rates(read("limits/cells.jsonl.xz"))
     result: dict[str, Any] = {f"steps {init}": ratio_of_steps(of) for init, of in from_scratch().items()}
+    steps_by_init = by_init()
+    result |= {f"steps {init}": ratio for init, ratio in steps_by_init.items()} | {"even": crossing(steps_by_init)}
     for study, (_, power) in OPTIMIZERS.items():
         result[f"{study} exponent"] = exponent(found, study)
         for d_k in ("8", "32", "128", "512"):
@@ -241,12 +266,16 @@ def answer(found: dict[str, Any]) -> dict[str, str]:
 def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     """What ``docs/why_scale.md`` and its Chinese page say in sentences."""
     lecun, gpt2 = found["steps lecun"], found["steps gpt2"]
+    inits = [f"{found[f'steps {init}'].median:.1f}" for init in INITS[1:]]
+    even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
     low = {study: f"{found[f'{study} 8'].median:.2f}" for study in ("adamw", "sgd")}
     parts = sorted(value for name, value in found.items() if name.endswith("rest over qk"))
     return {
         "why_scale.md": [
             f"learns the lookup in {gpt2.median:.2f} ({gpt2.told}) times the steps of a model with it",
             f"With LeCun's weights it needs {lecun.median:.1f} ({lecun.told}) times the steps.",
+            f"deviation {', '.join(INITS[1:-1])} and {INITS[-1]} it needs {', '.join(inits[:-1])} and {inits[-1]} times (ten seeds)",
+            f"equally fast near {even:.3f}, where unscaled logits have a standard deviation of {spread:.1f}",
             f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
             f"larger rate than 1/√d_k: {found['1/d_k 8'].median:.1f} times at d_k 8, {found['1/d_k 128'].median:.1f} times at 128",
@@ -257,6 +286,8 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
         "why_scale.zh.md": [
             f"所需的步数是有缩放的 {gpt2.median:.2f} 倍（{gpt2.told}）",
             f"用 LeCun 的权重，则是 {lecun.median:.1f} 倍（{lecun.told}）",
+            f"标准差 {'、'.join(INITS[1:])} 时，分别是 {'、'.join(inits)} 倍（十个种子）",
+            f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logits 的标准差是 {spread:.1f}",
             f"在 AdamW 下只缩小到 1/{low['adamw']}，在 SGD 下缩小到 1/{low['sgd']}",
             f"η_QK 是 η_R 的 1/{parts[0]:.1f} 到 1/{parts[-1]:.1f}",
             f"d_k 为 8 时是 1/√d_k 的 {found['1/d_k 8'].median:.1f} 倍，d_k 为 128 时是 {found['1/d_k 128'].median:.1f} 倍",
