@@ -93,6 +93,7 @@ function openScene(scene) {
 
 // --- two questions at the end of each scene: predict, then look
 
+let asked = null; // the query that the first question of scene 1 doubled; the second question gives it back
 const largestWeight = () => Math.max(...byHand().weights);
 
 // Of each question: the right answer, and what the page does when the reader looks; it returns what the words need.
@@ -103,6 +104,7 @@ const QUESTIONS = {
       look() {
         const { hand } = state;
         const before = tidy(largestWeight());
+        asked = { query: hand.query, q: hand.q[hand.query] };
         hand.q[hand.query] = hand.q[hand.query].map((x) => clamp(2 * x, -LIMIT, LIMIT));
         goToStep(6);
         return { before, after: tidy(largestWeight()) };
@@ -111,6 +113,8 @@ const QUESTIONS = {
     {
       right: 2,
       look() {
+        if (asked) state.hand.q[asked.query] = asked.q;
+        asked = null;
         if (visibleByHand().filter(Boolean).length < 2) state.hand.mask = "none";
         const largest = largestWeight();
         const own = visibleByHand();
@@ -131,7 +135,7 @@ const QUESTIONS = {
       look() {
         openSetting({ optimizer: "sgd", rate: 1, at: 20 });
         const [scaled, unscaled] = setting();
-        return { scaled: digits(scaled.largest[lookNow()]), unscaled: digits(unscaled.largest[lookNow()]), accuracy: percent(accuracyAt(unscaled, 200)) };
+        return { scaled: digits(scaled.largest[lookNow()]), unscaled: digits(unscaled.largest[lookNow()]), accuracy: percent(outcome(unscaled).lowest) };
       },
     },
     {
