@@ -103,7 +103,7 @@ const WORDS = {
     width_note: "Means over the rows; logits, roundings and the weight that moves are the largest. The numbers are drawn as torch draws them: seed 0 gives those of examples/why_scale.py and docs/why_scale.md. The histogram is of the first 256 rows, the bars are of the first row.",
     // --- scene 3
     training_tab: "3  A training that falls apart",
-    training_lead: "A small model has learned to look things up. It reads 16 keys, each with a value, and then a question for one of the keys; its answer is the value of this key. Its one head has d_k = 128. Two copies are trained further on new rows: one with the scale 1/√d_k, one without. In the copy without, the matrices W_Q and W_K, which compute queries and keys, were divided by d_k^¼ each. This divides every q·k by √d_k, so at step 0 both copies have the same logits and give the same answers. The optimizer makes a step of the gradient: with SGD the step is the gradient times the learning rate, with AdamW each number moves by about the learning rate, so their rates cannot be compared. Choose an optimizer and a learning rate, say what will happen, and press Play.",
+    training_lead: "A small model has learned to look up one of 16 keys and to answer with its value (one head, d_k = 128). Two copies are trained further on new rows: one with 1/√d_k, one without. In the copy without, the matrices W_Q and W_K, which compute queries and keys, were divided by d_k^¼ each, and so q·k by √d_k: at step 0 both have the same logits and answers. Choose an optimizer and a learning rate (SGD's step is the gradient times this rate; AdamW moves each number by about this rate), say what will happen, and press Play.",
     training_controls: "Training",
     optimizer: "Optimizer",
     optimizers: { adamw: "AdamW", sgd: "SGD" },
@@ -322,7 +322,7 @@ const WORDS = {
     width_model: "在模型里，q 和 k 由两个学到的矩阵 W_Q 和 W_K 算出，它们的初始值决定 q 和 k 有多大。初始值的方差是 1/宽度 时，就像这里一样。若用 GPT-2 的较小初始值（标准差 0.02）、宽度 128，则 d_k = 128 时不缩放的 logit 标准差也只有约 0.6，这时开头没有缩放也无妨。",
     width_note: "表中是各行的平均；logit、舍入误差和移走的权重取最大值。随机数与 torch 所抽的相同：种子 0 给出 examples/why_scale.py 和 docs/why_scale.md 里的数。直方图画的是前 256 行，条形图画的是第一行。",
     training_tab: "3  一次崩溃的训练",
-    training_lead: "一个小模型已经学会了查找：它读入 16 个键，每个键带一个值，然后被问到其中一个键，答案就是这个键的值。它只有一个头，d_k = 128。把它复制两份，在新的数据上继续训练：一份有缩放 1/√d_k，另一份没有。没有缩放的那份，算出查询和键的矩阵 W_Q 和 W_K 各除以 d_k^¼。这样每个 q·k 都除以了 √d_k，所以第 0 步时两份的 logit 相同，答案也相同。优化器把梯度变成一步：SGD 的一步是梯度乘以学习率，AdamW 则使每个数移动大约一个学习率，所以两者的学习率不能互相比较。选一个优化器和一个学习率，说出会发生什么，再按“播放”。",
+    training_lead: "一个小模型已经学会了查找：从 16 个键中找到被问的那一个，回答它的值（一个头，d_k = 128）。把它复制两份，在新的数据上继续训练：一份有 1/√d_k，另一份没有。没有缩放的那份，算出查询和键的矩阵 W_Q 和 W_K 各除以 d_k^¼，q·k 也就除以了 √d_k：第 0 步时两份的 logit 和答案都相同。选一个优化器和一个学习率（SGD 的一步是梯度乘以学习率；AdamW 使每个数移动大约一个学习率），说出会发生什么，再按“播放”。",
     training_controls: "训练",
     optimizer: "优化器",
     optimizers: { adamw: "AdamW", sgd: "SGD" },
