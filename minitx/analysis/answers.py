@@ -67,6 +67,21 @@ class Answer:
     top: tuple[tuple[str, float], ...]
 
 
+def next_tokens(axis: str, rows: Sequence[Sequence[int]], name: Callable[[int], str], size: int) -> Asked:
+    """Return the question which token follows, for each position of each row of ids. The row itself has the right answers."""
+
+    def ask(ids: Sequence[int]) -> list[Question]:
+        pairs = zip(ids, [*ids[1:], None], strict=True)
+        return [Question(which_follows(name(one)), i, right) for i, (one, right) in enumerate(pairs)]
+
+    return Asked(axis, list(map(ask, rows)), size, name)
+
+
+def which_follows(token: str) -> str:
+    """Return the question of a language model."""
+    return f"Which token follows “{token}”?"
+
+
 Rows = list[list[Answer]]
 """The answers of each row of a batch."""
 

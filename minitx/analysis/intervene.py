@@ -31,6 +31,7 @@ from minitx.analysis.capture import (
     warn_of_silence,
 )
 from minitx.analysis.heads import UNKNOWN, mean_interval
+from minitx.analysis.snapshot import Snapshot
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_recomputing
 from minitx.nn.functional import AttentionCall, attention_weights, full_precision, scores_of
@@ -341,6 +342,23 @@ def answers_without_heads(
                     )
                 found[name] += [rows[i * B : (i + 1) * B] for i in range(n)]
     return found
+
+
+def with_knock_outs(snapshot: Snapshot, model: nn.Module, inputs: Mapping[str, Any], asked: Asked | None) -> Snapshot:
+    """Return a snapshot with the answers without each head of its layers (``answers_without_heads``).
+
+    Args:
+        snapshot: the snapshot of ``model`` on ``inputs``, taken with ``asked``.
+
+    Raises:
+        ValueError: the snapshot has no answers.
+    """
+    if snapshot.answers is None or asked is None:
+        raise ValueError(
+            f"knock_out=true: {type(model).__name__} gives no answer on this input that could change (logits of the next token, or of a label)"
+        )
+    without = answers_without_heads(model, inputs, asked, layers=[layer.name for layer in snapshot.maps])
+    return replace(snapshot, answers=replace(snapshot.answers, without=without))
 
 
 COPIED_TOKENS = 512

@@ -29,7 +29,7 @@ from minitx.nn.modes import evaluating
 SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
 TOLERANCE = 1e-2
 """How far weights of 8 or 16 bits may lie outside of 0 to 1."""
-_MASKS_OF = {SOURCE: ("key_mask", "attention_mask"), TARGET: ("decoder_key_mask", "decoder_attention_mask")}
+MASKS_OF = {SOURCE: ("key_mask", "attention_mask"), TARGET: ("decoder_key_mask", "decoder_attention_mask")}
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _assembled(
     sizes = {axis: size for m in maps for axis, size in ((m.queries, m.weights.shape[2]), (m.keys, m.weights.shape[3]))}
     B = maps[0].weights.shape[0]
     everything = {axis: torch.ones(B, size, dtype=torch.bool) for axis, size in sizes.items()}
-    given = {axis: inputs[name] for axis, names in _MASKS_OF.items() for name in names if isinstance(inputs.get(name), Tensor)}
+    given = {axis: inputs[name] for axis, names in MASKS_OF.items() for name in names if isinstance(inputs.get(name), Tensor)}
     fitting = {axis: given[axis] != 0 for axis, mask in everything.items() if axis in given and given[axis].shape == mask.shape}
     real = {axis: mask.cpu() for axis, mask in {**everything, **told, **fitting}.items()}
     ids = {axis: inputs[axis].cpu() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.answers import Asked
+from minitx.analysis.answers import Asked, next_tokens
 from minitx.analysis.capture import Layers, attention_cores, chosen_modules
-from minitx.analysis.intervene import answers_without_heads
+from minitx.analysis.intervene import with_knock_outs
 from minitx.analysis.snapshot import Snapshot, take_snapshot
 from minitx.cli.compose import find_own_modules
 from minitx.config import ConfigError, TransformerConfig
@@ -27,7 +27,7 @@ from minitx.interop import adopt_hf
 from minitx.interop.finetune import load_folder, quiet
 from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, title_of, unwrapped
 from minitx.training.checkpoints import Stored, load_stored
-from minitx.training.questions import next_tokens, questions_of, token_namer
+from minitx.training.questions import questions_of, token_namer
 
 SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
 
@@ -93,14 +93,7 @@ def attention_of(
     try:
         told: dict[str, Any] = {"tokens": inputs.texts, "asked": inputs.asked, "title": title_of(model)}
         snapshot = take_snapshot(model, tensors, layers=layers, step=step, **told)
-        if not knock_out:
-            return snapshot
-        if snapshot.answers is None or inputs.asked is None:
-            raise ValueError(
-                f"knock_out=true: {type(model).__name__} gives no answer on this input that could change (logits of the next token, or of a label)"
-            )
-        without = answers_without_heads(model, tensors, inputs.asked, layers=[layer.name for layer in snapshot.maps])
-        return replace(snapshot, answers=replace(snapshot.answers, without=without))
+        return with_knock_outs(snapshot, model, tensors, inputs.asked) if knock_out else snapshot
     except (ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(" ".join(str(error).split())[:300]) from error
 
@@ -180,7 +173,7 @@ def text_inputs(
     tensors = {axis: torch.tensor([row]) for axis, row in rows.items()}
     axis = TARGET if TARGET in rows else SOURCE
     writes = config.architecture in ("decoder", "encoder_decoder")
-    asked = next_tokens(axis, rows[axis], token_namer(tokenizer), tokenizer.vocab_size) if writes else None
+    asked = next_tokens(axis, [rows[axis]], token_namer(tokenizer), tokenizer.vocab_size) if writes else None
     return Inputs(tensors, {axis: [token_texts(tokenizer, row)] for axis, row in rows.items()}, asked)
 
 
@@ -330,7 +323,7 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
     asked, texts = None, _hf_texts(tokenizer)
     if model.can_generate():
         axis, known, size = TARGET if TARGET in rows else SOURCE, len(tokenizer), model.config.get_text_config().vocab_size
-        asked = next_tokens(axis, rows[axis], cache(lambda i: texts([i])[0] if i < known else f"id {i}"), size)
+        asked = next_tokens(axis, [rows[axis]], cache(lambda i: texts([i])[0] if i < known else f"id {i}"), size)
     return Inputs(tensors, {axis: [texts(row)] for axis, row in rows.items()}, asked)
 
 

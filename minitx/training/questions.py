@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 from torch import Tensor
 
-from minitx.analysis.answers import Asked, Question
+from minitx.analysis.answers import Asked, Question, which_follows
 from minitx.analysis.snapshot import PIXELS, SOURCE, TARGET
 from minitx.config import IGNORED
 from minitx.data.recall import answer_positions
@@ -36,18 +36,8 @@ def questions_of(task: Task, batch: Batch) -> Asked | None:
         rows = [[Question(f"Which token is hidden at position {i}?", i, y) for i, y in _labelled(row)] for row in labels]
     else:
         pairs = zip(labels, batch[axis].tolist(), strict=True)
-        rows = [[Question(_next(name_of(ids[i])), i, label) for i, label in _labelled(row)] for row, ids in pairs]
+        rows = [[Question(which_follows(name_of(ids[i])), i, label) for i, label in _labelled(row)] for row, ids in pairs]
     return Asked(axis, rows, size, name_of)
-
-
-def next_tokens(axis: str, ids: Sequence[int], name: Callable[[int], str], size: int) -> Asked:
-    """Return the question which token follows, for each position of one row ``ids``. The row itself has the right answers."""
-    pairs = zip(ids, [*ids[1:], None], strict=True)
-    return Asked(axis, [[Question(_next(name(one)), i, right) for i, (one, right) in enumerate(pairs)]], size, name)
-
-
-def _next(token: str) -> str:
-    return f"Which token follows “{token}”?"
 
 
 def _labelled(labels: Tensor) -> list[tuple[int, int]]:

@@ -13,10 +13,11 @@ import torch
 from pages import SOURCE, data_of, random_snapshot, weights_of
 from torch import nn
 
-from minitx.analysis import take_snapshot
+from minitx.analysis import intervene, take_snapshot
 from minitx.analysis.viewer import Trace, playground, view, viewer_page
-from minitx.nn import Block, FeedForward, MultiHeadAttention
-from tests.analysis.models import model_of
+from minitx.config import TransformerConfig
+from minitx.nn import Block, Encoder, FeedForward, MultiHeadAttention
+from tests.analysis.models import SIZES, model_of
 
 HALF_A_STEP = 0.5 / 65534
 
@@ -144,6 +145,8 @@ def test_what_cannot_be_shown_together_is_refused():
         (lambda: view(torch.ones(2, 2), torch.tensor([1, 2])), "is a Tensor, and only a module takes inputs; .*tokens="),
         (lambda: view(torch.ones(3)), r"weights must be \(B, H, L, S\), .*, got \(3,\)"),
         (lambda: view(torch.tensor([[0.3, -2.0]])), r"between 0 and 1, got -2 to 0\.3: of scores, take softmax"),
+        (lambda: view(torch.ones(2, 2), knock_out=True), "knock_out=True needs a model, and model is a Tensor"),
+        (lambda: view(encoder_of(), torch.tensor([1, 2]), knock_out=True), "gives no answer on this input"),
         (lambda: view("model.ckpt"), r"view takes a model, .*, got 'model.ckpt' \(str\)"),
         (lambda: view(torch.ones(2, 2), tokens=["a", "b"]), r"tokens must be a dict .*such as {\"query\": "),
         (lambda: view(MultiHeadAttention(12, 3).core, torch.ones(1, 2, 12)), "core of an attention layer and takes no x"),
@@ -158,6 +161,10 @@ def test_what_cannot_be_shown_together_is_refused():
 
 
 # --- in a notebook
+
+
+def encoder_of():
+    return Encoder(TransformerConfig(architecture="encoder", **SIZES))
 
 
 class Letters:
@@ -180,6 +187,43 @@ def test_a_notebook_shows_the_page_of_a_text_in_a_frame_that_may_only_run_its_sc
     assert np.abs(weights_of(data, 0, 0, 1)[0] - want.numpy()).max() < 1e-5
     shown.save(tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == shown.page
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_view_of_a_language_model_says_which_token_it_expects_with_and_without_each_head(side):
+    model, ids = model_of(), torch.tensor([[7, 2, 5, 2, 3], [1, 2, 3, 5, 8]])
+    pads = {"left": [0, 0, 1, 1, 1], "right": [1, 1, 1, 0, 0]}[side]
+    inputs = {"input_ids": ids, "key_mask": torch.tensor([pads, [1] * 5]).bool()}
+    kept = [i for i, one in enumerate(pads) if one]
+    data = data_of(view(model, inputs, knock_out=True).page)
+    (snapshot,) = data["traces"][0]["snapshots"]
+    words, rows, without = data["words"], snapshot["answers"]["rows"], snapshot["answers"]["without"]
+    with torch.no_grad():
+        logs = model(**inputs)[0, kept].log_softmax(-1)
+    assert [one["at"] for one in rows] == [0, 1, 2]
+    assert [None if one["right"] is None else words[one["right"]] for one in rows] == [
+        str(int(ids[0, i])) for i in kept[1:]
+    ] + [None]
+    assert [words[one["answer"][2][0][0]] for one in rows] == [str(i) for i in logs.argmax(-1).tolist()]
+    for one, row, right in zip(rows, logs, kept[1:], strict=False):
+        assert one["answer"][1] == pytest.approx(-float(row[ids[0, right]]), abs=1e-4)
+    with torch.no_grad(), intervene(model, "heads", 0.0, layers=[1], heads=[2]):
+        changed = model(**inputs)[0, kept].log_softmax(-1)
+    assert without[1][2][0][1] == pytest.approx(-float(changed[0, ids[0, kept[1]]]), abs=1e-4) != rows[0]["answer"][1]
+    assert "without" not in data_of(view(model, inputs).page)["traces"][0]["snapshots"][0]["answers"]
+
+
+def test_a_view_names_no_next_token_where_attention_sees_it_or_its_id_by_number_without_a_name():
+    encoder = data_of(view(encoder_of(), torch.tensor([1, 2, 3])).page)
+    assert "answers" not in encoder["traces"][0]["snapshots"][0]
+    one = data_of(view(encoder_of(), torch.tensor([1])).page)
+    assert "answers" not in one["traces"][0]["snapshots"][0]
+
+    class Few(Letters):
+        def decode(self, ids):
+            return "abc"[ids[0]]
+
+    assert "id 7" in data_of(view(model_of(), "abcabc", tokenizer=Few()).page)["words"]
 
 
 def test_a_layer_its_weights_and_its_snapshot_are_shown_alike():

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from minitx.analysis.answers import next_tokens
 from minitx.data.recall import induction, kv_lookup, multi_query_recall
 from minitx.data.task import Task, as_split, generator, position_texts
 from minitx.data.tokenizers import train_tokenizer
-from minitx.training.questions import next_tokens, questions_of, token_namer
+from minitx.training.questions import questions_of, token_namer
 
 LETTERS = train_tokenizer("char", ["abcde"])
 
@@ -73,7 +74,7 @@ def test_nothing_is_asked_where_nothing_is_known():
 
 
 def test_a_text_asks_at_each_token_and_has_no_answer_for_its_last():
-    (row,) = next_tokens("input_ids", [1, 4], token_namer(LETTERS), 6).rows
+    (row,) = next_tokens("input_ids", [[1, 4]], token_namer(LETTERS), 6).rows
     assert [(one.text, one.at, one.right) for one in row] == [
         ("Which token follows “a”?", 0, 4),
         ("Which token follows “d”?", 1, None),

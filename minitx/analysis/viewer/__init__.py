@@ -13,7 +13,8 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.answers import Answer, Answers
-from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot, named_inputs, snapshot_of_weights, take_snapshot
+from minitx.analysis.answers import Answer, Answers, Asked, next_tokens
+from minitx.analysis.intervene import with_knock_outs
+from minitx.analysis.snapshot import (
+    MASKS_OF,
+    SOURCE,
+    TARGET,
+    AttentionMap,
+    Snapshot,
+    named_inputs,
+    snapshot_of_weights,
+    take_snapshot,
+)
 
 __all__ = ["Trace", "View", "playground", "view", "viewer_page"]
 
@@ -83,6 +94,7 @@ def view(
     tokenizer: Any = None,
     tokens: Mapping[str, Sequence[Sequence[str]]] | None = None,
     row: int = 0,
+    knock_out: bool = False,
     height: int | None = None,
 ) -> View:
     """Show in a notebook what a model attends to.
@@ -98,14 +110,19 @@ def view(
         tokens: a text for each token, as in ``take_snapshot``. The axes of weights are ``query`` and ``key``, and only
             ``query`` if L = S.
         row: the row of the batch to show.
+        knock_out: also compute which token the model expects without each head, for the page's button *Knock out this head*. It
+            takes one forward pass for each head.
         height: of the frame, in pixels. Default: the whole map is visible if the frame is at least 940 pixels wide.
+
+    Above the map stands the token that the model expects after each position, if it is a causal language model: its attention over
+    these tokens is causal, its output is logits (B, L, V), and V is its ``config.vocab_size``.
 
     Returns:
         An object that a notebook shows, with ``page`` (HTML) and ``save(path)``.
 
     Raises:
         ValueError: a text without a tokenizer, a model without inputs, inputs without a model, something that holds no
-            attention, or as in ``take_snapshot`` and ``viewer_page``.
+            attention, ``knock_out`` of what is no causal language model, or as in ``take_snapshot`` and ``viewer_page``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -126,6 +143,8 @@ def view(
             if inputs is not None:
                 instead = 'the texts of weights are tokens={"query": [["the", "cat"]]}'
                 raise ValueError(f"{name} is a {type(one).__name__}, and only a module takes inputs; {instead}")
+            if knock_out:
+                raise ValueError(f"knock_out=True needs a model, and {name} is a {type(one).__name__}")
             traces.append(Trace(name, [snapshot.sentence(row) for snapshot in _snapshots(one, tokens)]))
             continue
         if inputs is None:
@@ -138,7 +157,13 @@ def view(
             texts = {axis: [[tokenizer.decode([number]) for number in ids] for ids in batch[axis].tolist()]}
         device = next((parameter.device for parameter in one.parameters()), torch.device("cpu"))
         placed = {key: given.to(device) if isinstance(given, Tensor) else given for key, given in batch.items()}
-        traces.append(Trace(name, [take_snapshot(one, placed, tokens=texts).sentence(row)]))
+        asked = _next_tokens(one, batch, tokenizer)
+        snapshot = take_snapshot(one, placed, tokens=texts, asked=asked)
+        if asked is None or not _is_causal(snapshot, asked.axis):
+            asked, snapshot = None, replace(snapshot, answers=None)
+        if knock_out:
+            snapshot = with_knock_outs(snapshot, one, placed, asked)
+        traces.append(Trace(name, [snapshot.sentence(row)]))
     page = viewer_page(traces)
     length = max(layer.weights.shape[2] for layer in traces[0].snapshots[0].maps)
     return View(page, height or min(max(ABOVE + CELL * length, LOWEST), TALLEST))
@@ -163,6 +188,34 @@ def playground(*, pages: str | None = None, height: int = 1000) -> View:
     """
     link = "" if pages is None else f'\n    <a class="pages" href="{html.escape(pages)}" data-text="pages"></a>'
     return View(_assembled("play", PLAY_SCRIPTS, {"training": _read("training.json").strip(), "pages": link}), height)
+
+
+def _next_tokens(model: nn.Module, batch: Mapping[str, Any], tokenizer: Any) -> Asked | None:
+    """The questions of a model with ``config.vocab_size`` at real tokens. The token after the last real one is not known."""
+    axis, size = TARGET if TARGET in batch else SOURCE, getattr(getattr(model, "config", None), "vocab_size", None)
+    if size is None or axis not in batch:
+        return None
+
+    def name(i: int) -> str:
+        try:
+            return str(i) if tokenizer is None else tokenizer.decode([i])
+        except (ValueError, LookupError, OverflowError):  # a model may have more ids than the tokenizer
+            return f"id {i}"
+
+    asked, ids = next_tokens(axis, batch[axis].tolist(), cache(name), size), batch[axis]
+    masks = [batch[key] for key in MASKS_OF[axis] if getattr(batch.get(key), "shape", None) == ids.shape]
+    real = [[*row, 0] for row in (masks[0] if masks else torch.ones_like(ids)).tolist()]
+    rows = [
+        [replace(one, right=one.right if real[b][i + 1] else None) for i, one in enumerate(row) if real[b][i]]
+        for b, row in enumerate(asked.rows)
+    ]
+    return replace(asked, rows=rows)
+
+
+def _is_causal(snapshot: Snapshot, axis: str) -> bool:
+    """Whether no position of ``axis`` sees a later one."""
+    own = [layer for layer in snapshot.maps if layer.queries == layer.keys == axis]
+    return all(one.kind == "causal" or (one.visible.shape[-1] > 1 and not one.visible.triu(1).any()) for one in own)
 
 
 def _encoded(text: str, tokenizer: Any) -> Tensor:
