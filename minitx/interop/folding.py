@@ -1,15 +1,16 @@
-"""The score scale of adopted models, folded into the weights of their queries.
+"""The score scale of adopted models, folded into the weights of their queries and keys.
 
 No table says where the queries of a model come from. One call of the model finds it: the gradient of the queries says which rows of
-which weights make them, and Euler's theorem says which weights the queries are proportional to.
+which weights make them, and Euler's theorem says which weights the queries are proportional to. The same for keys.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from minitx.nn.scale import memory_of, overlap, scale_multiplier
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """A module whose output makes queries, and what they are multiplied by.
+    """A module whose output makes queries or keys, and what they are multiplied by.
 
     Attributes:
         module: the last projection or norm before the scores.
-        rows: which outputs of the module are queries, bool.
+        rows: which outputs of the module are queries (or keys), bool.
         axis: the axis of the outputs in the module's weights.
         shift: 1 for a norm that multiplies by 1 + weight, else 0.
         ratio: the factor.
@@ -40,7 +41,7 @@ class Fold:
 
     @torch.no_grad()
     def apply(self, *, undo: bool = False) -> None:
-        """Multiply the queries by ``ratio``, or divide them by it."""
+        """Multiply the queries or keys by ``ratio``, or divide them by it."""
         for parameter in self.module.parameters(recurse=False):
             factor = torch.where(self.rows, 1 / self.ratio if undo else self.ratio, 1.0).to(parameter)
             if parameter.dim() > 1 and self.axis == 0:
@@ -56,7 +57,7 @@ def fold_adopted(
     factor: float,
     inputs: Mapping[str, Any] | None,
 ) -> None:
-    """Give the cores of adopted ``layers`` another scale, and multiply their queries so that the function stays the same.
+    """Give the cores of adopted ``layers`` another scale, and multiply their queries and keys so that the function stays the same.
 
     ``roots`` are the transformers models in ``model``, which are called.
     """
@@ -65,23 +66,17 @@ def fold_adopted(
         for parameter in trained:
             parameter.requires_grad_()
         calls = _first_calls(roots, layers, inputs)
-        folds = {name: _fold_of(name, layer, calls[name], to, factor) for name, layer in layers.items()}
+        folds = _folds_of(
+            model, layers, calls, {name: _ratio_of(name, layer, calls[name], to, factor) for name, layer in layers.items()}
+        )
     finally:
         for parameter, flag in trained.items():
             parameter.requires_grad_(flag)
-    folded = {fold.module for fold in folds.values()}
-    own = [memory_of(parameter) for module in folded for parameter in module.parameters(recurse=False)]
-    for name, module in model.named_modules():
-        for part, parameter in module.named_parameters(recurse=False):
-            if sum(overlap(memory_of(parameter), other) for other in own) > (module in folded):
-                raise ValueError(f"cannot fold the scale: {name}.{part} shares its memory with a weight that makes queries")
-    if len(folded) < len(folds):
-        raise ValueError("cannot fold the scale: two attention layers share the weights that make their queries")
-    for name, fold in folds.items():
-        if fold.ratio != 1:
+    for name, listed in folds.items():
+        for fold in listed:
             fold.apply()
         layers[name].core.set_scale(to, factor)
-        layers[name].core.folds.append(fold)
+        layers[name].core.folds += listed
 
 
 def _first_calls(roots: Iterable[Any], layers: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
@@ -115,48 +110,93 @@ def _default_inputs(root: Any) -> dict[str, Tensor]:
     raise ValueError(f"fold_scale calls the model once: inputs= takes the arguments, {root.main_input_name} and others")
 
 
-def _fold_of(name: str, layer: Any, call: AttentionCall, to: str | float, factor: float) -> Fold:
+def _folds_of(
+    model: nn.Module, layers: Mapping[str, Any], calls: Mapping[str, AttentionCall], ratios: Mapping[str, float]
+) -> dict[str, list[Fold]]:
+    """What is multiplied in each layer. Queries and keys take a square root of the ratio each, if all layers make their own keys."""
+    queries, both = dict[str, list[Fold]](), dict[str, list[Fold]]()
+    without = ""
+    for name, layer in layers.items():
+        query, key, value = calls[name].query, calls[name].key, calls[name].value
+        if (of_query := _source_of(layer, query, (key, value))) is None:
+            raise ValueError(
+                f"cannot fold the scale of {name}: no projection or norm of its own makes its queries and nothing else"
+            )
+        share = math.sqrt(abs(ratios[name]))
+        queries[name] = [replace(of_query, ratio=ratios[name])]
+        both[name] = [replace(of_query, ratio=math.copysign(share, ratios[name]))]
+        if (of_key := _source_of(layer, key, (query, value))) is not None:
+            both[name].append(replace(of_key, ratio=share))
+        elif ratios[name] != 1:
+            without = (
+                without or f"no projection or norm of {name} makes its keys and nothing else"
+            )  # they may be another layer's
+    if (reason := without or _why_shared(model, both)) and any(ratio != 1 for ratio in ratios.values()):
+        if refused := _why_shared(model, queries):
+            raise ValueError(f"cannot fold the scale: {refused}")
+        warnings.warn(
+            f"{reason}: the queries take the whole factor, so an update of their weights moves the scores further than one of the "
+            "keys' weights",
+            stacklevel=6,
+        )
+        both = queries
+    return both
+
+
+def _why_shared(model: nn.Module, folds: Mapping[str, Sequence[Fold]]) -> str:
+    """Why multiplying the weights would change more than the queries and keys of these layers, or nothing."""
+    listed = [{fold.module for fold in of_layer} for of_layer in folds.values()]
+    folded = set[nn.Module]().union(*listed)
+    own = [memory_of(parameter) for module in folded for parameter in module.parameters(recurse=False)]
+    for name, module in model.named_modules():
+        for part, parameter in module.named_parameters(recurse=False):
+            if sum(overlap(memory_of(parameter), other) for other in own) > (module in folded):
+                return f"{name}.{part} shares its memory with a weight that makes queries or keys"
+    if len(folded) < sum(map(len, listed)):
+        return "two attention layers share the weights that make their queries or keys"
+    return ""
+
+
+def _ratio_of(name: str, layer: Any, call: AttentionCall, to: str | float, factor: float) -> float:
+    """The old multiplier of q·k over the new one."""
     new = scale_multiplier(to, call.query.shape[-1]) * factor
     if 0.0 in (call.scale, new):
         raise ValueError(f"cannot fold the scale of {name}: the old or the new scale is 0")
     clips = [clip for owner in (layer, layer.config) if (clip := getattr(owner, "clip_qkv", None)) is not None]
     if clips:  # one call may stay below it
         raise ValueError(f"cannot fold the scale of {name}: its queries are clipped to clip_qkv={clips[0]}")
-    if (found := _source_of(layer, call, call.scale / new)) is None:
-        raise ValueError(
-            f"cannot fold the scale of {name}: no projection or norm of its own makes its queries and nothing else"
-        )
-    return found
+    return call.scale / new
 
 
 @torch.enable_grad()
-def _source_of(layer: nn.Module, call: AttentionCall, ratio: float) -> Fold | None:
-    """The last module of ``layer`` that makes queries and nothing else, and to whose parameters the queries are proportional.
+def _source_of(layer: nn.Module, made: Tensor, others: tuple[Tensor, Tensor]) -> Fold | None:
+    """The last module of ``layer`` that makes the queries (or keys) and nothing of ``others``, and to whose parameters they are
+    proportional.
 
     By Euler's theorem the queries q are homogeneous of degree 1 in parameters θ if Σ θ · ∂(u·q)/∂θ = u·q. For the parameters of a
     projection before a norm the sum is 0.
     """
-    query, parameters = call.query, [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    if not query.requires_grad:
+    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    if not made.requires_grad:
         return None
-    wanted, others = _combination(query), _combination(call.key) + _combination(call.value)
+    wanted, rest = _combination(made), _combination(others[0]) + _combination(others[1])
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    of_query, of_others = (
-        dict(zip(parameters, torch.autograd.grad(value, parameters, **options), strict=True)) for value in (wanted, others)
+    of_wanted, of_others = (
+        dict(zip(parameters, torch.autograd.grad(value, parameters, **options), strict=True)) for value in (wanted, rest)
     )
     for module in reversed(list(layer.modules())):
         axis = 0 if isinstance(module, nn.Linear) else -1  # transformers' Conv1D has its outputs last
-        own = [parameter for parameter in module.parameters(recurse=False) if parameter in of_query]
-        made = [_outputs(of_query[parameter], axis) for parameter in own]
-        if len({rows.shape for rows in made}) != 1 or any((rows != made[0]).any() for rows in made):
+        own = [parameter for parameter in module.parameters(recurse=False) if parameter in of_wanted]
+        rows = [_outputs(of_wanted[parameter], axis) for parameter in own]
+        if len({one.shape for one in rows}) != 1 or any((one != rows[0]).any() for one in rows):
             continue
-        shared = any((made[0] & _outputs(of_others[parameter], axis)).any() for parameter in own)
-        if shared or int(made[0].sum()) % query.shape[-1]:
+        shared = any((rows[0] & _outputs(of_others[parameter], axis)).any() for parameter in own)
+        if shared or int(rows[0].sum()) % made.shape[-1]:
             continue
         for shift in (0.0, 1.0):
-            euler = sum(((parameter.detach() + shift).double() * of_query[parameter].double()).sum() for parameter in own)
-            if abs(float(euler / wanted.detach().double()) - 1) < max(torch.finfo(query.dtype).eps, 1e-7) ** 0.5:
-                return Fold(module, made[0], axis, shift, ratio)
+            euler = sum(((parameter.detach() + shift).double() * of_wanted[parameter].double()).sum() for parameter in own)
+            if abs(float(euler / wanted.detach().double()) - 1) < max(torch.finfo(made.dtype).eps, 1e-7) ** 0.5:
+                return Fold(module, rows[0], axis, shift, 1.0)
     return None
 
 

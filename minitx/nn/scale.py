@@ -129,8 +129,9 @@ def fold_scale(
     Let c be the old multiplier and c' the new one. W_Q and its bias are multiplied by sign(c/c') √|c/c'|, and W_K and its bias by
     √|c/c'|. Then c' q'·k' = c q·k. The model's config is updated.
 
-    In a model that ``minitx.interop.adopt_hf`` adopted, the queries are multiplied by c/c', in the projection or the norm that makes
-    them. One call of the model finds it. ``release_hf`` divides them by the factor again. A folder that ``save_pretrained`` of
+    In a model that ``minitx.interop.adopt_hf`` adopted, queries and keys are multiplied in the same way, in the projections or norms
+    that make them. One call of the model finds these. Where a layer has no weights that make its keys and nothing else, the queries
+    take the whole factor c/c', and a warning says so. ``release_hf`` undoes the fold. A folder that ``save_pretrained`` of
     transformers writes does not hold the scale: call ``release_hf`` before.
 
     Args:

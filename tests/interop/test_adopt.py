@@ -500,10 +500,14 @@ def test_folding_the_scale_keeps_the_function_and_release_gives_the_weights_back
     assert_near(found, wanted, 2e-6, rtol=0)
     assert set(scales) == {-0.5}
     changed = {key for key, value in model.state_dict().items() if not torch.equal(value, state[key])}
-    assert len({key.rpartition(".")[0] for key in changed}) == len(adopted_cores(model))
-    assert all(not key.endswith((".k_proj.weight", ".v_proj.weight", ".k_norm.weight")) for key in changed)
+    folds = [module.core.folds for module in adopted_cores(model).values()]
+    for query, key in folds:  # a square root of the ratio each
+        assert -query.ratio == key.ratio
+    assert len({key.rpartition(".")[0] for key in changed}) == len({fold.module for pair in folds for fold in pair})
+    assert all(not key.endswith(".v_proj.weight") for key in changed)
     for key, value in release_hf(model).state_dict().items():
-        torch.testing.assert_close(value, state[key], atol=0, rtol=1e-6)
+        is_offset = name in ("Gemma3", "Qwen3Next")  # their norms multiply by 1 + weight, which is what rounds
+        torch.testing.assert_close(value, state[key], atol=2e-7 if is_offset and key.endswith("norm.weight") else 0, rtol=1e-6)
 
 
 def test_a_t5_is_unscaled_already_and_its_weights_stay():
@@ -574,6 +578,47 @@ def test_weights_that_make_more_than_the_queries_are_refused_and_left_as_they_we
         fold_scale(model)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(module.core.scale is None for module in adopted_cores(model).values())
+
+
+def keys_of_values(model):
+    layer = model.model.layers[1].self_attn
+    layer.k_proj.weight = layer.v_proj.weight
+
+
+def keys_not_proportional(model):
+    model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda module, args, out: out + 1)
+
+
+def two_layers_with_one_projection_of_keys(model):
+    model.model.layers[1].self_attn.k_proj = model.model.layers[0].self_attn.k_proj
+
+
+def keys_of_the_output(model):
+    layer = model.model.layers[0].self_attn
+    both = torch.randn(40, 32, dtype=torch.float64)
+    layer.k_proj.weight, layer.o_proj.weight = nn.Parameter(both[:16]), nn.Parameter(both[8:])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (keys_of_values, r"layers\.1\.self_attn makes its keys and nothing else"),
+        (keys_not_proportional, r"layers\.1\.self_attn makes its keys and nothing else"),
+        (two_layers_with_one_projection_of_keys, r"layers\.1\.self_attn makes its keys and nothing else"),
+        (keys_of_the_output, r"o_proj\.weight shares its memory"),
+    ],
+)
+def test_queries_take_the_whole_factor_where_weights_make_more_than_keys_and_a_warning_says_so(change, reason):
+    model = build("Llama").double()
+    change(model)
+    state = {key: value.clone() for key, value in adopt_hf(model).state_dict().items()}
+    wanted = answer(model)
+    with pytest.warns(UserWarning, match=f"{reason}.*: the queries take the whole factor"):
+        fold_scale(model)
+    torch.testing.assert_close(answer(model), wanted)
+    changed = {key.split(".")[-2] for key, value in model.state_dict().items() if not torch.equal(value, state[key])}
+    assert changed == {"q_proj"}
+    assert [[fold.ratio for fold in module.core.folds] for module in adopted_cores(model).values()] == [[8**-0.5]] * 2
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft says so of itself
