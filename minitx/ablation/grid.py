@@ -25,7 +25,7 @@ NEW_DATA = 1000
 # what decides the result of a run, below the package and its configs
 _LOOKS = ("capture", "statistics", "gradients", "snapshot", "counting")  # what probes and measures read
 _CODE = (
-    *("nn", "data", "training", "config"),
+    *("nn", "data", "training", "config", "interop"),
     *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/updates")),
     *(f"analysis/{name}.py" for name in _LOOKS),
 )

@@ -137,7 +137,13 @@ def test_the_first_rate_of_a_threshold_and_its_rule_are_part_of_the_cell():
 
 
 def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others(tmp_path, monkeypatch):
-    decides = ["minitx/nn/a/code.py", "minitx/ablation/measures.py", "minitx/analysis/statistics.py", "configs/train.yaml"]
+    decides = [
+        "minitx/nn/a/code.py",
+        "minitx/interop/folding.py",
+        "minitx/ablation/measures.py",
+        "minitx/analysis/statistics.py",
+        "configs/train.yaml",
+    ]
     other = ["minitx/ablation/judge.py", "minitx/analysis/figures.py", "configs/ablation/grid.yaml", "minitx/nn/notes.txt"]
     named = [("minitx", name) for name in module._CODE] + [("configs", name) for name in module._CONFIGS]
     assert [name for folder, name in named if not (ROOT / folder / name).exists()] == []
