@@ -112,7 +112,8 @@ def law_lines(grid: AblationConfig, listed: Sequence[Finding]) -> list[Entry]:
     """Return the entries of a legend for the lines of ``draw_thresholds``."""
     laws = dict.fromkeys(law.text or f"{law.factor}^{law.power:g}" for f in listed if (law := f.comparison.law))
     predicted = (f"{words(grid, listed[0].comparison.arms[1])}, predicted", INK, "", "-")
-    bound = (f"upper bound: divided by {' or '.join(laws)}", INK, "", "--")
+    first = words(grid, listed[0].comparison.arms[0])
+    bound = (f"at the lowest, by the formula: {first}, divided by {' or '.join(laws)}", INK, "", "--")
     return [predicted, bound] if any(f.predicted for f in listed) else [bound]
 
 
@@ -129,7 +130,7 @@ def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -
         predicted.append(median / f.predicted if f.predicted else math.nan)
         bounds.append(median / f.bound if f.bound else math.nan)
     ax.plot(xs, predicted, "-", color=INK, linewidth=1.2)
-    ax.plot(xs, bounds, "--", color=INK, linewidth=1.0)
+    ax.plot(xs, bounds, "--" if len(xs) > 1 else "_", color=INK, linewidth=1.0, markersize=24)  # one level makes no line
     ax.set_xscale("log", base=2)
     log_ticks(ax)
     ax.set_xticks(xs, [f"{x:g}" for x in xs])

@@ -191,7 +191,11 @@ def test_no_more_needs_a_range_that_ends_at_one():
 def test_the_legend_names_the_bounds_and_the_optimizers_are_in_the_titles(whole):
     (picture,) = figure(whole)
     names = [text.get_text() for text in picture.figure.legends[0].get_texts()]
-    assert names[2:] == ["without the scale, predicted", "upper bound: divided by d_k^¼ or √d_k"]
+    assert names[2:] == [
+        "without the scale, predicted",
+        "at the lowest, by the formula: with the scale, divided by d_k^¼ or √d_k",
+    ]
+    assert "A collapse: the accuracy falls below 0.9 (mean of 8 steps)." in picture.caption
     titles = [ax.get_title() for ax in picture.figure.axes]
     assert ["AdamW" in title for title in titles] == [False, True, False, True]
     assert picture.figure.get_figheight() * DPI < 340  # beside the sentences on a screen of 800 pixels
@@ -228,4 +232,4 @@ def test_the_page_of_the_scale_shows_attention_curves_and_limits(whole, tmp_path
 @pytest.mark.parametrize(("studies", "twice"), [(("adamw",), False), (("recall",), False), (("recall", "adamw"), True)])
 def test_that_matters_twice_is_said_where_both_follow(studies, twice):
     said = sentences(made_up.of_the_scale(*studies))
-    assert said[0].endswith("That matters twice.") == twice and len(said) == 2 + twice
+    assert said[0].endswith("Two effects follow.") == twice and len(said) == 2 + twice

@@ -246,7 +246,7 @@ def answer(found: dict[str, Any]) -> dict[str, str]:
     low = f"{found['adamw 8'].median:.1f}", f"{found['sgd 8'].median:.1f}"
     return {
         "README.md": (
-            "Without the scale, every attention score is √d_k times larger. That matters twice. **At the start**, if initial weights are "
+            "Without the scale, every attention score is √d_k times larger. Two effects follow. **At the start**, if initial weights are "
             f"large: with variance 1/width (LeCun), a one-head model (d_k = 128) needs {start.median:.1f} times as many steps of AdamW "
             f"({start.told}) to learn a lookup; with GPT-2's smaller weights, our default, no more. **At every step**: an update moves the "
             "scores further. We removed the scale from solved models without changing what they compute, and trained on. The largest "

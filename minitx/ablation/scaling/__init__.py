@@ -9,6 +9,7 @@ from typing import Any
 
 from minitx.ablation import curves
 from minitx.ablation import wording as say
+from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import Run
 from minitx.ablation.report import Picture, Section
@@ -28,6 +29,8 @@ STEPS = (
 )
 UNDONE = " Smaller learning rates for W_Q and W_K undo this."
 """Said where the null control of the grid is bit-equal."""
+RANGES = "Ranges in brackets are those of the median over the seeds."
+REMOVED = "The scale was removed by dividing W_Q and W_K by d_k^¼ each."
 BROKEN = "The null control failed: two ways to write the same model differ. Do not trust the numbers."
 LIMITS = {
     "threshold": "The largest stable rate is that of a model that has solved its task and is trained on at a constant rate. Where other "
@@ -56,7 +59,7 @@ def sentences(findings: Findings) -> list[str]:
         clause = f"; d_k = {options['widths']['narrow']}: {below}" if narrow else ""
         said.append(STEPS.format(wide=say.list_text(smaller), narrow=clause, undone=UNDONE if equal and all(equal) else ""))
     control = [] if all(all(e.equal.values()) for e in findings.equalities) else [BROKEN]
-    scores = f"{SCORES} That matters twice." if len(said) > 1 else SCORES
+    scores = f"{SCORES} Two effects follow." if len(said) > 1 else SCORES
     return [*control, scores, *said] if said or control else []
 
 
@@ -110,8 +113,17 @@ def figure(findings: Findings) -> list[Picture]:
         _draw_times(next(left), findings, started)
     lines = curves.law_lines(grid, [f for listed in stable.values() for f in listed]) if stable else []
     curves.arms_legend(drawn, grid, ARMS, lines, line="-")
-    caption = "Every line or dot is a seed; a triangle was not solved." if started else "Every line or dot is a seed."
-    return [Picture("scale", "What happens without the scale", caption, drawn)]
+    caption = [f"Every line or dot is a seed{'; a triangle was not solved' if started else ''}.", RANGES]
+    if threshold := next((grid.studies[listed[0].comparison.study].threshold for listed in stable.values()), None):
+        caption += [_collapse(threshold), REMOVED]
+    return [Picture("scale", "What happens without the scale", " ".join(caption), drawn)]
+
+
+def _collapse(threshold: ThresholdConfig) -> str:
+    """What ends a search for the largest stable rate."""
+    if threshold.metric == "train_loss":
+        return f"A collapse: the loss rises more than {threshold.value:g} nats above that at the start (mean of {threshold.window} steps)."
+    return f"A collapse: the accuracy falls below {threshold.value:g} (mean of {threshold.window} steps)."
 
 
 def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> None:
