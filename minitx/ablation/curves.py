@@ -112,8 +112,7 @@ def law_lines(grid: AblationConfig, listed: Sequence[Finding]) -> list[Entry]:
     """Return the entries of a legend for the lines of ``draw_thresholds``."""
     laws = dict.fromkeys(law.text or f"{law.factor}^{law.power:g}" for f in listed if (law := f.comparison.law))
     predicted = (f"{words(grid, listed[0].comparison.arms[1])}, predicted", INK, "", "-")
-    first = words(grid, listed[0].comparison.arms[0])
-    bound = (f"at the lowest, by the formula: {first}, divided by {' or '.join(laws)}", INK, "", "--")
+    bound = (f"predicted at the lowest: ÷ {' or '.join(laws)}", INK, "", "--")
     return [predicted, bound] if any(f.predicted for f in listed) else [bound]
 
 
@@ -129,8 +128,11 @@ def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -
         median = float(np.median([middle(pair.values[0]) for pair in f.pairs]))
         predicted.append(median / f.predicted if f.predicted else math.nan)
         bounds.append(median / f.bound if f.bound else math.nan)
-    ax.plot(xs, predicted, "-", color=INK, linewidth=1.2)
-    ax.plot(xs, bounds, "--" if len(xs) > 1 else "_", color=INK, linewidth=1.0, markersize=24)  # one level makes no line
+    for ys, look, width in ((predicted, "-", 1.2), (bounds, "--", 1.0)):
+        if len(xs) > 1:
+            ax.plot(xs, ys, look, color=INK, linewidth=width)
+        else:  # one level makes no line
+            ax.plot([x * 2**way for x in xs for way in (-0.25, 0.25)], ys * 2, look, color=INK, linewidth=width)
     ax.set_xscale("log", base=2)
     log_ticks(ax)
     ax.set_xticks(xs, [f"{x:g}" for x in xs])

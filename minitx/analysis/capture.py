@@ -280,13 +280,13 @@ def chosen_modules(model: nn.Module, what: str, layers: Layers) -> dict[str, nn.
 def _missing(model: nn.Module, what: str) -> str:
     """What ``model`` lacks, why, and what to do."""
     block = "Block, and no layer that adopt_hf knows as one"
-    parts = {"heads": "attention core", "feedforward": f"{block} with a feed-forward part", "residual": block}
+    other = "it holds no attention of minitx. adopt_hf gives one to a model of transformers"
+    parts = {"heads": f"attention core: {other}", "feedforward": f"{block} with a feed-forward part", "residual": block}
     if what in parts:
         return parts[what]
     core = next(iter(modules_of(model, "heads").values()), None)
     if core is None:
-        other = "adopt_hf gives one to a model of transformers. view and heatmap also draw weights that you have already"
-        return f"attention core with weights: it holds no attention of minitx. {other}"
+        return f"attention core with weights: {other}. view and heatmap also draw weights that you have already"
     own = "its weights are not the softmax of scale · q·k; a call with need_weights=True returns them"
     why = getattr(core, "refusals", {}).get("need_weights", own)
     instead = "capture(model, what='heads') records the output of each head; a model with attention='exact' has weights"
@@ -354,7 +354,8 @@ def warn_of_silence(model: nn.Module, ran: Mapping[str, Any]) -> None:
     if silent:
         warnings.warn(
             f"{', '.join(silent)} did not run while the context was open, so nothing was recorded or changed there. What was "
-            "compiled before (torch.compile) runs no hooks: call the plain module inside of the context",
+            "compiled before (torch.compile) runs no hooks, and neither does our attention in a Hugging Face model after "
+            "set_attn_implementation: call the plain module inside of the context",
             stacklevel=4,
         )
 
@@ -426,7 +427,7 @@ class _Watcher:
 def places_of(name: str, chosen: Indices, size: int, device: torch.device) -> Tensor:
     """Return the chosen ``heads`` or ``positions`` of ``size`` as indices from 0. None: all."""
     numbers = range(size) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
-    wrong = [number for number in numbers if not -size <= number < size]
+    wrong = [number for number in numbers if isinstance(number, bool) or not -size <= number < size]
     if wrong or not len(numbers):
         raise ValueError(f"{name}={list(numbers)} must be some of 0 to {size - 1}, because there are {size} {name}")
     return torch.tensor([number % size for number in numbers], device=device)

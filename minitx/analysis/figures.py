@@ -72,7 +72,7 @@ def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
     >>> len(heatmap_grid(snapshot).axes[0].images)  # two layers of three heads
     6
     """
-    layers = snapshot.sentence(row).maps
+    layers = _of(snapshot, row).maps
     heads = max(layer.weights.shape[1] for layer in layers)
     cell = max(0.6, min(1.3, 9.0 / heads))  # inches
     figure, ((ax,),) = panels(1, 1, max(cell * heads + 1.9, 5.0), cell * len(layers) + 0.7)
@@ -88,6 +88,13 @@ def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
     _colour_bar(figure, ax, image, layers, "hidden by the mask")
     _headline(figure, snapshot)
     return figure
+
+
+def _of(snapshot: Any, row: int) -> Snapshot:
+    """One row of a snapshot."""
+    if not isinstance(snapshot, Snapshot):
+        raise TypeError(f"expected a Snapshot, which take_snapshot(model, inputs) returns, got {type(snapshot).__name__}")
+    return snapshot.sentence(row)
 
 
 def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) -> Figure:
@@ -114,7 +121,7 @@ def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) 
     >>> [text.get_text() for text in head_heatmap(snapshot, layer=-1, head=2).axes[0].get_yticklabels()]
     ['to', '␣be', '␣or', '␣not']
     """
-    sentence = snapshot.sentence(row)
+    sentence = _of(snapshot, row)
     chosen = sentence.maps[_index(sentence, layer)]
     _, H, _, _ = chosen.weights.shape
     if not -H <= head < H:
@@ -395,7 +402,7 @@ def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None
     >>> [tuple(layer.shape) for layer in to_bertviz(snapshot, row=2)]
     [(1, 2, 5, 5)]
     """
-    maps = snapshot.sentence(row).maps
+    maps = _of(snapshot, row).maps
     by_kind = {kind: tuple(layer.weights for layer in maps if layer.kind == kind) for kind in ("self", "causal", "cross")}
     for kind, weights in by_kind.items():
         heads = [layer.shape[1] for layer in weights]

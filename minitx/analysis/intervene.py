@@ -26,7 +26,6 @@ from minitx.analysis.capture import (
     layer_of,
     modules_of,
     places_of,
-    refuse_compiled,
     rows_of_blocks,
     warn_of_silence,
 )
@@ -175,7 +174,11 @@ class _Part:
 
     def replacement(self, tensor: Tensor, index: Any) -> Tensor:
         if callable(self.to):
-            return self.to(tensor[index])
+            if not isinstance(new := self.to(tensor[index]), Tensor):
+                raise ValueError(
+                    f"{self.name}: the function that replaces {self.what} must return a tensor, got {type(new).__name__}"
+                )
+            return new
         if not isinstance(self.to, Mapping):
             return torch.as_tensor(self.to)
         records = self.to[self.name]
@@ -239,6 +242,9 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     Args:
         loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows.
 
+    Raises:
+        ValueError: no attention of ours ran, or the loss is not (n,): the interval is that of a mean over rows.
+
     >>> from minitx.nn import MultiHeadAttention
     >>> x, model = torch.randn(7, 3, 6), MultiHeadAttention(6, 2)
     >>> knock_out_heads(model, lambda model: model(x).square().mean((1, 2))).mean.shape
@@ -246,9 +252,9 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     """
     with evaluating(model):
         with _count_heads(model) as num_heads:
-            whole = loss(model).double()
+            whole = _of_rows(loss(model), "loss")
         without = _each_head(model, num_heads, "heads", 0.0, loss)
-    return _effects(without, lambda x: x.double() - whole, "change of loss without the head")
+    return _effects(without, lambda x: _of_rows(x, "loss") - whole, "change of loss without the head")
 
 
 @torch.no_grad()
@@ -273,7 +279,7 @@ def patch_heads(
         what: ``values`` (what the head reads), ``heads`` (its output), ``weights`` or ``scores`` (where it looks).
 
     Raises:
-        ValueError: the clean and the corrupted run have the same mean score.
+        ValueError: the clean and the corrupted run have the same mean score, or the score is not (n,).
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -284,13 +290,15 @@ def patch_heads(
     """
     with evaluating(model):
         with capture(model, what=what) as seen:
-            right = score(_logits(model(**clean))).double()
-        wrong = score(_logits(model(**corrupted))).double()
+            right = _of_rows(score(_logits(model(**clean))), "score")
+        wrong = _of_rows(score(_logits(model(**corrupted))), "score")
         if not (whole := (right - wrong).mean()).abs() > 0:
             raise ValueError("the clean and the corrupted run have the same mean score: there is nothing to restore")
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
         patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
-    return _effects(patched, lambda x: (x.double() - wrong) / whole, "share of the clean score that the head restores")
+    return _effects(
+        patched, lambda x: (_of_rows(x, "score") - wrong) / whole, "share of the clean score that the head restores"
+    )
 
 
 @torch.no_grad()
@@ -378,7 +386,7 @@ def _logits(found: Any) -> Any:
 def _count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
     """Give the number of heads of each attention core by name, 0 where a core does not run."""
     cores = modules_of(model, "heads")
-    refuse_compiled(model)
+    chosen_modules(model, "heads", None)  # raises where there are none
     found = dict.fromkeys(cores, 0)
 
     def enter(name: str, core: nn.Module, args: tuple[AttentionCall], kwargs: dict[str, Any]) -> None:
@@ -400,6 +408,14 @@ def _each_head(
             with intervene(model, what, to, layers=[name], heads=[head]):
                 found.setdefault(name, []).append(loss(model))
     return found
+
+
+def _of_rows(found: Any, what: str) -> Tensor:
+    """What a function of the user's returned, in float64."""
+    if not isinstance(found, Tensor) or found.dim() != 1:
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"{what} must return one number for each row, (n,), got {got}")
+    return found.double()
 
 
 def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:

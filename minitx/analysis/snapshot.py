@@ -95,6 +95,10 @@ class Snapshot:
     title: str = ""
     answers: Answers | None = None
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis} {self.num_rows} x {len(rows[0])}" for axis, rows in self.tokens.items())
+        return f"Snapshot({len(self.maps)} maps, {sizes}, step={self.step})"
+
     @property
     def num_rows(self) -> int:
         """B."""
@@ -206,9 +210,11 @@ def named_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Mappin
     """Return ``inputs`` by name. A tensor is the first argument of ``model``; ids (L,) and, for a layer, x (L, E) are one row.
 
     Raises:
-        ValueError: ``model`` is the core of a layer, which takes no tensor.
+        ValueError: ``model`` is the core of a layer, which takes no tensor; or ``inputs`` are neither a tensor nor a dict.
     """
     if not isinstance(inputs, Tensor):
+        if not isinstance(inputs, Mapping):
+            raise ValueError(f"inputs must be a tensor, such as ids (B, L), or a dict of tensors, got {type(inputs).__name__}")
         return inputs
     if hasattr(type(model), "softmax_weights") or isinstance(model, EfficientAttention):
         raise ValueError(

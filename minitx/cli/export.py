@@ -60,13 +60,13 @@ def _export(config: ExportConfig) -> None:
 
 def _save_theirs(model: Any, folder: Path, *, tokenizer: Any, chat_template: str | None, facts: Mapping[str, Any]) -> None:
     """Save a model of transformers as its own library does, with LoRA merged and without our core."""
-    from minitx.interop.adopt import adopted_cores, release_hf
+    from minitx.interop.adopt import AdoptedCore, adopted_cores, release_hf
     from minitx.interop.files import write_companions
     from minitx.interop.finetune import quiet
 
-    if any(module.core.scale is not None for module in adopted_cores(model).values()):
-        raise ValueError("its score scale was changed, which no config of transformers keeps")
     model = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    if any(module.core.scale is not None for module in adopted_cores(model).values()):
+        AdoptedCore.fold_back(model)  # no config of transformers keeps another scale
     model = release_hf(model) if adopted_cores(model) else model
     with quiet():
         model.save_pretrained(str(folder))

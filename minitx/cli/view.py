@@ -78,6 +78,8 @@ class ViewConfig(StoredConfig):
         require(self.compare_text is None or self.text is not None, "compare_text is compared with a text: give text=TEXT, too")
         require(self.text is None or self.row is None, f"row={self.row} takes the place of text: give one of them")
         require(self.target is None or self.text is not None, "target belongs to a text: give text=TEXT, too")
+        is_page = Path(self.output).suffix.lower() in (".html", ".htm")
+        require(is_page or self.is_film, f"output={self.output} must end in .html, or for a film in .gif, .png or .webp")
         check_output(self.output)
 
     @property

@@ -59,6 +59,7 @@ class Adoption:
         configs: pairs of the copy of a config that the adopted model uses, and its original.
         hooks: the handles of the hooks that note the call.
         depth: how many models are running, one inside the other.
+        is_scaled: whether ``set_scale`` or ``fold_scale`` has changed a core.
         weights_wanted: whether the call has ``output_attentions=True``. It stays after the call, for checkpointed layers that
             run again in the backward pass.
         key_masks: which keys of the running model are real, bool (B, S), as its ``attention_mask`` says, and those of the other
@@ -70,12 +71,14 @@ class Adoption:
         self.configs = configs
         self.hooks: list[RemovableHandle] = []
         self.depth = 0
-        self.weights_wanted = False
+        self.weights_wanted, self.is_scaled = False, False
         self.key_masks: list[Tensor | None] = [None, None]
         self.masks: list[tuple[Tensor | None, Tensor | None, tuple[Any, ...], Mask]] = []
 
     def enter_model(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note the arguments of a call. An inner model may be called without ``output_attentions``, or with a mask that is built."""
+        if self.is_scaled and not self.depth and not torch.compiler.is_compiling():
+            _check_ours(model)
         if len(args) > 1:
             options = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | options
         wanted = bool(options.get("output_attentions", getattr(model.config, "output_attentions", False)))
@@ -124,7 +127,8 @@ class Adoption:
 class AdoptedCore(DotProductAttention):
     """The core of an adopted attention module. It has no parameters, so that state dicts stay as they are.
 
-    ``scale`` is None for the scale of the model, or what ``set_scale`` was given. ``is_cross`` is whether the running attention
+    ``scale`` is None for the scale of the model, or what ``set_scale`` was given. ``own_scale`` is the model's own in
+    the last call, and ``own_factor`` the part of it by which the module had multiplied its queries before the call. ``is_cross`` is whether the running attention
     module was given other states for its keys. ``folds`` are what ``fold_scale`` has multiplied.
     """
 
@@ -132,13 +136,17 @@ class AdoptedCore(DotProductAttention):
         super().__init__(backend=backend)
         self.adoption = adoption
         self.scale: tuple[str | float, float] | None = None
+        self.own_scale, self.own_factor = 1.0, 1.0
         self.is_cross = False
         self.folds: list[Fold] = []
 
     def set_scale(self, to: str | float, factor: float) -> None:
         """Replace the model's own scale by ``factor`` times a fixed scale."""
+        if to == "own":
+            self.scale = None
+            return
         scale_multiplier(to, 1)  # raises where the scale is not a fixed number
-        self.scale = (to, factor)
+        self.scale, self.adoption.is_scaled = (to, factor), True
 
     @staticmethod
     def fold_scale(model: nn.Module, to: str | float, factor: float, inputs: Mapping[str, Any] | None) -> None:
@@ -146,6 +154,13 @@ class AdoptedCore(DotProductAttention):
         from transformers import PreTrainedModel
 
         fold_adopted(model, _outermost(model, PreTrainedModel), adopted_cores(model), to, factor, inputs)
+
+    @staticmethod
+    def fold_back(model: nn.Module) -> None:
+        """Give the cores the model's own scale again, for good, with the function as it is now. The weights take the change."""
+        AdoptedCore.fold_scale(model, "own", 1.0, None)
+        for module in adopted_cores(model).values():
+            module.core.scale, module.core.folds = None, []
 
 
 def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
@@ -167,7 +182,7 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
 
-    outermost = list(_outermost(model, PreTrainedModel))
+    outermost = list(_outermost(model, PreTrainedModel)) if isinstance(model, nn.Module) else []
     if not outermost:
         raise TypeError(f"adopt_hf takes a model of transformers, got {type(model).__name__}, which contains none")
     if adopted_cores(model):
@@ -223,6 +238,16 @@ def release_hf(model: nn.Module) -> nn.Module:
             handle.remove()
         del root.adoption
     return model
+
+
+def _check_ours(model: nn.Module) -> None:
+    """Raise an error if attention whose scale was changed no longer passes through its core."""
+    for name, module in adopted_cores(model).items():
+        if module.core.scale is not None and (other := module.config._attn_implementation) != NAME:
+            raise RuntimeError(
+                f"the attention of {name or type(module).__name__} was set to {other!r} after its scale was changed, and would use the "
+                f"old scale: set_attn_implementation({NAME!r}) brings the new one back, release_hf(model) takes it away"
+            )
 
 
 def adopted_cores(model: nn.Module) -> dict[str, Any]:
@@ -343,16 +368,20 @@ def _attention(
     key, value = key[:, :, :S], value[:, :, :S]
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries have one row
+    before = own_factor(module, scaling)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if not torch.compiler.is_compiling():
+        core.own_scale, core.own_factor = scaling * before, before
     if core.scale is not None:
         to, factor = core.scale
-        scaling = scale_multiplier(to, query.shape[-1]) * factor
+        scaling = scale_multiplier(to, query.shape[-1]) * factor / before
     call = AttentionCall(
         query,
         key,
         value,
         mask,
         bias,
-        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        scaling,
         softcap,
         s_aux,
         dropout_p=dropout,
@@ -361,6 +390,12 @@ def _attention(
     )
     out, weights = core(call) if call.need_weights else (core(call), None)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def own_factor(module: Any, scaling: float | None) -> float:
+    """Return what a module multiplies its queries by before the call, in which ``scaling`` is then 1 (OPT, Whisper)."""
+    own = getattr(module, "scaling", None)
+    return own if scaling == 1 and isinstance(own, float) else 1.0
 
 
 def _mask_and_bias(

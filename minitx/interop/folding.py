@@ -159,13 +159,14 @@ def _why_shared(model: nn.Module, folds: Mapping[str, Sequence[Fold]]) -> str:
 
 def _ratio_of(name: str, layer: Any, call: AttentionCall, to: str | float, factor: float) -> float:
     """The old multiplier of q·k over the new one."""
-    new = scale_multiplier(to, call.query.shape[-1]) * factor
-    if 0.0 in (call.scale, new):
+    new = layer.core.own_scale if to == "own" else scale_multiplier(to, call.query.shape[-1]) * factor
+    old = call.scale * layer.core.own_factor
+    if 0.0 in (old, new):
         raise ValueError(f"cannot fold the scale of {name}: the old or the new scale is 0")
     clips = [clip for owner in (layer, layer.config) if (clip := getattr(owner, "clip_qkv", None)) is not None]
     if clips:  # one call may stay below it
         raise ValueError(f"cannot fold the scale of {name}: its queries are clipped to clip_qkv={clips[0]}")
-    return call.scale / new
+    return old / new
 
 
 @torch.enable_grad()
@@ -177,7 +178,7 @@ def _source_of(layer: nn.Module, made: Tensor, others: tuple[Tensor, Tensor]) ->
     projection before a norm the sum is 0.
     """
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    if not made.requires_grad:
+    if not made.requires_grad or not parameters:
         return None
     wanted, rest = _combination(made), _combination(others[0]) + _combination(others[1])
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}

@@ -193,7 +193,7 @@ def test_the_legend_names_the_bounds_and_the_optimizers_are_in_the_titles(whole)
     names = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert names[2:] == [
         "without the scale, predicted",
-        "at the lowest, by the formula: with the scale, divided by d_k^¼ or √d_k",
+        "predicted at the lowest: ÷ d_k^¼ or √d_k",
     ]
     assert "A collapse: the accuracy falls below 0.9 (mean of 8 steps)." in picture.caption
     titles = [ax.get_title() for ax in picture.figure.axes]

@@ -491,7 +491,7 @@ def test_folding_the_scale_keeps_the_function_and_release_gives_the_weights_back
     state = {key: value.clone() for key, value in model.state_dict().items()}
     scales = []
     for module in adopted_cores(model).values():
-        module.core.register_forward_pre_hook(lambda core, args: scales.append(args[0].scale))
+        module.core.register_forward_pre_hook(lambda core, args: scales.append(args[0].scale * core.own_factor))
     with torch.no_grad():
         wanted = output_of(model, inputs, counts)
         assert fold_scale(model, -0.25, factor=2.0, inputs=inputs if name == "Whisper" else None) is model
@@ -524,6 +524,31 @@ def test_frozen_weights_of_a_model_in_training_mode_are_folded_in_their_own_prec
     found = answer(fold_scale(model, 8**-0.5 / 4))  # a power of two: no rounding
     assert torch.equal(found, wanted) and torch.equal(torch.get_rng_state(), before)
     assert model.training and not any(p.requires_grad or p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["OPT", "Whisper"])
+def test_a_scale_replaces_the_one_with_which_a_layer_multiplies_its_own_queries(name):
+    model, (inputs, counts) = build(name), inputs_of(name, pad="right")
+    with torch.no_grad():
+        wanted = output_of(model, inputs, counts)
+        for module in adopted_cores(adopt_hf(copied := copy.deepcopy(model))).values():
+            module.scaling = 1.0
+        unscaled = output_of(copied, inputs, counts)
+        assert_near(output_of(set_scale(adopt_hf(model), "inv_sqrt"), inputs, counts), wanted)
+        assert_near(output_of(set_scale(model, "unscaled"), inputs, counts), unscaled)
+        assert (unscaled - wanted).abs().max() > 1e-3
+
+
+def test_another_attention_function_after_a_change_of_the_scale_is_refused():
+    model = adopt_hf(build("Llama"))
+    model.set_attn_implementation("sdpa")
+    wanted = answer(model)
+    set_scale(model, "unscaled")
+    with pytest.raises(RuntimeError, match="set to 'sdpa' after its scale was changed"):
+        answer(model)
+    model.set_attn_implementation("minitx")
+    assert (answer(model) - wanted).abs().max() > 1e-3
+    torch.testing.assert_close(answer(release_hf(model)), wanted)
 
 
 def tied_to_embedding(model):

@@ -77,15 +77,17 @@ def median(values: Iterable[float]) -> Ratio:
 # --- the largest stable rates
 
 
-def is_stable(run: dict[str, Any], steps: int) -> bool:
-    """Whether one run of a search has all its steps and never falls below 90 %."""
+def is_stable(run: dict[str, Any], steps: int, start: float | None = None) -> bool:
+    """Whether one run of a search has all its steps and never falls below 90 %, or rises above the loss ``start`` by more than 0.3."""
+    if start is not None:
+        return run["nonfinite_step"] is None and len(run["loss"]) == steps and max(means(run["loss"], 8)) <= start + 0.3
     curve = [value or 0.0 for value in run["accuracy"]]
     return run["nonfinite_step"] is None and len(curve) == steps and min(means(curve, 8)) >= 0.9
 
 
-def largest_rate(runs: Sequence[dict[str, Any]], steps: int = 200) -> float:
+def largest_rate(runs: Sequence[dict[str, Any]], steps: int = 200, start: float | None = None) -> float:
     """The largest stable rate of a search."""
-    high = min(run["rate"] for run in runs if not is_stable(run, steps))
+    high = min(run["rate"] for run in runs if not is_stable(run, steps, start))
     return math.sqrt(high * max(run["rate"] for run in runs if run["rate"] < high))
 
 
@@ -93,14 +95,16 @@ Rates = dict[tuple[str, str, str, str, int], float]
 """The largest stable rates, by study, arm, d_k, which weights train, and seed."""
 
 
-def rates(searches: Iterable[dict[str, Any]]) -> Rates:
-    """The largest stable rate of every search."""
+def rates(searches: Iterable[dict[str, Any]], by_loss: bool = False) -> Rates:
+    """The largest stable rate of every search. ``by_loss``: a run is judged by its loss above that of the starting model."""
     found = {}
     for one in searches:
         if "runs" in one["result"]:
             factors = one["factors"]
             place = (one["study"], one["arm"], factors["head_dim"], factors.get("trained", "all"), one["seed"])
-            found[place] = largest_rate(one["result"]["runs"], one["result"]["cap"])
+            found[place] = largest_rate(
+                one["result"]["runs"], one["result"]["cap"], one["result"]["start"] if by_loss else None
+            )
     return found
 
 
@@ -110,6 +114,19 @@ def ratio_of_rates(found: Rates, study: str, d_k: str, above: str = "inv_sqrt", 
     pairs = [(found.get((study, above, d_k, "all", seed)), found[study, below, d_k, "all", seed]) for seed in seeds]
     ratios = [high / low for high, low in pairs if high]
     return median(ratios) if len(ratios) >= 6 else None
+
+
+def real_model() -> dict[str, Any]:
+    """SmolLM2-135M with SGD: the ratio with all weights trained, with W_Q and W_K alone, and the formula's for the former."""
+    found = rates(read("real/cells.jsonl.xz"), by_loss=True)
+    seeds = sorted({key[-1] for key in found})
+    ratios = {
+        f"real {part}": median(
+            found["sgd", "inv_sqrt", "64", part, seed] / found["sgd", "unscaled", "64", part, seed] for seed in seeds
+        )
+        for part in ("all", "qk")
+    }
+    return {**ratios, "real formula": formula(found, "sgd", "64", 0.5)}
 
 
 def exponent(found: Rates, study: str, widths: Sequence[str] = ("8", "32", "128", "512")) -> tuple[float, float, float]:
@@ -221,6 +238,7 @@ def numbers() -> dict[str, Any]:
     """The largest stable rates, the ratios and the formula's values, by name."""
     found = rates(read("limits/cells.jsonl.xz"))
     result: dict[str, Any] = {f"steps {init}": ratio_of_steps(of) for init, of in from_scratch().items()}
+    result |= real_model()
     steps_by_init = by_init()
     result |= {f"steps {init}": ratio for init, ratio in steps_by_init.items()} | {"even": crossing(steps_by_init)}
     for study, (_, power) in OPTIMIZERS.items():
@@ -266,6 +284,7 @@ def answer(found: dict[str, Any]) -> dict[str, str]:
 def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     """What ``docs/why_scale.md`` and its Chinese page say in sentences."""
     lecun, gpt2 = found["steps lecun"], found["steps gpt2"]
+    real, alone = found["real all"], found["real qk"]
     inits = [f"{found[f'steps {init}'].median:.1f}" for init in INITS[1:]]
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
     low = {study: f"{found[f'{study} 8'].median:.2f}" for study in ("adamw", "sgd")}
@@ -276,6 +295,8 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"With LeCun's weights it needs {lecun.median:.1f} ({lecun.told}) times the steps.",
             f"deviation {', '.join(INITS[1:-1])} and {INITS[-1]} it needs {', '.join(inits[:-1])} and {inits[-1]} times (ten seeds)",
             f"equally fast near {even:.3f}, where unscaled logits have a standard deviation of {spread:.1f}",
+            f"the formula gives {found['real formula']:.2f}, and {real.median:.2f} ({real.told}) is measured",
+            f"With W_Q and W_K alone it is {alone.median:.1f}",
             f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
             f"larger rate than 1/√d_k: {found['1/d_k 8'].median:.1f} times at d_k 8, {found['1/d_k 128'].median:.1f} times at 128",
@@ -288,6 +309,8 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"用 LeCun 的权重，则是 {lecun.median:.1f} 倍（{lecun.told}）",
             f"标准差 {'、'.join(INITS[1:])} 时，分别是 {'、'.join(inits)} 倍（十个种子）",
             f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logits 的标准差是 {spread:.1f}",
+            f"公式给出 {found['real formula']:.2f}，测得 {real.median:.2f}（{real.told}）",
+            f"只训练 W_Q 和 W_K 时是 {alone.median:.1f}",
             f"在 AdamW 下只缩小到 1/{low['adamw']}，在 SGD 下缩小到 1/{low['sgd']}",
             f"η_QK 是 η_R 的 1/{parts[0]:.1f} 到 1/{parts[-1]:.1f}",
             f"d_k 为 8 时是 1/√d_k 的 {found['1/d_k 8'].median:.1f} 倍，d_k 为 128 时是 {found['1/d_k 128'].median:.1f} 倍",

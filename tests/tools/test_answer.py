@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(7)
-SETTINGS = {"0", "1", "2", "4", "5", "8", "16", "28", "32", "90", "95", "128", "200", "512", "0.02"}
+SETTINGS = {"0", "1", "2", "4", "5", "8", "16", "28", "32", "90", "95", "128", "200", "512", "0.02", "64", "40"}
 """Of the grids, their models and their predictions."""
 
 

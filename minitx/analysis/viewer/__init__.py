@@ -219,7 +219,7 @@ def _is_causal(snapshot: Snapshot, axis: str) -> bool:
 
 
 def _encoded(text: str, tokenizer: Any) -> Tensor:
-    if tokenizer is None:
+    if not hasattr(tokenizer, "decode") or isinstance(tokenizer, str | bytes):
         raise ValueError("a text needs tokenizer=, which has encode(text) and decode(ids); or give ids")
     ids = tokenizer.encode(text)
     return torch.as_tensor(getattr(ids, "ids", ids))
