@@ -153,7 +153,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
 
     Logits, gradients, caches and ``generate`` stay those of the model under ``sdpa`` or ``eager``, within rounding. The modules
     of the model get a copy of their config, so that other models made from the same config object stay as they are.
-    ``output_attentions=True`` returns the weights of the core.
+    ``output_attentions=True`` returns the weights of the core. A block of the model is a layer that transformers marks for gradient
+    checkpointing, or the item of an ``nn.ModuleList``, that contains attention.
 
     Args:
         model: a ``transformers.PreTrainedModel``, or a module that contains such models, for example one of PEFT.
