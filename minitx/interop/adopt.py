@@ -163,7 +163,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     Raises:
         TypeError: ``model`` contains no transformers model. ValueError: the model is adopted already, or its attention, or that
             of one of its layers, does not pass through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J,
-            LongT5), so that no other function can take its place.
+            LongT5), so that no other function can take its place. A later call that selects keys
+            with ``indices`` (DeepSeek V3.2) is refused, too.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
