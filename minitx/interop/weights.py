@@ -39,7 +39,7 @@ def load_hf(
     ``architectures`` in the config decides the model class. Keys that a family does not know are ignored and logged
     (``minitx.interop``, level INFO) if they cannot change what the model computes: false, zero, empty or null ones, and names such as
     labels, dtypes, token ids and dropout rates. Of rotary kinds, ``default``, ``linear``, ``llama3`` and ``yarn`` are supported, not
-    interleaved. The model is in evaluation mode.
+    interleaved. Rows of padding that see nothing give another finite answer than in transformers. The model is in evaluation mode.
 
     Args:
         folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. ``huggingface_hub`` downloads it into its
@@ -91,7 +91,8 @@ def save_hf(
     """Save a model as a Hugging Face folder, which ``transformers``, programs built on it and ``load_hf`` can load.
 
     The folder contains ``config.json``, ``model.safetensors``, ``README.md`` (a file of this name that exists is kept), for a model
-    that writes text ``generation_config.json``, and with ``tokenizer`` the files that ``AutoTokenizer`` reads.
+    that writes text ``generation_config.json``, and with ``tokenizer`` the files that ``AutoTokenizer`` reads. It needs
+    ``huggingface_hub``.
 
     Args:
         model: a model of ``minitx.nn`` that one of the supported families can represent. After ``fold_scale`` it is saved if a
