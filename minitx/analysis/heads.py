@@ -256,7 +256,8 @@ def head_scores(
     ``syntactic`` see ``syntax_scores``
     ============= =====================================================================================================
 
-    Rows that see none of a pattern's keys, or only those, do not count. Cross-attention has only ``global``.
+    Rows that see none of a pattern's keys, or only those, do not count. Cross-attention has only ``global``. Where tokens repeat at
+    one distance only, no head is called an induction head: let the distance vary, as ``data=induction`` does.
 
     Args:
         snapshots: the results of ``take_snapshot``. Intervals need more than one row, and the choice of a position ten or more.

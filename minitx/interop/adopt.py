@@ -168,7 +168,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
 
     Logits, gradients, caches and ``generate`` stay those of the model under ``sdpa`` or ``eager``, within rounding. The modules
     of the model get a copy of their config, so that other models made from the same config object stay as they are.
-    ``output_attentions=True`` returns the weights of the core.
+    ``output_attentions=True`` returns the weights of the core. A block of the model is a layer that transformers marks for gradient
+    checkpointing, or the item of an ``nn.ModuleList``, that contains attention.
 
     Args:
         model: a ``transformers.PreTrainedModel``, or a module that contains such models, for example one of PEFT.
@@ -177,7 +178,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     Raises:
         TypeError: ``model`` contains no transformers model. ValueError: the model is adopted already, or its attention, or that
             of one of its layers, does not pass through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J,
-            LongT5), so that no other function can take its place.
+            LongT5), so that no other function can take its place. A later call that selects keys
+            with ``indices`` (DeepSeek V3.2) is refused, too.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask

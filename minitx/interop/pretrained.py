@@ -38,7 +38,8 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: C
 
     Raises:
         TypeError: ``model`` is not a model of ``minitx.nn``.
-        ValueError: the model is no longer what its config describes, because a part was removed, added, replaced or changed.
+        ValueError: the model is no longer what its config describes, because a part was removed, added, replaced, quantised
+            or changed (also ``scale`` and ``softcap``), or has a hook.
 
     >>> import tempfile
     >>> from minitx.nn import DecoderLM

@@ -36,8 +36,10 @@ def load_hf(
     """Load a Hugging Face model: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, BERT, RoBERTa, T5 or ViT.
 
     It reads ``config.json`` and ``model.safetensors`` (or the shards of ``model.safetensors.index.json``), never pickle files or code.
-    ``architectures`` in the config decides the model class. Keys that do not change what the model computes are ignored and logged
-    (``minitx.interop``, level INFO). The model is in evaluation mode.
+    ``architectures`` in the config decides the model class. Keys that a family does not know are ignored and logged
+    (``minitx.interop``, level INFO) if they cannot change what the model computes: false, zero, empty or null ones, and names such as
+    labels, dtypes, token ids and dropout rates. Of rotary kinds, ``default``, ``linear``, ``llama3`` and ``yarn`` are supported, not
+    interleaved. Rows of padding that see nothing give another finite answer than in transformers. The model is in evaluation mode.
 
     Args:
         folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. ``huggingface_hub`` downloads it into its
@@ -89,13 +91,16 @@ def save_hf(
     """Save a model as a Hugging Face folder, which ``transformers``, programs built on it and ``load_hf`` can load.
 
     The folder contains ``config.json``, ``model.safetensors``, ``README.md`` (a file of this name that exists is kept), for a model
-    that writes text ``generation_config.json``, and with ``tokenizer`` the files that ``AutoTokenizer`` reads.
+    that writes text ``generation_config.json``, and with ``tokenizer`` the files that ``AutoTokenizer`` reads. It needs
+    ``huggingface_hub``.
 
     Args:
-        model: a model of ``minitx.nn`` that one of the supported families can represent.
+        model: a model of ``minitx.nn`` that one of the supported families can represent. After ``fold_scale`` it is saved if a
+            family has its scale.
         folder: created if it does not exist.
         tokenizer: a tokenizer of ``minitx.data``, ``tokenizers`` or ``transformers``. A tokenizer of ``minitx.data`` adds no tokens
-            to a text, and neither does the saved one, but for a classifier it begins with the class token.
+            to a text, and neither does the saved one, but for a classifier it begins with the class token. A character tokenizer
+            without marks gets its unknown character as ``eos_token``, because lm-eval asks for one; generation does not stop there.
         chat_template: a template in jinja2 for ``apply_chat_template``, saved beside the tokenizer.
         facts: rows of the table in ``README.md``, for example about the training.
         model_type: for example ``mistral``. Default: the first family that can represent the model.

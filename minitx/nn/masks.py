@@ -40,7 +40,9 @@ Range = tuple[Any, Any]  # first and last
 class Mask(Rule):
     """A rule ``visible(batch, head, row, key, offset) -> bool`` over broadcastable index tensors.
 
-    To write a mask of your own, define a frozen dataclass with a method ``visible``, as in ``examples/custom_mask.py``.
+    To write a mask of your own, define a frozen dataclass with a method ``visible``, as in ``examples/custom_mask.py``. A field is a
+    tensor, a number, a string, None, a rule, or a tuple of these. Define ``verdict`` or ``tile_map`` to report empty tiles, which
+    ``chunked`` skips.
 
     >>> (Causal() & SlidingWindow(2)).grid(3).splitlines()
     ['x . .', 'x x .', '. x x']

@@ -249,7 +249,8 @@ class TrainingModule(L.LightningModule):
 class Latch:
     """Store the first non-finite step on the device, and skip all updates from then on.
 
-    Fused optimizers skip an update if ``optimizer.found_inf`` is 1, so neither the check nor the skip waits for the host.
+    Fused optimizers skip an update if ``optimizer.found_inf`` is 1, so neither the check nor the skip waits for the host. For an
+    optimizer without ``found_inf`` (most that are not fused), the host checks at every step.
     """
 
     def __init__(self) -> None:

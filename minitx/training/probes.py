@@ -50,7 +50,8 @@ class Probe(StepCallback):
 
     Every ``weights_every`` steps, ``attention/step_N.safetensors`` keeps the weights on the first ``weights_rows`` rows, and what
     the model answers there.
-    Layer means of some statistics go to the run's loggers as ``attention/LAYER/NAME``.
+    Layer means of some statistics go to the run's loggers as ``attention/LAYER/NAME``. ``grad_q``, ``grad_k`` and ``grad_v`` need
+    W_Q, W_K and W_V to be three matrices.
 
     Args:
         folder: the run's folder.

@@ -1,5 +1,7 @@
 """``docs/configuring.md``: every key with its type, default and meaning, from dataclasses, signatures and the YAML files.
 
+What several options of a group, or several programs, explain in the same words stands on the page once.
+
 A meaning stands under ``Attributes`` in the docstring of the dataclass, or of a class that it inherits from, and under ``Args`` in that
 of a function; ``see ``NAME```` there is the meaning that NAME gives. What an option of a group is
 stands at the top of its YAML file. ``python tests/docs/configuring_page.py`` writes the page; its first part is ``configuring_head.md``.
@@ -164,35 +166,84 @@ def options(group: str) -> dict[str, str]:
     return found
 
 
+def marked(text: str) -> str:
+    """A text in which nothing is markup; what looks like YAML is code."""
+    code = r"`[^`]*`|\b_target_\b|\{[^}]*\}+|<\w+>(?:/<\w+>)*/?|\w+/<\w+>[/<>\w]*"
+    parts = re.split(f"({code})", text)  # a text, a code, a text ...
+    return "".join(f"`{part.strip('`')}`" if n % 2 else part.replace("*", "\\*") for n, part in enumerate(parts))
+
+
 def table(columns: str, rows: list[list[str]]) -> str:
-    """A table in Markdown. Nothing in it is markup; what looks like YAML is code."""
-    code = r"`[^`]*`|\{[^}]*\}+|<\w+>(?:/<\w+>)*/?|\w+/<\w+>[/<>\w]*"
+    """A table in Markdown."""
     lines = [columns, "|---" * (columns.count("|") - 1) + "|"]
-    for row in rows:
-        marked = (re.sub(code, lambda m: f"`{m[0].strip('`')}`", cell).replace("|", "\\|").replace("*", "\\*") for cell in row)
-        lines.append(f"| {' | '.join(marked)} |")
+    lines += [f"| {' | '.join(marked(cell).replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
     return "\n".join(lines)
 
 
 def section(place: str, cls: type) -> str:
-    """The heading and the table of one dataclass."""
+    """The heading and the keys of one dataclass."""
     title = f"### `{place}`" if place else "### Of the run"
-    return f"{title}\n\n{table_of(keys(cls))}"
+    return f"{title}\n\n{listed(keys(cls))}"
 
 
-def table_of(keys: Iterable[Key]) -> str:
-    """A table of keys."""
-    rows = [[f"`{key.name}`", key.kind, key.default, key.meaning.rstrip(".")] for key in keys]
-    return table("| key | type | default | meaning |", rows)
+SHOWN = {"whole number": r"`-?\d+`", "number": r"`-?\d+(\.\d+|e).*`", "true, false": "`(true|false)`", "word": "`[^\\[].*`|``"}
+"""The defaults that show their type."""
 
 
-def of_targets(*groups: str) -> list[str]:
-    """The heading and the table of each option of these groups: its arguments."""
-    found = {option: (option.partition("=")[0], target) for option, target in targets(*groups).items()}
-    return [
-        f"### `{group}`, `{option}`\n\n{table_of(arguments(target, BY_POSITION.get(group, 0)))}"
-        for option, (group, target) in found.items()
-    ]
+def type_of(key: Key) -> str:
+    """The type in parentheses, where neither the default nor the meaning says it."""
+    kinds = key.kind.split(", or ")
+    if key.default == "`null`" or re.search(r"\bnull\b", key.meaning):
+        kinds = [kind for kind in kinds if kind != "null"]
+    if all(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", key.meaning) for word in re.findall("`([^`]+)`", key.kind)):
+        kinds = [kind for kind in kinds if not kind.startswith("`")]
+    if not kinds or (len(kinds) == 1 and re.fullmatch(SHOWN.get(kinds[0], "(?!)"), key.default)):
+        return ""
+    return f"({', or '.join(dict.fromkeys(kinds))}) "
+
+
+def listed(keys: Iterable[Key]) -> str:
+    """A list of keys: as typed with the default, and the meaning."""
+    lines = []
+    for key in keys:
+        default = {"must be given": "=…", "": ""}.get(key.default, f"={key.default.strip('`')}")
+        lines.append(f"- `{key.name}{default}`: {marked(type_of(key) + key.meaning.rstrip('.'))}")
+    return "\n".join(lines)
+
+
+def shared(tables: Iterable[list[Key]]) -> dict[tuple[str, str, str], Key]:
+    """The keys that two or more tables explain in the same words, with the default that most of them have. One meaning for each name."""
+    found: dict[tuple[str, str, str], list[Key]] = {}
+    for key in (key for table in tables for key in table):
+        found.setdefault((key.name, key.kind, key.meaning), []).append(key)
+    often = {same: max(keys, key=keys.count) for same, keys in found.items() if len(keys) > 1}
+    names = [key.name for key in often.values()]
+    return {same: key for same, key in often.items() if names.count(key.name) == 1}
+
+
+def of_several(title: str, tables: Mapping[str, list[Key]], common: Iterable[Key] = ()) -> list[str]:
+    """One list of what the ``tables`` share, with ``common`` before it, and for each of them its other keys."""
+    once = shared(tables.values())
+    parts = [f"### {title}\n\n{listed([*common, *once.values()])}"] if once or common else []
+    for name, keys in tables.items():
+        part = [f"### `{name}`"]
+        names = []
+        for key in keys:
+            if same := once.get((key.name, key.kind, key.meaning)):
+                default = "" if key.default == same.default else f"={key.default.strip('`')}"
+                names.append(f"`{key.name}{default}`")
+        if names:
+            part.append(f"As above: {', '.join(names)}.")
+        if own := [key for key in keys if (key.name, key.kind, key.meaning) not in once]:
+            part.append(listed(own))
+        parts.append("\n\n".join(part))
+    return parts
+
+
+def of_targets(group: str, title: str, common: Iterable[Key] = ()) -> list[str]:
+    """The arguments of the options of a group."""
+    positional = BY_POSITION.get(group, 0)
+    return of_several(title, {option: arguments(target, positional) for option, target in targets(group).items()}, common)
 
 
 def page() -> str:
@@ -202,17 +253,19 @@ def page() -> str:
         rows = [[f"`{name}`", says] for name, says in options(group).items()]
         parts.append(f"### `{group}=`\n\n{table('| option | what |', rows)}")
     parts.append(
-        "## Keys\n\nA key of a group is typed with the group before it: `model.embed_dim=64`. Options of groups have other defaults."
+        "## Keys\n\nA key of a group is typed with the group before it: `model.embed_dim=64`. The lists show each key with its default; "
+        "`=…` must be given. The YAML file of an option may set another one. The default shows the type: `4` is a whole number, `0.5` a number, "
+        "`true` true or false, `gelu` a word, and `null` without more says that a word may be given. Parentheses hold any other type."
     )
     parts += [section(place, cls) for place, cls in sections()]
     parts.append(section("model", TransformerConfig))
-    parts += of_targets("objective", "optimizer", "schedule")
+    for group in ("objective", "optimizer", "schedule"):
+        parts += of_targets(group, f"`{group}`, of several options")
     parts.append(section("optimizer.rules[]", ParameterRule))
-    parts.append(f"### `data`, of every data set\n\n{table_of(LOADING)}")
-    parts += of_targets("data")
+    parts += of_targets("data", "`data`, of several data sets", LOADING)
     parts += [section(place, cls) for place, cls in sections(AblationConfig, "ablation")]
-    parts.append("## The other programs\n\nThey take `key=value` as well, and no files. `--help` prints these tables.")
-    parts += [section(f"{name}.py", cls) for name, cls in PROGRAMS.items()]
+    parts.append("## The other programs\n\nThey take `key=value` as well, and no files. `--help` prints these keys.")
+    parts += of_several("Of several programs", {f"{name}.py": keys(cls) for name, cls in PROGRAMS.items()})
     return "\n\n".join(parts) + "\n"
 
 

@@ -30,6 +30,13 @@ def test_every_argument_of_a_target_has_a_meaning(option):
     assert set(made.explained(target)) - set(made.FROM_THE_RUN) == set(found) - set(made.FROM_THE_RUN)
 
 
+@pytest.mark.parametrize("option", TARGETS)
+def test_the_page_names_every_argument_of_a_target_below_its_option(option):
+    target, positional = TARGETS[option], made.BY_POSITION.get(option.partition("=")[0], 0)
+    part = made.page().partition(f"### `{option}`\n")[2].partition("\n#")[0]
+    assert [key.name for key in made.arguments(target, positional) if f"`{key.name}" not in part] == []
+
+
 @pytest.mark.parametrize("group", made.GROUPS)
 def test_every_option_says_what_it_is(group):
     assert [name for name, says in made.options(group).items() if not says] == []

@@ -101,7 +101,7 @@ def view(
 
     Args:
         model: a model, an attention layer or a block; attention weights (B, H, L, S), (H, L, S) or (L, S) as a tensor or an
-            array, or a list of such, one for each layer; a snapshot, or snapshots of one model over training
+            array, or a list of such, one for each layer (a weight of 0 counts as masked); a snapshot, or snapshots of one model over training
             (``read_snapshots``). To compare two, pass a dict of them by name.
         inputs: a text (with ``tokenizer``), the first argument of the model (ids (L,) or (B, L); for a layer or block, x (L, E) or
             (B, L, E)), or a dict of the model's inputs. None if ``model`` is not a module.
