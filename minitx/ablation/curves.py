@@ -99,7 +99,7 @@ def beside(arms: int, arm: int, seeds: int, seed: int) -> float:
 
 def threshold_panel(findings: Findings, listed: Sequence[Finding]) -> Figure:
     """Draw the thresholds of some findings of one comparison in one panel."""
-    figure, axes = panels(1, 1, width=5.6, height=3.2)
+    figure, axes = panels(1, 1, width=7.6, height=3.2)  # as wide as the legend
     law = listed[0].comparison.law
     assert law is not None
     draw_thresholds(axes[0, 0], findings.grid, listed)

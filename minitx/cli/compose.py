@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -81,7 +82,25 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
     from minitx.training.nodes import check_nodes, with_defaults  # which find the targets, and with them torch
 
     check_nodes(config)
+    _check_parts(config, typed)
     return with_defaults(config)
+
+
+def _check_parts(config: RunConfig, typed: Iterable[str]) -> None:
+    """Raise a ConfigError if something was typed that a LightningModule does by itself."""
+    parts = ("objective", "optimizer", "schedule", "on_nonfinite")
+    words = [word for word in typed if re.split(r"[.=]", word.lstrip("+~"))[0] in parts]
+    if not words or config.model["_target_"] == MODEL:
+        return
+    from lightning.pytorch import LightningModule
+
+    from minitx.training.nodes import target_of
+
+    found = target_of(config.model, "model")
+    if isinstance(found, type) and issubclass(found, LightningModule):
+        raise ConfigError(
+            f"{words[0]} does not apply to {found.__name__}, a LightningModule with optimizers and losses of its own: its arguments are model.NAME"
+        )
 
 
 def _without_leftovers(values: dict[str, Any], typed: Iterable[str]) -> dict[str, Any]:

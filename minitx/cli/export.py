@@ -80,7 +80,7 @@ def _template(data: Mapping[str, Any], tokenizer: Tokenizer, file: str | None) -
     if file is not None:
         require(Path(file).is_file(), f"chat_template={file} is not a file that exists")
         return Path(file).read_text(encoding="utf-8")
-    return (data.get("template") or tokenizer.chat_template or TEMPLATE) if _name(data) == "chat" else None
+    return (data.get("template") or tokenizer.chat_template or TEMPLATE) if _name(data) == "chat" else tokenizer.chat_template
 
 
 def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:

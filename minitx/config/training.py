@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from minitx.config.schema import (
     Config,
@@ -121,6 +121,14 @@ REPLACED = {
 }
 """Arguments of Lightning's Trainer that are not allowed in ``trainer.extra``, and the keys that take their place."""
 
+OF_LIGHTNING = (
+    *("barebones", "benchmark", "check_val_every_n_epoch", "detect_anomaly", "enable_model_summary", "fast_dev_run"),
+    *("gradient_clip_algorithm", "inference_mode", "limit_predict_batches", "limit_test_batches", "limit_train_batches"),
+    *("max_time", "min_epochs", "min_steps", "model_registry", "num_sanity_val_steps", "reload_dataloaders_every_n_epochs"),
+    *("sync_batchnorm", "use_distributed_sampler"),
+)
+"""Its other arguments, for messages."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Config):
@@ -139,10 +147,10 @@ class TrainerConfig(Config):
         shard: with sharded, the names of the classes whose modules are sharded one by one; []: the blocks of our models, and the
             layers that a model of transformers names.
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
-        accumulate: micro-batches per step. data.batch_size stays the global batch.
+        accumulate: micro-batches per step. data.batch_size of a Task stays the global batch; of a LightningDataModule it is a micro-batch.
         clip: largest global gradient norm, for any optimizer; null: off.
-        val_every: steps between validations. There is always one at the end; 0: only at the end; null: 250, or with max_epochs
-            after each epoch.
+        val_every: steps between validations. A Task has always one at the end; 0: only at the end; null: 250, or with
+            max_epochs after each epoch.
         val_batches: number of validation batches, from the first row on; null: all rows.
         val_batch_size: rows of a validation batch; null: data.batch_size.
         log_every: steps between rows of metrics.csv.
@@ -161,6 +169,10 @@ class TrainerConfig(Config):
         extra: any other argument of Lightning's Trainer, which no key here takes the place of.
     """
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {
+        **{name: f"it is called {key}" for name, key in REPLACED.items() if not key.endswith(f".{name}")},
+        **{name: f"it is an argument of Lightning's Trainer, {{path}}extra.{name}" for name in OF_LIGHTNING},
+    }
     max_steps: Count | None = None
     max_epochs: Count | None = None
     devices: Count = 1

@@ -502,7 +502,8 @@ def tokenised(
         require(corpus_stem(path) == stem, f"{said} changed while it was read; start again")
         return {**record, "floors": ngram_floors(*token_arrays(file, record), made_by.vocab_size)}
 
-    return cached(file, said, build)
+    train, val, kept, record = cached(file, said, build)
+    return train, val, known or kept, record  # their ids are equal; the files beside a known one may have changed
 
 
 def cached(

@@ -139,6 +139,8 @@ class Rows(Split):
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
         """See ``Split``."""
         rows = self._read(items, draw)
+        said = f"{self.task.name}: rows must be dicts of arrays, such as {{'input_ids': ..., 'labels': ...}}, got a {type(rows[0]).__name__}"
+        require(isinstance(rows[0], Mapping), said)
         batch = {key: self._tensor(key, [row.get(key) for row in rows]) for key in rows[0]}
         for key, mask in self.task.key_masks.items():
             if key in batch and batch[key].dim() == 2 and mask not in rows[0]:

@@ -56,16 +56,19 @@ class Tokenizer:
         end_id: the id of ``<|endoftext|>``, or None.
         characters: the characters that a character model knows, sorted; None for other models.
         chat_template: the chat template beside its file, or None.
+        special_tokens: the texts of the special tokens that ``tokenizer_config.json`` beside its file names, such as ``pad_token``.
     """
 
-    def __init__(self, serialized: str, chat_template: str | None = None) -> None:
+    def __init__(
+        self, serialized: str, chat_template: str | None = None, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
         import tokenizers
 
         try:
             self._model = tokenizers.Tokenizer.from_str(serialized)
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"tokenizers cannot read it: {first_line(error)}") from None
-        self.chat_template = chat_template
+        self.chat_template, self.special_tokens = chat_template, dict(special_tokens or {})
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True  # read special tokens in a text as text; the JSON does not store it
@@ -85,8 +88,12 @@ class Tokenizer:
             self._table = np.zeros(max(codepoints, default=0) + 2, dtype=np.uint32)  # the last entry stays unknown
             self._table[codepoints] = np.arange(1, len(codepoints) + 1, dtype=np.uint32)
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, str | None]]:
-        return type(self), (self._model.to_str(), self.chat_template)  # a plain copy would lose encode_special_tokens
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, str | None, dict[str, str]]]:
+        return type(self), (
+            self._model.to_str(),
+            self.chat_template,
+            self.special_tokens,
+        )  # a plain copy would lose encode_special_tokens
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of ``text``, shape (number of tokens,), uint32. An unknown character of a character model is 0.
@@ -163,8 +170,8 @@ class Tokenizer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data from which ``from_dict`` makes an equal tokenizer."""
-        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
-        return {"kind": "tokenizers", "json": self._model.to_str(), **template}
+        beside = {"chat_template": self.chat_template, "special_tokens": self.special_tokens}
+        return {"kind": "tokenizers", "json": self._model.to_str(), **{name: value for name, value in beside.items() if value}}
 
 
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
@@ -175,12 +182,12 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """
     if values.get("kind") != "tokenizers":
         raise ValueError(f"tokenizer kind={values.get('kind')} is not known; tokenizers is wanted")
-    return Tokenizer(values["json"], values.get("chat_template"))
+    return Tokenizer(values["json"], values.get("chat_template"), values.get("special_tokens"))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """Return the SHA-256 of the tokenizer's plain data: equal fingerprints mean equal ids."""
-    ids = {name: value for name, value in tokenizer.to_dict().items() if name != "chat_template"}
+    ids = {name: value for name, value in tokenizer.to_dict().items() if name in ("kind", "json")}
     return hashlib.sha256(json.dumps(ids, sort_keys=True).encode()).hexdigest()
 
 
@@ -272,21 +279,36 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
-        return Tokenizer(file.read_text(encoding="utf-8"), _chat_template(file.parent))
+        settings = _settings(file.parent)
+        return Tokenizer(file.read_text(encoding="utf-8"), _chat_template(file.parent, settings), _special_tokens(settings))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; a tokenizer.json is wanted") from None
     except ValueError as error:
         raise ConfigError(f"{file} is no tokenizer.json: {first_line(error)}") from None
 
 
-def _chat_template(folder: Path) -> str | None:
+def _settings(folder: Path) -> dict[str, Any]:
+    """The content of ``tokenizer_config.json``, or nothing."""
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    try:
-        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError):
-        return None
+    found = settings.get("chat_template")
     return found if isinstance(found, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """A token is its text, or a dict with its ``content``."""
+    roles = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+    found = {role: settings[role] for role in sorted(roles & settings.keys())}
+    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in found.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
 def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:

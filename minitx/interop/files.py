@@ -151,6 +151,11 @@ def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mappin
     tokens = {f"{role}_token": added[id] for role, found in ids.items() for id in found[:1] if id in added}
     if unknown := file["model"].get("unk_token"):
         tokens = {"eos_token": unknown, **tokens, "unk_token": unknown}  # lm-eval asks for an eos_token
+    known = set(file["model"].get("vocab", {})) | set(added.values())
+    beside = getattr(
+        tokenizer, "special_tokens", {}
+    )  # what the folder of the tokenizer says, for roles that nothing above fills
+    tokens = {**{role: text for role, text in beside.items() if text in known}, **tokens}
     if hasattr(tokenizer, "mark_ids"):
         first = tokens.get("cls_token") if loader == "AutoModelForSequenceClassification" else None
         file["post_processor"] = None if first is None else _first_token(first, tokens.get("eos_token", first), file)

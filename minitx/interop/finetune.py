@@ -78,7 +78,7 @@ def pretrained_hf(
             run, the data decide. Default: the class that ``config.json`` names. A head that the folder does not have is new.
         adopt: put our attention core under the model (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
         scale: the score scale of an adopted model, as in ``set_scale``. ``own``: that of the model.
-        fold_scale: multiply the weights of the queries so that the model with the new scale starts as the same function.
+        fold_scale: multiply the weights of queries and keys so that the model with the new scale starts as the same function.
         lora: train a low-rank adapter only (Hu et al. 2021, arXiv:2106.09685), by the package ``peft``. A number is the rank r, with
             ``lora_alpha`` = 2r on all linear layers but the head. ``Lora`` has more of its arguments.
         attention: how a model that is not adopted computes attention.

@@ -148,7 +148,8 @@ def evaluate(
     if isinstance(network, LightningModule):
         name = type(network).__name__
         raise ConfigError(
-            f"model: {name} is a LightningModule, which evaluates itself: train.py with evaluation.test and its data"
+            f"model: {name} is a LightningModule, which evaluates itself: "
+            "train.py with its experiment, output_dir=FOLDER, ckpt_path=last and evaluation.test=last"
         )
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
     task, source = _open(data, batch_size)

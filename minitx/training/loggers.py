@@ -265,6 +265,8 @@ def summary(trainer: L.Trainer, config: RunConfig, module: L.LightningModule, da
     every = {None: "after each epoch", 0: "at the end"}.get(
         options.val_every, f"every {options.val_every:,}" if options.val_every else ""
     )
+    if (epochs := options.extra.get("check_val_every_n_epoch")) and options.val_every is None:
+        every = f"every {epochs} epochs"
     tokenizer = data.task.tokenizer if isinstance(data, DataModule) else None
     lines = {
         "model": describe_model(ours.network if ours else module),

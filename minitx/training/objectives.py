@@ -208,11 +208,15 @@ def build_objective(node: Any) -> Objective:
     both are flattened to (targets, classes) and (targets,).
 
     Raises:
-        ConfigError: the target cannot be built, or the loss averages.
+        ConfigError: the target cannot be built, the loss averages, or has weights that are to be trained.
     """
     found = build_callable(node, "objective", arguments=2) if is_part(node) else node
     if not callable(found):
         raise ConfigError(f"objective={type(found).__name__} must be callable: (logits, batch) to a sum over the targets")
+    if isinstance(found, nn.Module) and (names := [name for name, p in found.named_parameters() if p.requires_grad]):
+        raise ConfigError(
+            f"objective: {type(found).__name__} has a weight {names[0]}, which no optimizer trains: put it into the model"
+        )
     if isinstance(found, nn.Module) and type(found).__module__.startswith("torch.nn."):
         reduction = getattr(found, "reduction", None)
         if reduction != "sum":

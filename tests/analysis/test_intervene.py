@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
-from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, patch_heads
+from minitx.analysis import capture, head_heatmap, intervene, knock_out_heads, logit_lens, patch_heads, take_snapshot
 from minitx.nn import MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
 from tests.analysis.models import CHANGEABLE, IDS, Checkpointed, model_of, records_of, translation_of
@@ -327,3 +327,30 @@ def test_a_stream_that_changes_its_shape_and_a_model_without_blocks_have_no_lens
         logit_lens(model, input_ids=IDS)
     with pytest.raises(ValueError, match="Linear has no Block"):
         logit_lens(nn.Linear(3, 3), input=torch.randn(2, 3))
+
+
+def test_what_a_function_returns_must_be_a_tensor_and_a_loss_one_number_for_each_row():
+    model = model_of()
+    with pytest.raises(ValueError, match="must return a tensor, got NoneType"), intervene(model, "heads", lambda h: None):
+        model(IDS)
+    for loss in (lambda m: 1.0, lambda m: m(IDS).mean(), lambda m: m(IDS).mean(-1)):
+        with pytest.raises(ValueError, match=r"loss must return one number for each row, \(n,\), got"):
+            knock_out_heads(model, loss)
+    inputs = {"input_ids": IDS}
+    with pytest.raises(ValueError, match=r"score must return one number for each row, \(n,\), got \(\)"):
+        patch_heads(model, inputs, inputs, lambda logits: logits.mean())
+    with (
+        pytest.raises(ValueError, match=r"positions=\[True, False\] must be some of"),
+        intervene(model, "heads", 0.0, positions=[True, False]),
+    ):
+        model(IDS)
+
+
+def test_a_snapshot_is_one_line_and_what_is_none_is_said():
+    model = model_of()
+    snapshot = take_snapshot(model, IDS)
+    assert repr(snapshot) == "Snapshot(2 maps, input_ids 2 x 5, step=None)"
+    with pytest.raises(ValueError, match=r"inputs must be a tensor, such as ids .*, got list"):
+        take_snapshot(model, [[1, 2, 3]])
+    with pytest.raises(TypeError, match=r"take_snapshot\(model, inputs\) returns, got DecoderLM"):
+        head_heatmap(model, 0, 0)

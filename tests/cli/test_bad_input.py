@@ -39,6 +39,8 @@ COMPOSED = {
     "model.d_k=8": "Set model.num_heads, or model.head_dim",
     "model.d_model=8": "model.embed_dim",
     "model.d_ff=8": "model.ffn_dim",
+    "trainer.gradient_clip_val=1": "it is called trainer.clip",
+    "trainer.fast_dev_run=true": "trainer.extra.fast_dev_run",
     "model.dropout=nan": "model.dropout=nan",
     "model.init=lecunn": "did you mean lecun?",
     "optimizer.lr=0": "optimizer.lr=0.0 must be positive",

@@ -12,7 +12,7 @@ import transformers
 
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
-from minitx.interop import load_hf, save_hf, save_pretrained
+from minitx.interop import load_hf, release_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
 from minitx.training.checkpoints import load_model, read_checkpoint, write_checkpoint
 from minitx.training.loggers import read_metrics
@@ -109,10 +109,31 @@ def test_a_model_as_it_is_is_exported_as_its_own_library_saves_it(cli, output, t
     assert "GPT2LMHeadModel" in (place / "out" / "README.md").read_text()
 
 
-def test_a_model_as_it_is_with_another_score_scale_is_not_exported(cli, assert_refused, theirs, place):
-    assert cli(*as_it_is(theirs, "model.adopt=true", "model.scale=unscaled", "model.fold_scale=true")).code == 0
-    assert_refused("score scale was changed", f"ckpt_path={LAST}", "output=out", program="export")
-    assert not (place / "out").exists()
+def test_an_exported_model_keeps_the_special_tokens_and_the_template_of_the_folder_it_came_from(cli, output, theirs, place):
+    settings = {"pad_token": {"content": "God"}, "unk_token": "the", "mask_token": "nowhere", "chat_template": "{{ messages }}"}
+    known = json.loads((theirs / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    settings["pad_token"]["content"], settings["unk_token"] = sorted(known)[40:42]
+    (theirs / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    assert cli(*as_it_is(theirs)).code == 0
+    shutil.rmtree(theirs)
+    output("export", f"ckpt_path={LAST}", "output=out")
+    found = transformers.AutoTokenizer.from_pretrained(place / "out")
+    assert (found.pad_token, found.unk_token) == tuple(sorted(known)[40:42])
+    assert found.mask_token is None and found.chat_template == "{{ messages }}"
+    assert len({len(row) for row in found(["the Word", "God"], padding=True).input_ids}) == 1
+
+
+@pytest.mark.parametrize("more", [[], ["model.fold_scale=true"], ["model.lora=2"]], ids=["set", "folded", "with LoRA"])
+def test_another_score_scale_is_folded_into_the_weights_that_are_exported(cli, output, theirs, place, more):
+    assert cli(*as_it_is(theirs, "model.adopt=true", "model.scale=20", *more)).code == 0
+    output("export", f"ckpt_path={LAST}", "output=out")
+    network, tokenizer, _ = load_model(LAST)
+    ids = torch.tensor([tokenizer.encode("the Word was God").tolist()])
+    again = transformers.AutoModelForCausalLM.from_pretrained(place / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, network(input_ids=ids).logits, rtol=0, atol=1e-5)
+        if "model.fold_scale=true" not in more:  # whose scores are tiny
+            assert (again(ids).logits - release_hf(network)(input_ids=ids).logits).abs().max() > 1e-4
 
 
 def test_fine_tuning_needs_a_model(assert_refused, place):

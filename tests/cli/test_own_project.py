@@ -262,6 +262,8 @@ def test_a_project_in_the_shape_of_the_template_moves_over_with_one_yaml_file(cl
     assert json.loads((place / "run" / "result.json").read_text())["steps"] == 63
     found = cli(*arguments("digits", "trainer.stop_at={value: 0.5}"))
     assert_named(found, "trainer.stop_at does not apply to DigitsLitModule")
+    for word in ("optimizer.lr=1e-3", "schedule=cosine", "objective.label_smoothing=0.1"):
+        assert_named(cli(*arguments("digits", word)), f"{word} does not apply to DigitsLitModule")
     found = cli(LAST, "trust=true", program="evaluate")
     assert_named(found, "model: DigitsLitModule is a LightningModule, which evaluates itself")
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")

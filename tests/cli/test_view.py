@@ -228,6 +228,7 @@ def test_the_answers_without_each_head_are_those_of_a_model_whose_head_gives_zer
 def test_heads_are_knocked_out_only_where_an_answer_can_change(assert_refused, folders, runs, last):
     assert_refused("gives no answer", f"model={folders / 'bert'}", "text=the", "knock_out=true", program="view")
     assert_refused("nothing/here", "ckpt_path=nothing/here", "knock_out=true", program="view")
+    assert_refused("must end in .html", last("text"), "text=a", "output=a.txt", program="view")
     assert_refused("not for a film", last("text"), "text=a", "knock_out=true", "output=a.gif", program="view")
 
 

@@ -50,7 +50,12 @@ def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("objective", "said"), [(3, "objective=int must be callable"), (torch.nn.MSELoss(), "reduction=mean must be")]
+    ("objective", "said"),
+    [
+        (3, "objective=int must be callable"),
+        (torch.nn.Bilinear(1, 1, 1), "Bilinear has a weight weight, which no optimizer trains"),
+        (torch.nn.MSELoss(), "reduction=mean must be"),
+    ],
 )
 def test_an_objective_that_is_no_sum_is_refused(objective, said):
     with pytest.raises(ConfigError, match=said):
