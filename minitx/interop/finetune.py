@@ -39,10 +39,13 @@ class Lora:
     """Arguments of ``peft.LoraConfig`` for ``pretrained_hf``.
 
     Attributes:
-        r: the rank. lora_alpha: the factor of the adapter, divided by r; ``null``: 2r. lora_dropout: before the adapter.
+        r: the rank.
+        lora_alpha: the factor of the adapter, divided by r; ``null``: 2r.
+        lora_dropout: the probability of dropout before the adapter.
         target_modules: names of the layers that get an adapter, a regular expression for them, or ``all-linear``: all but the head.
         modules_to_save: names of other modules to train. The new head of a classifier is trained in any case.
-        use_rslora, use_dora: variants of LoRA.
+        use_rslora: divide by √r instead of r (Kalajdzievski 2023, arXiv:2312.03732).
+        use_dora: learn direction and size apart (Liu et al. 2024, arXiv:2402.09353).
     """
 
     r: int = 8

@@ -30,6 +30,7 @@ from minitx.config import ParameterRule, Part, RunConfig, TransformerConfig, to_
 from minitx.data.tables import Where
 from minitx.data.task import tokenizer_of
 from minitx.data.tokenizers import Tokenizer
+from minitx.interop.finetune import Lora, pretrained_hf
 from minitx.training import optimizers
 from minitx.training.build import DEFAULT_BATCH_SIZE
 from minitx.training.nodes import BY_POSITION, FROM_THE_RUN, target_of
@@ -117,14 +118,15 @@ def explained(thing: Any) -> dict[str, str]:
     return found
 
 
-def arguments(target: Any, positional: int = 0) -> list[Key]:
-    """The arguments of a target, without the first ``positional`` ones and those that the run passes."""
+def arguments(target: Any, positional: int = 0, without: Iterable[str] = ()) -> list[Key]:
+    """The arguments of a target, without the first ``positional`` ones, those that the run passes, and ``without``."""
+    hidden = {*without, *(FROM_THE_RUN if positional else ())}
     said, hints = explained(target), typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
     named = list(inspect.signature(target).parameters.items())[positional:]
     return [
         Key(name, kind_of(hints[name]), default_of(one.default), said.get(name, ""))
         for name, one in named
-        if not positional or name not in FROM_THE_RUN
+        if name not in hidden
     ]
 
 
@@ -259,6 +261,9 @@ def page() -> str:
     )
     parts += [section(place, cls) for place, cls in sections()]
     parts.append(section("model", TransformerConfig))
+    of_data = ("task", "num_labels", "pad_id", "tokenizer")
+    parts.append(f"### `model=hf`\n\n{listed(arguments(pretrained_hf, without=of_data))}")
+    parts.append(section("model.lora", Lora))
     for group in ("objective", "optimizer", "schedule"):
         parts += of_targets(group, f"`{group}`, of several options")
     parts.append(section("optimizer.rules[]", ParameterRule))
