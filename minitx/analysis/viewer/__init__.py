@@ -114,8 +114,8 @@ def view(
             takes one forward pass for each head.
         height: of the frame, in pixels. Default: the whole map is visible if the frame is at least 940 pixels wide.
 
-    Above the map stands the token that the model expects after each position, if it is a causal language model: its attention over
-    these tokens is causal, its output is logits (B, L, V), and V is its ``config.vocab_size``.
+    With ``tokenizer`` or ``knock_out``, the token that the model expects after each position stands above the map, if it is a causal
+    language model: its attention over these tokens is causal, its output is logits (B, L, V), and V is its ``config.vocab_size``.
 
     Returns:
         An object that a notebook shows, with ``page`` (HTML) and ``save(path)``.
@@ -157,7 +157,7 @@ def view(
             texts = {axis: [[tokenizer.decode([number]) for number in ids] for ids in batch[axis].tolist()]}
         device = next((parameter.device for parameter in one.parameters()), torch.device("cpu"))
         placed = {key: given.to(device) if isinstance(given, Tensor) else given for key, given in batch.items()}
-        asked = _next_tokens(one, batch, tokenizer)
+        asked = _next_tokens(one, batch, tokenizer) if knock_out or tokenizer is not None else None
         snapshot = take_snapshot(one, placed, tokens=texts, asked=asked)
         if asked is None or not _is_causal(snapshot, asked.axis):
             asked, snapshot = None, replace(snapshot, answers=None)
