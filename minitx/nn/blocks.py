@@ -103,6 +103,10 @@ class Residual(nn.Module):
         super().__init__()
         if norm_position not in NORM_POSITIONS:
             raise ValueError(f"norm_position={norm_position!r} must be one of {', '.join(NORM_POSITIONS)}")
+        if isinstance(norm, nn.Module):
+            raise TypeError(
+                f"norm builds one norm, such as lambda: nn.LayerNorm(E), and a {type(norm).__name__} is one already"
+            )
         self.norm_position, self.residual_scale = norm_position, residual_scale
         self.norm_first = norm_position in ("pre", "sandwich")
         self.norm = norm()

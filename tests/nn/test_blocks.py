@@ -184,3 +184,8 @@ def test_an_attention_that_returns_its_weights_too_gives_the_block_its_output(pa
     h = h + Mean()(h, memory)
     want = h if parallel else h + plain.feedforward(plain.feedforward_residual.norm(h))
     torch.testing.assert_close(plain(x, **options), want, rtol=0, atol=1e-13)
+
+
+def test_a_norm_in_place_of_a_function_that_builds_norms_is_refused():
+    with pytest.raises(TypeError, match="a LayerNorm is one already"):
+        build(norm=nn.LayerNorm(E))
