@@ -388,18 +388,25 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. It is a class of its own, so that its state has its own key."""
+    """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. It is a class of its own, so that its state has its own key.
 
-    def __init__(self, folder: Path, monitor: str = "val_loss", mode: str = "min") -> None:
+    If it is ``needed`` later, the first validation that does not log ``monitor`` ends the run.
+    """
+
+    def __init__(self, folder: Path, monitor: str = "val_loss", mode: str = "min", *, needed: bool = False) -> None:
         options: dict[str, Any] = {"monitor": monitor, "mode": mode, "save_on_train_epoch_end": False}
         super().__init__(dirpath=folder, filename="best", enable_version_counter=False, **options)
+        self.needed = needed
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:
             super().on_validation_end(trainer, pl_module)
         else:
             names = ", ".join(trainer.callback_metrics) or "nothing"
-            log.warning("no best.ckpt: trainer.monitor=%s is not logged; what is logged: %s", self.monitor, names)
+            said = f"no best.ckpt: trainer.monitor={self.monitor} is not logged; what is logged: {names}"
+            if self.needed:
+                raise ConfigError(f"evaluation.test=best: {said}")
+            log.warning(said)
 
 
 # --- samples

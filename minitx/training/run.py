@@ -116,7 +116,8 @@ def build_callbacks(
     if config.callbacks.progress:
         own.append(progress())
     if options.ckpt_every:
-        own.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode))
+        needed = config.evaluation.test == "best"
+        own.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode, needed=needed))
     own.append(WandbExtras(state["config"], folder, **to_dict(config.callbacks.wandb)))
     path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
     last = LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every, state)

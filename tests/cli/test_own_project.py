@@ -264,6 +264,10 @@ def test_a_project_in_the_shape_of_the_template_moves_over_with_one_yaml_file(cl
     assert_named(found, "trainer.stop_at does not apply to DigitsLitModule")
     for word in ("optimizer.lr=1e-3", "schedule=cosine", "objective.label_smoothing=0.1"):
         assert_named(cli(*arguments("digits", word)), f"{word} does not apply to DigitsLitModule")
+    found = cli(
+        *arguments("digits", "trainer.accelerator=cpu", "trainer.monitor=nothing", "evaluation.test=best", "output_dir=none")
+    )
+    assert_named(found, "evaluation.test=best: no best.ckpt: trainer.monitor=nothing is not logged; what is logged: ")
     found = cli(LAST, "trust=true", program="evaluate")
     assert_named(found, "model: DigitsLitModule is a LightningModule, which evaluates itself")
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
