@@ -129,6 +129,47 @@ def real_model() -> dict[str, Any]:
     return {**ratios, "real formula": formula(found, "sgd", "64", 0.5)}
 
 
+def text_model() -> dict[str, Any]:
+    """Character models on text: the ratios of the largest stable rates, and from scratch the loss without the scale minus that with it."""
+    runs = read("text/cells.jsonl.xz")
+    found = rates(runs, by_loss=True)
+    result: dict[str, Any] = {}
+    for study in ("adamw", "sgd"):
+        seeds = sorted({key[-1] for key in found if key[0] == study})
+        pairs = [(found[study, "inv_sqrt", "128", "all", seed], found[study, "unscaled", "128", "all", seed]) for seed in seeds]
+        result[f"text {study}"] = median(above / below for above, below in pairs)
+    for init in ("lecun", "gpt2"):
+        losses = {
+            (run["arm"], run["factors"]["lr"], run["seed"]): run["result"]["val_loss"]
+            for run in runs
+            if run["study"] == "scratch" and run["factors"]["init"] == init
+        }
+        result[f"text loss {init}"] = difference_of_losses(losses)
+        result[f"text rates {init}"] = best_rate(losses, "inv_sqrt") / best_rate(losses, "unscaled")
+    return result
+
+
+def best_rate(losses: dict[tuple[str, str, int], float], arm: str) -> float:
+    """The rate with the smallest mean loss."""
+    by_rate: dict[float, list[float]] = {}
+    for (one, rate, _), loss in losses.items():
+        if one == arm:
+            by_rate.setdefault(float(rate), []).append(loss)
+    return min(by_rate, key=lambda rate: statistics.mean(by_rate[rate]))
+
+
+def difference_of_losses(losses: dict[tuple[str, str, int], float]) -> Ratio:
+    """The median over the seeds, the smallest and the largest; each arm at the rate with the smallest mean on the other seeds."""
+    seeds, rates_ = sorted({seed for *_, seed in losses}), sorted({rate for _, rate, _ in losses}, key=float)
+
+    def loss_of(arm: str, seed: int) -> float:
+        others = {key: loss for key, loss in losses.items() if key[-1] != seed}
+        return next(losses[arm, rate, seed] for rate in rates_ if float(rate) == best_rate(others, arm))
+
+    found = sorted(loss_of("unscaled", seed) - loss_of("inv_sqrt", seed) for seed in seeds)
+    return Ratio(statistics.median(found), found[0], found[-1], len(found))
+
+
 def exponent(found: Rates, study: str, widths: Sequence[str] = ("8", "32", "128", "512")) -> tuple[float, float, float]:
     """The slope of ln(ratio) on ln(d_k): the mean of the seeds, and the ends of its 95 % interval (Student's t)."""
     seeds = sorted({key[-1] for key in found if key[0] == study})
@@ -238,7 +279,7 @@ def numbers() -> dict[str, Any]:
     """The largest stable rates, the ratios and the formula's values, by name."""
     found = rates(read("limits/cells.jsonl.xz"))
     result: dict[str, Any] = {f"steps {init}": ratio_of_steps(of) for init, of in from_scratch().items()}
-    result |= real_model()
+    result |= real_model() | text_model()
     steps_by_init = by_init()
     result |= {f"steps {init}": ratio for init, ratio in steps_by_init.items()} | {"even": crossing(steps_by_init)}
     for study, (_, power) in OPTIMIZERS.items():
@@ -260,23 +301,26 @@ def numbers() -> dict[str, Any]:
 def answer(found: dict[str, Any]) -> dict[str, str]:
     """README's answer, by the name of the page. The words "no more" need a range that ends at 1 or below."""
     assert found["steps gpt2"].high <= 1
-    adamw, sgd, start = found["adamw 128"], found["sgd 128"], found["steps lecun"]
-    low = f"{found['adamw 8'].median:.1f}", f"{found['sgd 8'].median:.1f}"
+    adamw, sgd, start, lost = found["adamw 128"], found["sgd 128"], found["steps lecun"], found["text loss gpt2"].median
+    low, text = (
+        [f"{found[name].median:.1f}" for name in names] for names in (("adamw 8", "sgd 8"), ("text adamw", "text sgd"))
+    )
     return {
         "README.md": (
-            "Without the scale, every attention score is √d_k times larger. Two effects follow. **At the start**, if initial weights are "
-            f"large: with variance 1/width (LeCun), a one-head model (d_k = 128) needs {start.median:.1f} times as many steps of AdamW "
-            f"({start.told}) to learn a lookup; with GPT-2's smaller weights, our default, no more. **At every step**: an update moves the "
-            "scores further. We removed the scale from solved models without changing what they compute, and trained on. The largest "
-            f"rate without a collapse was {adamw.median:.1f} times smaller with AdamW ({adamw.told}) and {sgd.median:.0f} times with SGD "
-            f"({sgd.told}); d_k = 8: {low[0]} and {low[1]}. Smaller learning rates for W_Q and W_K undo this."
+            "Without the scale, attention scores are √d_k times larger. **At the start**, if initial weights are large: with variance "
+            f"1/width (LeCun), a one-head model (d_k = 128) needs {start.median:.1f} times the steps of AdamW ({start.told}) to learn a "
+            f"lookup; with GPT-2's weights, our default, no more, but text loses {lost:.2f} nats. **At every step** an update moves the "
+            "scores further. We removed it from trained models, keeping what they compute, and trained on. The largest rate without a "
+            f"collapse was {adamw.median:.1f} times smaller with AdamW ({adamw.told}) and {sgd.median:.0f} times with SGD ({sgd.told}); "
+            f"d_k = 8: {low[0]} and {low[1]}; text: {text[0]} and {text[1]}. Smaller rates for W_Q and W_K undo this."
         ),
         "README.zh.md": (
             "没有缩放，每个注意力分数都是原来的 √d_k 倍。这在两处起作用。**在起点**，当初始权重较大时：权重的方差取 1/宽度（LeCun）时，"
-            f"一个头（d_k = 128）的模型要学会查值，AdamW 需要 {start.median:.1f} 倍的步数（{start.told}）；用 GPT-2 较小的初始权重（minitx 的默认值），并不需要更多。"
+            f"一个头（d_k = 128）的模型要学会查值，AdamW 需要 {start.median:.1f} 倍的步数（{start.told}）；用 GPT-2 较小的初始权重（minitx 的默认值），并不需要更多，但在文本上多损失 {lost:.2f} nats。"
             "**在每一步**：一次更新使分数移动得更远。我们从已经学会的模型里去掉缩放，不改变它们算出的结果，再继续训练。不崩溃的最大学习率，"
             f"AdamW 下缩小到 1/{adamw.median:.1f}（倍数的范围 {adamw.told}），SGD 下缩小到 1/{sgd.median:.0f}（{sgd.told}）；"
-            f"d_k = 8 时分别是 1/{low[0]} 和 1/{low[1]}。把 W_Q 和 W_K 的学习率调小，就能抵消这一切。"
+            f"d_k = 8 时分别是 1/{low[0]} 和 1/{low[1]}；在文本上是 1/{text[0]} 和 1/{text[1]}。"
+            "把 W_Q 和 W_K 的学习率调小，就能抵消这一切。"
         ),
     }
 
@@ -285,6 +329,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     """What ``docs/why_scale.md`` and its Chinese page say in sentences."""
     lecun, gpt2 = found["steps lecun"], found["steps gpt2"]
     real, alone = found["real all"], found["real qk"]
+    adamw, sgd, lost, large = (found[f"text {name}"] for name in ("adamw", "sgd", "loss gpt2", "loss lecun"))
     inits = [f"{found[f'steps {init}'].median:.1f}" for init in INITS[1:]]
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
     low = {study: f"{found[f'{study} 8'].median:.2f}" for study in ("adamw", "sgd")}
@@ -295,6 +340,9 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"With LeCun's weights it needs {lecun.median:.1f} ({lecun.told}) times the steps.",
             f"deviation {', '.join(INITS[1:-1])} and {INITS[-1]} it needs {', '.join(inits[:-1])} and {inits[-1]} times (ten seeds)",
             f"equally fast near {even:.3f}, where unscaled logits have a standard deviation of {spread:.1f}",
+            f"scale it is 3.36 and 11.3 times at most; measured are {adamw.median:.2f} ({adamw.told}) with AdamW and {sgd.median:.2f} ({sgd.told}) with SGD",
+            f"loses {lost.median:.2f} ({lost.told}) nats with GPT-2's weights, and {large.median:.2f} ({large.told}) with LeCun's",
+            f"its best rate is {found['text rates gpt2']:.0f} times smaller",
             f"the formula gives {found['real formula']:.2f}, and {real.median:.2f} ({real.told}) is measured",
             f"With W_Q and W_K alone it is {alone.median:.1f}",
             f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
@@ -309,6 +357,9 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"用 LeCun 的权重，则是 {lecun.median:.1f} 倍（{lecun.told}）",
             f"标准差 {'、'.join(INITS[1:])} 时，分别是 {'、'.join(inits)} 倍（十个种子）",
             f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logits 的标准差是 {spread:.1f}",
+            f"上界是 3.36 和 11.3；测得的是 AdamW {adamw.median:.2f}（{adamw.told}），SGD {sgd.median:.2f}（{sgd.told}）",
+            f"用 GPT-2 的权重多损失 {lost.median:.2f}（{lost.told}）nats，用 LeCun 的多 {large.median:.2f}（{large.told}）",
+            f"最佳学习率小到 1/{found['text rates gpt2']:.0f}",
             f"公式给出 {found['real formula']:.2f}，测得 {real.median:.2f}（{real.told}）",
             f"只训练 W_Q 和 W_K 时是 {alone.median:.1f}",
             f"在 AdamW 下只缩小到 1/{low['adamw']}，在 SGD 下缩小到 1/{low['sgd']}",
