@@ -261,6 +261,19 @@ def test_every_script_answers_help_without_torch_or_anything_heavy(tmp_path):
         ), script
 
 
+def test_evaluating_generating_and_looking_load_no_lightning():
+    """It takes longer than what these programs do with a small checkpoint."""
+    modules = (
+        "minitx.training.evaluation",
+        "minitx.training.checkpoints",
+        "minitx.cli.inputs",
+        "minitx.generation",
+        "minitx.analysis.viewer",
+    )
+    code = f"import sys, {', '.join(modules)}; print({{'lightning', 'transformers'}} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
 def test_a_run_imports_nothing_heavy_of_its_own(tmp_path, monkeypatch):
     """What Lightning brings (torchmetrics, and with it scipy or transformers where they are installed) is not ours to refuse."""
     asked, real = set(), builtins.__import__

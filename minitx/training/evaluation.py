@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,21 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, EvaluationConfig, RunConfig
 from minitx.config.schema import require
 from minitx.data.batches import Address, ValSource
-from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, as_split, num_targets
 from minitx.generation import beam_search, generate
 from minitx.nn.modes import evaluating
 from minitx.training.build import Caller, network_of, rows_of_batch, to_float64
 from minitx.training.devices import whole_state
-from minitx.training.loggers import naming
-from minitx.training.module import TrainingModule
 from minitx.training.objectives import CrossEntropy, Objective, checked_sums
 
 if TYPE_CHECKING:
@@ -145,7 +141,10 @@ def evaluate(
     Raises:
         ConfigError: the network is a LightningModule.
     """
-    if isinstance(network, LightningModule):
+    lightning = sys.modules.get(
+        "lightning.pytorch"
+    )  # without it there is none; loading it takes longer than a short evaluation
+    if lightning is not None and isinstance(network, lightning.LightningModule):
         name = type(network).__name__
         raise ConfigError(
             f"model: {name} is a LightningModule, which evaluates itself: "
@@ -290,6 +289,8 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
 
 def report(found: Evaluation, folder: Path) -> None:
     """Write an evaluation to the log and to ``evaluation.json``."""
+    from minitx.training.loggers import naming
+
     path = folder / "evaluation.json"
     with naming(path):
         path.write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -300,8 +301,12 @@ def report(found: Evaluation, folder: Path) -> None:
 # --- after training
 
 
-def check_test(which: str | None, module: LightningModule, data: L.LightningDataModule) -> None:
+def check_test(which: str | None, module: L.LightningModule, data: L.LightningDataModule) -> None:
     """Raise a ConfigError if ``evaluation.test`` is set, and data or module have no test split."""
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    from minitx.data.datamodule import DataModule
+
     has_rows = data.task.test is not None if isinstance(data, DataModule) else is_overridden("test_dataloader", data)
     require(which is None or has_rows, f"evaluation.test={which}: the data have no test split")
     has_step = is_overridden("test_step", module)
@@ -310,7 +315,7 @@ def check_test(which: str | None, module: LightningModule, data: L.LightningData
 
 def evaluate_splits(
     trainer: L.Trainer,
-    module: LightningModule,
+    module: L.LightningModule,
     data: L.LightningDataModule,
     config: RunConfig,
     folder: Path,
@@ -321,6 +326,8 @@ def evaluate_splits(
     Raises:
         ConfigError: the best weights are to be tested, and there are none.
     """
+    from minitx.training.module import TrainingModule
+
     options, metrics = config.evaluation, dict(trainer.callback_metrics)
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
