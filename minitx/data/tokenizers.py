@@ -89,11 +89,8 @@ class Tokenizer:
             self._table[codepoints] = np.arange(1, len(codepoints) + 1, dtype=np.uint32)
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, str | None, dict[str, str]]]:
-        return type(self), (
-            self._model.to_str(),
-            self.chat_template,
-            self.special_tokens,
-        )  # a plain copy would lose encode_special_tokens
+        # a plain copy would lose encode_special_tokens
+        return type(self), (self._model.to_str(), self.chat_template, self.special_tokens)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of ``text``, shape (number of tokens,), uint32. An unknown character of a character model is 0.

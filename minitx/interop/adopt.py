@@ -127,9 +127,9 @@ class Adoption:
 class AdoptedCore(DotProductAttention):
     """The core of an adopted attention module. It has no parameters, so that state dicts stay as they are.
 
-    ``scale`` is None for the scale of the model, or what ``set_scale`` was given. ``own_scale`` is the model's own in
-    the last call, and ``own_factor`` the part of it by which the module had multiplied its queries before the call. ``is_cross`` is whether the running attention
-    module was given other states for its keys. ``folds`` are what ``fold_scale`` has multiplied.
+    ``scale`` is None for the scale of the model, or what ``set_scale`` was given. ``own_scale`` is the model's own in the last call,
+    and ``own_factor`` the part of it by which the module had multiplied its queries before the call. ``is_cross`` is whether the
+    running attention module was given other states for its keys. ``folds`` are what ``fold_scale`` has multiplied.
     """
 
     def __init__(self, adoption: Adoption, *, backend: str = "auto") -> None:
@@ -178,8 +178,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     Raises:
         TypeError: ``model`` contains no transformers model. ValueError: the model is adopted already, or its attention, or that
             of one of its layers, does not pass through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J,
-            LongT5), so that no other function can take its place. A later call that selects keys
-            with ``indices`` (DeepSeek V3.2) is refused, too.
+            LongT5), so that no other function can take its place. A later call that selects keys with ``indices``
+            (DeepSeek V3.2) is refused, too.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask

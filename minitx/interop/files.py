@@ -152,9 +152,8 @@ def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mappin
     if unknown := file["model"].get("unk_token"):
         tokens = {"eos_token": unknown, **tokens, "unk_token": unknown}  # lm-eval asks for an eos_token
     known = set(file["model"].get("vocab", {})) | set(added.values())
-    beside = getattr(
-        tokenizer, "special_tokens", {}
-    )  # what the folder of the tokenizer says, for roles that nothing above fills
+    # what the folder of the tokenizer says, for roles that nothing above fills
+    beside = getattr(tokenizer, "special_tokens", {})
     tokens = {**{role: text for role, text in beside.items() if text in known}, **tokens}
     if hasattr(tokenizer, "mark_ids"):
         first = tokens.get("cls_token") if loader == "AutoModelForSequenceClassification" else None

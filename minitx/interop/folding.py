@@ -127,10 +127,8 @@ def _folds_of(
         both[name] = [replace(of_query, ratio=math.copysign(share, ratios[name]))]
         if (of_key := _source_of(layer, key, (query, value))) is not None:
             both[name].append(replace(of_key, ratio=share))
-        elif ratios[name] != 1:
-            without = (
-                without or f"no projection or norm of {name} makes its keys and nothing else"
-            )  # they may be another layer's
+        elif ratios[name] != 1:  # its keys may be those of another layer
+            without = without or f"no projection or norm of {name} makes its keys and nothing else"
     if (reason := without or _why_shared(model, both)) and any(ratio != 1 for ratio in ratios.values()):
         if refused := _why_shared(model, queries):
             raise ValueError(f"cannot fold the scale: {refused}")

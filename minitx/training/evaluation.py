@@ -141,9 +141,8 @@ def evaluate(
     Raises:
         ConfigError: the network is a LightningModule.
     """
-    lightning = sys.modules.get(
-        "lightning.pytorch"
-    )  # without it there is none; loading it takes longer than a short evaluation
+    # without Lightning there is no such network, and to load it takes longer than a short evaluation
+    lightning = sys.modules.get("lightning.pytorch")
     if lightning is not None and isinstance(network, lightning.LightningModule):
         name = type(network).__name__
         raise ConfigError(

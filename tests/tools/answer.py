@@ -309,8 +309,8 @@ def answer(found: dict[str, Any]) -> dict[str, str]:
         "README.md": (
             "Without the scale, attention scores are √d_k times larger. **At the start**, if initial weights are large: with variance "
             f"1/width (LeCun), a one-head model (d_k = 128) needs {start.median:.1f} times the steps of AdamW ({start.told}) to learn a "
-            f"lookup; with GPT-2's weights, our default, no more, but text loses {lost:.2f} nats. **At every step** an update moves the "
-            "scores further. We removed it from trained models, keeping what they compute, and trained on. The largest rate without a "
+            f"lookup; with GPT-2's weights, our default, no more, but text models lose {lost:.2f} nats. **At every step** updates move "
+            "scores further. We removed the scale from trained models, keeping what they compute, and trained on. The largest rate without a "
             f"collapse was {adamw.median:.1f} times smaller with AdamW ({adamw.told}) and {sgd.median:.0f} times with SGD ({sgd.told}); "
             f"d_k = 8: {low[0]} and {low[1]}; text: {text[0]} and {text[1]}. Smaller rates for W_Q and W_K undo this."
         ),
