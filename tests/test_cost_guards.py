@@ -261,8 +261,8 @@ def test_every_script_answers_help_without_torch_or_anything_heavy(tmp_path):
         ), script
 
 
-def test_evaluating_generating_and_looking_load_no_lightning():
-    """It takes longer than what these programs do with a small checkpoint."""
+def test_evaluating_generating_and_looking_load_neither_lightning_nor_fsdp():
+    """They take longer than what these programs do with a small checkpoint."""
     modules = (
         "minitx.training.evaluation",
         "minitx.training.checkpoints",
@@ -270,7 +270,9 @@ def test_evaluating_generating_and_looking_load_no_lightning():
         "minitx.generation",
         "minitx.analysis.viewer",
     )
-    code = f"import sys, {', '.join(modules)}; print({{'lightning', 'transformers'}} & set(sys.modules))"
+    code = (
+        f"import sys, {', '.join(modules)}; print({{'lightning', 'transformers', 'torch.distributed.fsdp'}} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.data.corpus import data_dir
@@ -26,6 +23,8 @@ from minitx.nn.blocks import is_block
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 log = logging.getLogger(__name__)
 
@@ -290,6 +289,8 @@ def sharded_parts(network: nn.Module, classes: Sequence[str] = ()) -> list[nn.Mo
 
 def parallelize(network: nn.Module, mesh: DeviceMesh, classes: Sequence[str] = ()) -> None:
     """Shard the layers of ``network`` and the rest of it in place by FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
+    from torch.distributed.fsdp import fully_shard
+
     for part in sharded_parts(network, classes):
         fully_shard(part, mesh=mesh)
     fully_shard(network, mesh=mesh)
@@ -297,22 +298,30 @@ def parallelize(network: nn.Module, mesh: DeviceMesh, classes: Sequence[str] = (
 
 def set_gradient_sync(network: nn.Module, enabled: bool) -> None:
     """Make FSDP reduce gradients only after the last micro-batch of a step, like DDP. Its default is after every backward pass."""
-    if isinstance(network, FSDPModule):
-        network.set_requires_gradient_sync(enabled)
+    if set_sync := getattr(network, "set_requires_gradient_sync", None):  # an FSDPModule
+        set_sync(enabled)
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether it is a ``DTensor``. Its class is not asked for: importing it takes a second, which an evaluation need not wait."""
+    return hasattr(tensor, "full_tensor")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the local part of each tensor."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of all gradients of the whole model, on every process."""
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return _whole(torch.nn.utils.get_total_norm(gradients))
 
 
 def whole_state(network: nn.Module) -> dict[str, Tensor]:
     """Return the state dict with whole tensors on the CPU. This is a collective: all ranks must call it."""
     state = network.state_dict().items()
-    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu() for name, tensor in state}
+    return {name: _whole(tensor).cpu() for name, tensor in state}

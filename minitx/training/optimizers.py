@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as fused_adamw
 from torch.optim.lr_scheduler import LambdaLR
 
 from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
 from minitx.config.schema import Bound, Count, Natural, NotNegative, Positive, Share
+from minitx.training.devices import is_sharded
 from minitx.training.nodes import call, factory, named_by
 
 Rules = tuple[ParameterRule, ...]
@@ -62,7 +62,7 @@ def sgd(
         weight_decay, rules, head_dim: see ``adamw``. The factor ``eps`` of a rule has no effect.
     """
     groups = parameter_groups(network, lr=lr, weight_decay=weight_decay, rules=rules, head_dim=head_dim)
-    is_cut = any(isinstance(parameter, DTensor) for parameter in network.parameters())  # the fused kernel takes none of these
+    is_cut = any(is_sharded(parameter) for parameter in network.parameters())  # the fused kernel takes none of these
     return torch.optim.SGD(
         [{name: value for name, value in group.items() if name != "eps"} for group in groups],
         momentum=momentum,
