@@ -184,6 +184,10 @@ class Runs:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:
             nonfinite = error.step + 1
+        for (
+            optimizer
+        ) in trainer.optimizers:  # AdamW's moments are twice the model; the trainer and the module refer to each other, so
+            optimizer.state.clear()  # that Python's collector would free them some runs later
         return {
             "rate": rate,
             "stable": nonfinite is None and not watch.failed,

@@ -21,6 +21,7 @@ from minitx.config import ConfigError, ParameterRule, TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM
+from minitx.training.run import build_trainer
 
 TINY = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8",
         "data.batch_size=4", "model.embed_dim=32", "model.num_heads=2", "model.ffn_dim=8", "trainer.threads=1",
@@ -217,6 +218,16 @@ def test_weights_of_hugging_face_are_folded_and_the_start_is_checked(tmp_path):
         found = run_cell(cell.words(tmp_path), str(tmp_path / cell.hash), 4, False, False, cell.threshold)
         assert found["start_error"] < 1e-5 and found["start"] == pytest.approx(math.log(tokenizer.vocab_size), rel=0.1)
         assert found["low"] < found["high"] and not (tmp_path / cell.hash).exists()
+
+
+def test_a_run_leaves_no_moments_of_its_optimizer_behind(tmp_path, first, monkeypatch):
+    """Ten runs of one search on a model of 500 MB would hold ten times its moments."""
+    trainers = []
+    monkeypatch.setattr(thresholds, "build_trainer", lambda *given: trainers.append(build_trainer(*given)) or trainers[-1])
+    config = compose_config([*further(first), "optimizer.lr=0.01"])
+    found = measure_threshold(config, tmp_path, ThresholdConfig(first={"arm": 0.01}, **RULE))
+    assert len(trainers) == len(found["runs"]) and all(trainer.optimizers for trainer in trainers)
+    assert not any(optimizer.state for trainer in trainers for optimizer in trainer.optimizers)
 
 
 def test_a_threshold_that_was_stopped_goes_on_with_the_runs_it_has(tmp_path, first, monkeypatch):
