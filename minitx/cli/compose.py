@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -87,20 +86,27 @@ def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
 
 
 def _check_parts(config: RunConfig, typed: Iterable[str]) -> None:
-    """Raise a ConfigError if something was typed that a LightningModule does by itself."""
-    parts = ("objective", "optimizer", "schedule", "on_nonfinite")
-    words = [word for word in typed if re.split(r"[.=]", word.lstrip("+~"))[0] in parts]
-    if not words or config.model["_target_"] == MODEL:
-        return
-    from lightning.pytorch import LightningModule
+    """Raise a ConfigError if something was typed that a LightningModule or a LightningDataModule does by itself."""
+    from minitx.training.nodes import named_by, target_of
 
-    from minitx.training.nodes import target_of
+    names = {word.lstrip("+~").partition("=")[0]: word for word in typed}
+    of_model = [name for name in names if name.partition(".")[0] in ("objective", "optimizer", "schedule", "on_nonfinite")]
+    loading = [name for name in names if name in ("data.batch_size", "data.num_workers", "trainer.val_batch_size")]
+    for part, kind, typed_names, has in (
+        ("model", "LightningModule", of_model, "optimizers and losses"),
+        ("data", "LightningDataModule", loading, "loaders"),
+    ):
+        found = target_of(getattr(config, part), part) if typed_names else None
+        if not isinstance(found, type):
+            continue
+        import lightning.pytorch
 
-    found = target_of(config.model, "model")
-    if isinstance(found, type) and issubclass(found, LightningModule):
-        raise ConfigError(
-            f"{words[0]} does not apply to {found.__name__}, a LightningModule with optimizers and losses of its own: its arguments are model.NAME"
-        )
+        heard = {f"{part}.{name}" for name in named_by(getattr(config, part), part)}
+        unheard = [name for name in typed_names if name not in heard]
+        if unheard and issubclass(found, getattr(lightning.pytorch, kind)):
+            raise ConfigError(
+                f"{names[unheard[0]]} does not apply to {found.__name__}, a {kind} with {has} of its own: its arguments are {part}.NAME"
+            )
 
 
 def _without_leftovers(values: dict[str, Any], typed: Iterable[str]) -> dict[str, Any]:
