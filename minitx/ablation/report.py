@@ -297,7 +297,10 @@ def _runs(findings: Findings) -> Table:
     grid, rows = findings.grid, []
     for name, study in grid.studies.items():
         runs, done = findings.runs.select(name), findings.runs.select(name, status="done")
-        levels = [f"{say.words(grid, f).rstrip(':')}: {', '.join(say.words(grid, n) for n in names)}" for f, names in study.factors.items()]
+        levels = [
+            f"{say.words(grid, f).rstrip(':')}: {', '.join(say.words(grid, n) for n in names)}"
+            for f, names in study.factors.items()
+        ]
         if done:
             row = {"study": say.title(grid, name), "arms": ", ".join(say.words(grid, arm) for arm in study.arms)}
             row |= {
