@@ -347,10 +347,15 @@ def chosen_names(names: Sequence[str], layers: Layers, layer_of_name: Mapping[st
 
 
 def warn_of_silence(model: nn.Module, ran: Mapping[str, Any]) -> None:
-    """Warn of layers in which no hook ran. ``ran`` holds, by name of a module, whether its hook ran."""
+    """Warn of layers in which no hook ran, or that have left the model. ``ran`` holds, by name of a module, whether its hook ran."""
     places = layers_of(model)
-    heard = {places[name] for name, did in ran.items() if did}
-    silent = [name for name in ran if places[name] not in heard]
+    heard = {places[name] for name, did in ran.items() if did and name in places}
+    if gone := [name for name in ran if name not in places]:
+        warnings.warn(
+            f"{', '.join(gone)} left the model (release_hf) while the context was open: what ran later was not recorded or changed",
+            stacklevel=4,
+        )
+    silent = [name for name in ran if name in places and places[name] not in heard]
     if silent:
         warnings.warn(
             f"{', '.join(silent)} did not run while the context was open, so nothing was recorded or changed there. What was "

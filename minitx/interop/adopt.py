@@ -216,24 +216,21 @@ def release_hf(model: nn.Module) -> nn.Module:
     """Undo ``adopt_hf``: remove the cores, give the modules their own configs and scales back, and undo ``fold_scale``.
 
     Raises:
-        ValueError: the model is not adopted, or is a part of the model that was adopted. RuntimeError: a core has hooks, for
-            example of a ``capture`` or an ``intervene`` that is still open.
+        ValueError: the model is not adopted, or is a part of the model that was adopted.
     """
     holders = [module for module in model.modules() if isinstance(vars(module).get("adoption"), Adoption)]
     roots: list[Any] = [module for module in holders if not isinstance(module, AdoptedCore)]
     adoptions = [root.adoption for root in roots]
-    cores = adopted_cores(model)
+    cores = adopted_cores(model).values()
     if not roots:
         raise ValueError(f"{type(model).__name__} is {'a part of an adopted model' if cores else 'not adopted'}")
-    if hooked := [name for name, module in cores.items() if module.core._forward_pre_hooks or module.core._forward_hooks]:
-        raise RuntimeError(f"{hooked[0]}.core has hooks: leave capture or intervene before release_hf")
     originals = {id(copied): original for adoption in adoptions for copied, original in adoption.configs}
     for module in model.modules():
         for name, value in vars(module).items():
             if id(value) in originals:
                 setattr(module, name, originals[id(value)])
         vars(module).pop("is_block", None)
-    for module in cores.values():
+    for module in cores:
         if module.core.adoption in adoptions:
             for fold in reversed(module.core.folds):
                 fold.apply(undo=True)
