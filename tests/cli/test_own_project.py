@@ -278,6 +278,7 @@ def test_a_project_in_the_shape_of_the_template_moves_over_with_one_yaml_file(cl
     assert_named(found, "trainer.stop_at does not apply to DigitsLitModule")
     for word in ("optimizer.lr=1e-3", "schedule=cosine", "objective.label_smoothing=0.1"):
         assert_named(cli(*arguments("digits", word)), f"{word} does not apply to DigitsLitModule")
+    assert cli(*words[:-1], "debug=one_step", "evaluation.test=best", "output_dir=one").code == 0
     assert_named(cli(*arguments("digits", "trainer.val_batch_size=7")), "trainer.val_batch_size=7 does not apply to Digits")
     found = cli(
         *arguments("digits", "trainer.accelerator=cpu", "trainer.monitor=nothing", "evaluation.test=best", "output_dir=none")

@@ -12,11 +12,12 @@ It reads the raw runs and uses none of the lab's code. ``tests/tools/test_answer
   the scale when only W_Q and W_K train, or only the rest, and b = d_k^¼ (AdamW) or √d_k (SGD).
 - A ratio of steps: the steps from scratch until the mean accuracy of 16 steps (1,024 answers) reaches 90 %, without the scale over
   with it. With LeCun's weights twelve seeds, six of ``docs/scaling_ablation/record.jsonl.xz`` and six of ``norms``, at the rates that
-  both have; with GPT-2's the six of the former. Each arm runs at the rate that needs the fewest steps on the *other* seeds
-  (mean; a run that does not get there counts as 1,500 steps).
+  both have; with GPT-2's sixteen, six of the former and ten of ``init`` (standard deviation 0.02). Each arm runs at the rate that needs
+  the fewest steps on the *other* seeds (mean; a run that does not get there counts as 1,500 steps).
 
 A number is the median of the seeds, and its range that of the median by order statistics with at least 95 %: from the smallest to the
-largest of six to eight seeds, from the second to the second largest of nine to eleven.
+largest of six to eight seeds, from the second to the second largest of nine to eleven, from the third of twelve to fourteen, and from
+the fourth of fifteen and sixteen.
 """
 
 from __future__ import annotations
