@@ -118,16 +118,20 @@ def ratio_of_rates(found: Rates, study: str, d_k: str, above: str = "inv_sqrt", 
 
 
 def real_model() -> dict[str, Any]:
-    """SmolLM2-135M with SGD: the ratio with all weights trained, with W_Q and W_K alone, and the formula's for the former."""
+    """SmolLM2-135M: the ratio with all weights trained, with W_Q and W_K alone, and the formula's for the former."""
     found = rates(read("real/cells.jsonl.xz"), by_loss=True)
-    seeds = sorted({key[-1] for key in found})
-    ratios = {
-        f"real {part}": median(
-            found["sgd", "inv_sqrt", "64", part, seed] / found["sgd", "unscaled", "64", part, seed] for seed in seeds
-        )
-        for part in ("all", "qk")
-    }
-    return {**ratios, "real formula": formula(found, "sgd", "64", 0.5)}
+    result: dict[str, Any] = {}
+    for study, power in (("sgd", 0.5), ("adamw", 0.25)):
+        for part in ("all", "qk"):
+            with_scale, without = (
+                {key[-1]: rate for key, rate in found.items() if key[:4] == (study, arm, "64", part)}
+                for arm in ("inv_sqrt", "unscaled")
+            )
+            ratios = [with_scale[seed] / rate for seed, rate in without.items()]
+            result[f"real {study} {part}"] = median(ratios)
+            result[f"real {study} {part} seeds"] = f"{min(ratios):.2f}–{max(ratios):.2f}"
+        result[f"real {study} formula"] = formula(found, study, "64", power)
+    return result
 
 
 def text_model() -> dict[str, Any]:
@@ -329,7 +333,7 @@ def answer(found: dict[str, Any]) -> dict[str, str]:
 def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     """What ``docs/why_scale.md`` and its Chinese page say in sentences."""
     lecun, gpt2 = found["steps lecun"], found["steps gpt2"]
-    real, alone = found["real all"], found["real qk"]
+    real, alone = found["real sgd all"], found["real sgd qk"]
     adamw, sgd, lost, large = (found[f"text {name}"] for name in ("adamw", "sgd", "loss gpt2", "loss lecun"))
     inits = [f"{found[f'steps {init}'].median:.1f}" for init in INITS[1:]]
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
@@ -344,8 +348,10 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"scale it is 3.36 and 11.3 times at most; measured are {adamw.median:.2f} ({adamw.told}) with AdamW and {sgd.median:.2f} ({sgd.told}) with SGD",
             f"loses {lost.median:.2f} ({lost.told}) nats with GPT-2's weights, and {large.median:.2f} ({large.told}) with LeCun's",
             f"its best rate is {found['text rates gpt2']:.0f} times smaller",
-            f"the formula gives {found['real formula']:.2f}, and {real.median:.2f} ({real.told}) is measured",
+            f"the formula gives {found['real sgd formula']:.2f}, and {real.median:.2f} ({real.told}) is measured",
             f"With W_Q and W_K alone it is {alone.median:.1f}",
+            f"With AdamW the formula gives {found['real adamw formula']:.2f}, and {found['real adamw all'].median:.2f} "
+            f"({found['real adamw all seeds']}) is measured; alone it is {found['real adamw qk'].median:.2f}",
             f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
             f"larger rate than 1/√d_k: {found['1/d_k 8'].median:.1f} times at d_k 8, {found['1/d_k 128'].median:.1f} times at 128",
@@ -361,8 +367,10 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"上界是 3.36 和 11.3；测得的是 AdamW {adamw.median:.2f}（{adamw.told}），SGD {sgd.median:.2f}（{sgd.told}）",
             f"用 GPT-2 的权重多损失 {lost.median:.2f}（{lost.told}）nats，用 LeCun 的多 {large.median:.2f}（{large.told}）",
             f"最佳学习率小到 1/{found['text rates gpt2']:.0f}",
-            f"公式给出 {found['real formula']:.2f}，测得 {real.median:.2f}（{real.told}）",
+            f"公式给出 {found['real sgd formula']:.2f}，测得 {real.median:.2f}（{real.told}）",
             f"只训练 W_Q 和 W_K 时是 {alone.median:.1f}",
+            f"用 AdamW 时公式给出 {found['real adamw formula']:.2f}，测得 {found['real adamw all'].median:.2f}"
+            f"（{found['real adamw all seeds']}），只训练 W_Q 和 W_K 时是 {found['real adamw qk'].median:.2f}",
             f"在 AdamW 下只缩小到 1/{low['adamw']}，在 SGD 下缩小到 1/{low['sgd']}",
             f"η_QK 是 η_R 的 1/{parts[0]:.1f} 到 1/{parts[-1]:.1f}",
             f"d_k 为 8 时是 1/√d_k 的 {found['1/d_k 8'].median:.1f} 倍，d_k 为 128 时是 {found['1/d_k 128'].median:.1f} 倍",
