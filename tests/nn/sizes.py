@@ -52,6 +52,14 @@ def assert_same(got, want, tolerance=1e-12):
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
+def assert_same_with_gradients(got, want, leaves, tolerance=1e-12):
+    """Equal, and so are the gradients of one random sum of them."""
+    cotangent = torch.randn_like(want)
+    answers = [(out, *torch.autograd.grad(out, leaves, cotangent, retain_graph=True)) for out in (got, want)]
+    for ours, theirs in zip(*answers, strict=True):
+        assert_same(ours, theirs, tolerance)
+
+
 def torch_layer(**options):
     """torch.nn.MultiheadAttention with biases that are not zero; float64."""
     layer = nn.MultiheadAttention(12, 3, **{"batch_first": True, "dtype": torch.float64, **options})

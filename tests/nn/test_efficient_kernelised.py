@@ -4,18 +4,15 @@ import math
 
 import pytest
 import torch
-from test_efficient_call import HKV, B, D, H, draw
+from sizes import assert_same, assert_same_with_gradients
+from test_efficient_call import BUILD, HKV, B, D, H, draw, run
 
 from minitx.analysis.counting import fit_exponent
 from minitx.nn import Causal, Padding
 from minitx.nn.efficient import LinearAttention, PerformerAttention, approximation_error
-from minitx.nn.functional import make_call
+from minitx.testing import DTYPES
 
 DOUBLE = torch.float64
-
-
-def run(core, q, k, v, mask=None, **options):
-    return core(make_call(q, k, v, mask, **options))
 
 
 def quadratic(kernel, value, visible):
@@ -49,29 +46,25 @@ def test_it_equals_its_own_quadratic_formula_with_gradients(kind, shape, chunk_s
     kernel = elu_kernel if kind == "linear" else favor_kernel(core)
     real = torch.ones(B, S, dtype=torch.bool)
     real[0, S // 2 :] = real[1, :2] = False
-    masks = [None, Padding(real)] + ([Causal(), Causal() & Padding(real)] if L <= S else [])
-    for mask in masks:
+    for mask in [None, Padding(real)] + ([Causal(), Causal() & Padding(real)] if L <= S else []):
         q, k, v = draw(L, S, DOUBLE)
         visible = torch.ones(1, 1, L, S, dtype=torch.bool) if mask is None else mask.dense(L, S, batch_size=B)
         visible = visible.expand(B, 1, L, S)
         full = visible.any(-1, keepdim=True)
-        got = run(core, q, k, v, mask, scale=scale)
+        got = run(core, (q, k, v), mask, scale=scale)
         exact = torch.where(full, quadratic(kernel(q, k, scale), v, visible | ~full), 0.0)
-        torch.testing.assert_close(got, exact, rtol=0, atol=1e-12)
-        cotangent = torch.randn_like(got)
-        for ours, theirs in zip(*(torch.autograd.grad(x, (q, k, v), cotangent) for x in (got, exact)), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+        assert_same(got, exact)
+        assert_same_with_gradients(got, exact, (q, k, v), tolerance=1e-11)
 
 
-@pytest.mark.parametrize(
-    "core", [LinearAttention(chunk_size=4), PerformerAttention(D, chunk_size=4)], ids=["linear", "performer"]
-)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_no_magnitude_of_queries_and_keys_gives_a_number_that_is_not_finite(core, dtype):
+@pytest.mark.parametrize("kind", ["linear", "performer"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_magnitude_of_queries_and_keys_gives_a_number_that_is_not_finite(kind, dtype):
+    core = BUILD[kind]()
     for size in (0.0, 30.0, 1000.0):
         for mask in (None, Causal()):
             q, k, v = draw(11, 11, dtype, size)
-            out = run(core, q, k, v, mask, scale=1.0)
+            out = run(core, (q, k, v), mask, scale=1.0)
             assert torch.isfinite(out).all()
             assert out.abs().max() <= v.abs().max() * 1.01  # a weighted mean
             assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
@@ -82,8 +75,8 @@ def test_very_negative_queries_and_keys_keep_their_weights():
     q = torch.full((1, 1, 1, 1), -120.0)
     k = torch.tensor([-120.0, -119.0]).view(1, 1, 2, 1)
     v = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
-    assert run(LinearAttention(), q, k, v, scale=1.0).item() == pytest.approx(math.e / (1 + math.e), rel=1e-5)
-    assert run(LinearAttention(), q, k, v, Causal(), scale=1.0).item() == pytest.approx(math.e / (1 + math.e), rel=1e-5)
+    for mask in (None, Causal()):
+        assert run(LinearAttention(), (q, k, v), mask, scale=1.0).item() == pytest.approx(math.e / (1 + math.e), rel=1e-5)
 
 
 @pytest.mark.parametrize(("head_dim", "num_features"), [(5, 13), (8, 64)])
@@ -123,4 +116,4 @@ def test_the_draw_follows_the_generator_and_travels_in_the_checkpoint():
     assert not list(first.parameters())
     second.load_state_dict(first.state_dict())
     q, k, v = draw(7, 7, DOUBLE)
-    assert torch.equal(run(first, q, k, v), run(second, q, k, v))
+    assert torch.equal(run(first, (q, k, v)), run(second, (q, k, v)))
