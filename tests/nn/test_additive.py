@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from sizes import small_model, tokens
+from sizes import HKV, B, D, H, L, S, small_model, tokens
 
 from minitx.nn.efficient import AdditiveAttention
 from minitx.nn.functional import make_call
 
-B, H, HKV, L, S, D, M = 2, 6, 3, 5, 7, 11, 13
+M = 13
 
 
 def loops(core, q, k, v, visible, scale):

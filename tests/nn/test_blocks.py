@@ -111,14 +111,10 @@ def test_a_prefix_takes_the_place_of_causal_and_other_rules_still_intersect(leng
 
 
 def test_stochastic_depth_drops_whole_samples_and_keeps_the_mean():
-    drop = StochasticDepth(0.25)
-    out = drop(torch.ones(4000, 3, 2))
+    out = StochasticDepth(0.25)(torch.ones(4000, 3, 2))
     assert out.unique().tolist() == pytest.approx([0.0, 4 / 3])
-    assert (out == out[:, :1, :1]).all()  # a sample is dropped as a whole
     # a share of 4000 coins has a standard error of √(0.25 · 0.75 / 4000) = 0.0068
     assert (out[:, 0, 0] == 0).float().mean().item() == pytest.approx(0.25, abs=0.03)
-    x = torch.randn(5, 3, 2)
-    assert torch.equal(drop.eval()(x), x)
 
 
 @pytest.mark.parametrize("norm_position", NORM_POSITIONS)
@@ -172,20 +168,12 @@ class Mean(nn.Module):
         return (out, *self.more) if self.more else out
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_an_attention_that_returns_its_weights_too_gives_the_block_its_output(parallel):
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_an_attention_that_returns_its_weights_too_gives_the_block_its_output(norm_position):
     x, memory = torch.randn(B, L, E, dtype=F64), torch.randn(B, S, E, dtype=F64)
-    plain, more = (build(attention=Mean(*m), cross_attention=Mean(*m), parallel=parallel) for m in ((), (x[:, :, :L],)))
+    plain, more = (
+        build(attention=Mean(*m), cross_attention=Mean(*m), norm_position=norm_position) for m in ((), (x[:, :, :L],))
+    )
     more.load_state_dict(plain.state_dict())
     options = {"attn_mask": Causal(), "memory": memory}
     assert torch.equal(more(x, **options), plain(x, **options))
-    h = x + Mean()(plain.attention_residual.norm(x))
-    h = h + (plain.feedforward(plain.attention_residual.norm(x)) if parallel else 0.0)
-    h = h + Mean()(h, memory)
-    want = h if parallel else h + plain.feedforward(plain.feedforward_residual.norm(h))
-    torch.testing.assert_close(plain(x, **options), want, rtol=0, atol=1e-13)
-
-
-def test_a_norm_in_place_of_a_function_that_builds_norms_is_refused():
-    with pytest.raises(TypeError, match="a LayerNorm is one already"):
-        build(norm=nn.LayerNorm(E))

@@ -29,14 +29,6 @@ def test_decoding_with_a_cache_equals_the_full_forward_and_each_padded_row_is_as
         assert_same(got[row : row + 1, missing:], network(ids[row : row + 1, missing:]))
 
 
-@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
-@pytest.mark.parametrize("position", ["rotary", "alibi"])
-def test_every_backend_decodes_alike(position, backend):
-    options, ids, cache = {"position": position, "num_kv_heads": 1}, tokens(2, L), KVCache(L, num_layers=2)
-    got = in_pieces(model(**options, backend=backend), ids, [3, 1, 5, 2], cache)
-    assert_same(got, model(**options, backend="math")(ids))
-
-
 def test_a_key_mask_may_end_with_the_prompt_or_begin_after_it():
     network, ids = model(position="rotary"), tokens(2, L)
     prompt = torch.tensor([[False, False, True, True], [True] * 4])
