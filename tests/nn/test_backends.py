@@ -9,24 +9,9 @@ from sizes import DV, FUSED_CPU, HKV, B, D, H, L, OpRecorder, S, grids
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad as fwAD
 
+import minitx.nn as mx
 from minitx import testing
 from minitx.config import TransformerConfig
-from minitx.nn import (
-    BlockSparse,
-    Causal,
-    DecoderLM,
-    Documents,
-    DotProductAttention,
-    Mask,
-    Padding,
-    PrefixLM,
-    SlidingWindow,
-    backend_names,
-    explain_backends,
-    register_backend,
-    scaled_dot_product_attention,
-    unregister_backend,
-)
 from minitx.nn.functional import make_call
 from minitx.testing import DTYPES, tolerance
 
@@ -40,7 +25,7 @@ EMPTY = grids(lambda b, h, t, j, i: i not in (0, 3) and j != 2)
 BLOCKS = torch.arange(9 * H).view(H, 3, 3) % 4 > 0
 
 
-class Odd(Mask):
+class Odd(mx.Mask):
     """Says nothing about tiles, and is no dataclass."""
 
     def visible(self, batch, head, row, key, offset):
@@ -50,16 +35,16 @@ class Odd(Mask):
 MASKS = {  # attn_mask, is_causal, the same rule in plain numbers
     "none": (None, False, lambda b, h, t, j, i: True),
     "causal": (None, True, lambda b, h, t, j, i: j <= t),
-    "right padding and causal": (Padding(RIGHT), True, lambda b, h, t, j, i: bool(RIGHT[b, j]) and j <= t),
-    "documents and causal": (Documents(IDS), True, lambda b, h, t, j, i: j <= t and bool(IDS[b, t] == IDS[b, j])),
-    "prefix per row": (PrefixLM(LENGTHS), False, lambda b, h, t, j, i: j <= t or j < int(LENGTHS[b])),
+    "right padding and causal": (mx.Padding(RIGHT), True, lambda b, h, t, j, i: bool(RIGHT[b, j]) and j <= t),
+    "documents and causal": (mx.Documents(IDS), True, lambda b, h, t, j, i: j <= t and bool(IDS[b, t] == IDS[b, j])),
+    "prefix per row": (mx.PrefixLM(LENGTHS), False, lambda b, h, t, j, i: j <= t or j < int(LENGTHS[b])),
     "dense (L, 1)": (EMPTY[0, 0, :, :1], False, lambda b, h, t, j, i: i not in (0, 3)),
     "dense (1, H, L, S) and causal": (CELLS[:1], True, lambda b, h, t, j, i: j <= t and bool(CELLS[0, h, i, j])),
     "empty rows": (EMPTY, False, lambda b, h, t, j, i: i not in (0, 3) and j != 2),
-    "blocks by head": (BlockSparse(BLOCKS, 3), False, lambda b, h, t, j, i: bool(BLOCKS[h, t // 3, j // 3])),
+    "blocks by head": (mx.BlockSparse(BLOCKS, 3), False, lambda b, h, t, j, i: bool(BLOCKS[h, t // 3, j // 3])),
     "a rule of a user": (Odd(), True, lambda b, h, t, j, i: j <= t and (i + j) % 2 == 1),
     "everything": (
-        Padding(LEFT) & SlidingWindow(4) & (Documents(IDS) | PrefixLM(5)),
+        mx.Padding(LEFT) & mx.SlidingWindow(4) & (mx.Documents(IDS) | mx.PrefixLM(5)),
         True,
         lambda b, h, t, j, i: bool(LEFT[b, j]) and 0 <= t - j < 4 and (bool(IDS[b, t] == IDS[b, j]) or j <= t or j < 5),
     ),
@@ -127,7 +112,7 @@ def test_masks_and_options_together_equal_the_float64_loops_forward_and_backward
     detached = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
 
     def kernel(query, key, value, *, attn_mask, **extra):
-        return scaled_dot_product_attention(query, key, value, rule, 0.0, is_causal, backend=backend, **extra)
+        return mx.scaled_dot_product_attention(query, key, value, rule, 0.0, is_causal, backend=backend, **extra)
 
     results = judge(kernel, detached, rows=L, keys=S, heads=(H, HKV), value_width=options.get("value_width", 8))
     wanted = "refused" if backend == "sdpa" and option == "all at once" else "passed"
@@ -137,16 +122,16 @@ def test_masks_and_options_together_equal_the_float64_loops_forward_and_backward
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_square_causal_call_survives_a_scale_of_zero(backend, judge):
     # the fused kernel multiplies its own -inf by the scale: -inf * 0 is NaN; a negative one is in test_testing.py
-    results = judge(functools.partial(scaled_dot_product_attention, backend=backend), {"scale": 0.0, "is_causal": True})
+    results = judge(functools.partial(mx.scaled_dot_product_attention, backend=backend), {"scale": 0.0, "is_causal": True})
     assert {status for status, *_ in results} == {"passed"}, results
 
 
 KEY_2 = torch.zeros(L, S).masked_fill(torch.arange(S) == 2, -math.inf)
 HIDES = {  # mask, bias, and which keys they hide from all queries
-    "padding": (Padding(LEFT) & Causal(), None, (0, slice(None), slice(2))),
+    "padding": (mx.Padding(LEFT) & mx.Causal(), None, (0, slice(None), slice(2))),
     "key head": (grids(lambda b, h, t, j, i: h // 2 != 1 or j != 3), None, (slice(None), 1, 3)),
     "bias": (None, KEY_2, (slice(None), slice(None), 2)),
-    "bias beside a mask": (Padding(RIGHT), KEY_2, (slice(None), slice(None), 2)),
+    "bias beside a mask": (mx.Padding(RIGHT), KEY_2, (slice(None), slice(None), 2)),
 }
 
 
@@ -165,7 +150,7 @@ class TestContract:
         results = []
         for leaves in (clean, dirty):
             options = {"attn_bias": bias, "backend": backend, "need_weights": True}
-            out, weights = scaled_dot_product_attention(*leaves.values(), mask, **options)
+            out, weights = mx.scaled_dot_product_attention(*leaves.values(), mask, **options)
             results.append((out, weights, *gradients(out, cotangent, leaves).values()))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -173,8 +158,8 @@ class TestContract:
         for dtype in DTYPES:
             bias = torch.zeros(B, H, L, S, dtype=dtype).masked_fill(~EMPTY, -math.inf).requires_grad_()
             leaves, cotangent = tensors(dtype)
-            biased = scaled_dot_product_attention(*leaves.values(), attn_bias=bias, backend=backend)
-            masked = scaled_dot_product_attention(*leaves.values(), EMPTY, attn_bias=torch.zeros_like(bias), backend=backend)
+            biased = mx.scaled_dot_product_attention(*leaves.values(), attn_bias=bias, backend=backend)
+            masked = mx.scaled_dot_product_attention(*leaves.values(), EMPTY, attn_bias=torch.zeros_like(bias), backend=backend)
             exact = masked.detach().double()
             torch.testing.assert_close(biased, masked, rtol=0, atol=tolerance(exact, exact, dtype))
             (grad,) = torch.autograd.grad(biased, bias, cotangent)
@@ -182,7 +167,7 @@ class TestContract:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_a_float32_bias_beyond_half_precision_is_not_turned_into_infinity(self, backend, dtype):
-        call = functools.partial(scaled_dot_product_attention, *tensors(dtype)[0].values(), backend=backend)
+        call = functools.partial(mx.scaled_dot_product_attention, *tensors(dtype)[0].values(), backend=backend)
         everywhere = torch.full((L, S), -1e5)
         # float32 keeps 1e5 to 1/128, so the scores themselves move by half of that
         torch.testing.assert_close(call(attn_bias=everywhere), call(), rtol=0, atol=0.02)
@@ -195,8 +180,8 @@ class TestContract:
     def test_asking_for_weights_changes_no_bit_weights_times_values_are_the_output_and_empty_rows_are_zero(self, backend, mask):
         attn_mask, is_causal, rule = MASKS[mask]
         (q, k, v), visible = tensors(torch.float64)[0].values(), grids(rule)
-        plain = scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, backend=backend)
-        out, weights = scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, backend=backend, need_weights=True)
+        plain = mx.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, backend=backend)
+        out, weights = mx.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, backend=backend, need_weights=True)
         assert torch.equal(out, plain)
         assert not weights[~visible].any() and not out[~visible.any(-1)].any()
         torch.testing.assert_close(weights.sum(-1), visible.any(-1).double(), rtol=0, atol=1e-14)
@@ -206,7 +191,7 @@ class TestContract:
         n, p = 20000, 0.25
         q, k, v = torch.zeros(n, 1, 1, 2), torch.zeros(n, 1, 4, 2), torch.eye(4)[:, :2].expand(n, 1, 4, 2)
         with torch.no_grad():  # a function applies what it is given, without asking for a mode
-            out = scaled_dot_product_attention(q, k, v, None, p, backend=backend)[:, 0, 0]
+            out = mx.scaled_dot_product_attention(q, k, v, None, p, backend=backend)[:, 0, 0]
         # each weight of 1/4 is 0 or (1/4) / (1 - p) = 1/3
         assert set(out.mul(3).round(decimals=4).unique().tolist()) == {0.0, 1.0}
         error = math.sqrt(p / (1 - p) / n) / 4  # standard error of the mean
@@ -217,7 +202,7 @@ class TestContract:
         leaves, _ = tensors(torch.float32)
         given, state = [*leaves.values(), EMPTY.clone()], torch.get_rng_state()
         before = [tensor.detach().clone() for tensor in given]
-        scaled_dot_product_attention(*given, backend=backend).sum().backward()
+        mx.scaled_dot_product_attention(*given, backend=backend).sum().backward()
         assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
         assert torch.equal(torch.get_rng_state(), state)
 
@@ -229,7 +214,7 @@ def test_math_is_twice_differentiable_rows_without_keys_included():
 
     def call(q, k, v, bias, sinks):
         options = {"attn_bias": bias, "sinks": sinks, "softcap": 0.8, "backend": "math"}
-        return scaled_dot_product_attention(q, k, v, torch.tensor([[False, False], [True, True]]), 0.0, True, **options)
+        return mx.scaled_dot_product_attention(q, k, v, torch.tensor([[False, False], [True, True]]), 0.0, True, **options)
 
     assert torch.autograd.gradgradcheck(call, (q, k, v, bias, sinks))
 
@@ -246,11 +231,11 @@ def fused_cases():
     return {
         "plain": (q, k, v, {}),
         "causal": (square, k, v, {"is_causal": True}),
-        "grouped and padded": (q, grouped, grouped, {"attn_mask": Padding(LEFT), "is_causal": True}),
+        "grouped and padded": (q, grouped, grouped, {"attn_mask": mx.Padding(LEFT), "is_causal": True}),
         "fixed bias": (q, k, v, {"attn_bias": leaf.detach()}),
         "bfloat16 with a float32 bias": (q.bfloat16(), k.bfloat16(), v.bfloat16(), {"attn_bias": leaf.detach()}),
         "strided last axis": (q, torch.randn(B, H, D, S).transpose(-1, -2), v, {}),
-        "training": (q.clone().requires_grad_(), k, v, {"attn_mask": Padding(LEFT)}),
+        "training": (q.clone().requires_grad_(), k, v, {"attn_mask": mx.Padding(LEFT)}),
         "dropout": (q, k, v, {"dropout_p": 0.1}),
         "learned bias": (q, k, v, {"attn_bias": leaf}),
         "wide values": (q, k, torch.randn(B, H, S, DV), {}),
@@ -265,11 +250,11 @@ def test_small_calls_run_torchs_fused_kernel_exactly_where_the_report_says_so_an
     q, k, v, options = fused_cases()[name]
     for backend in ("sdpa", "auto"):
         with OpRecorder() as recorder:
-            scaled_dot_product_attention(q, k, v, **options, backend=backend)
-        (running,) = [report for report in explain_backends(q, k, v, **options, backend=backend) if report.runs]
+            mx.scaled_dot_product_attention(q, k, v, **options, backend=backend)
+        (running,) = [report for report in mx.explain_backends(q, k, v, **options, backend=backend) if report.runs]
         assert running.name == "sdpa"
         assert recorder.fused == running.fused == (name not in LEAVE_THE_KERNEL)
-        strict, call = DotProductAttention(backend=backend, strict=True), make_call(q, k, v, **options)
+        strict, call = mx.DotProductAttention(backend=backend, strict=True), make_call(q, k, v, **options)
         if running.fused:
             assert strict(call).shape == q.shape
         else:
@@ -280,7 +265,7 @@ def test_small_calls_run_torchs_fused_kernel_exactly_where_the_report_says_so_an
 def test_a_square_causal_call_is_one_fused_kernel_each_way_without_a_mask():
     q = torch.randn(B, H, L, D, requires_grad=True)
     with OpRecorder() as forward:
-        out = scaled_dot_product_attention(q, q, q, is_causal=True, backend="sdpa")
+        out = mx.scaled_dot_product_attention(q, q, q, is_causal=True, backend="sdpa")
     assert [op for op in forward.ops if op != "detach"] == [FUSED_CPU]
     with OpRecorder() as backward:
         out.sum().backward()
@@ -290,9 +275,9 @@ def test_a_square_causal_call_is_one_fused_kernel_each_way_without_a_mask():
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
 def test_a_batch_without_rows_has_an_answer_without_rows(backend):
     q, k = torch.randn(0, H, L, D, requires_grad=True), torch.randn(0, HKV, S, D)
-    mask = Padding(torch.ones(0, S, dtype=torch.bool)) & SlidingWindow(3)
+    mask = mx.Padding(torch.ones(0, S, dtype=torch.bool)) & mx.SlidingWindow(3)
     for options in ({}, {"attn_mask": mask, "is_causal": True}, {"need_weights": True}):
-        out = scaled_dot_product_attention(q, k, k, **options, backend=backend)
+        out = mx.scaled_dot_product_attention(q, k, k, **options, backend=backend)
         shapes = [tuple(t.shape) for t in out] if isinstance(out, tuple) else [tuple(out.shape)]
         assert shapes == [(0, H, L, D), (0, H, L, S)][: len(shapes)]
         (out[0] if isinstance(out, tuple) else out).sum().backward()
@@ -302,10 +287,12 @@ def test_a_call_on_tensors_without_values_has_a_shape():
     for without_values in (FakeTensorMode(), torch.device("meta")):
         with without_values:  # whatever looks at a value fails
             q, k = torch.randn(B, H, L, D), torch.randn(B, HKV, S, D)
-            mask = Padding(torch.ones(B, S, dtype=torch.bool)) & Documents(torch.ones(B, S, dtype=torch.long)) & Causal()
+            mask = (
+                mx.Padding(torch.ones(B, S, dtype=torch.bool)) & mx.Documents(torch.ones(B, S, dtype=torch.long)) & mx.Causal()
+            )
             for backend in ("math", "sdpa", "chunked"):
-                assert scaled_dot_product_attention(q, k, k, mask, backend=backend).shape == (B, H, L, D)
-            network = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
+                assert mx.scaled_dot_product_attention(q, k, k, mask, backend=backend).shape == (B, H, L, D)
+            network = mx.DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
             assert network(torch.ones(2, 5, dtype=torch.long)).shape == (2, 5, 11)
 
 
@@ -313,10 +300,10 @@ def test_a_call_on_tensors_without_values_has_a_shape():
 @pytest.mark.parametrize("hidden", ["key", "value"])
 def test_a_hidden_nan_does_not_leak_where_values_cannot_be_looked_at(hidden):
     leaves, _ = tensors(torch.float32)
-    mask = Padding(LEFT) & Causal()
+    mask = mx.Padding(LEFT) & mx.Causal()
 
     def total(key, value):
-        return scaled_dot_product_attention(leaves["query"], key, value, mask, backend="sdpa").sum()
+        return mx.scaled_dot_product_attention(leaves["query"], key, value, mask, backend="sdpa").sum()
 
     given = {name: leaves[name].detach().clone() for name in ("key", "value")}
     want = torch.func.grad(total, argnums=(0, 1))(*given.values())
@@ -331,7 +318,7 @@ def test_a_hidden_nan_does_not_leak_where_values_cannot_be_looked_at(hidden):
 NEEDS = {  # calls for which auto takes chunked where nothing is around them
     "soft-cap": {"softcap": 0.7},
     "sinks": {"sinks": torch.linspace(-1, 1, H)},
-    "window": {"attn_mask": SlidingWindow(2) & Causal()},
+    "window": {"attn_mask": mx.SlidingWindow(2) & mx.Causal()},
     "a bias that learns": {"attn_bias": torch.ones(L, L, requires_grad=True)},
     "torch's kernel": {"is_causal": True},
 }
@@ -360,7 +347,7 @@ TRANSFORMS = {
 def test_auto_computes_what_a_transform_asks_for_as_math_does(name, kind):
     x = torch.randn(1, H, L, D, dtype=torch.float64)
     got, want = (
-        TRANSFORMS[name](lambda x, b=b: scaled_dot_product_attention(x, x.sin(), x, **NEEDS[kind], backend=b), x)
+        TRANSFORMS[name](lambda x, b=b: mx.scaled_dot_product_attention(x, x.sin(), x, **NEEDS[kind], backend=b), x)
         for b in ("auto", "math")
     )
     assert want.any()
@@ -375,17 +362,17 @@ def test_auto_computes_what_a_transform_asks_for_as_math_does(name, kind):
 def test_a_named_backend_refuses_a_transform_that_it_lacks(name, backend):
     x = torch.randn(1, H, L, D)
     with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot serve this call: .*derivatives.* math can"):
-        TRANSFORMS[name](lambda x: scaled_dot_product_attention(x, x, x, is_causal=True, backend=backend), x)
+        TRANSFORMS[name](lambda x: mx.scaled_dot_product_attention(x, x, x, is_causal=True, backend=backend), x)
 
 
 # ---- choice, explanation, registration
 
 
 def test_an_explanation_names_every_backend_the_reason_and_what_runs_and_runs_nothing():
-    q, mask = torch.randn(1, 2, 3, 4), Padding(torch.ones(1, 3, dtype=torch.bool))
+    q, mask = torch.randn(1, 2, 3, 4), mx.Padding(torch.ones(1, 3, dtype=torch.bool))
     for backend, running in (("auto", ["math"]), ("sdpa", [])):  # a named backend that refuses is explained, not raised
         with OpRecorder() as recorder:
-            reports = {r.name: r for r in explain_backends(q, q, q, mask, softcap=3.0, backend=backend)}
+            reports = {r.name: r for r in mx.explain_backends(q, q, q, mask, softcap=3.0, backend=backend)}
         assert list(reports) == ["sdpa", "chunked", "math", "flex"]
         assert [name for name, report in reports.items() if report.auto] == running  # which says why auto chose it
         assert [name for name, report in reports.items() if report.runs] == running
@@ -393,35 +380,35 @@ def test_an_explanation_names_every_backend_the_reason_and_what_runs_and_runs_no
         assert reports["math"].can and not reports["math"].fused
         assert recorder.ops == []
     with pytest.raises(ValueError, match="backend='nothing'"):
-        explain_backends(q, q, q, backend="nothing")
+        mx.explain_backends(q, q, q, backend="nothing")
 
 
 def test_a_registered_backend_serves_calls_by_name_only_until_it_is_unregistered():
     seen, q = [], torch.randn(1, 2, 3, 4)
-    options = {"why_not": lambda call: "no window" if isinstance(call.mask, SlidingWindow) else None}
-    register_backend("mine", lambda call: seen.append(call) or call.value, falls_back=lambda call: "step by step", **options)
+    options = {"why_not": lambda call: "no window" if isinstance(call.mask, mx.SlidingWindow) else None}
+    mx.register_backend("mine", lambda call: seen.append(call) or call.value, falls_back=lambda call: "step by step", **options)
     try:
-        out, weights = scaled_dot_product_attention(q, q, q, scale=0.3, is_causal=True, backend="mine", need_weights=True)
+        out, weights = mx.scaled_dot_product_attention(q, q, q, scale=0.3, is_causal=True, backend="mine", need_weights=True)
         torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 3))
-        assert out is q and seen[0].scale == 0.3 and isinstance(seen[0].mask, Causal) and seen[0].shape == (1, 2, 3, 3)
-        assert DotProductAttention(backend="mine")(make_call(q, q, q)) is q
-        scaled_dot_product_attention(q, q, q)
+        assert out is q and seen[0].scale == 0.3 and isinstance(seen[0].mask, mx.Causal) and seen[0].shape == (1, 2, 3, 3)
+        assert mx.DotProductAttention(backend="mine")(make_call(q, q, q)) is q
+        mx.scaled_dot_product_attention(q, q, q)
         assert len(seen) == 2  # auto does not take it
         with pytest.raises(NotImplementedError, match=r"'mine' .* no window; sdpa, chunked, math can"):
-            scaled_dot_product_attention(q, q, q, SlidingWindow(2), backend="mine")
-        report = explain_backends(q, q, q, backend="mine")[-1]
+            mx.scaled_dot_product_attention(q, q, q, mx.SlidingWindow(2), backend="mine")
+        report = mx.explain_backends(q, q, q, backend="mine")[-1]
         assert (report.name, report.can, report.fused, report.reason) == ("mine", True, False, "step by step")
         for need_weights in (False, True):
             with pytest.raises(RuntimeError, match="step by step"):
-                DotProductAttention(backend="mine", strict=True)(make_call(q, q, q, need_weights=need_weights))
-        assert backend_names()[0] == "auto" and backend_names()[-1] == "mine"
+                mx.DotProductAttention(backend="mine", strict=True)(make_call(q, q, q, need_weights=need_weights))
+        assert mx.backend_names()[0] == "auto" and mx.backend_names()[-1] == "mine"
     finally:
-        unregister_backend("mine")
-    assert "mine" not in backend_names()
+        mx.unregister_backend("mine")
+    assert "mine" not in mx.backend_names()
 
 
 def test_names_that_are_taken_unknown_or_ours_are_refused():
-    taken, ours = (lambda name: register_backend(name, len)), unregister_backend
+    taken, ours = (lambda name: mx.register_backend(name, len)), mx.unregister_backend
     for name, change in (("math", taken), ("auto", taken), ("nobody", ours), ("math", ours)):
         with pytest.raises(ValueError, match=f"backend '{name}'"):
             change(name)

@@ -8,20 +8,8 @@ import torch
 from sizes import assert_same_with_gradients
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import minitx.nn as mx
 from minitx.analysis.counting import allocations, count_flops
-from minitx.nn import (
-    ALiBi,
-    BlockSparse,
-    Causal,
-    Dense,
-    Documents,
-    Padding,
-    PrefixLM,
-    SlidingWindow,
-    T5RelativeBias,
-    backends,
-    explain_backends,
-)
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import chunked
 from minitx.nn.bias import Bias
@@ -35,10 +23,15 @@ def test_no_tensor_is_as_large_as_an_eighth_of_the_scores_and_the_peak_is_an_eig
     q, k, v = (torch.randn(1, heads, n, D, requires_grad=True) for heads, n in ((H, L), (kv_heads, S), (kv_heads, S)))
     sinks = torch.randn(H, requires_grad=True)
     options = {
-        "padded, grouped, fewer queries": {"attn_mask": Padding(torch.arange(S)[None] >= 9), "is_causal": True},
-        "documents": {"attn_mask": Documents(torch.arange(S)[None] // 100) | SlidingWindow(5)},
-        "alibi": {"attn_bias": ALiBi(slopes=torch.rand(H, requires_grad=True))},
-        "t5, dropout, soft-cap and sinks": {"attn_bias": T5RelativeBias(H), "dropout_p": 0.1, "softcap": 5.0, "sinks": sinks},
+        "padded, grouped, fewer queries": {"attn_mask": mx.Padding(torch.arange(S)[None] >= 9), "is_causal": True},
+        "documents": {"attn_mask": mx.Documents(torch.arange(S)[None] // 100) | mx.SlidingWindow(5)},
+        "alibi": {"attn_bias": mx.ALiBi(slopes=torch.rand(H, requires_grad=True))},
+        "t5, dropout, soft-cap and sinks": {
+            "attn_bias": mx.T5RelativeBias(H),
+            "dropout_p": 0.1,
+            "softcap": 5.0,
+            "sinks": sinks,
+        },
     }[kind]
     largest, peak = allocations(lambda: attention(q, k, v, **options, backend="chunked").sum().backward())
     assert largest * 8 <= 4 * H * L * S
@@ -55,19 +48,19 @@ def test_tiles_that_a_rule_hides_are_skipped_in_both_passes(monkeypatch):
         return count_flops(lambda: attention(q, q, q, mask, backend="chunked").sum().backward())
 
     tile = flops(None) / 25
-    assert flops(Causal()) == 15 * tile
-    assert flops(Causal() & SlidingWindow(64)) == 9 * tile  # linear in the length
-    assert flops(Causal() & Padding(torch.arange(320)[None] < 130)) == 12 * tile  # the last two columns are padding
-    assert flops(Causal() & Documents(torch.arange(320)[None] // 64)) == 5 * tile
-    assert 5 * tile <= flops(BlockSparse(torch.eye(5, dtype=torch.bool), 64)) < 5.1 * tile  # and a product of small patterns
-    assert flops(Dense(torch.eye(320, dtype=torch.bool))) == 5 * tile
+    assert flops(mx.Causal()) == 15 * tile
+    assert flops(mx.Causal() & mx.SlidingWindow(64)) == 9 * tile  # linear in the length
+    assert flops(mx.Causal() & mx.Padding(torch.arange(320)[None] < 130)) == 12 * tile  # the last two columns are padding
+    assert flops(mx.Causal() & mx.Documents(torch.arange(320)[None] // 64)) == 5 * tile
+    assert 5 * tile <= flops(mx.BlockSparse(torch.eye(5, dtype=torch.bool), 64)) < 5.1 * tile  # and a product of small patterns
+    assert flops(mx.Dense(torch.eye(320, dtype=torch.bool))) == 5 * tile
 
 
 NARROW = {
-    "window": SlidingWindow(20),
-    "window or prefix": SlidingWindow(40) | PrefixLM(40),
-    "blocks": BlockSparse(torch.ones(9, 9, dtype=torch.bool).tril(1).triu(-3), 16),
-    "blocks and dense": BlockSparse(torch.ones(9, 9, dtype=torch.bool).tril(2), 16)
+    "window": mx.SlidingWindow(20),
+    "window or prefix": mx.SlidingWindow(40) | mx.PrefixLM(40),
+    "blocks": mx.BlockSparse(torch.ones(9, 9, dtype=torch.bool).tril(1).triu(-3), 16),
+    "blocks and dense": mx.BlockSparse(torch.ones(9, 9, dtype=torch.bool).tril(2), 16)
     & ((7 * torch.arange(131)[:, None] + 3 * torch.arange(131)) % 11 > 0),
 }
 
@@ -105,8 +98,8 @@ def test_dropout_is_replayed_in_the_backward_pass():
     assert set(factors.unique().tolist()) == {0.0, 1 / (1 - p)}
     torch.manual_seed(7)
     got = attention(q, k, v, None, p, True, scale=0.3, backend="chunked")
-    scores = (q @ k.mT * 0.3).masked_fill(~Causal().dense(9, 11), -torch.inf)
-    want = (scores.softmax(-1) * factors.where(Causal().dense(9, 11), 0.0)) @ v
+    scores = (q @ k.mT * 0.3).masked_fill(~mx.Causal().dense(9, 11), -torch.inf)
+    want = (scores.softmax(-1) * factors.where(mx.Causal().dense(9, 11), 0.0)) @ v
     assert_same_with_gradients(got, want, (q, k, v), tolerance=1e-14)
 
 
@@ -141,7 +134,7 @@ def test_a_bias_made_in_a_checkpointed_function_is_not_kept_and_gets_its_gradien
 
     def call(q, weight):
         slopes = weight.exp()
-        made = ALiBi(slopes=slopes) if kind == "a rule" else slopes.view(1, 3, 1, 1).expand(1, 3, 7, 7).contiguous()
+        made = mx.ALiBi(slopes=slopes) if kind == "a rule" else slopes.view(1, 3, 1, 1).expand(1, 3, 7, 7).contiguous()
         kept.append(weakref.ref(slopes if kind == "a rule" else made))
         return attention(q, q, q, attn_bias=made, backend="chunked")
 
@@ -153,11 +146,11 @@ def test_a_bias_made_in_a_checkpointed_function_is_not_kept_and_gets_its_gradien
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo asks for it where a graph goes on after a break
 def test_a_compiled_graph_breaks_at_it_and_the_answer_is_the_same():
-    counter, bias = CompileCounterWithBackend("aot_eager"), T5RelativeBias(4)
+    counter, bias = CompileCounterWithBackend("aot_eager"), mx.T5RelativeBias(4)
     torch.nn.init.normal_(bias.weight)
 
     def call(q, k, v, real, sinks):
-        mask = Causal() & Padding(real) & SlidingWindow(9)
+        mask = mx.Causal() & mx.Padding(real) & mx.SlidingWindow(9)
         return 2 * attention(q, k, v, mask, attn_bias=bias, softcap=5.0, sinks=sinks, backend="chunked")
 
     torch._dynamo.reset()
@@ -169,15 +162,17 @@ def test_a_compiled_graph_breaks_at_it_and_the_answer_is_the_same():
         assert_same_with_gradients(compiled(*arguments), call(*arguments), wanted, tolerance=0)
     names = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
     assert counter.frame_count and not any("amax" in name or "matmul" in name for name in names)
-    (report,) = (line for line in explain_backends(*leaves, backend="chunked") if line.runs)
+    (report,) = (line for line in mx.explain_backends(*leaves, backend="chunked") if line.runs)
     assert "graph" in report.reason
 
 
 @pytest.mark.usefixtures("chunked_from_the_start")
-@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"attn_mask": SlidingWindow(9) & Causal()}, {"dropout_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"softcap": 3.0}, {"attn_mask": mx.SlidingWindow(9) & mx.Causal()}, {"dropout_p": 0.5}], ids=str
+)
 def test_auto_does_without_it_while_compiling(options):
     q = torch.randn(1, 2, 37, 8)
-    assert next(line.name for line in explain_backends(q, q, q, **options) if line.runs) == "chunked"
+    assert next(line.name for line in mx.explain_backends(q, q, q, **options) if line.runs) == "chunked"
     torch._dynamo.reset()
     got = torch.compile(lambda q: attention(q, q, q, **options), backend="eager", fullgraph=True)(q)
     if "dropout_p" not in options:
@@ -187,8 +182,8 @@ def test_auto_does_without_it_while_compiling(options):
 def test_auto_takes_it_from_the_measured_sizes_on_and_they_count_as_reached(monkeypatch):
     def runs(L, S, *, heads=1, device="cpu", window=None, **options):
         q, k = torch.zeros(1, heads, L, 4, device=device), torch.zeros(1, heads, S, 4, device=device)
-        mask = None if window is None else SlidingWindow(window) & Causal()
-        return next(report.name for report in explain_backends(q, k, k, mask, **options) if report.runs)
+        mask = None if window is None else mx.SlidingWindow(window) & mx.Causal()
+        return next(report.name for report in mx.explain_backends(q, k, k, mask, **options) if report.runs)
 
     assert (runs(512, 512, heads=8, softcap=3.0), runs(511, 511, heads=8, softcap=3.0)) == ("chunked", "math")
     sinks = torch.zeros(8)
@@ -197,8 +192,8 @@ def test_auto_takes_it_from_the_measured_sizes_on_and_they_count_as_reached(monk
     assert (runs(1, 9, softcap=3.0), runs(2, 9, softcap=3.0)) == ("chunked", "math")  # one query is one tile
     assert (runs(2048, 2048, window=64), runs(2048, 2048, window=300)) == ("chunked", "sdpa")  # 15 and 21 of 64 tiles
     assert (runs(2048, 2048, window=64, device="meta")) == "sdpa"  # torch's kernels elsewhere were not measured
-    monkeypatch.setattr(backends, "CHUNKED_FROM", 64 * 64)
-    monkeypatch.setattr(backends, "CHUNKED_FROM_OVER_PLAIN", 64 * 65)
+    monkeypatch.setattr(mx.backends, "CHUNKED_FROM", 64 * 64)
+    monkeypatch.setattr(mx.backends, "CHUNKED_FROM_OVER_PLAIN", 64 * 65)
     learns = torch.zeros(1, 1, 64, 65, requires_grad=True)  # torch's fused kernel has no gradient of a bias
     assert (runs(64, 64, attn_bias=learns[..., 1:]), runs(64, 65, attn_bias=learns)) == ("sdpa", "chunked")
     assert (runs(64, 64, softcap=3.0), runs(64, 63, softcap=3.0)) == ("chunked", "math")
@@ -222,4 +217,4 @@ def test_a_bias_whose_tensors_are_hidden_is_refused():
     q = torch.randn(1, 1, 4, 2)
     with pytest.raises(NotImplementedError, match="Steep"):
         attention(q, q, q, attn_bias=Steep(), backend="chunked")
-    assert next(line.name for line in explain_backends(q, q, q, attn_bias=Steep(), softcap=1.0) if line.runs) == "math"
+    assert next(line.name for line in mx.explain_backends(q, q, q, attn_bias=Steep(), softcap=1.0) if line.runs) == "math"

@@ -3,22 +3,8 @@
 import pytest
 import torch
 
-from minitx.nn import (
-    Causal,
-    Dense,
-    DotProductAttention,
-    MultiHeadAttention,
-    Padding,
-    SlidingWindow,
-    reference_attention,
-)
-from minitx.nn.efficient import (
-    EfficientAttention,
-    LinearAttention,
-    LinformerAttention,
-    PerformerAttention,
-    approximation_error,
-)
+import minitx.nn as mx
+from minitx.nn.efficient import EfficientAttention, LinearAttention, LinformerAttention, PerformerAttention, approximation_error
 from minitx.nn.functional import make_call
 from minitx.testing import DTYPES
 
@@ -31,9 +17,9 @@ BUILD = {
 CAUSAL = ("linear", "performer")
 REAL = torch.ones(B, S, dtype=torch.bool)
 QUERY_BY_QUERY = (
-    SlidingWindow(3) & Padding(REAL),
-    Dense(REAL[0].expand(L, S)),
-    Padding(REAL) | Causal(),
+    mx.SlidingWindow(3) & mx.Padding(REAL),
+    mx.Dense(REAL[0].expand(L, S)),
+    mx.Padding(REAL) | mx.Causal(),
 )
 
 
@@ -79,15 +65,15 @@ def test_padding_changes_nothing_nan_or_not(name, side):
         filler = torch.full_like(x[:, :, :4], 0.5 if x is q else torch.nan)
         padded.append(torch.cat((x, filler) if side == "right" else (filler, x), 2))
     core = LinformerAttention(L + 4, 3) if name == "linformer" else BUILD[name]()
-    for mask in [None, Causal()] if name in CAUSAL else [None]:
-        padding = Padding(real.expand(B, -1))
+    for mask in [None, mx.Causal()] if name in CAUSAL else [None]:
+        padding = mx.Padding(real.expand(B, -1))
         got = run(core, padded, padding if mask is None else mask & padding)
         torch.testing.assert_close(got[:, :, real], run(core, (q, k, v), mask), rtol=0, atol=1e-12)
 
 
 def test_a_batch_row_without_a_real_key_is_zero_with_zero_gradient(core):
     tensors = draw()
-    out = run(core, tensors, Padding(torch.tensor([[False] * S, [True] * S])))
+    out = run(core, tensors, mx.Padding(torch.tensor([[False] * S, [True] * S])))
     grads = torch.autograd.grad(out.sum(), tensors)
     assert not out[0].any()
     assert out[1].any()
@@ -104,7 +90,7 @@ def test_a_batch_row_without_a_real_key_is_zero_with_zero_gradient(core):
         ("linear", {"softcap": 3.0}, "softcap"),
         ("linear", {"dropout_p": 0.1}, "dropout"),
         *((name, {"mask": mask}, "mask") for name in ("linear", "linformer") for mask in QUERY_BY_QUERY),
-        *(("linformer", {"mask": mask}, "causal") for mask in (Causal(), Causal() & Padding(REAL))),
+        *(("linformer", {"mask": mask}, "causal") for mask in (mx.Causal(), mx.Causal() & mx.Padding(REAL))),
     ],
 )
 def test_what_the_mathematics_has_no_place_for_is_refused(name, options, refused):
@@ -112,7 +98,7 @@ def test_what_the_mathematics_has_no_place_for_is_refused(name, options, refused
         run(BUILD[name](), draw(), **options)
     if refused in ("dropout", "softcap", "sinks"):  # and no layer is built with it
         with pytest.raises(ValueError, match=refused):
-            MultiHeadAttention(12, 3, core=BUILD[name](), **{refused: True if refused == "sinks" else 0.1})
+            mx.MultiHeadAttention(12, 3, core=BUILD[name](), **{refused: True if refused == "sinks" else 0.1})
 
 
 def test_linformer_equals_its_formula_and_trains_both_mixes():
@@ -133,15 +119,15 @@ def test_linformer_equals_its_formula_and_trains_both_mixes():
 
 def test_the_error_is_the_distance_to_exact_attention_under_the_same_mask_and_scale():
     q, k, v = (x.detach() for x in draw(L, L, torch.float64))
-    assert approximation_error(DotProductAttention(), q, k, v, mask=Causal())["relative_error"] < 1e-14
+    assert approximation_error(mx.DotProductAttention(), q, k, v, mask=mx.Causal())["relative_error"] < 1e-14
 
     class Zero(EfficientAttention):
         def attend(self, call):
             return torch.zeros(*call.shape[:3], call.value.shape[3], dtype=call.value.dtype)
 
     core = Zero().train()
-    error = approximation_error(core, q, k, v, mask=Causal(), scale=1.0)
-    want = reference_attention(make_call(q, k, v, Causal(), scale=1.0))
+    error = approximation_error(core, q, k, v, mask=mx.Causal(), scale=1.0)
+    want = mx.reference_attention(make_call(q, k, v, mx.Causal(), scale=1.0))
     assert error["relative_error"] == pytest.approx(1.0) and core.training
     torch.testing.assert_close(error["relative_error_per_head"], torch.ones(H, dtype=torch.float64))
     torch.testing.assert_close(error["max_abs_error_per_head"], want.abs().amax((0, 2, 3)))
