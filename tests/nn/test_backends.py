@@ -5,13 +5,14 @@ import math
 
 import pytest
 import torch
-from sizes import DV, FUSED_CPU, HKV, B, D, H, L, OpRecorder, S, grids
+from sizes import DV, HKV, B, D, H, L, OpRecorder, S, grids
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad as fwAD
 
 import minitx.nn as mx
 from minitx import testing
 from minitx.config import TransformerConfig
+from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.functional import make_call
 from minitx.testing import DTYPES, tolerance
 
@@ -50,7 +51,6 @@ MASKS = {  # attn_mask, is_causal, the same rule in plain numbers
     ),
 }
 OPTIONS = {
-    "scale 1": {"scale": 1.0},
     "scale 0": {"scale": 0},
     "scale negative": {"scale": -0.5},
     "bias": {"bias": (B, H, L, S)},
@@ -59,7 +59,6 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "wide values": {"value_width": DV},
     "multi-query": {"kv_heads": 1},
-    "as many key heads": {"kv_heads": H},
     "all at once": {"scale": -0.5, "bias": (1, H, L, S), "softcap": 1.7, "sinks": True, "value_width": DV},
 }
 
@@ -112,7 +111,7 @@ def test_masks_and_options_together_equal_the_float64_loops_forward_and_backward
     detached = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
 
     def kernel(query, key, value, *, attn_mask, **extra):
-        return mx.scaled_dot_product_attention(query, key, value, rule, 0.0, is_causal, backend=backend, **extra)
+        return attention(query, key, value, rule, 0.0, is_causal, backend=backend, **extra)
 
     results = judge(kernel, detached, rows=L, keys=S, heads=(H, HKV), value_width=options.get("value_width", 8))
     wanted = "refused" if backend == "sdpa" and option == "all at once" else "passed"
@@ -122,7 +121,7 @@ def test_masks_and_options_together_equal_the_float64_loops_forward_and_backward
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_square_causal_call_survives_a_scale_of_zero(backend, judge):
     # the fused kernel multiplies its own -inf by the scale: -inf * 0 is NaN; a negative one is in test_testing.py
-    results = judge(functools.partial(mx.scaled_dot_product_attention, backend=backend), {"scale": 0.0, "is_causal": True})
+    results = judge(functools.partial(attention, backend=backend), {"scale": 0.0, "is_causal": True})
     assert {status for status, *_ in results} == {"passed"}, results
 
 
@@ -150,7 +149,7 @@ class TestContract:
         results = []
         for leaves in (clean, dirty):
             options = {"attn_bias": bias, "backend": backend, "need_weights": True}
-            out, weights = mx.scaled_dot_product_attention(*leaves.values(), mask, **options)
+            out, weights = attention(*leaves.values(), mask, **options)
             results.append((out, weights, *gradients(out, cotangent, leaves).values()))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -158,8 +157,8 @@ class TestContract:
         for dtype in DTYPES:
             bias = torch.zeros(B, H, L, S, dtype=dtype).masked_fill(~EMPTY, -math.inf).requires_grad_()
             leaves, cotangent = tensors(dtype)
-            biased = mx.scaled_dot_product_attention(*leaves.values(), attn_bias=bias, backend=backend)
-            masked = mx.scaled_dot_product_attention(*leaves.values(), EMPTY, attn_bias=torch.zeros_like(bias), backend=backend)
+            biased = attention(*leaves.values(), attn_bias=bias, backend=backend)
+            masked = attention(*leaves.values(), EMPTY, attn_bias=torch.zeros_like(bias), backend=backend)
             exact = masked.detach().double()
             torch.testing.assert_close(biased, masked, rtol=0, atol=tolerance(exact, exact, dtype))
             (grad,) = torch.autograd.grad(biased, bias, cotangent)
@@ -167,7 +166,7 @@ class TestContract:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_a_float32_bias_beyond_half_precision_is_not_turned_into_infinity(self, backend, dtype):
-        call = functools.partial(mx.scaled_dot_product_attention, *tensors(dtype)[0].values(), backend=backend)
+        call = functools.partial(attention, *tensors(dtype)[0].values(), backend=backend)
         everywhere = torch.full((L, S), -1e5)
         # float32 keeps 1e5 to 1/128, so the scores themselves move by half of that
         torch.testing.assert_close(call(attn_bias=everywhere), call(), rtol=0, atol=0.02)
@@ -180,8 +179,8 @@ class TestContract:
     def test_asking_for_weights_changes_no_bit_weights_times_values_are_the_output_and_empty_rows_are_zero(self, backend, mask):
         attn_mask, is_causal, rule = MASKS[mask]
         (q, k, v), visible = tensors(torch.float64)[0].values(), grids(rule)
-        plain = mx.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, backend=backend)
-        out, weights = mx.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, backend=backend, need_weights=True)
+        plain = attention(q, k, v, attn_mask, 0.0, is_causal, backend=backend)
+        out, weights = attention(q, k, v, attn_mask, 0.0, is_causal, backend=backend, need_weights=True)
         assert torch.equal(out, plain)
         assert not weights[~visible].any() and not out[~visible.any(-1)].any()
         torch.testing.assert_close(weights.sum(-1), visible.any(-1).double(), rtol=0, atol=1e-14)
@@ -191,7 +190,7 @@ class TestContract:
         n, p = 20000, 0.25
         q, k, v = torch.zeros(n, 1, 1, 2), torch.zeros(n, 1, 4, 2), torch.eye(4)[:, :2].expand(n, 1, 4, 2)
         with torch.no_grad():  # a function applies what it is given, without asking for a mode
-            out = mx.scaled_dot_product_attention(q, k, v, None, p, backend=backend)[:, 0, 0]
+            out = attention(q, k, v, None, p, backend=backend)[:, 0, 0]
         # each weight of 1/4 is 0 or (1/4) / (1 - p) = 1/3
         assert set(out.mul(3).round(decimals=4).unique().tolist()) == {0.0, 1.0}
         error = math.sqrt(p / (1 - p) / n) / 4  # standard error of the mean
@@ -202,7 +201,7 @@ class TestContract:
         leaves, _ = tensors(torch.float32)
         given, state = [*leaves.values(), EMPTY.clone()], torch.get_rng_state()
         before = [tensor.detach().clone() for tensor in given]
-        mx.scaled_dot_product_attention(*given, backend=backend).sum().backward()
+        attention(*given, backend=backend).sum().backward()
         assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
         assert torch.equal(torch.get_rng_state(), state)
 
@@ -214,7 +213,7 @@ def test_math_is_twice_differentiable_rows_without_keys_included():
 
     def call(q, k, v, bias, sinks):
         options = {"attn_bias": bias, "sinks": sinks, "softcap": 0.8, "backend": "math"}
-        return mx.scaled_dot_product_attention(q, k, v, torch.tensor([[False, False], [True, True]]), 0.0, True, **options)
+        return attention(q, k, v, torch.tensor([[False, False], [True, True]]), 0.0, True, **options)
 
     assert torch.autograd.gradgradcheck(call, (q, k, v, bias, sinks))
 
@@ -250,7 +249,7 @@ def test_small_calls_run_torchs_fused_kernel_exactly_where_the_report_says_so_an
     q, k, v, options = fused_cases()[name]
     for backend in ("sdpa", "auto"):
         with OpRecorder() as recorder:
-            mx.scaled_dot_product_attention(q, k, v, **options, backend=backend)
+            attention(q, k, v, **options, backend=backend)
         (running,) = [report for report in mx.explain_backends(q, k, v, **options, backend=backend) if report.runs]
         assert running.name == "sdpa"
         assert recorder.fused == running.fused == (name not in LEAVE_THE_KERNEL)
@@ -262,22 +261,12 @@ def test_small_calls_run_torchs_fused_kernel_exactly_where_the_report_says_so_an
                 strict(call)
 
 
-def test_a_square_causal_call_is_one_fused_kernel_each_way_without_a_mask():
-    q = torch.randn(B, H, L, D, requires_grad=True)
-    with OpRecorder() as forward:
-        out = mx.scaled_dot_product_attention(q, q, q, is_causal=True, backend="sdpa")
-    assert [op for op in forward.ops if op != "detach"] == [FUSED_CPU]
-    with OpRecorder() as backward:
-        out.sum().backward()
-    assert f"{FUSED_CPU}_backward" in backward.ops
-
-
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
 def test_a_batch_without_rows_has_an_answer_without_rows(backend):
     q, k = torch.randn(0, H, L, D, requires_grad=True), torch.randn(0, HKV, S, D)
     mask = mx.Padding(torch.ones(0, S, dtype=torch.bool)) & mx.SlidingWindow(3)
     for options in ({}, {"attn_mask": mask, "is_causal": True}, {"need_weights": True}):
-        out = mx.scaled_dot_product_attention(q, k, k, **options, backend=backend)
+        out = attention(q, k, k, **options, backend=backend)
         shapes = [tuple(t.shape) for t in out] if isinstance(out, tuple) else [tuple(out.shape)]
         assert shapes == [(0, H, L, D), (0, H, L, S)][: len(shapes)]
         (out[0] if isinstance(out, tuple) else out).sum().backward()
@@ -291,7 +280,7 @@ def test_a_call_on_tensors_without_values_has_a_shape():
                 mx.Padding(torch.ones(B, S, dtype=torch.bool)) & mx.Documents(torch.ones(B, S, dtype=torch.long)) & mx.Causal()
             )
             for backend in ("math", "sdpa", "chunked"):
-                assert mx.scaled_dot_product_attention(q, k, k, mask, backend=backend).shape == (B, H, L, D)
+                assert attention(q, k, k, mask, backend=backend).shape == (B, H, L, D)
             network = mx.DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
             assert network(torch.ones(2, 5, dtype=torch.long)).shape == (2, 5, 11)
 
@@ -303,7 +292,7 @@ def test_a_hidden_nan_does_not_leak_where_values_cannot_be_looked_at(hidden):
     mask = mx.Padding(LEFT) & mx.Causal()
 
     def total(key, value):
-        return mx.scaled_dot_product_attention(leaves["query"], key, value, mask, backend="sdpa").sum()
+        return attention(leaves["query"], key, value, mask, backend="sdpa").sum()
 
     given = {name: leaves[name].detach().clone() for name in ("key", "value")}
     want = torch.func.grad(total, argnums=(0, 1))(*given.values())
@@ -347,8 +336,7 @@ TRANSFORMS = {
 def test_auto_computes_what_a_transform_asks_for_as_math_does(name, kind):
     x = torch.randn(1, H, L, D, dtype=torch.float64)
     got, want = (
-        TRANSFORMS[name](lambda x, b=b: mx.scaled_dot_product_attention(x, x.sin(), x, **NEEDS[kind], backend=b), x)
-        for b in ("auto", "math")
+        TRANSFORMS[name](lambda x, b=b: attention(x, x.sin(), x, **NEEDS[kind], backend=b), x) for b in ("auto", "math")
     )
     assert want.any()
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
@@ -362,7 +350,7 @@ def test_auto_computes_what_a_transform_asks_for_as_math_does(name, kind):
 def test_a_named_backend_refuses_a_transform_that_it_lacks(name, backend):
     x = torch.randn(1, H, L, D)
     with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot serve this call: .*derivatives.* math can"):
-        TRANSFORMS[name](lambda x: mx.scaled_dot_product_attention(x, x, x, is_causal=True, backend=backend), x)
+        TRANSFORMS[name](lambda x: attention(x, x, x, is_causal=True, backend=backend), x)
 
 
 # ---- choice, explanation, registration
@@ -388,14 +376,14 @@ def test_a_registered_backend_serves_calls_by_name_only_until_it_is_unregistered
     options = {"why_not": lambda call: "no window" if isinstance(call.mask, mx.SlidingWindow) else None}
     mx.register_backend("mine", lambda call: seen.append(call) or call.value, falls_back=lambda call: "step by step", **options)
     try:
-        out, weights = mx.scaled_dot_product_attention(q, q, q, scale=0.3, is_causal=True, backend="mine", need_weights=True)
+        out, weights = attention(q, q, q, scale=0.3, is_causal=True, backend="mine", need_weights=True)
         torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 3))
         assert out is q and seen[0].scale == 0.3 and isinstance(seen[0].mask, mx.Causal) and seen[0].shape == (1, 2, 3, 3)
         assert mx.DotProductAttention(backend="mine")(make_call(q, q, q)) is q
-        mx.scaled_dot_product_attention(q, q, q)
+        attention(q, q, q)
         assert len(seen) == 2  # auto does not take it
         with pytest.raises(NotImplementedError, match=r"'mine' .* no window; sdpa, chunked, math can"):
-            mx.scaled_dot_product_attention(q, q, q, mx.SlidingWindow(2), backend="mine")
+            attention(q, q, q, mx.SlidingWindow(2), backend="mine")
         report = mx.explain_backends(q, q, q, backend="mine")[-1]
         assert (report.name, report.can, report.fused, report.reason) == ("mine", True, False, "step by step")
         for need_weights in (False, True):

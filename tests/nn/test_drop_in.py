@@ -47,16 +47,11 @@ def test_output_and_weights_are_those_of_torch_in_every_call_form(masks, form):
         torch.testing.assert_close(ours(*inputs, **given, **options), theirs(*inputs, **given, **options), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(B, L, E), (L, E)])
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_self_attention_stays_self_attention(batch_first, shape):
+def test_self_attention_stays_self_attention():
     """A layer that is called with one tensor three times knows it: a rotary one would refuse another key."""
-    theirs = torch_layer(batch_first=batch_first).eval()
-    x = torch.randn(*shape, dtype=F64)
-    seen = []
-    ours = DropInAttention(theirs)
+    ours, x, seen = DropInAttention(torch_layer(batch_first=False)), torch.randn(L, E, dtype=F64), []
     ours.attention.register_forward_pre_hook(lambda module, args: seen.append(args[0] is args[1] is args[2]))
-    torch.testing.assert_close(ours(x, x, x)[0], theirs(x, x, x)[0], rtol=0, atol=1e-12)
+    ours(x, x, x)
     assert seen == [True]
 
 

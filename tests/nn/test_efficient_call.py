@@ -16,11 +16,7 @@ BUILD = {
 }
 CAUSAL = ("linear", "performer")
 REAL = torch.ones(B, S, dtype=torch.bool)
-QUERY_BY_QUERY = (
-    mx.SlidingWindow(3) & mx.Padding(REAL),
-    mx.Dense(REAL[0].expand(L, S)),
-    mx.Padding(REAL) | mx.Causal(),
-)
+QUERY_BY_QUERY = (mx.SlidingWindow(3) & mx.Padding(REAL), mx.Dense(REAL[0].expand(L, S)), mx.Padding(REAL) | mx.Causal())
 
 
 def draw(num_queries=L, num_keys=S, dtype=torch.float32, size=1.0):
@@ -34,13 +30,8 @@ def run(core, tensors, mask=None, **options):
 
 
 @pytest.fixture(params=BUILD)
-def name(request):
-    return request.param
-
-
-@pytest.fixture
-def core(name):
-    return BUILD[name]()
+def core(request):
+    return BUILD[request.param]()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
