@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.nn import DotProductAttention, MultiHeadAttention, QKNorm, Rotary, RotaryScaling, SlidingWindow, T5RelativeBias
+from minitx.nn import DotProductAttention, MultiHeadAttention, QKNorm, Rotary, SlidingWindow, T5RelativeBias
 from minitx.testing import naive_attention
 
 B, L, S, E, H = 2, 5, 7, 12, 3
@@ -49,18 +49,6 @@ def test_the_learned_scale_acts_after_qk_norm():
     torch.testing.assert_close(seen[0].query.norm(dim=-1), wanted)
 
 
-# every option of the constructor and of forward
-OPTIONS = {
-    "plain": {},
-    "grouped, wide heads, no bias": {"num_kv_heads": 1, "head_dim": 6, "bias": False},
-    **{f"scale {word}": {"scale": word} for word in ("unscaled", "learned", -1.0)},
-    "scale log_length": {"scale": "log_length", "max_len": 9},
-    **{f"qk-norm {kind}": {"qk_norm": lambda kind=kind: QKNorm(kind, 4, num_kv_heads=H)} for kind in ("rms", "l2")},
-    "rotary": {"rotary": lambda: Rotary(4)},
-    "rotary interleaved": {"rotary": lambda: Rotary(4, interleaved=True, scaling=RotaryScaling("ntk", 2.0))},
-    "sinks": {"sinks": True},
-    "softcap": {"softcap": 2.0},
-}
 CALLS = {
     "masked": {"key_mask": REAL, "is_causal": True},
     "window": {"attn_mask": SlidingWindow(2)},
@@ -73,36 +61,30 @@ CALLS = {
 nn.init.normal_(CALLS["t5"]["attn_bias"].requires_grad_(False).weight)  # torch's CPU kernel takes no bias that learns
 
 
-def layer(option, backend):
+def layer(backend, **options):
     torch.manual_seed(0)
-    options = {name: value() if callable(value) else value for name, value in OPTIONS[option].items()}
-    attention = MultiHeadAttention(E, H, **options, core=DotProductAttention(backend=backend)).double()
-    if attention.sinks is not None:
-        nn.init.normal_(attention.sinks)
+    attention = MultiHeadAttention(E, H, **options, rotary=Rotary(4), core=DotProductAttention(backend=backend)).double()
     return attention, torch.randn(B, L, E, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("call", CALLS)
 def test_train_eval_and_no_grad_give_the_same_bits_and_every_backend_the_numbers_of_math(call, backend):
-    attention, x = layer("rotary", backend)
+    attention, x = layer(backend)
     trained = attention(x, **CALLS[call])
     attention.eval()
     for mode in (nullcontext(), torch.no_grad(), torch.inference_mode()):
         with mode:
             torch.testing.assert_close(attention(x, **CALLS[call]), trained, rtol=0, atol=0)
-    torch.testing.assert_close(trained, layer("rotary", "math")[0](x, **CALLS[call]), rtol=0, atol=1e-13)
-
-
-SERVED = [
-    (option, backend) for option in OPTIONS for backend in BACKENDS if (option in ("sinks", "softcap")) <= (backend != "sdpa")
-]
+    torch.testing.assert_close(trained, layer("math")[0](x, **CALLS[call]), rtol=0, atol=1e-13)
 
 
 @pytest.mark.usefixtures("tiny_tiles")
-@pytest.mark.parametrize(("option", "backend"), SERVED)
-def test_neither_the_future_nor_padding_changes_a_bit_whatever_the_option(option, backend):
-    attention, x = layer(option, backend)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_neither_the_future_nor_padding_changes_a_bit(backend):
+    """Of a model with any other option: in ``test_models.py`` and ``test_every_model.py``."""
+    more = {} if backend == "sdpa" else {"sinks": True, "softcap": 2.0}
+    attention, x = layer(backend, num_kv_heads=1, scale="log_length", max_len=9, **more)
     future, padding = x.clone(), x.clone()
     future[:, 3:] += 1.0
     padding[0, 0] = math.nan  # which no query sees; a NaN that later queries see is theirs to show

@@ -207,15 +207,13 @@ class TestContract:
 
 
 def test_math_is_twice_differentiable_rows_without_keys_included():
-    q, k, v = (torch.randn(1, 2, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+    shapes = *(3 * [(1, 2, 2, 2)]), (2, 2), (2,)
 
     def call(q, k, v, bias, sinks):
         options = {"attn_bias": bias, "sinks": sinks, "softcap": 0.8, "backend": "math"}
         return attention(q, k, v, torch.tensor([[False, False], [True, True]]), 0.0, True, **options)
 
-    assert torch.autograd.gradgradcheck(call, (q, k, v, bias, sinks))
+    assert torch.autograd.gradgradcheck(call, [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes])
 
 
 # ---- which kernel runs
@@ -265,20 +263,17 @@ def test_small_calls_run_torchs_fused_kernel_exactly_where_the_report_says_so_an
 def test_a_batch_without_rows_has_an_answer_without_rows(backend):
     q, k = torch.randn(0, H, L, D, requires_grad=True), torch.randn(0, HKV, S, D)
     mask = mx.Padding(torch.ones(0, S, dtype=torch.bool)) & mx.SlidingWindow(3)
-    for options in ({}, {"attn_mask": mask, "is_causal": True}, {"need_weights": True}):
-        out = attention(q, k, k, **options, backend=backend)
-        shapes = [tuple(t.shape) for t in out] if isinstance(out, tuple) else [tuple(out.shape)]
-        assert shapes == [(0, H, L, D), (0, H, L, S)][: len(shapes)]
-        (out[0] if isinstance(out, tuple) else out).sum().backward()
+    for options in ({}, {"attn_mask": mask, "is_causal": True}):
+        out, weights = attention(q, k, k, **options, backend=backend, need_weights=True)
+        assert (out.shape, weights.shape) == ((0, H, L, D), (0, H, L, S))
+        out.sum().backward()
 
 
 def test_a_call_on_tensors_without_values_has_a_shape():
     for without_values in (FakeTensorMode(), torch.device("meta")):
         with without_values:  # whatever looks at a value fails
             q, k = torch.randn(B, H, L, D), torch.randn(B, HKV, S, D)
-            mask = (
-                mx.Padding(torch.ones(B, S, dtype=torch.bool)) & mx.Documents(torch.ones(B, S, dtype=torch.long)) & mx.Causal()
-            )
+            mask = mx.Padding(torch.ones(B, S).bool()) & mx.Documents(torch.ones(B, S).long()) & mx.Causal()
             for backend in ("math", "sdpa", "chunked"):
                 assert attention(q, k, k, mask, backend=backend).shape == (B, H, L, D)
             network = mx.DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
@@ -335,9 +330,8 @@ TRANSFORMS = {
 @pytest.mark.parametrize("kind", NEEDS)
 def test_auto_computes_what_a_transform_asks_for_as_math_does(name, kind):
     x = torch.randn(1, H, L, D, dtype=torch.float64)
-    got, want = (
-        TRANSFORMS[name](lambda x, b=b: attention(x, x.sin(), x, **NEEDS[kind], backend=b), x) for b in ("auto", "math")
-    )
+    calls = [functools.partial(attention, **NEEDS[kind], backend=backend) for backend in ("auto", "math")]
+    got, want = (TRANSFORMS[name](lambda x, call=call: call(x, x.sin(), x), x) for call in calls)
     assert want.any()
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
@@ -367,8 +361,6 @@ def test_an_explanation_names_every_backend_the_reason_and_what_runs_and_runs_no
         assert not reports["sdpa"].can and "soft-cap" in reports["sdpa"].reason
         assert reports["math"].can and not reports["math"].fused
         assert recorder.ops == []
-    with pytest.raises(ValueError, match="backend='nothing'"):
-        mx.explain_backends(q, q, q, backend="nothing")
 
 
 def test_a_registered_backend_serves_calls_by_name_only_until_it_is_unregistered():

@@ -1,5 +1,7 @@
 """Decoding with a cache is the full forward, piece by piece, and a layer keeps no more than it needs."""
 
+import functools
+
 import pytest
 import torch
 from sizes import FUSED_CPU, OpRecorder, assert_same, in_pieces, tokens
@@ -120,25 +122,27 @@ def test_decoding_one_token_runs_the_fused_kernel():
 
 
 def test_a_layer_with_a_window_keeps_twice_its_keys_at_most_and_others_keep_all():
-    network, capacity = model(window=(3, None), position="rotary"), 29
-    cache = network.make_cache(capacity)
-    in_pieces(network, tokens(2, 7), [7], cache)
-    sizes = []
-    for _ in range(9):
-        in_pieces(network, tokens(2, 1), [1], cache)
-        sizes.append([layer.held[0].untyped_storage().nbytes() // (2 * H * 4 * 8) for layer in cache.layers])
-    assert {rolling for rolling, _ in sizes} == {2 * 3 - 1}
-    assert {whole for _, whole in sizes} == {capacity}
+    network = model(window=(3, None), position="rotary")
+    cache = network.make_cache(29)
+    in_pieces(network, tokens(2, 16), [7, *[1] * 9], cache)
+    assert [layer.held[0].untyped_storage().nbytes() // (2 * H * 4 * 8) for layer in cache.layers] == [2 * 3 - 1, 29]
 
 
-def test_a_state_keeps_its_precision_where_later_keys_are_far_larger():
-    attention = MultiHeadAttention(E, H, core=LinearAttention(chunk_size=3)).double()
+class Twice(LinearAttention):
+    """A core that runs twice on one call."""
+
+    def forward(self, call):
+        super().forward(call)
+        return super().forward(call)
+
+
+@pytest.mark.parametrize("kind", [LinearAttention, Twice])
+def test_a_state_adds_keys_once_and_keeps_its_precision_where_later_keys_are_far_larger(kind):
+    attention = MultiHeadAttention(E, H, core=kind(chunk_size=3)).double()
     x = torch.randn(2, L, E, dtype=torch.float64) * torch.logspace(-3, 3, L, dtype=torch.float64).unsqueeze(-1)
-    cache = attention.make_cache(L)
-    with torch.no_grad():
-        got = torch.cat([attention(piece, is_causal=True, cache=cache) for piece in x.split(UNEVEN, dim=1)], dim=1)
-        want = attention(x, is_causal=True)
-    assert ((got - want).abs() <= 1e-10 * want.abs().max()).all()
+    cache, causal = attention.make_cache(L), functools.partial(attention, is_causal=True)
+    want = causal(x)
+    assert ((in_pieces(causal, x, UNEVEN, cache) - want).abs() <= 1e-10 * want.abs().max()).all()
     assert [tuple(t.shape) for t in cache.state] == [(2, H, 4, 5), (2, H, 1)]
 
 
@@ -199,20 +203,6 @@ def test_after_a_failed_first_pass_every_layer_reads_the_memory_of_the_next_call
         broken.clear()
         memory, ids = second[:1], ids[:1]  # the next call may have another number of rows
         assert_same(network(None, ids, memory=memory, cache=cache), network(None, ids, memory=memory))
-
-
-def test_a_core_that_runs_twice_on_one_call_adds_its_keys_once():
-    class Twice(LinearAttention):
-        def forward(self, call):
-            super().forward(call)
-            return super().forward(call)
-
-    x = torch.randn(2, 7, E, dtype=torch.float64)
-    attention = MultiHeadAttention(E, H, core=Twice()).double()
-    cache = attention.make_cache(7)
-    with torch.no_grad():
-        got = torch.cat([attention(piece, is_causal=True, cache=cache) for piece in x.split([3, 4], dim=1)], dim=1)
-        assert_same(got, attention(x, is_causal=True), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, None)}, {"attention": "linear"}], ids=str)
