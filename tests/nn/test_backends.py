@@ -102,7 +102,7 @@ def judge(monkeypatch):
     [*((mask, "none") for mask in MASKS), ("right padding and causal", "bias broadcast"), ("empty rows", "all at once")],
 )
 def test_masks_and_options_together_equal_the_float64_loops_forward_and_backward(mask, option, backend, judge):
-    """Options one at a time are in ``test_testing.py``, gradients of biases and sinks in ``test_equivalence.py``."""
+    """Options one at a time are in ``test_testing.py``, gradients of biases and sinks in ``test_bias.py``."""
     rule, is_causal, plain = MASKS[mask]
     options = OPTIONS.get(option, {})
     leaves, _ = tensors(torch.float32, **options)

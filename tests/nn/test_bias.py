@@ -113,10 +113,11 @@ def test_a_rule_equals_its_tensor_and_its_gradient_flows_through_every_backend(n
     bias = BIASES[name]()
     q, k, v = (normal(B, heads, n, D).requires_grad_() for heads, n in ((H, L), (HKV, S), (HKV, S)))
     own = [bias] if isinstance(bias, Tensor) else getattr(bias, "_parameters", vars(bias)).values()
-    leaves = [q, k, v, *(value for value in own if isinstance(value, Tensor))]
+    more = {} if backend == "sdpa" else {"softcap": 0.7, "sinks": normal(H).requires_grad_()}
+    leaves = [q, k, v, *(value for value in [*own, more.get("sinks")] if isinstance(value, Tensor))]
     whole = as_bias(bias).dense(L, S, batch_size=B, num_heads=H).expand(B, H, L, S)
     got, want = (
-        scaled_dot_product_attention(q, k, v, None, 0.0, True, attn_bias=attn_bias, backend=kernel)
+        scaled_dot_product_attention(q, k, v, None, 0.0, True, attn_bias=attn_bias, backend=kernel, **more)
         for attn_bias, kernel in ((bias, backend), (whole, "math"))
     )
     assert_same_with_gradients(got, want, leaves, tolerance=1e-13)
