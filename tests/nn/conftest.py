@@ -2,6 +2,7 @@
 
 import pytest
 
+from minitx.nn import backends
 from minitx.nn.backends import chunked
 
 
@@ -10,3 +11,10 @@ def tiny_tiles(monkeypatch):
     """Tiles of 2 x 2 for ``chunked``, so that five queries and seven keys are twelve of them."""
     monkeypatch.setattr(chunked, "LARGEST", 2)
     monkeypatch.setattr(chunked, "SMALLEST", 2)
+
+
+@pytest.fixture
+def chunked_from_the_start(monkeypatch):
+    """``auto`` takes ``chunked`` for small calls, too."""
+    for name, value in {"CHUNKED_FROM": 1, "CHUNKED_FROM_OVER_PLAIN": 1, "FEW_TILES": 1.0}.items():
+        monkeypatch.setattr(backends, name, value)

@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM
-from minitx.testing import tolerance
 
 # primes where shapes matter; 6 query heads in 3 groups
 B, H, HKV, L, S, D, DV = 2, 6, 3, 5, 7, 11, 13
@@ -18,24 +17,6 @@ def grids(predicate, shape=(B, H, L, S)):
     b_, h_, l_, s_ = shape
     cells = [predicate(b, h, i + s_ - l_, j, i) for b in range(b_) for h in range(h_) for i in range(l_) for j in range(s_)]
     return torch.tensor(cells).reshape(shape)
-
-
-def low_dtype(dtype):
-    """In which dtype the independent run is made."""
-    return torch.float32 if dtype == torch.float64 else dtype
-
-
-def rounding_band(dtype, reference):
-    """The tolerance of an answer whose independent run has no error: a few units in the last place of the largest entry."""
-    return tolerance(reference, reference, dtype)
-
-
-def assert_as_good_as_naive(got, reference, low, dtype, name="", size=1.0):
-    """``got`` is as near to the float64 ``reference`` as the naive run ``low`` in the same dtype, twice over."""
-    assert got.dtype == dtype, name
-    assert torch.isfinite(got).all(), name
-    error, allowed = (got.double() - reference).abs().max().item(), tolerance(reference, low, dtype, size)
-    assert error <= allowed, f"{name}: error {error:.3g} exceeds {allowed:.3g}"
 
 
 VOCAB, LEARNED_APART = 13, ("attn_bias.weight", "sinks", "log_scale")
@@ -69,6 +50,14 @@ def in_pieces(network, ids, lengths, cache, **described):
 
 def assert_same(got, want, tolerance=1e-12):
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+
+
+def assert_same_with_gradients(got, want, leaves, tolerance=1e-12):
+    """Equal, and so are the gradients of one random sum of them."""
+    cotangent = torch.randn_like(want)
+    answers = [(out, *torch.autograd.grad(out, leaves, cotangent, retain_graph=True)) for out in (got, want)]
+    for ours, theirs in zip(*answers, strict=True):
+        assert_same(ours, theirs, tolerance)
 
 
 def torch_layer(**options):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.nn import DotProductAttention, MultiHeadAttention, QKNorm, Rotary, RotaryScaling, SlidingWindow, T5RelativeBias
+from minitx.nn import DotProductAttention, MultiHeadAttention, QKNorm, Rotary, SlidingWindow, T5RelativeBias
 from minitx.testing import naive_attention
 
 B, L, S, E, H = 2, 5, 7, 12, 3
@@ -25,10 +25,8 @@ def test_checkpoint_has_four_separate_projections():
     assert set(everything.state_dict()) == {*projections, *biases, "scale.log_scale", "qk_norm.gain", "sinks"}
 
 
-@pytest.mark.parametrize("backend", ["math", "sdpa"])
-def test_the_whole_layer_equals_the_loops_with_every_width_different(backend):
-    core = DotProductAttention(backend=backend)
-    attention = MultiHeadAttention(E, 4, num_kv_heads=2, head_dim=5, kdim=7, vdim=11, core=core).double()
+def test_the_whole_layer_equals_the_loops_with_every_width_different():
+    attention = MultiHeadAttention(E, 4, num_kv_heads=2, head_dim=5, kdim=7, vdim=11).double()
     x, y, z = (torch.randn(B, n, width, dtype=torch.float64) for n, width in ((L, E), (S, 7), (S, 11)))
 
     def heads(projection, inputs, count):
@@ -43,36 +41,15 @@ def test_the_whole_layer_equals_the_loops_with_every_width_different(backend):
     torch.testing.assert_close(got_weights, weights, rtol=0, atol=1e-14)
 
 
-def call_of(attention, *inputs, **options):
-    """The ``AttentionCall`` that the core gets."""
-    seen = []
-    handle = attention.core.register_forward_pre_hook(lambda module, args: seen.extend(args))
-    attention(*inputs, **options)
-    handle.remove()
-    return seen[0]
-
-
 def test_the_learned_scale_acts_after_qk_norm():
-    attention = MultiHeadAttention(E, H, qk_norm=QKNorm("l2", 4, num_kv_heads=H), scale="learned")
-    call = call_of(attention, torch.randn(B, L, E))
+    attention, seen = MultiHeadAttention(E, H, qk_norm=QKNorm("l2", 4, num_kv_heads=H), scale="learned"), []
+    attention.core.register_forward_pre_hook(lambda module, args: seen.extend(args))
+    attention(torch.randn(B, L, E))
     wanted = torch.full((B, H, L), 0.5)  # 1 · 1/√4; before the norm it would be lost
-    torch.testing.assert_close(call.query.norm(dim=-1), wanted)
+    torch.testing.assert_close(seen[0].query.norm(dim=-1), wanted)
 
 
-# every option of the constructor and of forward; a backend that cannot serve a layer refuses by name
-OPTIONS = {
-    "plain": {},
-    "grouped, wide heads, no bias": {"num_kv_heads": 1, "head_dim": 6, "bias": False},
-    **{f"scale {word}": {"scale": word} for word in ("unscaled", "learned", -1.0)},
-    "scale log_length": {"scale": "log_length", "max_len": 9},
-    **{f"qk-norm {kind}": {"qk_norm": lambda kind=kind: QKNorm(kind, 4, num_kv_heads=H)} for kind in ("rms", "l2")},
-    "rotary": {"rotary": lambda: Rotary(4)},
-    "rotary interleaved": {"rotary": lambda: Rotary(4, interleaved=True, scaling=RotaryScaling("ntk", 2.0))},
-    "sinks": {"sinks": True},
-    "softcap": {"softcap": 2.0},
-}
 CALLS = {
-    "bare": {},
     "masked": {"key_mask": REAL, "is_causal": True},
     "window": {"attn_mask": SlidingWindow(2)},
     "tensor bias": {"attn_bias": torch.linspace(-1, 1, L * L).view(L, L)},
@@ -82,43 +59,32 @@ CALLS = {
     "weights": {"key_mask": REAL, "is_causal": True, "need_weights": True},
 }
 nn.init.normal_(CALLS["t5"]["attn_bias"].requires_grad_(False).weight)  # torch's CPU kernel takes no bias that learns
-REFUSED = ("sinks", "softcap")  # by torch's kernels
-PAIRS = [("plain", call) for call in CALLS] + [(option, "masked") for option in OPTIONS if option != "plain"]
-PAIRS += [("rotary", "positions"), ("sinks", "weights"), ("softcap", "tensor bias")]
 
 
-def layer(option, backend):
+def layer(backend, **options):
     torch.manual_seed(0)
-    options = {name: value() if callable(value) else value for name, value in OPTIONS[option].items()}
-    attention = MultiHeadAttention(E, H, **options, core=DotProductAttention(backend=backend)).double()
-    if attention.sinks is not None:
-        nn.init.normal_(attention.sinks)
+    attention = MultiHeadAttention(E, H, **options, rotary=Rotary(4), core=DotProductAttention(backend=backend)).double()
     return attention, torch.randn(B, L, E, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("option", "call"), PAIRS)
-def test_train_eval_and_no_grad_give_the_same_bits_and_every_backend_the_numbers_of_math(option, call, backend):
-    attention, x = layer(option, backend)
-    if option in REFUSED and backend == "sdpa":
-        with pytest.raises(RuntimeError, match="backend 'sdpa' cannot serve this call"):
-            attention(x, **CALLS[call])
-        return
+@pytest.mark.parametrize("call", CALLS)
+def test_train_eval_and_no_grad_give_the_same_bits_and_every_backend_the_numbers_of_math(call, backend):
+    attention, x = layer(backend)
     trained = attention(x, **CALLS[call])
     attention.eval()
     for mode in (nullcontext(), torch.no_grad(), torch.inference_mode()):
         with mode:
             torch.testing.assert_close(attention(x, **CALLS[call]), trained, rtol=0, atol=0)
-    torch.testing.assert_close(trained, layer(option, "math")[0](x, **CALLS[call]), rtol=0, atol=1e-13)
+    torch.testing.assert_close(trained, layer("math")[0](x, **CALLS[call]), rtol=0, atol=1e-13)
 
 
 @pytest.mark.usefixtures("tiny_tiles")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_neither_the_future_nor_padding_changes_a_bit_whatever_the_option(option, backend):
-    if option in REFUSED and backend == "sdpa":
-        return
-    attention, x = layer(option, backend)
+def test_neither_the_future_nor_padding_changes_a_bit(backend):
+    """Of a model with any other option: in ``test_models.py`` and ``test_every_model.py``."""
+    more = {} if backend == "sdpa" else {"sinks": True, "softcap": 2.0}
+    attention, x = layer(backend, num_kv_heads=1, scale="log_length", max_len=9, **more)
     future, padding = x.clone(), x.clone()
     future[:, 3:] += 1.0
     padding[0, 0] = math.nan  # which no query sees; a NaN that later queries see is theirs to show

@@ -37,6 +37,10 @@ def mha(*inputs, call=None, **options):
     return layer(*inputs, **(call or {})) if inputs else layer
 
 
+def drop_in(**options):
+    return mx.DropInAttention(nn.MultiheadAttention(12, 3, batch_first=True))(X, X, X, **options)
+
+
 def block(*inputs, call=None, **options):
     return mx.Block(mha(), mx.FeedForward(12, 8), norm=nn.Identity, **options)(X, **(call or {}))
 
@@ -67,11 +71,11 @@ def go_on(ids=IDS, *, layers=1, before=None, window=None, **described):
         return model(ids, cache=cache, **described)
 
 
-def appended(width=4, dtype=torch.float32):
+def appended(*dtypes):
     cache = mx.LayerCache(8)
-    for new in (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 1, width, dtype=dtype)):
+    for new in (torch.zeros(1, 2, 3, 4, dtype=dtype) for dtype in dtypes):
         cache.append(new, new)
-        cache.advance(new.shape[2])
+        cache.advance(3)
 
 
 def cross_with_another_memory():
@@ -86,13 +90,11 @@ VALUE_ERRORS = {
     "attn_mask: 3-D, which is ambiguous": lambda: attend(attn_mask=bools(B, L, S)),
     "attn_mask: 1-D": lambda: attend(attn_mask=bools(S)),
     "attn_mask: another size": lambda: attend(attn_mask=bools(L, L)),
-    "attn_mask: one per key head": lambda: attend(attn_mask=bools(1, 3, L, S)),
     "key_mask: 4-D": lambda: mx.Padding(bools(B, 1, 1, S)),
     "key_mask: another batch, inside a union": lambda: attend(attn_mask=mx.Padding(bools(1, S)) | mx.Causal()),
     "document ids: another length": lambda: attend(attn_mask=mx.Documents(IDS)),
     "document ids: flat": lambda: lm(IDS, call={"document_ids": IDS[0]}),
     "pattern: no square": lambda: mx.BlockSparse(bools(2, 3), 4),
-    "pattern: no square for each head": lambda: mx.BlockSparse(bools(2, 2, 3), 4),
     "pattern: of other heads": lambda: attend(attn_mask=mx.BlockSparse(bools(H + 1, 2, 2), S)),
     "block_size: none": lambda: mx.BlockSparse(bools(2, 2), 0),
     "pattern: fewer positions than the call has": lambda: attend(attn_mask=mx.BlockSparse(bools(2, 2), 3)),
@@ -100,17 +102,13 @@ VALUE_ERRORS = {
     "prefix length: another batch": lambda: attend(attn_mask=mx.PrefixLM(torch.tensor([1, 2, 3]))),
     "prefix length: negative": lambda: mx.PrefixLM(-1),
     "window: none": lambda: mx.SlidingWindow(0),
-    "window: a truth value": lambda: mx.SlidingWindow(True),
     "is_causal: more queries than keys": lambda: attend(torch.randn(B, H, 9, D), is_causal=True),
     # tensors of a call
     "query: 3-D": lambda: attend(Q[0]),
-    "query: no heads": lambda: attend(Q[:, :0]),
-    "query: no positions": lambda: attend(Q[:, :, :0]),
     "key: no positions": lambda: attend(key=K[:, :, :0], value=K[:, :, :0]),
     "key: another width": lambda: attend(key=K[..., :5]),
     "key: another batch": lambda: attend(key=K[:1]),
     "key: heads that do not divide": lambda: attend(key=torch.randn(B, 4, S, D), value=torch.randn(B, 4, S, D)),
-    "value: 5-D": lambda: attend(value=K[None]),
     "value: fewer than keys": lambda: attend(value=K[:, :, :3]),
     "attn_bias: 3-D": lambda: attend(attn_bias=torch.ones(H, L, S)),
     "attn_bias: another length": lambda: mha(X, call={"attn_bias": torch.zeros(L, S)}),
@@ -118,14 +116,11 @@ VALUE_ERRORS = {
     "attn_bias: a table of other heads": lambda: mha(X, call={"attn_bias": mx.T5RelativeBias(4)}),
     "num_heads: neither heads nor slopes": lambda: mx.ALiBi(),
     "num_heads: none of ALiBi": lambda: mx.ALiBi(0),
-    "num_buckets: one a direction": lambda: mx.T5RelativeBias(2, num_buckets=2),
     "max_distance: among the exact ones": lambda: mx.T5RelativeBias(2, num_buckets=32, max_distance=8),
     "scale: not a number": lambda: attend(scale=math.nan),
-    "softcap: negative": lambda: attend(softcap=-1.0),
-    "softcap: zero in a layer": lambda: mha(softcap=0.0),
+    "softcap: zero": lambda: attend(softcap=0.0),
     "sinks: one per key head": lambda: attend(sinks=torch.zeros(3)),
     "dropout_p: one": lambda: attend(dropout_p=1.0),
-    "dropout_p: not a number": lambda: attend(dropout_p=math.nan),
     "dropout: below zero in a layer": lambda: mha(dropout=-0.1),
     "backend: an unknown name": lambda: attend(backend="flash"),
     # the layer
@@ -139,10 +134,11 @@ VALUE_ERRORS = {
     "value: the key does not serve as one": lambda: mha(X, torch.randn(B, S, 7), kdim=7),
     "value: without key": lambda: mha(X, call={"value": X}),
     "rotary: other heads": lambda: mha(rotary=mx.Rotary(2)),
-    "qk_norm: other heads": lambda: mha(qk_norm=mx.QKNorm("rms", 12)),
     "num_kv_heads: gains of other heads": lambda: mha(qk_norm=mx.QKNorm("l2", 4, num_kv_heads=1)),
     "scale: other heads": lambda: mha(scale=mx.ScoreScale("learned", head_dim=4, num_heads=1)),
     "rotary: cross-attention": lambda: mha(X, torch.randn(B, S, 12), rotary=mx.Rotary(4)),
+    "attn_mask: another size in torch's place": lambda: drop_in(attn_mask=bools(2, L, L)),
+    "attn_mask: a causal hint alone in torch's place": lambda: drop_in(is_causal=True),
     # parts
     "num_heads: none for a learned scale": lambda: mx.ScoreScale("learned", head_dim=4),
     "max_len: none for log_length": lambda: mha(scale="log_length"),
@@ -176,14 +172,12 @@ VALUE_ERRORS = {
     "num_layers: none": lambda: mx.KVCache(8, 0),
     "num_layers: a cache for another model": lambda: go_on(layers=2),
     "key: another batch after the prompt": lambda: go_on(IDS[:1]),
-    "key: another width after the first": lambda: appended(width=5),
-    "key: another dtype after the first": lambda: appended(dtype=torch.bfloat16),
+    "key: another dtype after the first": lambda: appended(torch.float32, torch.bfloat16),
     "key: another memory": cross_with_another_memory,
     "key_mask: of all tokens beside a cache": lambda: go_on(key_mask=bools(B, 10)),
     "document_ids: from the middle on": lambda: go_on(document_ids=IDS),
     "document_ids: up to the middle": lambda: go_on(before={"document_ids": IDS}),
     # models and configs
-    "input_ids: no whole numbers": lambda: lm(IDS.float()),
     "input_ids: flat": lambda: lm(IDS[0]),
     "input_ids: no tokens": lambda: lm(IDS[:, :0]),
     "input_ids: beyond the vocabulary": lambda: lm(13 * IDS),
@@ -220,14 +214,14 @@ TYPE_ERRORS = {
     "cache: that of a model for a layer": lambda: mha(X, call={"cache": mx.KVCache(9, 2)}),
     "cache: that of a layer for a model": lambda: lm(IDS, call={"cache": mx.LayerCache(9)}),
     "pixel_values: whole numbers": lambda: picture(torch.zeros(2, 1, 8, 8, dtype=torch.long)),
-    "attn_mask: floats": lambda: attend(attn_mask=torch.zeros(L, S)),
     "attn_bias: where the floats of a mask belong": lambda: mha(X, call={"attn_mask": torch.zeros(L, L)}),
     "attn_mask: whole numbers": lambda: attend(attn_mask=torch.ones(L, S, dtype=torch.long)),
     "attn_mask: a list": lambda: attend(attn_mask=[[True]]),
-    "attn_mask: floats joined to a rule": lambda: torch.zeros(L, S) | mx.Causal(),
-    "attn_mask: floats for a model": lambda: lm(IDS, call={"mask": torch.zeros(L, L)}),
     "key_mask: whole numbers": lambda: mha(X, call={"key_mask": IDS}),
     "key_padding_mask: floats": lambda: mx.from_key_padding_mask(torch.zeros(B, S)),
+    "key_padding_mask: whole numbers in torch's place": lambda: drop_in(key_padding_mask=IDS),
+    "attn_mask: whole numbers in torch's place": lambda: drop_in(attn_mask=IDS[:1].expand(L, L)),
+    "norm: a norm in place of a function that builds norms": lambda: mx.Residual(nn.Identity()),
     "pattern: floats": lambda: mx.BlockSparse(torch.eye(2), 4),
     "query: whole numbers": lambda: attend(Q.long(), K.long(), K.long()),
     "key: a list": lambda: attend(key=[1.0]),
@@ -236,9 +230,6 @@ TYPE_ERRORS = {
     "attn_bias: whole numbers": lambda: attend(attn_bias=torch.ones(L, S, dtype=torch.long)),
     "slopes: whole numbers": lambda: mx.ALiBi(slopes=torch.ones(2, dtype=torch.long)),
     "scale: a word": lambda: attend(scale="unscaled"),
-    "scale: a truth value": lambda: attend(scale=True),
-    "sinks: a list": lambda: attend(sinks=[0.0] * H),
-    "dropuot: a misspelt keyword": lambda: mha(dropuot=0.1),
 }  # fmt: skip
 CASES = [(ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS)]
 

@@ -1,4 +1,6 @@
-"""Decoding with a cache is the full forward, piece by piece."""
+"""Decoding with a cache is the full forward, piece by piece, and a layer keeps no more than it needs."""
+
+import functools
 
 import pytest
 import torch
@@ -6,64 +8,73 @@ from sizes import FUSED_CPU, OpRecorder, assert_same, in_pieces, tokens
 from sizes import small_model as model
 from test_models import PAIRS
 
-from minitx.nn import KVCache, PrefixLM, SlidingWindow
+from minitx.nn import EncoderDecoder, KVCache, MultiHeadAttention, PrefixLM, SlidingWindow
+from minitx.nn.efficient import LinearAttention
 
-L = 11
-NTK = {"position": "rotary", "rotary_interleaved": True, "rotary_scaling": "ntk", "rotary_factor": 4.0}
-WAYS = [*({"position": position, **options} for position, options in PAIRS), NTK, {"position": "rotary", "qk_norm": "layer"}]
-# lengths of the pieces in which a prompt of 11 tokens is read
-SPLITS = {"token by token": [1] * L, "prompt, then tokens": [7, 1, 1, 1, 1], "uneven pieces": [2, 5, 1, 3], "one piece": [L]}
+E, H, L = 12, 3, 23
+LOG_LENGTH, WINDOWS = {"position": "rotary", "scale": "log_length"}, (4, (1, None), 40)
+WINDOWED = (
+    *({"position": position} for position in ("alibi", "t5", "learned")),
+    {"position": "rotary", "num_kv_heads": 1, "softcap": 2.0, "sinks": True},
+    LOG_LENGTH,
+)
+WAYS = [
+    *({"position": position, **options} for position, options in PAIRS),
+    {"position": "rotary", "rotary_interleaved": True, "rotary_scaling": "ntk", "rotary_factor": 4.0},
+    {"position": "rotary", "qk_norm": "layer"},
+    *({**options, "window": window} for options in WINDOWED for window in WINDOWS),
+    *({"attention": kind, "position": "rotary", "num_kv_heads": 1} for kind in ("linear", "performer")),
+]
+TOKEN_BY_TOKEN, UNEVEN = [1] * L, [2, 7, 1, 9, 4]
 
 
-@pytest.mark.parametrize("padding", [(0, 0, 0), (0, 4, 7)], ids=["whole", "left-padded"])
+def caches(network):
+    """The smallest cache, and one that keeps all keys where another can."""
+    can_keep_all = network.config.attention == "exact"
+    return [network.make_cache(L), *([KVCache(L, num_layers=2)] if can_keep_all else [])]
+
+
+@pytest.mark.parametrize("padding", [(0, 0, 0), (0, 4, 9)], ids=["whole", "left-padded"])
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_decoding_with_a_cache_equals_the_full_forward_and_each_padded_row_is_as_it_would_be_alone(options, padding):
-    network, ids = model(**options), tokens(3, L)
+def test_decoding_with_a_cache_equals_the_full_forward_and_reordered_rows_go_on(options, padding):
+    network, ids, rows = model(**options), tokens(3, L), torch.tensor([1, 1, 0])
+    near = 1e-10 if "attention" in options else 1e-12
     real = torch.arange(L) >= torch.tensor(padding).unsqueeze(1)
     mask = {"key_mask": real} if any(padding) else {}
     want = network(ids, **mask)
-    for split in SPLITS.values() if options in (NTK, {"position": options["position"]}) else [SPLITS["uneven pieces"]]:
-        got = in_pieces(network, ids, split, KVCache(L, num_layers=2), **mask)
-        assert_same(got[real], want[real])
-    for row, missing in enumerate(padding):
-        assert_same(got[row : row + 1, missing:], network(ids[row : row + 1, missing:]))
+    for split in (TOKEN_BY_TOKEN, UNEVEN):
+        for cache in caches(network):
+            assert_same(in_pieces(network, ids, split, cache, **mask)[real], want[real], near)
+    cache = network.make_cache(L)
+    in_pieces(network, ids[:, :9], [7, 1, 1], cache, **{name: given[:, :9] for name, given in mask.items()})
+    cache.reorder(rows)
+    assert_same(in_pieces(network, ids[rows, 9:], [1, 13], cache), want[rows, 9:], near)
 
 
-@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
-@pytest.mark.parametrize("position", ["rotary", "alibi"])
-def test_every_backend_decodes_alike(position, backend):
-    options, ids, cache = {"position": position, "num_kv_heads": 1}, tokens(2, L), KVCache(L, num_layers=2)
-    got = in_pieces(model(**options, backend=backend), ids, [3, 1, 5, 2], cache)
-    assert_same(got, model(**options, backend="math")(ids))
+def test_a_key_mask_may_begin_after_the_prompt():
+    network, ids, cache = model(position="rotary"), tokens(2, 7), KVCache(7, num_layers=2)
+    real = torch.tensor([[True, False, True], [True] * 3])
+    with torch.no_grad():
+        network(ids[:, :4], cache=cache)
+        got = network(ids[:, 4:], key_mask=real, cache=cache)
+    whole = torch.cat((torch.ones(2, 4, dtype=torch.bool), real), dim=1)
+    assert_same(got[real], network(ids, key_mask=whole)[:, 4:][real])
 
 
-def test_a_key_mask_may_end_with_the_prompt_or_begin_after_it():
-    network, ids = model(position="rotary"), tokens(2, L)
-    prompt = torch.tensor([[False, False, True, True], [True] * 4])
-    late = torch.tensor([[True, False, True], [True] * 3])
-    nothing = torch.ones(2, 7, dtype=torch.bool)
-    for first, second in ((prompt, None), (None, late)):
-        cache, (old, new) = KVCache(L, num_layers=2), ids[:, :7].split([4, 3], dim=1)
-        whole = torch.cat((nothing[:, :4] if first is None else first, nothing[:, 4:] if second is None else second), dim=1)
-        with torch.no_grad():
-            got = torch.cat((network(old, key_mask=first, cache=cache), network(new, key_mask=second, cache=cache)), dim=1)
-        assert_same(got[whole], network(ids[:, :7], key_mask=whole)[whole])
-
-
-LOG_LENGTH, WINDOW = {"position": "rotary", "scale": "log_length"}, {"position": "rotary", "window": 3}
-
-
-@pytest.mark.parametrize("options", [{"position": "learned"}, {"position": "t5"}, LOG_LENGTH, WINDOW], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"position": "learned"}, {"position": "t5"}, LOG_LENGTH, *({"position": "rotary", "window": w} for w in WINDOWS)],
+    ids=str,
+)
 def test_packed_documents_decode_as_they_are_read_whole(options):
     network, ids = model(**options), tokens(2, L)
-    documents = torch.tensor([[0] * 4 + [1] * 7, [5] * 9 + [6] * 2])
-    got = in_pieces(network, ids, SPLITS["uneven pieces"], KVCache(L, num_layers=2), document_ids=documents)
-    assert_same(got, network(ids, document_ids=documents))
-    assert_same(got[:1, 4:], network(ids[:1, 4:]))
+    documents = torch.tensor([[0] * 4 + [1] * 19, [5] * 20 + [6] * 3])
+    for cache in caches(network):
+        assert_same(in_pieces(network, ids, UNEVEN, cache, document_ids=documents), network(ids, document_ids=documents))
 
 
 def test_a_mask_of_the_caller_counts_keys_from_the_beginning():
-    network, ids = model(), tokens(1, L)
+    network, ids = model(), tokens(1, 11)
     for mask in (SlidingWindow(2), PrefixLM(3)):  # the first piece holds the prefix, which is seen both ways
         cache = KVCache(L, num_layers=2)
         with torch.no_grad():
@@ -73,7 +84,7 @@ def test_a_mask_of_the_caller_counts_keys_from_the_beginning():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_cache_takes_the_dtype_of_the_model(dtype):
-    network, ids = model().to(dtype), tokens(1, L)
+    network, ids = model().to(dtype), tokens(1, 11)
     got = in_pieces(network, ids, [4, 7], KVCache(L, num_layers=2))
     assert got.dtype == dtype
     assert (got - network(ids)).abs().max() <= 32 * torch.finfo(dtype).eps * network(ids).abs().max()
@@ -108,3 +119,101 @@ def test_decoding_one_token_runs_the_fused_kernel():
         network(tokens(1, 7), cache=cache)
         network(tokens(1, 1), cache=cache)
     assert recorder.ops.count(FUSED_CPU) == 4
+
+
+def test_a_layer_with_a_window_keeps_twice_its_keys_at_most_and_others_keep_all():
+    network = model(window=(3, None), position="rotary")
+    cache = network.make_cache(29)
+    in_pieces(network, tokens(2, 16), [7, *[1] * 9], cache)
+    assert [layer.held[0].untyped_storage().nbytes() // (2 * H * 4 * 8) for layer in cache.layers] == [2 * 3 - 1, 29]
+
+
+class Twice(LinearAttention):
+    """A core that runs twice on one call."""
+
+    def forward(self, call):
+        super().forward(call)
+        return super().forward(call)
+
+
+@pytest.mark.parametrize("kind", [LinearAttention, Twice])
+def test_a_state_adds_keys_once_and_keeps_its_precision_where_later_keys_are_far_larger(kind):
+    attention = MultiHeadAttention(E, H, core=kind(chunk_size=3)).double()
+    x = torch.randn(2, L, E, dtype=torch.float64) * torch.logspace(-3, 3, L, dtype=torch.float64).unsqueeze(-1)
+    cache, causal = attention.make_cache(L), functools.partial(attention, is_causal=True)
+    want = causal(x)
+    assert ((in_pieces(causal, x, UNEVEN, cache) - want).abs() <= 1e-10 * want.abs().max()).all()
+    assert [tuple(t.shape) for t in cache.state] == [(2, H, 4, 5), (2, H, 1)]
+
+
+def test_what_a_state_cannot_read_is_named():
+    attention, x = MultiHeadAttention(E, H, core=LinearAttention()), torch.randn(2, 5, E)
+    with torch.no_grad(), pytest.raises(ValueError, match="is_causal"):
+        attention(x, cache=attention.make_cache(8))
+    cache = attention.make_cache(8)
+    with torch.no_grad():
+        attention(x, is_causal=True, cache=cache)
+        with pytest.raises(ValueError, match="capacity for 8 positions"):
+            attention(x, is_causal=True, cache=cache)
+        with pytest.raises(ValueError, match=r"^key must"):
+            attention(torch.randn(3, 1, E), is_causal=True, cache=cache)
+    with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
+        attention(x, is_causal=True, cache=attention.make_cache(8))
+
+
+# ---- a forward that fails
+
+
+@pytest.mark.parametrize("core", [None, LinearAttention()])
+def test_a_layer_that_refuses_a_call_leaves_the_cache_as_it_was(core):
+    attention, x = MultiHeadAttention(E, H, core=core).double(), torch.randn(2, 5, E, dtype=torch.float64)
+    cache, pieces = attention.make_cache(5), []
+    with torch.no_grad():
+        for piece in x.split([3, 2], dim=1):
+            with pytest.raises(ValueError, match="key_mask"):
+                attention(piece, is_causal=True, cache=cache, key_mask=torch.ones(2, 7, dtype=torch.bool))
+            pieces.append(attention(piece, is_causal=True, cache=cache))
+        torch.testing.assert_close(torch.cat(pieces, dim=1), attention(x, is_causal=True), rtol=0, atol=1e-12)
+        cross = attention.make_cache(5)
+        if core is None:
+            with pytest.raises(ValueError, match="key_mask"):
+                attention(x, x + 1, cache=cross, key_mask=torch.ones(2, 7, dtype=torch.bool))
+            assert cross.memory is None
+
+
+def interrupted(network):
+    """A list: while there is something in it, the second block raises."""
+    broken = [True]
+
+    def fail(module, args):
+        if broken:
+            raise KeyboardInterrupt
+
+    network.blocks[1].register_forward_pre_hook(fail)
+    return broken
+
+
+def test_after_a_failed_first_pass_every_layer_reads_the_memory_of_the_next_call():
+    network = model(EncoderDecoder, architecture="encoder_decoder")
+    first, second = (network.encode(tokens(2, 7)) for _ in range(2))
+    ids, cache, broken = tokens(2, 5), network.make_cache(5), interrupted(network)
+    with torch.no_grad():
+        with pytest.raises(KeyboardInterrupt):
+            network(None, ids, memory=first, cache=cache)
+        broken.clear()
+        memory, ids = second[:1], ids[:1]  # the next call may have another number of rows
+        assert_same(network(None, ids, memory=memory, cache=cache), network(None, ids, memory=memory))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, None)}, {"attention": "linear"}], ids=str)
+def test_a_forward_that_fails_midway_changes_no_layer(options):
+    network, ids = model(position="rotary", **options), tokens(2, L)
+    cache, broken, pieces = network.make_cache(L), interrupted(network), []
+    for piece in ids.split(UNEVEN, dim=1):
+        broken.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            in_pieces(network, piece, [piece.shape[1]], cache)
+        assert cache.length == sum(done.shape[1] for done in pieces)
+        broken.clear()
+        pieces.append(in_pieces(network, piece, [piece.shape[1]], cache))
+    assert_same(torch.cat(pieces, dim=1), network(ids), tolerance=1e-10)

@@ -16,18 +16,13 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from minitx.nn import Causal, Documents, Padding, PrefixLM, SlidingWindow
+from minitx.nn import Documents, Padding, PrefixLM, SlidingWindow
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.testing import DTYPES, naive_attention
 
 BACKENDS = ("math", "sdpa", "chunked")
 HEADS = ((1, 1), (4, 4), (4, 2), (6, 1))
 EDGES = (63, 64, 65, 127, 128, 129, 255, 256, 257)
-MASKS = (
-    "none", "causal", "left padding", "right padding", "padding and causal", "window", "window and causal",
-    "documents", "documents and causal", "prefix", "prefix per row", "dense (L, S)", "dense (B, 1, L, S)",
-    "dense per head and causal", "sparse", "union", "everything", "nothing",
-)  # fmt: skip
 
 
 @dataclass
@@ -49,43 +44,46 @@ class Call:
         return self.inputs["query"].shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
-def masked(kind, B, H, L, S, window, generator):
-    """(attn_mask, is_causal, visible (B, H, L, S)): the rule twice, once for the package and once in plain tensors."""
+def rules(B, H, L, S, window, generator):
+    """By name: a rule twice, once for the package and once in plain tensors that broadcast to (B, H, L, S)."""
     t, j = torch.arange(L)[:, None] + S - L, torch.arange(S)
     causal, near = j <= t, (t - j).abs() < window
     cut = torch.randint(0, S + 1, (B, 1), generator=generator)
     left, right = j >= cut, j < cut  # (B, S)
     ids = torch.randint(0, 3, (B, S), generator=generator)
     same = (ids[:, t.clamp(min=0)] == ids[:, None, :]).view(B, 1, L, S) if S >= L else None
-    cells = torch.rand(B, H, L, S, generator=generator) < (0.03 if kind == "sparse" else 0.6)
-    prefix = int(cut[0])
-    wide = {name: value[:, None, None] for name, value in (("left", left), ("right", right))}
-    table = {
-        "none": lambda: (None, False, causal | True),
-        "causal": lambda: (None, True, causal),
-        "left padding": lambda: (Padding(left), False, wide["left"]),
-        "right padding": lambda: (Padding(right), False, wide["right"]),
-        "padding and causal": lambda: (Padding(left), True, wide["left"] & causal),
-        "window": lambda: (SlidingWindow(window), False, near),
-        "window and causal": lambda: (SlidingWindow(window) & Causal(), False, near & causal),
-        "documents": lambda: (Documents(ids), False, same),
-        "documents and causal": lambda: (Documents(ids) & Causal(), False, same & causal),
-        "prefix": lambda: (PrefixLM(prefix), False, causal | (j < prefix)),
-        "prefix per row": lambda: (PrefixLM(cut[:, 0]), False, causal | wide["right"]),
-        "dense (L, S)": lambda: (cells[0, 0], False, cells[0, 0]),
-        "dense (B, 1, L, S)": lambda: (cells[:, :1], False, cells[:, :1]),
-        "dense per head and causal": lambda: (cells[:1], True, cells[:1] & causal),
-        "sparse": lambda: (cells, False, cells),
-        "union": lambda: (Documents(ids) | SlidingWindow(window), False, same | near),
+    drawn = torch.rand(B, H, L, S, generator=generator)
+    cells, few, prefix = drawn < 0.6, drawn < 0.03, int(cut[0])
+    wide_left, wide_right = left[:, None, None], right[:, None, None]
+    return {
+        "none": lambda: (None, causal | True),
+        "left padding": lambda: (Padding(left), wide_left),
+        "right padding": lambda: (Padding(right), wide_right),
+        "window": lambda: (SlidingWindow(window), near),
+        "documents": lambda: (Documents(ids), same),
+        "prefix": lambda: (PrefixLM(prefix), causal | (j < prefix)),
+        "prefix per row": lambda: (PrefixLM(cut[:, 0]), causal | wide_right),
+        "dense (L, S)": lambda: (cells[0, 0], cells[0, 0]),
+        "dense (B, 1, L, S)": lambda: (cells[:, :1], cells[:, :1]),
+        "dense per head": lambda: (cells[:1], cells[:1]),
+        "sparse": lambda: (few, few),
+        "union": lambda: (Documents(ids) | SlidingWindow(window), same | near),
         "everything": lambda: (
             Padding(left) & (Documents(ids) | PrefixLM(prefix)) & SlidingWindow(window) & cells[:, :1],
-            True,
-            wide["left"] & (same | causal | (j < prefix)) & near & cells[:, :1] & causal,
+            wide_left & (same | causal | (j < prefix)) & near & cells[:, :1],
         ),
-        "nothing": lambda: (torch.zeros(L, S, dtype=torch.bool), False, torch.zeros(L, S, dtype=torch.bool)),
+        "nothing": lambda: (torch.zeros(L, S, dtype=torch.bool), torch.zeros(L, S, dtype=torch.bool)),
     }
-    mask, is_causal, visible = table[kind]()
-    return mask, is_causal, visible.expand(B, H, L, S)
+
+
+def masked(kind, is_causal, B, H, L, S, window, generator):
+    """The mask of a kind, and the cells (B, H, L, S) that it and causality show."""
+    mask, visible = rules(B, H, L, S, window, generator)[kind]()
+    past = torch.ones(L, S, dtype=torch.bool).tril(S - L)
+    return mask, (visible & past if is_causal else visible).expand(B, H, L, S)
+
+
+MASKS = tuple(rules(1, 1, 1, 1, 1, torch.Generator()))
 
 
 @st.composite
@@ -96,6 +94,7 @@ def calls(draw):
     L = draw(st.sampled_from((S, 1)) | st.integers(1, S))
     if kind in ("none", "left padding", "dense (L, S)", "window") and draw(st.booleans()):
         L = draw(st.integers(1, 70))  # more queries than keys, too
+    is_causal = L <= S and draw(st.booleans())
     H, Hkv = draw(st.sampled_from(HEADS))
     B = draw(st.integers(1, 2)) if L * S < 10_000 else 1
     D, Dv = draw(st.sampled_from((1, 3, 8, 16, 64))), draw(st.sampled_from((None, None, 1, 5, 16)))
@@ -105,7 +104,7 @@ def calls(draw):
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).double()
 
-    mask, is_causal, visible = masked(kind, B, H, L, S, draw(st.integers(1, 40)), generator)
+    mask, visible = masked(kind, is_causal, B, H, L, S, draw(st.integers(1, 40)), generator)
     inputs = {"query": normal(B, H, L, D), "key": normal(B, Hkv, S, D), "value": normal(B, Hkv, S, Dv)}
     scale = draw(st.sampled_from((None, None, 1.0, 0.0, -0.5, 1e-3)))
     call = Call(dtype, inputs, normal(B, H, L, Dv), mask, is_causal, visible, scale)
@@ -255,8 +254,8 @@ def test_the_textbook_is_the_loops():
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    for kind in ("none", "causal", "dense per head and causal", "everything", "nothing"):
-        _, _, visible = masked(kind, 2, 6, 5, 7, 4, generator)
+    for kind, is_causal in (("none", False), ("dense per head", True), ("everything", True), ("nothing", False)):
+        _, visible = masked(kind, is_causal, 2, 6, 5, 7, 4, generator)
         q, k, v, bias, sinks = normal(2, 6, 5, 3), normal(2, 3, 7, 3), normal(2, 3, 7, 4), normal(2, 6, 5, 7), normal(6)
         for added, extra in ((None, {}), (bias, {"softcap": 1.3, "sinks": sinks})):
             got = textbook(q, k, v, visible, scale=0.7, bias=added, **extra)
