@@ -138,12 +138,6 @@ def test_another_score_scale_is_folded_into_the_weights_that_are_exported(cli, o
             assert (again(ids).logits - release_hf(network)(input_ids=ids).logits).abs().max() > 1e-4
 
 
-def test_fine_tuning_needs_a_model(assert_refused, place):
-    (place / "text.txt").write_text(TEXT, encoding="utf-8")
-    assert_refused("init_from.path=FOLDER, or model=hf model.path=FOLDER", "experiment=finetune", "data.path=text.txt")
-    assert_refused("model.path is missing", "experiment=finetune", "model=hf", "data.path=text.txt")
-
-
 def test_keys_on_the_command_line_win_over_those_in_the_folder(cli, assert_refused, theirs):
     config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
     (theirs / "config.json").write_text(json.dumps({**config, "new_trick": 3, "eos_token_id": [3, 5]}), encoding="utf-8")
@@ -198,17 +192,15 @@ def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, mo
         (["model.ffn_dim=13"], "blocks.0.feedforward.up_proj.weight"),
         (["model.scale=unscaled"], "another scale is another function, unless init_from.fold_scale=true"),
         (["init_from.path=mamba"], "init_from.path=mamba"),
-        (["init_from.path=deaf"], "tokenizer.json"),
         (["init_from.path=mute"], "data.tokenizer=char would be a new tokenizer"),
     ],
 )
 def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(assert_refused, theirs, place, changed, part):
-    for name in ("mamba", "deaf", "mute"):
+    for name in ("mamba", "mute"):
         shutil.copytree(theirs, place / name)
     config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
     (place / "mamba" / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}), encoding="utf-8")
     (place / "mute" / "tokenizer.json").unlink()
-    (place / "deaf" / "tokenizer.json").write_text("{", encoding="utf-8")
     words = [word for word in finetune(theirs) if word.partition("=")[0] != changed[0].partition("=")[0]]
     assert_refused(part, *words, *changed)
     assert not (place / "run").exists()
