@@ -67,18 +67,11 @@ def sections(hint: Any = RunConfig, place: str = "") -> Iterator[tuple[str, type
         yield from sections(one, place + below)
 
 
-def attributes(cls: type) -> dict[str, str]:
-    """What the ``Attributes`` of a docstring say, by name."""
-    section = (cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12,}.*)*)", section, flags=re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", text).replace("``", "`").strip() for name, text in entries}
-
-
 def keys(cls: type) -> list[Key]:
     """The keys of a dataclass. The class that is nearest says what a key means."""
     said: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        said |= attributes(base)
+        said |= explained(base)
     hints = typing.get_type_hints(cls)
     return [
         Key(
