@@ -64,15 +64,6 @@ def test_the_record_has_all_heads_of_all_layers_and_shares_of_weight(example, sm
 
 
 @torch.no_grad()
-def test_all_layers_heads_stand_in_one_map_in_the_models_order(example, small, sentences, follows_arcs):
-    ids, _ = sentences[0].encode(encode, [FIRST])
-    with intervene(small, "weights", follows_arcs, layers=1, heads=3):
-        [layer] = example("real_bert").reader(small, LAST)(ids).maps
-    assert layer.weights.shape == layer.visible.shape == (1, 10, 8, 8)
-    assert torch.equal(layer.weights[0, 8], follows_arcs)
-
-
-@torch.no_grad()
 def test_the_control_has_the_same_numbers_in_each_weight_in_another_order(example, small):
     other = example("real_bert").scrambled(small)
     for (name, weight), shuffled in zip(small.named_parameters(), other.parameters(), strict=True):
