@@ -3,8 +3,6 @@
 Cases are checked by exit code and key, not by their wording.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """``export.py``: a checkpoint becomes a folder that transformers reads without a line of ours."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """One run in several processes: who starts them, what a sweep does, and what becomes of the others when one dies."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

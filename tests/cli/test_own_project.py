@@ -1,7 +1,5 @@
 """``examples/own_project``: a model, data, objective, optimizer and callback of the user's own, from a folder outside of the checkout."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """``view_attention.py``: from a checkpoint, a run's folder or a Hugging Face folder to a page."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -298,8 +296,6 @@ def test_a_name_in_the_cache_of_the_hub_is_a_folder_too(data, folders, tmp_path,
         ("reads 31 at most", f"model=llama text={'a' * 37}"),
         ("text is empty", "model=llama text="),
         ("text is missing", "model=llama"),
-        ("target", "model=llama text=a target=b"),
-        ("row", "model=llama row=1"),
         ("model", "model=llama ckpt_path=last.ckpt text=a"),
         ("ckpt_path is missing", "text=a"),
         ("has the id", "model=narrow text=heaven"),

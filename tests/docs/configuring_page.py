@@ -7,8 +7,6 @@ of a function; ``see ``NAME```` there is the meaning that NAME gives. What an op
 stands at the top of its YAML file. ``python tests/docs/configuring_page.py`` writes the page; its first part is ``configuring_head.md``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re
@@ -37,10 +35,8 @@ from minitx.training.nodes import BY_POSITION, FROM_THE_RUN, target_of
 
 ROOT = Path(__file__).parents[2]
 PAGE, HEAD = ROOT / "docs" / "configuring.md", Path(__file__).with_name("configuring_head.md")
-GROUPS = (
-    *("model", "data", "objective", "optimizer", "schedule", "trainer"),
-    *("callbacks", "logger", "experiment", "ablation", "debug"),
-)
+GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer", "callbacks", "logger", "experiment")
+GROUPS += ("ablation", "debug")
 PROGRAMS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view_attention": ViewConfig, "export": ExportConfig}
 PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "word", type(None): "null"}
 PLAIN |= dict.fromkeys((Any, object), "anything")

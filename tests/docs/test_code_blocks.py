@@ -1,7 +1,5 @@
 """Every fenced block of README and docs runs: Python as it stands, commands made small by the one table ``SMALL``."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -386,13 +384,6 @@ COMMANDS = sorted({text for section in SECTIONS for text in typed_here(section) 
 @pytest.mark.parametrize("text", COMMANDS)
 def test_a_command_for_those_who_come_from_elsewhere_runs(text: str, shelf: Shelf, place: Path) -> None:
     obey(shlex.split(text), shelf, place)
-
-
-@pytest.mark.parametrize("text", [text for text in COMMANDS if re.match(r"(python scripts/train.py|minitx-train)", text)])
-def test_a_command_for_those_who_come_from_elsewhere_is_composed(text: str, shelf: Shelf, place: Path) -> None:
-    words = shlex.split(text)[1:]
-    shelf.bring_all(words, place)
-    compose([word for word in words if not word.startswith("scripts/")])
 
 
 # The tables

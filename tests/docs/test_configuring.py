@@ -1,7 +1,5 @@
 """``docs/configuring.md`` is what the dataclasses, the signatures and the YAML files say, and they say it of every key."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import configuring_page as made

@@ -13,6 +13,13 @@ from minitx.nn import backend_names, unregister_backend
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def scripts(*names):
+    """These files of examples/ as modules that find each other, as where Python runs one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        return [importlib.import_module(name) for name in names]
+
+
 @pytest.fixture(scope="session")
 def example():
     """``example(name)``: examples/NAME.py as a new module."""

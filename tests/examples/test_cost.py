@@ -1,7 +1,5 @@
 """The ledger counts what runs, part by part, and cost grows with the claimed power of the length."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,7 +3,6 @@
 import csv
 import re
 from importlib import util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +15,8 @@ from minitx.nn import DecoderLM, MultiHeadAttention, ScoreScale, scale_multiplie
 from minitx.training.build import shape_of_node
 from minitx.training.run import train
 from tests.cli.conftest import SHORT, TEXT
+from tests.examples.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "examples.md"
 
 
