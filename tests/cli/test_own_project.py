@@ -107,7 +107,6 @@ def test_hydras_own_folder_is_taken_and_a_mistake_leaves_none(own, project):
 def test_a_mistake_in_a_part_is_one_sentence_with_its_key(own, project):
     said = {
         "model._target_=own.Nett": "did you mean own.Net?",
-        "model.width=three": "model.width=three must be a whole number",
         "optimizer.lr=-1": "optimizer._target_=torch.optim.SGD",
         "callbacks.announce._target_=own.Silence": "callbacks.announce._target_=own.Silence",
     }

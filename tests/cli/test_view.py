@@ -11,7 +11,6 @@ import torch
 import transformers
 from PIL import Image
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import nn
 
 from minitx.analysis import take_snapshot
@@ -49,13 +48,7 @@ PAIR = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3, 
 def folders(tmp_path_factory):
     """A folder with random models as transformers saves them: BERT and BART with words, Llama with bytes. Falcon is refused."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "dog", "##s", "你", "好"]
-    wordpiece = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    wordpiece.normalizer = normalizers.BertNormalizer()
-    wordpiece.pre_tokenizer, wordpiece.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-    around = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
-    wordpiece.post_processor = processors.TemplateProcessing(special_tokens=[("[CLS]", 2), ("[SEP]", 3)], **around)
-    marks = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    wordpiece = transformers.PreTrainedTokenizerFast(tokenizer_object=wordpiece, **marks)
+    wordpiece = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
     bytes_ = train_tokenizer("bpe", [TEXT], vocab_size=257)
     made = {
         "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=257, max_position_embeddings=31, **SIZES)),

@@ -1,6 +1,7 @@
 """How the tests run an example: as a reader imports it."""
 
 import contextlib
+import functools
 import importlib.util
 import io
 import sys
@@ -46,12 +47,10 @@ def _only_our_backends_are_left():
 @pytest.fixture(scope="session")
 def ran(example):
     """``ran(name)``: what main() of an example found, and what it printed; run once."""
-    found = {}
 
+    @functools.cache
     def run(name):
-        if name not in found:
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                found[name] = example(name).main(), printed.getvalue()
-        return found[name]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            return example(name).main(), printed.getvalue()
 
     return run
