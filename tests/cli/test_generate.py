@@ -52,6 +52,12 @@ def test_a_seed_repeats_its_samples_and_samples_differ(output, last):
     assert first.startswith(written(last("text"), "the ", sampler=Sampler(temperature=1.5, top_k=20), **options))
 
 
+def test_a_stop_ends_the_answer_before_it(output, last):
+    words = last("text"), "prompt=In the", "max_new_tokens=15"
+    free = output("generate", *words).removesuffix("\n")
+    assert output("generate", *words, f"stop={free[4]}") == free.split(free[4])[0] + "\n"
+
+
 def test_a_bad_line_of_stdin_is_named_by_its_number(cli, last):
     said = cli(last("text"), "max_new_tokens=2", stdin=b"God\nthe \xff\nhe\n", program="generate")
     assert (said.code, said.out.count("\n"), said.err.count("\n")) == (2, 1, 1)
