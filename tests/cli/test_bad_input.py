@@ -27,6 +27,7 @@ COMPOSED = {
     "trainer.gradient_clip_val=1": "it is called trainer.clip",
     "trainer.fast_dev_run=true": "trainer.extra.fast_dev_run",
     "model.dropout=nan": "model.dropout=nan",
+    "optimizer.lr=0": "optimizer.lr=0.0 must be positive",
     "optimizer.rules=[{match:'('}]": "optimizer.rules[0].match=(",
     "schedule=linear schedule.decay_fraction=0.1": "schedule.decay_fraction is not a key",
     # values

@@ -7,6 +7,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 import minitx
@@ -17,10 +18,10 @@ from minitx.cli.generate import GenerateConfig
 from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
 from minitx.training.callbacks import StoppedError
-from minitx.training.loggers import COLUMNS
+from minitx.training.loggers import COLUMNS, read_metrics
 from tests.cli.conftest import RESULT, TINY, losses, put
 from tests.cli.processes import ROOT, start
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_for
 
 OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig, "export": ExportConfig}
 
@@ -142,6 +143,20 @@ def test_a_signal_ends_the_whole_sweep(cli, monkeypatch):
     monkeypatch.setattr("minitx.cli.train.run_training", stopped)
     said = cli("-m", *TINY, "seed=1,2")
     assert (said.code, said.err.count("\n"), seen) == (143, 1, [1])
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_run_with_its_code_and_a_checkpoint_that_goes_on(tmp_path):
+    process = start([*TINY, "output_dir=run", "trainer.max_steps=10000000", "trainer.ckpt_every=99999", "trainer.val_every=0"], tmp_path)  # fmt: skip
+    metrics = tmp_path / "run" / "metrics.csv"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 5, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, err.count("\n")) == (130, 1), err
+    loaded = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    rows = read_metrics(metrics)
+    assert rows[-1]["step"] == loaded["global_step"] == len(rows)
+    assert all(torch.isfinite(weight).all() for weight in loaded["state_dict"].values())
 
 
 def test_a_chinese_text_file_is_trained_on_and_looked_at_as_the_chinese_readme_says(cli, output, place):
