@@ -19,8 +19,7 @@ from tests.cli.conftest import TINY as ALONE
 from tests.cli.processes import OF_LAUNCHERS, run, start
 from tests.waiting import PATIENCE, wait_for
 
-SHORT = ("trainer.val_batches=1", "trainer.val_every=0")
-TINY = (*ALONE[:-2], "callbacks.progress=false", "trainer=ddp_cpu", *SHORT, "trainer.log_every=5")
+TINY = (*ALONE, "trainer=ddp_cpu", "trainer.val_batches=1", "trainer.val_every=0", "trainer.log_every=5")
 
 
 @pytest.fixture
