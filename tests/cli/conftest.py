@@ -1,7 +1,5 @@
 """The command line in this process: arguments in, exit code and output out. And a few tiny runs to look at."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import sys

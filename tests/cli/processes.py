@@ -1,7 +1,5 @@
 """The programs in processes of their own, as a user starts them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,13 +3,10 @@
 Cases are checked by exit code and key, not by their wording.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 import pytest
-import torch
 
 from tests.cli.conftest import PROGRAMS, TINY, assert_named, put
 from tests.cli.processes import ROOT
@@ -19,42 +16,24 @@ STEP = ("debug=one_step", *(word for word in TINY if "val_size" not in word))
 # what was typed, and what the answer must name; found before anything is read
 COMPOSED = {
     # keys and groups
-    "trainer.max_step=3": "did you mean trainer.max_steps?",
-    "++model.foo=1": "model.foo",
-    "data=kv_lookup data.num_pair=3": "did you mean data.num_pairs?",
-    "data=kv_lookup data.num_pairs=many": "data.num_pairs=many must be a whole number",
-    "data=kv_lookup data.path=x": "data.path is not a key",
-    "data._target_=minitx.data.kv_lookups": "data._target_=minitx.data.kv_lookups",
-    "data=digits data._target_=minitx.data.kjv": "data=digits was typed",
-    "trainer.stop_at.valu=0.9": "did you mean trainer.stop_at.value?",
+    "++model.num_head=3": "did you mean model.num_heads?",
     "model=nonsense": "char_small",
     "modle=char_small": "modle",
-    "hydra/launcher=nope": "hydra/launcher=nope is not an option",
     "~optimizer": "optimizer",
     "logger.wandb.name=x": "'logger=[csv,wandb]'",
     "model._target_=own.Net": "model._target_=own.Net cannot be built",
-    "optimizer=adamw optimizer._target_=torch.optim.SGD": "optimizer=adamw",
     "model=gpt2 model._target_=torch.nn.Linear": "model=gpt2 was typed",
-    "model.num_heads=7": "num_heads=7",
     "model.d_k=8": "Set model.num_heads, or model.head_dim",
-    "model.d_model=8": "model.embed_dim",
-    "model.d_ff=8": "model.ffn_dim",
     "trainer.gradient_clip_val=1": "it is called trainer.clip",
     "trainer.fast_dev_run=true": "trainer.extra.fast_dev_run",
     "model.dropout=nan": "model.dropout=nan",
-    "model.init=lecunn": "did you mean lecun?",
     "optimizer.lr=0": "optimizer.lr=0.0 must be positive",
-    "optimizer.rules=[{match:a},{matc:b}]": "optimizer.rules[1].matc",
     "optimizer.rules=[{match:'('}]": "optimizer.rules[0].match=(",
-    "optimizer.matrix_lr=0.1": "optimizer.matrix_lr is not a key",
     "schedule=linear schedule.decay_fraction=0.1": "schedule.decay_fraction is not a key",
-    "objective.chunk_tokens=0": "objective.chunk_tokens=0 must be positive",
     # values
-    "model.num_heads=abc": "model.num_heads=abc",
     "model.scale=null": "unscaled",
     "seed=???": "seed",
     "experiment=classify": "data.path is missing",
-    "experiment=translate_text": "data.path is missing",
     "experiment=scaling_ablation ablation.launcher=slurn": "did you mean slurm?",
     # Hydra's grammar
     "max_steps": "max_steps",
@@ -68,16 +47,13 @@ COMPOSED = {
 BUILT = {
     "model.backend=sdpa model.softcap=5": "sdpa",
     "model.embed_dim=1000000000000000000": "model",
-    "optimizer.rules=[{match:nomatch}]": "optimizer.rules[0].match=nomatch",
     "optimizer=muon trainer.strategy=sharded": "optimizer=muon needs whole matrices",
     "schedule.warmup_steps=9999": "schedule.warmup_steps=9999 must not exceed trainer.max_steps",
-    "objective._target_=torch.nn.CrossEntropyLoss": "objective.reduction=mean must be sum",
     "+callbacks.a={_target_:lightning.pytorch.callbacks.Timer,nonsense:1}": "callbacks.a",
     "+trainer.extra.foo=1": "trainer.extra.foo is no argument",
     "imports=[no_such_module_anywhere]": "imports=no_such_module_anywhere",
     "model.architecture=encoder": "model.architecture=encoder",
     "trainer.devices=2 trainer.accelerator=auto": "trainer.devices=2",
-    "init_from={path:nowhere}": "init_from.path=nowhere is not a file that exists",
     "output_dir=short.txt/below": "output_dir=",
     "output_dir=new/run model.backend=nonsense": "nonsense",
 }
@@ -87,17 +63,14 @@ OTHERS = {
     # a checkpoint or a run, and what is asked of it
     "evaluate {text} output=no/such/found.json": "output=no/such/found.json",
     "evaluate {text} device=toaster": "device=toaster",
-    "evaluate ckpt_path={runs}/text.txt": "text.txt",
     "generate {text} prompt=God top_k=[": "top_k=[",
     "generate {text} prompt=God top_k=5": "top_k=5",
-    "generate {text} prompt=God context=70": "context=70",
     "generate {text} prompt=God stop=ab": "stop=",
     "generate {text} prompt=né": "U+00E9",
     "generate {text} prompt=\udcff": "prompt",
     "generate {lookup} prompt=a": "ckpt_path=",
     "view {text}": "text",
     "view {text} row=999": "row=999",
-    "view ckpt_path={runs}/text/checkpoints/lost.ckpt text=e": "read the newest whole one beside it with ckpt_path=",
     "view {text} text=e compare=lost.ckpt": "compare=lost.ckpt is not a file",
     "view {text} text=e layers=2": "layers",
     "view {text},{runs}/text/checkpoints/best.ckpt text=e": "step 20",
@@ -105,17 +78,9 @@ OTHERS = {
     "view {text} text=e compare={runs}/bytes/checkpoints/last.ckpt": "vocab_size",
     "view {dates} text=7 max_new_tokens=99": "max_new_tokens=99",
     "view ckpt_path={runs}/lookup row=13": "row=13",
-    "export {text}": "output",
-    "export {dates} output=out": "T5ForConditionalGeneration",
     "export {text} output=out model_type=bert": "Bert",
-    "export {text} output=out model_type=gpt3": "model_type='gpt3'",
     "export {text} output=out chat_template=lost.jinja": "chat_template=lost.jinja",
-    "export {lookup} output=out": "type_vocab_size=17 would be 1",
 }
-
-
-def words(typed: str) -> list[str]:
-    return typed.split(" ") if typed else []
 
 
 @pytest.fixture
@@ -127,49 +92,32 @@ def no_run(monkeypatch):
 
 @pytest.mark.parametrize("typed", COMPOSED)
 def test_a_mistake_in_the_config_is_named(cli, place, no_run, typed):
-    assert_named(cli(*words(typed)), COMPOSED[typed])
+    assert_named(cli(*typed.split()), COMPOSED[typed])
     assert list(place.iterdir()) == []
-
-
-def test_where_a_similar_key_is_suggested_the_other_keys_are_not_listed(cli, no_run):
-    for typed, suggested in (
-        ("model.num_head=3", "model.num_heads"),
-        ("++model.num_head=3", "model.num_heads"),
-        ("data.contxt_len=3", "data.context_len"),
-        ("data.batch_sise=3", "data.batch_size"),
-    ):
-        said = cli(typed)
-        assert_named(said, f"did you mean {suggested}?")
-        assert "embed_dim" not in said.err and "val_fraction" not in said.err
 
 
 def test_an_option_of_the_users_with_the_name_of_one_of_ours_is_refused_with_both_paths(cli, place, no_run):
     path, ours = (folder / "optimizer" / "sgd.yaml" for folder in (place / "conf", ROOT / "configs"))
     put(path, "defaults: [/schema@_here_: optimizer]\nname: sgd\nlr: 0.77\n")
-    for words in (["--config-dir=conf", "optimizer=sgd"], ["--config-dir=conf"]):
-        said = cli(*words)
-        assert_named(said, "conf/optimizer/sgd.yaml")
-        assert str(ours) in said.err
+    said = cli("--config-dir=conf")
+    assert_named(said, "conf/optimizer/sgd.yaml")
+    assert str(ours) in said.err
     path.write_bytes(ours.read_bytes())
     assert "nonsense" in cli("--config-dir=conf", "model=nonsense").err  # a copy hides nothing
 
 
-@pytest.mark.parametrize(("text", "key"), [
-    ("optimizer: {_target_: torch.optim.SGD, lr: 0.5}", "optimizer._target_=torch.optim.SGD"),
-    ("defaults: [{override /optimizer: null}]\noptimizer: {_target_: torch.optim.SGD, lr: 0.5}", "optimizer._target_=torch.optim.SGD"),
-])  # fmt: skip
-def test_an_option_that_was_typed_is_not_replaced_by_an_experiment_without_a_word(cli, place, no_run, text, key):
-    put(place / "conf" / "experiment" / "mine.yaml", f"# @package _global_\n{text}\n")
+def test_an_option_that_was_typed_is_not_replaced_by_an_experiment_without_a_word(cli, place, no_run):
+    put(place / "conf" / "experiment" / "mine.yaml", "# @package _global_\noptimizer: {_target_: torch.optim.SGD}\n")
     said = cli("--config-dir=conf", "experiment=mine", "optimizer=adamw")
     assert_named(said, "optimizer=adamw")
-    assert key in said.err
+    assert "optimizer._target_=torch.optim.SGD" in said.err
 
 
 @pytest.mark.parametrize("typed", BUILT)
 def test_a_mistake_that_only_files_machine_or_model_show_is_named(cli, place, typed):
     (place / "short.txt").write_text("too short", encoding="utf-8")
-    chosen = {word.partition("=")[0] for word in words(typed)}
-    assert_named(cli(*(word for word in STEP if word.partition("=")[0] not in chosen), *words(typed)), BUILT[typed])
+    chosen = {word.partition("=")[0] for word in typed.split()}
+    assert_named(cli(*(word for word in STEP if word.partition("=")[0] not in chosen), *typed.split()), BUILT[typed])
     assert [path.name for path in place.iterdir()] == ["short.txt"]
 
 
@@ -189,15 +137,9 @@ def test_an_experiment_of_ones_own_without_its_first_line_is_told_of_it(cli, pla
 
 @pytest.mark.parametrize("typed", OTHERS)
 def test_a_mistake_in_another_program_is_named(assert_refused, runs, last, place, typed):
-    paths = {"runs": runs, **{name: last(name) for name in ("text", "lookup", "digits", "dates")}}
+    paths = {"runs": runs, **{name: last(name) for name in ("text", "lookup", "dates")}}
     program, *arguments = typed.format(**paths).split(" ")
     assert_refused(OTHERS[typed], *arguments, program=program)
-    assert list(place.iterdir()) == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_named(cli, place):
-    assert_named(cli(*STEP, "trainer.accelerator=gpu"), "trainer.accelerator=gpu")
     assert list(place.iterdir()) == []
 
 

@@ -1,7 +1,5 @@
 """``evaluate.py``: a checkpoint alone is enough."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """``export.py``: a checkpoint becomes a folder that transformers reads without a line of ours."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -32,7 +30,6 @@ def test_an_exported_run_has_the_ids_the_logits_and_the_text_of_the_checkpoint(c
     assert {path.name for path in (place / "out").iterdir()} == set(FILES.split())
     network, tokenizer, _ = load_model(last(run).removeprefix("ckpt_path="))
     theirs = transformers.AutoTokenizer.from_pretrained(place / "out")
-    assert len(LINES) == 1000
     assert [theirs(line).input_ids for line in LINES] == [tokenizer.encode(line).tolist() for line in LINES]
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "out").eval()
     ids = torch.tensor([tokenizer.encode(TEXT).tolist()[:61]])
@@ -84,27 +81,19 @@ def test_lm_eval_gives_the_log_likelihoods_of_the_checkpoint_on_a_task_of_local_
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(place / "cache"))
     output("export", last("text"), "output=out")
-    rows = ("In the beginning", " God", " the heaven"), ("God created the", " earth", " h")
-    lines = [json.dumps({"text": text, "a": a, "b": b, "label": 0}) for text, a, b in rows]
-    (place / "rows.jsonl").write_text("\n".join(lines))
+    (place / "rows.jsonl").write_text(json.dumps({"text": "In the beginning", "a": " God", "b": " the heaven", "label": 0}))
     (place / "local.yaml").write_text(
         'task: local\ndataset_path: json\ntarget_delimiter: ""\noutput_type: multiple_choice\nvalidation_split: validation\n'
         f"dataset_kwargs:\n  data_files:\n    validation: {place / 'rows.jsonl'}\n"
         'doc_to_text: "{{text}}"\ndoc_to_choice: "{{[a, b]}}"\ndoc_to_target: label\nmetric_list:\n  - metric: acc\n'
     )
-    found = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(place / "out")},
-        device="cpu",
-        tasks=["local"],
-        task_manager=lm_eval.tasks.TaskManager(include_path=str(place), include_defaults=False),
-        bootstrap_iters=0,
-    )
+    tasks = lm_eval.tasks.TaskManager(include_path=str(place), include_defaults=False)
+    model = {"model": "hf", "model_args": {"pretrained": str(place / "out")}, "device": "cpu"}
+    found = lm_eval.simple_evaluate(**model, tasks=["local"], task_manager=tasks, bootstrap_iters=0)
     network, tokenizer, _ = load_model(last("text").removeprefix("ckpt_path="))
-    for sample in found["samples"]["local"]:
-        for key, (score, _) in zip("ab", sample["filtered_resps"], strict=True):
-            ids = torch.tensor([tokenizer.encode(sample["doc"]["text"] + sample["doc"][key]).tolist()])
-            before = len(tokenizer.encode(sample["doc"]["text"]))
-            with torch.no_grad():
-                steps = network(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[0, before - 1 :]
-            assert float(score) == pytest.approx(float(steps.sum()), abs=1e-3)
+    (sample,) = found["samples"]["local"]
+    for answer, (score, _) in zip((" God", " the heaven"), sample["filtered_resps"], strict=True):
+        ids = torch.tensor([tokenizer.encode(f"In the beginning{answer}").tolist()])
+        with torch.no_grad():
+            steps = network(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[0, -len(tokenizer.encode(answer)) :]
+        assert float(score) == pytest.approx(float(steps.sum()), abs=1e-3)

@@ -1,7 +1,5 @@
 """``init_from``: weights to start from, of a Hugging Face folder, a folder of ours or a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -40,11 +38,6 @@ def finetune(path, *more):
     return [*chosen, *(word for word in SHORT if not word.startswith("model.")), *more]
 
 
-def bits_per_byte(place):
-    found = json.loads((place / "run" / "evaluation.json").read_text(encoding="utf-8"))
-    return found["metrics"]["bits_per_byte"]["value"]
-
-
 def same_weights(path):
     """The checkpoint at ``path`` and the last one of the new run, which has the same weights."""
     old, new = read_checkpoint(path), read_checkpoint(LAST)
@@ -53,9 +46,8 @@ def same_weights(path):
     return old, new
 
 
-def test_a_folder_brings_weights_shape_and_tokenizer(output, theirs, place):
+def test_a_folder_brings_weights_shape_and_tokenizer(output, theirs):
     output("train", *finetune(theirs, STILL))
-    assert bits_per_byte(place) > 0
     model, tokenizer, _ = load_model(LAST)
     ids = tokenizers.Tokenizer.from_file(str(theirs / "tokenizer.json")).encode("the Word was God").ids
     assert tokenizer.encode("the Word was God").tolist() == ids
@@ -73,9 +65,8 @@ PROBED = ["model.adopt=true", "callbacks.probe.every=1", "callbacks.probe.weight
 
 
 @pytest.mark.parametrize("more", [[], PROBED], ids=["plain", "adopted"])
-def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_trust(output, theirs, place, more):
+def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_trust(output, theirs, more):
     output("train", *as_it_is(theirs, STILL, *more))
-    assert bits_per_byte(place) > 0
     shutil.rmtree(theirs)
     assert "bits_per_byte" in output("evaluate", f"ckpt_path={LAST}", "device=cpu")
     assert output("generate", f"ckpt_path={LAST}", "prompt=the Word", "max_new_tokens=3", "device=cpu")
@@ -138,12 +129,6 @@ def test_another_score_scale_is_folded_into_the_weights_that_are_exported(cli, o
             assert (again(ids).logits - release_hf(network)(input_ids=ids).logits).abs().max() > 1e-4
 
 
-def test_fine_tuning_needs_a_model(assert_refused, place):
-    (place / "text.txt").write_text(TEXT, encoding="utf-8")
-    assert_refused("init_from.path=FOLDER, or model=hf model.path=FOLDER", "experiment=finetune", "data.path=text.txt")
-    assert_refused("model.path is missing", "experiment=finetune", "model=hf", "data.path=text.txt")
-
-
 def test_keys_on_the_command_line_win_over_those_in_the_folder(cli, assert_refused, theirs):
     config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
     (theirs / "config.json").write_text(json.dumps({**config, "new_trick": 3, "eos_token_id": [3, 5]}), encoding="utf-8")
@@ -197,18 +182,12 @@ def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, mo
         (["init_from.path=gone"], "init_from.path=gone"),
         (["model.ffn_dim=13"], "blocks.0.feedforward.up_proj.weight"),
         (["model.scale=unscaled"], "another scale is another function, unless init_from.fold_scale=true"),
-        (["init_from.path=mamba"], "init_from.path=mamba"),
-        (["init_from.path=deaf"], "tokenizer.json"),
         (["init_from.path=mute"], "data.tokenizer=char would be a new tokenizer"),
     ],
 )
 def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(assert_refused, theirs, place, changed, part):
-    for name in ("mamba", "deaf", "mute"):
-        shutil.copytree(theirs, place / name)
-    config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
-    (place / "mamba" / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}), encoding="utf-8")
+    shutil.copytree(theirs, place / "mute")
     (place / "mute" / "tokenizer.json").unlink()
-    (place / "deaf" / "tokenizer.json").write_text("{", encoding="utf-8")
     words = [word for word in finetune(theirs) if word.partition("=")[0] != changed[0].partition("=")[0]]
     assert_refused(part, *words, *changed)
     assert not (place / "run").exists()

@@ -1,7 +1,5 @@
 """``train.py`` as a user meets it: help, folders, what a folder holds, sweeps, signals."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import shlex
@@ -19,10 +17,8 @@ from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
-from minitx.config import RunConfig
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import COLUMNS, read_metrics
-from minitx.training.nodes import with_defaults
 from tests.cli.conftest import RESULT, TINY, losses, put
 from tests.cli.processes import ROOT, start
 from tests.waiting import PATIENCE, wait_for
@@ -52,19 +48,6 @@ def test_help_of_the_other_programs_shows_every_key_and_its_meaning(cli):
         assert (said.code, said.err) == (0, "")
         for field in dataclasses.fields(keys):
             assert f"  {field.name}=" in said.out and field.metadata["meaning"] in said.out
-
-
-@pytest.mark.slow
-def test_without_arguments_the_default_model_is_trained_and_that_is_said_first(cli, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    seen = []
-    monkeypatch.setattr("minitx.cli.train.run_training", lambda config, *_: seen.append((config, caplog.text)))
-    for words in (["seed=0"], []):
-        cli(*words)
-    (_, before), (config, said) = seen
-    assert config == with_defaults(RunConfig())
-    assert ("the default model" in before, "the default model" in said) == (False, True)
-    assert "Without arguments: a small decoder" in cli("--help").out
 
 
 def test_a_run_keeps_to_its_folder_and_says_where_it_is(cli, place, caplog):

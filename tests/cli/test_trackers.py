@@ -1,7 +1,5 @@
 """``logger=trackio`` and ``logger=mlflow``: curves and config reach the tracker, and a package that is missing is one sentence."""
 
-from __future__ import annotations
-
 import sqlite3
 import sys
 from importlib.util import find_spec

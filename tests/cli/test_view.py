@@ -1,7 +1,5 @@
 """``view_attention.py``: from a checkpoint, a run's folder or a Hugging Face folder to a page."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -12,13 +10,12 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from safetensors.torch import load_file
 from torch import nn
 
-from minitx.analysis import intervene, take_snapshot
+from minitx.analysis import take_snapshot
 from minitx.analysis.viewer import playground
-from minitx.cli.inputs import Inputs, attention_of, open_hf
+from minitx.cli.inputs import Inputs, attention_of
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
@@ -41,12 +38,6 @@ def data(output, place):
     return run
 
 
-def weights_of(page):
-    """The weights of the second layer."""
-    packed = page["traces"][0]["snapshots"][0]["layers"][1]["weights"]
-    return torch.frombuffer(bytearray(b64decode(packed)), dtype=torch.uint16).double() / 65534
-
-
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 12, "intermediate_size": 17}
 PAIR = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3, "decoder_attention_heads": 3, "d_model": 12,
         "encoder_ffn_dim": 17, "decoder_ffn_dim": 17, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 3,
@@ -57,13 +48,7 @@ PAIR = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3, 
 def folders(tmp_path_factory):
     """A folder with random models as transformers saves them: BERT and BART with words, Llama with bytes. Falcon is refused."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "dog", "##s", "你", "好"]
-    wordpiece = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    wordpiece.normalizer = normalizers.BertNormalizer()
-    wordpiece.pre_tokenizer, wordpiece.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-    around = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
-    wordpiece.post_processor = processors.TemplateProcessing(special_tokens=[("[CLS]", 2), ("[SEP]", 3)], **around)
-    marks = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    wordpiece = transformers.PreTrainedTokenizerFast(tokenizer_object=wordpiece, **marks)
+    wordpiece = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
     bytes_ = train_tokenizer("bpe", [TEXT], vocab_size=257)
     made = {
         "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=257, max_position_embeddings=31, **SIZES)),
@@ -106,7 +91,9 @@ def test_a_checkpoint_and_a_text_are_enough_and_the_page_holds_what_the_model_do
     assert "“the heaven”" in page["html"]
     model, tokenizer, _ = load_model(last("text").partition("=")[2])
     seen = take_snapshot(model, {"input_ids": torch.tensor([tokenizer.encode("the heaven").tolist()])}).maps[1]
-    torch.testing.assert_close(weights_of(page), seen.weights[seen.visible].double(), atol=1e-5, rtol=0)
+    packed = bytearray(b64decode(page["traces"][0]["snapshots"][0]["layers"][1]["weights"]))
+    shown = torch.frombuffer(packed, dtype=torch.uint16).double() / 65534
+    torch.testing.assert_close(shown, seen.weights[seen.visible].double(), atol=1e-5, rtol=0)
 
 
 def test_several_checkpoints_are_the_steps_of_the_slider_and_a_second_model_stands_beside(data, last):
@@ -148,12 +135,10 @@ def test_a_task_without_a_tokenizer_shows_a_row_or_ids(data, last):
     assert data(last("lookup"), "text=" + " ".join(tokens))["tokens"]["input_ids"] == tokens
 
 
-def test_a_text_to_classify_begins_with_its_mark_and_bytes_are_shown_as_their_characters(data, bare, last):
+def test_a_text_to_classify_begins_with_its_mark(data, bare):
     marked = train_tokenizer("char", [TEXT], marks=["pad", "cls"])
     path = bare("classes", marked, architecture="encoder", head="sequence", num_labels=2)
     assert data(path, "text=the")["tokens"]["input_ids"] == ["<cls>", *"the"]
-    path = bare("bytes", train_tokenizer("bpe", [], vocab_size=257))
-    assert data(path, "text=a你")["tokens"]["input_ids"] == ["a", "你·1/3", "你·2/3", "你·3/3"]
 
 
 def test_a_run_that_recorded_its_attention_needs_no_text(data, runs):
@@ -170,9 +155,6 @@ def test_a_recorded_run_has_its_answers_and_a_film_shows_them(data, output, runs
     for (one,) in steps:
         assert one["text"] == f"Which value has key {tokens[-1]}?"
         assert tokens[one["key"]] == f"{tokens[-1]}:{page['words'][one['right']]}"
-        is_right, loss, top = one["answer"]
-        assert is_right == (top[0][0] == one["right"])
-        assert loss > 0
     assert steps[0][0]["answer"] != steps[-1][0]["answer"]
     run = f"ckpt_path={runs / 'lookup'}"
     said = output("view", run, "row=1", "layers=1", "head=2", "output=film.webp")
@@ -191,38 +173,21 @@ def test_a_checkpoint_answers_on_a_text_and_on_a_row(data, last, folders):
     assert (one["text"], one["at"], one["key"]) == ("Which class?", None, None)
     page = data(f"model={folders / 'llama'}", "text=abc")
     rows = page["traces"][0]["snapshots"][0]["answers"]["rows"]
-    assert [page["words"][one["right"]] if one["right"] is not None else None for one in rows] == ["b", "c", None]
-    losses = [one["answer"][1] for one in rows[:-1]]
+    assert [one["right"] if one["right"] is None else page["words"][one["right"]] for one in rows] == ["b", "c", None]
     page = data(f"model={folders / 'bart'}", "text=the cat", "target=你 dog")
     rows = page["traces"][0]["snapshots"][0]["answers"]["rows"]
     assert [one["text"] for one in rows] == [f"Which token follows “{c}”?" for c in ("[SEP]", "[CLS]", "你", "dog")]
     assert "answers" not in data(f"model={folders / 'bert'}", "text=the")["traces"][0]["snapshots"][0]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders / "llama")
-    ids = transformers.AutoTokenizer.from_pretrained(folders / "llama")("abc", return_tensors="pt")["input_ids"]
-    loss = torch.nn.functional.cross_entropy(theirs(ids).logits[0, :-1], ids[0, 1:], reduction="none")
-    torch.testing.assert_close(torch.tensor(losses), loss, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["ours", "llama"])
-def test_the_answers_without_each_head_are_those_of_a_model_whose_head_gives_zero(kind, data, last, folders):
-    chosen = [last("text")] if kind == "ours" else [f"model={folders / 'llama'}"]
-    page = data(*chosen, "text=the", "knock_out=true", "layers=1")
-    answers = page["traces"][0]["snapshots"][0]["answers"]
-    (heads,) = answers["without"]
-    assert len(heads) == 3
-    if kind == "ours":
-        model, tokenizer, _ = load_model(last("text").partition("=")[2])
-        ids = torch.tensor([tokenizer.encode("the").tolist()])
-    else:
-        model, tokenizer = open_hf(str(folders / "llama"), "model")
-        ids = tokenizer("the", return_tensors="pt")["input_ids"]
-    for head, rows in enumerate(heads):
-        with torch.no_grad(), intervene(model, "heads", 0.0, layers=[1], heads=[head]):
-            output = model(input_ids=ids)
-        loss = torch.nn.functional.cross_entropy(getattr(output, "logits", output)[0, :-1], ids[0, 1:], reduction="none")
-        torch.testing.assert_close(torch.tensor([row[1] for row in rows[:-1]]), loss, atol=1e-3, rtol=0)
-    assert heads[0] != heads[1]
-    assert "without" not in data(*chosen, "text=the")["traces"][0]["snapshots"][0]["answers"]
+@pytest.mark.parametrize("kind", ["text", "llama"])
+def test_a_page_has_the_answers_without_each_head_where_they_are_asked_for(kind, data, last, folders):
+    chosen = last("text") if kind == "text" else f"model={folders / 'llama'}"
+    pages = [data(chosen, "text=the", *more) for more in ([], ["knock_out=true", "layers=1"])]
+    whole, cut = (page["traces"][0]["snapshots"][0]["answers"] for page in pages)
+    (heads,) = cut["without"]
+    assert len(heads) == 3 and heads[0] != heads[1]
+    assert "without" not in whole and cut["rows"] == whole["rows"]
 
 
 def test_heads_are_knocked_out_only_where_an_answer_can_change(assert_refused, folders, runs, last):
@@ -257,7 +222,7 @@ def test_a_model_of_ones_own_may_take_fewer_keys_than_the_data_have():
     assert attention_of(Net(), row, step=0).step == 0
 
 
-def test_a_hugging_face_folder_and_a_text_are_enough_and_the_page_holds_what_the_model_does(data, folders):
+def test_a_hugging_face_folder_and_a_text_are_enough(data, folders):
     page = data(f"model={folders / 'llama'}", "text=a你")
     assert page["tokens"] == {"input_ids": ["a", "你·1/3", "你·2/3", "你·3/3"]}
     layers = [(f"model.layers.{i}.self_attn.core", "causal") for i in range(2)]
@@ -265,16 +230,6 @@ def test_a_hugging_face_folder_and_a_text_are_enough_and_the_page_holds_what_the
     assert page["out"].startswith("2 layers, 3 heads, 1 step, 1 model, 4 tokens\nattention.html  ")
     assert page["traces"][0]["name"] == "llama"
     assert page["traces"][0]["snapshots"][0]["title"] == "LlamaForCausalLM"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders / "llama", attn_implementation="eager")
-    ids = transformers.AutoTokenizer.from_pretrained(folders / "llama")("a你", return_tensors="pt")["input_ids"]
-    weights = theirs(ids, output_attentions=True).attentions[1].double()[:, :, *torch.tril_indices(4, 4)]
-    torch.testing.assert_close(weights_of(page), weights.flatten(), atol=1e-5, rtol=0)
-
-
-def test_the_marks_that_a_tokenizer_puts_around_a_text_are_shown_with_its_pieces(data, folders):
-    page = data(f"model={folders / 'bert'}", "text=the cats 你好", "layers=1")
-    assert page["tokens"]["input_ids"] == ["[CLS]", "the", "cat", "##s", "你", "好", "[SEP]"]
-    assert [layer["kind"] for layer in page["layers"]] == ["self"]
 
 
 def test_an_encoder_decoder_of_hugging_face_gives_its_own_answer_or_takes_a_target(data, folders):
@@ -330,13 +285,10 @@ def test_a_name_in_the_cache_of_the_hub_is_a_folder_too(data, folders, tmp_path,
         ("neither a folder nor", "model=some/where/else text=a"),
         ("config.json", "model=. text=a"),
         ("no tokenizer", "model=untold text=a"),
-        ("lacks 1 weights", "model=torn text=a"),
         ("AttentionInterface", "model=falcon text=a"),
         ("reads 31 at most", f"model=llama text={'a' * 37}"),
         ("text is empty", "model=llama text="),
         ("text is missing", "model=llama"),
-        ("target", "model=llama text=a target=b"),
-        ("row", "model=llama row=1"),
         ("model", "model=llama ckpt_path=last.ckpt text=a"),
         ("ckpt_path is missing", "text=a"),
         ("has the id", "model=narrow text=heaven"),
@@ -346,12 +298,10 @@ def test_a_name_in_the_cache_of_the_hub_is_a_folder_too(data, folders, tmp_path,
 def test_what_no_page_can_be_made_of_is_refused_in_one_sentence(part, arguments, folders, assert_refused, place):
     for name in ("llama", "falcon"):
         (place / name).symlink_to(folders / name)
-    for name, source in {"untold": "bert", "torn": "llama", "narrow": "llama"}.items():
+    for name, source in {"untold": "bert", "narrow": "llama"}.items():
         shutil.copytree(folders / source, place / name)
     for file in (place / "untold").glob("*token*"):
         file.unlink()
-    torn = place / "torn" / "model.safetensors"
-    save_file({name: w for name, w in load_file(torn).items() if "layers.1.mlp.up" not in name}, torn, {"format": "pt"})
     (place / "narrow" / "tokenizer.json").unlink()
     train_tokenizer("bpe", [TEXT * 7], vocab_size=290).save(place / "narrow" / "tokenizer.json")
     assert_refused(part, *arguments.split(" ", 2), program="view")
@@ -387,18 +337,16 @@ def test_a_missing_transformers_is_said(folders, assert_refused, monkeypatch):
     assert_refused("pip install transformers", f"model={folders / 'llama'}", "text=a", program="view")
 
 
-@pytest.mark.parametrize("asked", [["text=e In"], ["text=e In", "knock_out=true"], ["row=1", "knock_out=true"]])
+ASKED = ["view text=e", "view text=e knock_out=true", "view row=1 knock_out=true", "generate prompt=e", "evaluate num_shown=0"]
+
+
+@pytest.mark.parametrize("asked", ASKED)
 def test_a_runs_folder_stands_for_its_last_checkpoint_where_a_model_is_asked(output, place, runs, last, asked):
-    pages = []
+    (program, *words), said = asked.split(), []
     for path in (f"ckpt_path={runs / 'text'}", last("text")):
-        output("view", path, *asked)
-        pages.append((place / "attention.html").read_text(encoding="utf-8"))
-    assert pages[0] == pages[1]
+        said.append([output(program, path, *words), *(page.read_bytes() for page in place.glob("*.html"))])
+    assert said[0] == said[1]
 
 
-def test_a_runs_folder_stands_for_its_last_checkpoint_in_every_program(output, place, runs, last):
-    for program, more in (("generate", ["prompt=e", "max_new_tokens=3"]), ("evaluate", [])):
-        said = [output(program, path, *more) for path in (f"ckpt_path={runs / 'text'}", last("text"))]
-        assert said[0].splitlines()[:3] == said[1].splitlines()[:3]
-    output("export", f"ckpt_path={runs / 'text'}", "output=out")
-    assert (place / "out" / "config.json").is_file()
+def test_a_runs_folder_is_exported(output, runs):
+    assert output("export", f"ckpt_path={runs / 'text'}", "output=out") == "out\n"

@@ -7,8 +7,6 @@ of a function; ``see ``NAME```` there is the meaning that NAME gives. What an op
 stands at the top of its YAML file. ``python tests/docs/configuring_page.py`` writes the page; its first part is ``configuring_head.md``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re
@@ -37,10 +35,8 @@ from minitx.training.nodes import BY_POSITION, FROM_THE_RUN, target_of
 
 ROOT = Path(__file__).parents[2]
 PAGE, HEAD = ROOT / "docs" / "configuring.md", Path(__file__).with_name("configuring_head.md")
-GROUPS = (
-    *("model", "data", "objective", "optimizer", "schedule", "trainer"),
-    *("callbacks", "logger", "experiment", "ablation", "debug"),
-)
+GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer", "callbacks", "logger", "experiment")
+GROUPS += ("ablation", "debug")
 PROGRAMS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view_attention": ViewConfig, "export": ExportConfig}
 PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "word", type(None): "null"}
 PLAIN |= dict.fromkeys((Any, object), "anything")
@@ -67,18 +63,11 @@ def sections(hint: Any = RunConfig, place: str = "") -> Iterator[tuple[str, type
         yield from sections(one, place + below)
 
 
-def attributes(cls: type) -> dict[str, str]:
-    """What the ``Attributes`` of a docstring say, by name."""
-    section = (cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12,}.*)*)", section, flags=re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", text).replace("``", "`").strip() for name, text in entries}
-
-
 def keys(cls: type) -> list[Key]:
     """The keys of a dataclass. The class that is nearest says what a key means."""
     said: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        said |= attributes(base)
+        said |= explained(base)
     hints = typing.get_type_hints(cls)
     return [
         Key(

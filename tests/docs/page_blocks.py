@@ -1,7 +1,5 @@
 """The pages that a reader sees, their fenced blocks and their links."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

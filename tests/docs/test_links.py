@@ -1,7 +1,6 @@
 """Every link of every page leads somewhere."""
 
 import re
-import subprocess
 
 import pytest
 from page_blocks import ROOT, anchors, links, pages
@@ -28,16 +27,3 @@ def test_every_page_is_on_the_site_and_the_site_names_no_other():
     named = re.findall(r"[\w/.]+\.md", nav)
     assert all((ROOT / "docs" / file).exists() for file in named)
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(named)
-
-
-def test_make_site_ends_with_the_name_of_the_page_that_it_wrote():
-    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    folder = re.search(r"^site_dir: (.*)$", config, re.MULTILINE)[1]
-    (play,) = re.findall(r"^  - Play: (.*)$", config, re.MULTILINE)
-    recipe = subprocess.run(["make", "-n", "site"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    said = [line for line in recipe.splitlines() if line.startswith("echo ")]
-    first = (ROOT / folder / play).resolve()
-    assert said and str(first) in said[0]
-    (made,) = re.findall(r"view_attention.py --play output=(\S+) pages=(\S+)", recipe)
-    assert (ROOT / made[0]).resolve() == first
-    assert (first.parent / made[1]).resolve() == ROOT / folder / "index.html"

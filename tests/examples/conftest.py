@@ -1,6 +1,7 @@
 """How the tests run an example: as a reader imports it."""
 
 import contextlib
+import functools
 import importlib.util
 import io
 import sys
@@ -11,6 +12,13 @@ import pytest
 from minitx.nn import backend_names, unregister_backend
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def scripts(*names):
+    """These files of examples/ as modules that find each other, as where Python runs one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        return [importlib.import_module(name) for name in names]
 
 
 @pytest.fixture(scope="session")
@@ -39,12 +47,10 @@ def _only_our_backends_are_left():
 @pytest.fixture(scope="session")
 def ran(example):
     """``ran(name)``: what main() of an example found, and what it printed; run once."""
-    found = {}
 
+    @functools.cache
     def run(name):
-        if name not in found:
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                found[name] = example(name).main(), printed.getvalue()
-        return found[name]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            return example(name).main(), printed.getvalue()
 
     return run

@@ -2,14 +2,14 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from minitx.analysis.viewer import playground
+from tests.examples.conftest import ROOT
 
-RECORD = Path(__file__).resolve().parents[2] / "minitx" / "analysis" / "viewer" / "training.json"
+RECORD = ROOT / "minitx" / "analysis" / "viewer" / "training.json"
 
 
 @pytest.fixture(scope="module")

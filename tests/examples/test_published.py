@@ -1,10 +1,8 @@
 """Numbers of papers: the measurements are right, and the pages show what was recorded."""
 
-import importlib
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +10,13 @@ from torch import nn
 
 from minitx.data.task import generator
 from minitx.nn import DotProductAttention, MultiHeadAttention
+from tests.examples.conftest import ROOT, scripts
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "why_scale" / "published.md"
 NAMES = ("published_sharpness", "published_logit_step", "published_depth")
 
-sys.path.insert(0, str(ROOT / "examples"))  # where Python looks when it runs a script
-try:
-    published, sharpness, logit_step, depth = (importlib.import_module(name) for name in ("published", *NAMES))
-finally:
-    sys.path.pop(0)
+published, sharpness, logit_step, depth = scripts("published", *NAMES)
 
 
 # The measurements

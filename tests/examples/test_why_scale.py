@@ -1,17 +1,14 @@
 """The claims of docs/why_scale.md hold where the tests run, and every number of the page, English or Chinese, is one that the script
 printed."""
 
-import importlib
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from minitx.nn import masked_softmax
+from tests.examples.conftest import ROOT, scripts
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORDS = re.compile(
     "<!-- from the records -->.*?<!-- end of the records -->", flags=re.DOTALL
 )  # tests/tools/test_answer.py has these
@@ -22,11 +19,7 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 FIGURES = ROOT / "docs" / "why_scale"
 TABLES = (FIGURES / "tables.md").read_text(encoding="utf-8")
 
-sys.path.insert(0, str(ROOT / "examples"))  # where Python looks when it runs the script
-try:
-    why, drawing = (importlib.import_module(name) for name in ("why_scale", "why_scale_figures"))
-finally:
-    sys.path.pop(0)
+why, drawing = scripts("why_scale", "why_scale_figures")
 
 LONGER = {"training", "limits", "gradients"}  # dozens of runs; their parts are in the tests below
 
