@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pretend import SMALL, from_start
 from torch import nn
 
 from minitx.ablation import thresholds
@@ -22,10 +22,6 @@ from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM
 from minitx.training.run import build_trainer
-
-TINY = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8",
-        "data.batch_size=4", "model.embed_dim=32", "model.num_heads=2", "model.ffn_dim=8", "trainer.threads=1",
-        "callbacks.progress=false", "schedule.warmup_steps=0"]  # fmt: skip
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
 
@@ -136,19 +132,6 @@ def test_relative_steps_are_adams_times_the_size_of_the_weights():
         torch.testing.assert_close(one.weight - before, step, rtol=1e-4, atol=1e-7)
 
 
-def test_a_factor_on_the_weights_changes_no_relative_step():
-    one, other = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
-    with torch.no_grad():
-        other.weight.copy_(one.weight * 8)
-    optimizers = relative_adam(one, lr=0.1), relative_adam(other, lr=0.1)
-    for _ in range(5):
-        one.weight.grad = torch.randn(3, 4)
-        other.weight.grad = one.weight.grad / 8
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(other.weight, one.weight * 8, rtol=1e-4, atol=1e-6)
-
-
 def test_one_rate_moves_both_parts_of_muon():
     network = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     groups = muon(network, lr=0.1, rules=(ParameterRule(match="0.weight", lr=0.5),)).param_groups
@@ -167,27 +150,18 @@ def test_matrices_are_multiplied_once_and_vectors_stay():
 # --- one that trains
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """The checkpoint of a model that has learned a little."""
-    folder = tmp_path_factory.mktemp("first")
-    words = [*TINY, "trainer.max_steps=40", "optimizer.lr=0.01", "trainer.ckpt_every=100000", "seed=3"]
-    run_cell(words, str(folder), 40, True, False)
-    return str(folder / "checkpoints" / "last.ckpt")
-
-
 def further(first, *words):
-    check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(first)}}}"
-    return [*TINY, "trainer.max_steps=6", "seed=1003", *words, f"init_from.path={first}", "init_from.fold_scale=true", check]
+    return [*SMALL, "trainer.max_steps=6", "seed=1003", *words, *from_start(first)]
 
 
+FOLD = "+callbacks.fold={_target_: minitx.ablation.scaling.updates.FoldIntoQueries}"
 RULE = {"metric": "train_loss", "value": 1.0, "window": 3, "bisections": 1}
 
 
 @pytest.mark.parametrize("words", [
     ["model.scale=unscaled"],
     ["model.scale=inv_sqrt", "optimizer=sgd", "optimizer.rules=[{match: '(q|k)_proj'}, {match: '', trainable: false}]"],
-    ["model.scale=unscaled", "+callbacks.fold={_target_: minitx.ablation.scaling.updates.FoldIntoQueries}"],
+    ["model.scale=unscaled", FOLD],
 ])  # fmt: skip
 def test_every_run_of_a_threshold_is_the_run_of_train_py(tmp_path, first, words):
     config = compose_config([*further(first, *words), "optimizer.lr=0.01"])
@@ -250,8 +224,6 @@ def test_a_threshold_that_was_stopped_goes_on_with_the_runs_it_has(tmp_path, fir
 
 
 def test_the_fold_in_w_q_alone_needs_a_model_without_the_scale(tmp_path, first):
-    words = further(
-        first, "model.scale=inv_sqrt", "+callbacks.fold={_target_: minitx.ablation.scaling.updates.FoldIntoQueries}"
-    )
+    words = further(first, "model.scale=inv_sqrt", FOLD)
     with pytest.raises(ConfigError, match=r"needs model\.scale=unscaled"):
         run_cell(words, str(tmp_path / "run"), 6, False, False)
