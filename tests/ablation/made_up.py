@@ -194,10 +194,11 @@ def _threshold(place, cap, truth):
 
 
 def _result(place, cap, truth):
-    factors, rng, accuracy, broken = dict(place.factors), np.random.default_rng(list(str(place).encode())), None, None
-    if place.study in ("recall", "solved"):
-        own = place.arm, factors.get("init", ""), place.rate, place.seed, cap
-        accuracy = learning_curve(truth.time(*own) if place.study == "recall" else 100 + place.seed, cap)
+    rng, accuracy, broken = np.random.default_rng(list(str(place).encode())), None, None
+    if place.study == "recall":
+        accuracy = learning_curve(truth.time(place.arm, dict(place.factors)["init"], place.rate, place.seed, cap), cap)
+    elif place.study == "solved":
+        accuracy = learning_curve(100 + place.seed, cap)
     elif place.study == "null":
         rng = np.random.default_rng(place.seed + (0 if truth.equal or place.arm == SCALED else 1000))
         accuracy = learning_curve(None, cap)
@@ -215,9 +216,7 @@ def _result(place, cap, truth):
         "val_accuracy": None if broken or rights is None else float(np.mean(rights[-8:])),
         "floors": {"unigram": 3.3} if place.study == "text" else {},
         "digest": hashlib.sha256(np.array(numbers, dtype=np.float64).tobytes()).hexdigest(),
-        **{"parameters": 122_496, "measures": {}},
-        "start_error": 3e-7 if place.study == "shown" else None,
-        "probes": [],
+        **{"parameters": 122_496, "measures": {}, "start_error": None, "probes": []},
         "attention": {"0": rows, str(len(numbers)): rows} if place.study == "shown" else {},
     }
 
