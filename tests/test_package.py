@@ -125,21 +125,14 @@ def empty(tmp_path) -> Path:
 
 
 @slow
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else_and_needs_torch_alone(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     info = {name for name in names if ".dist-info/" in name}
     assert names - info == source_files()
     assert any(name.endswith("licenses/LICENSE") for name in info)
-
-
-@slow
-def test_the_wheel_says_what_a_package_index_shows(wheel):
     (found,) = Distribution.discover(path=[str(wheel)])
     assert found.version == minitx.__version__
-    assert found.metadata["License-Expression"] == "Apache-2.0" and found.metadata["License-File"] == "LICENSE"
-    assert found.metadata["Description-Content-Type"] == "text/markdown"
     assert [line for line in found.requires or () if "extra" not in line] == ["torch>=2.10"]
-    assert {entry.name for entry in found.entry_points} == {f"minitx-{program}" for program in PROGRAMS}
 
 
 @slow

@@ -65,12 +65,6 @@ def test_the_word_is_decided_by_the_whole_interval(factor, word):
     assert one(made_up.findings("sgd", truth=truth), "sgd", "threshold", head_dim="128").word == word
 
 
-@pytest.mark.parametrize(("seeds", "word", "coverage"), [(4, "UNDECIDED", None), (5, "LESS", 0.9375), (6, "LESS", 0.96875)])
-def test_fewer_than_five_pairs_have_no_interval_and_no_word(seeds, word, coverage):
-    finding = one(made_up.findings("sgd", seeds=seeds), "sgd", "threshold", head_dim="128")
-    assert finding.word == word and (finding.interval and finding.interval[1]) == coverage
-
-
 # --- times and scores
 
 

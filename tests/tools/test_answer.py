@@ -1,4 +1,4 @@
-"""The pages have the numbers of the records, by procedures that find a known truth in made-up runs."""
+"""The pages have the numbers of the records, which are computed without the lab."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,6 @@ import answer
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SEEDS = range(7)
 SETTINGS = {str(number) for number in (0, 1, 2, 3, 4, 5, 8, 16, 28, 32, 40, 64, 90, 95, 128, 200, 512, 0.02, 1.8, 2.8)}
 """Of the grids, their models and their predictions."""
 
@@ -50,19 +49,6 @@ def test_the_searches_of_the_record_end_where_their_own_curves_say():
         assert answer.largest_rate(result["runs"], result["cap"]) == pytest.approx(middle, rel=1e-6)
 
 
-def search(rates):
-    """The runs of a search: those at ``rates`` fail at their last step, all lower ones hold."""
-    held = [1.0] * 200
-    curves = {0.01: held} | {rate: [*held[:50], 0.0] for rate in rates}
-    return [{"rate": rate, "nonfinite_step": None, "accuracy": curve} for rate, curve in sorted(curves.items())]
-
-
-def test_the_largest_rate_is_between_the_last_that_holds_and_the_first_that_fails():
-    assert answer.largest_rate(search([0.04, 0.08])) == pytest.approx(0.02)
-    above = [*search([0.04]), {"rate": 0.1, "nonfinite_step": None, "accuracy": [1.0] * 200}]
-    assert answer.largest_rate(above) == pytest.approx(0.02)
-
-
 def test_a_run_that_ends_early_or_falls_is_not_stable():
     held = {"rate": 0.1, "nonfinite_step": None, "accuracy": [1.0] * 200}
     falls = {"accuracy": [1.0] * 100 + [0.0] + [1.0] * 99}
@@ -70,32 +56,6 @@ def test_a_run_that_ends_early_or_falls_is_not_stable():
     assert [answer.is_stable(run, 200) for run in runs] == [True, False, False, False]
 
 
-def test_the_formula_and_a_ratio_are_medians_over_the_seeds():
-    rates = {
-        ("sgd", "inv_sqrt", "4", part, seed): rate * (1 + seed) for part, rate in (("qk", 0.1), ("rest", 0.2)) for seed in SEEDS
-    }
-    assert answer.formula(rates, "sgd", "4", 0.5) == pytest.approx((2 / 0.1 + 1 / 0.2) / (1 / 0.1 + 1 / 0.2))
-    both = {("sgd", arm, "4", "all", seed): rate for arm, rate in (("inv_sqrt", 0.6), ("unscaled", 0.2)) for seed in SEEDS}
-    assert answer.ratio_of_rates(both, "sgd", "4") == (pytest.approx(3), pytest.approx(3), pytest.approx(3), 7)
-
-
 @pytest.mark.parametrize(("seeds", "ends"), [(6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (10, (2, 9)), (12, (3, 10))])
 def test_the_range_of_a_median_has_at_least_95_percent(seeds, ends):
     assert answer.median(range(1, seeds + 1))[1:] == (*ends, seeds)
-
-
-def learning(steps):
-    """The curve of a run that reaches a mean of 90 % over 16 steps (15 of 16) at ``steps``; never, for 0."""
-    return [0.0] * (steps - 15) + [1.0] * 40 if steps else [0.0] * 40
-
-
-def test_each_seed_runs_at_the_rate_that_is_best_on_the_other_seeds():
-    found = {("inv_sqrt", 0.1, seed): learning(59) for seed in SEEDS}
-    found |= {("unscaled", 0.1, seed): learning(3 * 59) for seed in SEEDS}
-    found |= {("unscaled", 1.0, seed): learning(47 if seed == 0 else 0) for seed in SEEDS}  # seed 0 alone would choose 1.0
-    assert answer.ratio_of_steps(found)[:3] == (pytest.approx(3),) * 3
-
-
-def test_a_run_that_does_not_solve_the_task_counts_as_the_cap():
-    assert answer.steps(learning(0)) == answer.steps(None) == answer.CAP
-    assert answer.steps([1.0] * 16) == 16
