@@ -90,25 +90,15 @@ def test_on_an_accelerator_a_step_reads_no_value_between_log_points(tmp_path, mo
     assert not ops.keys() & {"nonzero", "unique", "is_nonzero", "masked_select", "item"}  # whose sizes are values
 
 
-@pytest.fixture(scope="module")
-def by_layers(tmp_path_factory):
-    """What a step of one layer and of three dispatches."""
-    return [step_of(tmp_path_factory.mktemp("steps"), layers=layers)[0] for layers in (1, 3)]
-
-
-def test_a_layer_costs_eighteen_products_and_one_fused_attention_each_way(by_layers):
-    """Six matrices a layer (Q, K, V, O, up, down), each in one product forward and two backward."""
-    one, three = by_layers
+def test_a_layer_costs_eighteen_products_and_one_fused_attention_and_the_update_does_not_grow_with_the_layers(tmp_path):
+    """Six matrices a layer (Q, K, V, O, up, down), each in one product forward and two backward; norm, clipping and update are one
+    operation each for all of a group's parameters."""
+    one, three = (step_of(tmp_path / str(layers), layers=layers)[0] for layers in (1, 3))
     layer = {name: (three[name] - one.get(name, 0)) / 2 for name in three}
     fused = "_scaled_dot_product_flash_attention_for_cpu"
     assert layer["mm"] + layer["addmm"] == 18 and layer[fused] == layer[f"{fused}_backward"] == 1
     assert layer["native_layer_norm"] == layer["native_layer_norm_backward"] == 2
     assert not any(layer.get(name) for name in ("bmm", "copy_", "_softmax", "clone", "_to_copy"))
-
-
-def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(by_layers):
-    """Norm, clipping and update are one operation each for all of a group's parameters."""
-    one, three = by_layers
     for name in ("_foreach_norm", "_foreach_mul_", "_fused_adamw_", "linalg_vector_norm"):
         assert one[name] == three[name] <= 2, name
     outside = sum(one.values()) - (sum(three.values()) - sum(one.values())) / 2

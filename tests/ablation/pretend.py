@@ -9,7 +9,9 @@ import random
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 from minitx.ablation.design import AblationConfig, Solved, StartConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
@@ -92,17 +94,6 @@ def act(words, folder, cap, keep_weights, keep_attention):
     return {"name": name, "steps": cap, "pid": os.getpid(), "gpu": gpu, "torch": "torch" in sys.modules}
 
 
-class Job:
-    def __init__(self, draw, function, arguments):
-        self.draw, self.call = draw, lambda: function(*arguments)
-
-    def done(self):
-        return self.draw is None or self.draw.random() < 0.3
-
-    def result(self):
-        return self.call()
-
-
 class Here:
     """A pool of this process. Its runs end in a random order, unless there is no ``seed``: then at once."""
 
@@ -110,7 +101,10 @@ class Here:
         self.workers, self.draw = workers, None if seed is None else random.Random(seed)
 
     def submit(self, function, *arguments):
-        return Job(self.draw, function, arguments)
+        return SimpleNamespace(done=self.ended, result=partial(function, *arguments))
+
+    def ended(self):
+        return self.draw is None or self.draw.random() < 0.3
 
     def close(self):
         pass
