@@ -18,21 +18,24 @@ def load():
     sys.path.remove(str(BENCHMARKS))
 
 
+@pytest.fixture
+def harness(load):
+    return load("harness")
+
+
 def seconds(harness, a, b, pairs, drift=0.0):
     """Blocks of a machine that needs ``a`` and ``b`` seconds and becomes slower by ``drift`` a block."""
     return [(side, (a, b)[side] * (1.0 + drift * i)) for i, side in enumerate(harness.turns(pairs))]
 
 
-def test_the_ratio_is_the_first_sides_seconds_over_the_seconds_and_the_control_is_one(load):
-    harness = load("harness")
+def test_the_ratio_is_the_first_sides_seconds_over_the_seconds_and_the_control_is_one(harness):
     found = harness.compared(seconds(harness, 3.0, 1.5, 20))
     assert (found["pairs"], found["seconds"]) == (20, [3.0, 1.5])
     assert found["ratio"] == pytest.approx({"median": 2.0, "low": 2.0, "high": 2.0})
     assert found["control"] == pytest.approx({"median": 1.0, "low": 1.0, "high": 1.0})
 
 
-def test_a_control_that_one_side_always_wins_does_not_hold(load):
-    harness = load("harness")
+def test_a_control_that_one_side_always_wins_does_not_hold(harness):
     blocks = seconds(harness, 1.0, 1.0, 40)
     for first in range(0, len(blocks), 4):  # of the two blocks of A in four, the one that the control divides
         own = [i for i in range(first, first + 4) if blocks[i][0] == 0]
@@ -42,24 +45,20 @@ def test_a_control_that_one_side_always_wins_does_not_hold(load):
     assert found["control"]["median"] == pytest.approx(1.3) and not found["control_holds"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "verdict"), [(">= 1.25", "met"), (">= 1.35", "missed"), ("<= 1.55", "met"), ("<= 1.45", "missed"), (None, "")]
-)
-def test_a_target_counts_as_met_when_the_whole_interval_meets_it(load, wanted, verdict):
-    harness = load("harness")
-    assert harness.verdict(harness.row("P1", "speed", "", {"median": 1.4, "low": 1.3, "high": 1.5}, wanted)) == verdict
+def test_a_target_counts_as_met_when_the_whole_interval_meets_it(harness):
+    verdicts = {">= 1.25": "met", ">= 1.35": "missed", "<= 1.55": "met", "<= 1.45": "missed", None: ""}
+    found = {"median": 1.4, "low": 1.3, "high": 1.5}
+    assert {wanted: harness.verdict(harness.row("P1", "speed", "", found, wanted)) for wanted in verdicts} == verdicts
 
 
-def test_where_less_is_better_a_row_is_our_time_over_theirs(load):
-    harness = load("harness")
+def test_where_less_is_better_a_row_is_our_time_over_theirs(harness):
     found = harness.compared(seconds(harness, 1.0, 2.0, 4))
     medians = [harness.row("P4", "ours over theirs", "", found, wanted)["median"] for wanted in ("<= 3", ">= 3")]
     assert medians == pytest.approx([2.0, 0.5])
     assert harness.over(1.0, {"median": 2.0, "low": 1.0, "high": 4.0}) == {"median": 0.5, "low": 0.25, "high": 1.0}
 
 
-def test_a_run_takes_the_place_of_older_rows_of_the_same_name_and_leaves_the_others(load, tmp_path, monkeypatch):
-    harness = load("harness")
+def test_a_run_takes_the_place_of_older_rows_of_the_same_name_and_leaves_the_others(harness, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "ROOT", tmp_path)
 

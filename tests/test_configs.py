@@ -32,14 +32,10 @@ BESIDE = itertools.zip_longest(*([one for one in OPTIONS if one[0] == group] for
 def test_every_option_composes(options):
     """Those of groups that know nothing of each other beside each other."""
     chosen = [f"{group}={name}" for group, name in filter(None, options)]
-    chosen += (
-        ["data.path=some.txt"]
-        if any(name in OF_OWN_FILES and group != "ablation" for group, name in filter(None, options))
-        else []
-    )
+    own_file = any(name in OF_OWN_FILES and group != "ablation" for group, name in filter(None, options))
+    chosen += ["data.path=some.txt"] if own_file else []
     chosen += ["model.path=FOLDER"] if "model=hf" in chosen else []
     chosen += ["model.max_len=1024"] if "data=chat" in chosen else []
-    chosen += ["model.path=somewhere"] if "model=hf" in chosen else []
     assert isinstance(compose_config(chosen), RunConfig)
 
 
@@ -47,18 +43,13 @@ def test_a_run_without_a_word_has_the_defaults_of_the_dataclasses():
     assert compose_config([]) == with_defaults(RunConfig())
 
 
-@pytest.fixture(scope="module")
-def data_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("data")
-
-
 def small_llama(folder):
     """A model of Hugging Face with a tokenizer that knows every byte."""
     transformers = pytest.importorskip("transformers")
     tokenizer = train_tokenizer("bpe", ["in the beginning"], vocab_size=260)
-    wide = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    size = {"vocab_size": tokenizer.vocab_size, "bos_token_id": None, "eos_token_id": None}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **wide)).save_pretrained(folder)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    size |= {"vocab_size": tokenizer.vocab_size, "bos_token_id": None, "eos_token_id": None}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)).save_pretrained(folder)
     tokenizer.save(folder / "tokenizer.json")
     return folder
 
@@ -72,8 +63,8 @@ STEPS = [in_tier(name) for group, name in OPTIONS if group == "experiment" and n
 
 
 @pytest.mark.parametrize("experiment", STEPS)
-def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch, data_cache):
-    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: data_cache)
+def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch):
+    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path / "data")
     words = [f"experiment={experiment}", "debug=one_step", "trainer.accelerator=cpu", "callbacks.progress=false"]
     if experiment == "scaling_cell_real":  # the weights of a real model do not lie in the project
         words.append(f"model.path={small_llama(tmp_path / 'llama')}")
@@ -94,19 +85,18 @@ def test_a_cell_of_every_study_of_every_grid_composes(grid):
     kinds = {dataclasses.replace(cell.place, seed=0): cell for cell in found}
     assert len(kinds) >= 4
     for cell in list(kinds.values())[:: max(1, len(kinds) // 3)]:
-        composed = compose_config([*cell.overrides, "callbacks.progress=false", "trainer.threads=1"])
+        words = [*cell.overrides, "callbacks.progress=false", "trainer.threads=1"]
+        composed = compose_config(words)
+        assert compose_cell(words) == composed
         assert composed.seed == cell.place.seed + (NEW_DATA if cell.start else 0)
-        assert composed.on_nonfinite == "record"
+        assert (composed.trainer.max_steps, composed.on_nonfinite) == (cell.steps(), "record")
         assert composed.trainer.clip is None  # clipping is off in the comparison
-        assert composed.trainer.max_steps == cell.steps()
-        assert compose_cell([*cell.overrides, "callbacks.progress=false", "trainer.threads=1"]) == composed
 
 
 def test_the_check_of_an_equal_start_finds_weights_that_only_an_experiment_names(tmp_path):
-    folded = [
-        cell for cell in cells(compose_grid(["experiment=scaling_ablation", "ablation=real"])) if cell.place.arm == "unscaled"
-    ]
-    words = [*folded[0].words(tmp_path), "callbacks.progress=false"]
+    found = cells(compose_grid(["experiment=scaling_ablation", "ablation=real"]))
+    folded = next(cell for cell in found if cell.place.arm == "unscaled")
+    words = [*folded.words(tmp_path), "callbacks.progress=false"]
     for config in (compose_config(words), compose_cell(words)):
         assert config.callbacks.parts["same_start"]["path"] == config.model["path"] == "data/smollm2"
 

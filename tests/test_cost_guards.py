@@ -57,11 +57,10 @@ def config(steps, *, layers=1, **groups):
         "trainer": TrainerConfig(max_steps=steps, clip=1.0, accelerator="cpu", val_every=0, log_every=1000, ckpt_every=0),
         "callbacks": CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=3)),
     }
-    changed = {
-        name: {**values[name], **keys} if isinstance(values[name], dict) else dataclasses.replace(values[name], **keys)
-        for name, keys in groups.items()
-    }
-    return RunConfig(**{**values, **changed})
+    for name, keys in groups.items():
+        of = values[name]
+        values[name] = {**of, **keys} if isinstance(of, dict) else dataclasses.replace(of, **keys)
+    return RunConfig(**values)
 
 
 def step_of(folder, **options):
@@ -79,8 +78,7 @@ READ_ON_THE_CPU = {"check_range": 6.0}  # smallest and largest id of three table
 
 
 def test_on_a_cpu_a_step_reads_the_ids_and_once_whether_the_numbers_are_finite(tmp_path):
-    _, readers = step_of(tmp_path)
-    assert readers == {**READ_ON_THE_CPU, "first_bad_step": 1.0}
+    assert step_of(tmp_path)[1] == {**READ_ON_THE_CPU, "first_bad_step": 1.0}
 
 
 @pytest.mark.parametrize("changes", [{}, {"objective": {"chunk_tokens": 50}}], ids=str)
@@ -92,27 +90,15 @@ def test_on_an_accelerator_a_step_reads_no_value_between_log_points(tmp_path, mo
     assert not ops.keys() & {"nonzero", "unique", "is_nonzero", "masked_select", "item"}  # whose sizes are values
 
 
-@pytest.fixture(scope="module")
-def by_layers(tmp_path_factory):
-    """What a step of one layer and of three dispatches."""
-    return [step_of(tmp_path_factory.mktemp("steps"), layers=layers)[0] for layers in (1, 3)]
-
-
-def test_a_layer_costs_eighteen_products_and_one_fused_attention_each_way(by_layers):
-    """Six matrices a layer (Q, K, V, O, up, down), each in one product forward and two backward."""
-    one, three = by_layers
+def test_a_layer_costs_eighteen_products_and_one_fused_attention_and_the_update_does_not_grow_with_the_layers(tmp_path):
+    """Six matrices a layer (Q, K, V, O, up, down), each in one product forward and two backward; norm, clipping and update are one
+    operation each for all of a group's parameters."""
+    one, three = (step_of(tmp_path / str(layers), layers=layers)[0] for layers in (1, 3))
     layer = {name: (three[name] - one.get(name, 0)) / 2 for name in three}
-    assert layer["mm"] + layer["addmm"] == 18
-    assert layer.get("bmm", 0) == layer.get("copy_", 0) == 0
-    assert layer["_scaled_dot_product_flash_attention_for_cpu"] == 1
-    assert layer["_scaled_dot_product_flash_attention_for_cpu_backward"] == 1
+    fused = "_scaled_dot_product_flash_attention_for_cpu"
+    assert layer["mm"] + layer["addmm"] == 18 and layer[fused] == layer[f"{fused}_backward"] == 1
     assert layer["native_layer_norm"] == layer["native_layer_norm_backward"] == 2
-    assert layer.get("_softmax", 0) == layer.get("clone", 0) == layer.get("_to_copy", 0) == 0
-
-
-def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(by_layers):
-    """Norm, clipping and update are one operation each for all of a group's parameters."""
-    one, three = by_layers
+    assert not any(layer.get(name) for name in ("bmm", "copy_", "_softmax", "clone", "_to_copy"))
     for name in ("_foreach_norm", "_foreach_mul_", "_fused_adamw_", "linalg_vector_norm"):
         assert one[name] == three[name] <= 2, name
     outside = sum(one.values()) - (sum(three.values()) - sum(one.values())) / 2
@@ -123,9 +109,9 @@ def test_what_a_step_does_to_all_parameters_does_not_grow_with_their_number(by_l
 LLAMA = {"position": "rotary", "norm": "rms", "activation": "swiglu", "qk_norm": "rms", "num_kv_heads": 1}
 
 
-def small(layers, **options):
+def small(layers, training=False, **options):
     sizes = {"vocab_size": 11, "embed_dim": 32, "num_heads": 2, "max_len": 64}
-    model = DecoderLM(TransformerConfig(**sizes, num_layers=layers, **options)).eval()
+    model = DecoderLM(TransformerConfig(**sizes, num_layers=layers, **options)).train(training)
     ids, real = torch.randint(11, (2, 7)), torch.arange(7)[None] >= torch.tensor([[2], [0]])
     return lambda: model(ids, key_mask=real)
 
@@ -174,17 +160,12 @@ def test_a_mask_is_lowered_once_a_forward_and_not_once_a_layer(monkeypatch, back
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"position": "rotary", "norm": "rms", "activation": "swiglu", "num_kv_heads": 1}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {**LLAMA, "qk_norm": None}], ids=str)
 def test_a_layer_with_a_key_mask_calls_at_most_45_functions_of_minitx(options, training):
     """Every Python frame of a file of the package counts, properties and comprehensions included."""
-    sizes = {"vocab_size": 11, "embed_dim": 16, "num_heads": 2, "ffn_dim": 32, "max_len": 32}
-    ids, real = torch.randint(11, (3, 7)), torch.arange(7)[None] < torch.tensor([[7], [5], [2]])
 
     def calls(layers):
-        model = DecoderLM(TransformerConfig(**sizes, **options, num_layers=layers)).train(training)
-        seen = Counter()
+        forward, seen = small(layers, training, **options), Counter()
 
         def count(frame, event, argument):
             if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
@@ -192,7 +173,7 @@ def test_a_layer_with_a_key_mask_calls_at_most_45_functions_of_minitx(options, t
 
         sys.setprofile(count)
         try:
-            model(ids, key_mask=real)
+            forward()
         finally:
             sys.setprofile(None)
         return seen
@@ -206,16 +187,12 @@ def test_a_layer_with_a_key_mask_calls_at_most_45_functions_of_minitx(options, t
 LENGTH = 640  # where the workspace of torch's fused kernel is smaller than a matrix of bools
 
 
-@pytest.mark.parametrize(
-    ("options", "padded"),
-    [
-        ({}, False),
-        ({"position": "rotary", "num_kv_heads": 1, "activation": "swiglu", "scale": "learned", "qk_norm": "rms"}, False),
-        ({"dropout": 0.1, "num_heads": 32, "embed_dim": 32}, True),
-        ({"sinks": True, "softcap": 5.0, "num_heads": 8, "window": 9}, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "padded"), [
+    ({}, False),
+    ({"position": "rotary", "num_kv_heads": 1, "activation": "swiglu", "scale": "learned", "qk_norm": "rms"}, False),
+    ({"dropout": 0.1, "num_heads": 32, "embed_dim": 32}, True),
+    ({"sinks": True, "softcap": 5.0, "num_heads": 8, "window": 9}, False),
+], ids=str)  # fmt: skip
 def test_a_training_step_holds_no_matrix_of_queries_by_keys(options, padded):
     """Not even for one head, or with ``chunked`` no more than a tile; ``math``, the control, has one of all heads."""
     sizes = {"vocab_size": 11, "embed_dim": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 32, "max_len": LENGTH}
@@ -256,23 +233,15 @@ def test_every_script_answers_help_without_torch_or_anything_heavy(tmp_path):
         loaded, *following = answer.splitlines()
         assert loaded.startswith(str(script)) and (following or script == scripts[-1])
         needed = {"torch", "numpy", "tokenizers"} if script.name == "train.py" else set()
-        assert not set(loaded.split()) & (
-            (HEAVY | {"torch", "numpy", "lightning", "tokenizers", "huggingface_hub"}) - needed
-        ), script
+        unwanted = (HEAVY | {"torch", "numpy", "lightning", "tokenizers", "huggingface_hub"}) - needed
+        assert not set(loaded.split()) & unwanted, script
 
 
 def test_evaluating_generating_and_looking_load_neither_lightning_nor_fsdp():
     """They take longer than what these programs do with a small checkpoint."""
-    modules = (
-        "minitx.training.evaluation",
-        "minitx.training.checkpoints",
-        "minitx.cli.inputs",
-        "minitx.generation",
-        "minitx.analysis.viewer",
-    )
-    code = (
-        f"import sys, {', '.join(modules)}; print({{'lightning', 'transformers', 'torch.distributed.fsdp'}} & set(sys.modules))"
-    )
+    modules = "training.evaluation", "training.checkpoints", "cli.inputs", "generation", "analysis.viewer"
+    code = f"import sys, {', '.join(f'minitx.{name}' for name in modules)}\n"
+    code += "print({'lightning', 'transformers', 'torch.distributed.fsdp'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

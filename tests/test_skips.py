@@ -36,15 +36,3 @@ def test_every_skip_stands_in_the_list_with_its_reason_and_the_list_holds_no_oth
     assert all(when.strip() for _, _, when in rows) and len(listed) == len(rows)
     files = sorted((ROOT / "tests").rglob("*.py"))
     assert {(str(path.relative_to(ROOT)), reason) for path in files for reason in skips(path.read_text())} == listed
-
-
-def test_a_skip_is_found_however_it_is_spelled():
-    source = """
-@pytest.mark.skip
-def test_one():
-    pytest.skip("no font")
-@pytest.mark.skipif(sys.platform == "x", reason=f"needs {x} here")
-def test_two():
-    pytest.importorskip("onnx"), reader.skip(3)
-"""
-    assert sorted(skips(source)) == ["", "needs … here", "no font", "onnx"]

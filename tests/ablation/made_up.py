@@ -12,17 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from minitx.ablation.design import (
-    AblationConfig,
-    ComparisonConfig,
-    ExpectedConfig,
-    LawConfig,
-    OverConfig,
-    PredictionConfig,
-    StartConfig,
-    StudyConfig,
-    ThresholdConfig,
-)
+from minitx.ablation import design
+from minitx.ablation.design import ComparisonConfig, LawConfig
 from minitx.ablation.grid import cells
 from minitx.ablation.judge import judge
 from minitx.ablation.records import Runs
@@ -52,11 +43,13 @@ def levels(key, values):
 def studies(*names):
     """The studies of a grid about the scale in small; given names, those and what they start from."""
     dims = {"head_dim": levels("model.num_heads", ("8", "128"))}
-    start, rates = StartConfig(study="solved", arm=SCALED), {"lr": levels("optimizer.lr", RATES)}
-    threshold = ThresholdConfig(first={SCALED: 0.01, UNSCALED: 0.01})
+    start, rates = design.StartConfig(study="solved", arm=SCALED), {"lr": levels("optimizer.lr", RATES)}
+    threshold = design.ThresholdConfig(first={SCALED: 0.01, UNSCALED: 0.01})
 
     def study(title, steps, arms, factors, **rest):
-        return StudyConfig(title=title, base=(f"trainer.max_steps={steps}",), arms=arms, factors=factors, seeds=SEEDS, **rest)
+        return design.StudyConfig(
+            title=title, base=(f"trainer.max_steps={steps}",), arms=arms, factors=factors, seeds=SEEDS, **rest
+        )
 
     parts = {"trained": levels("optimizer.rules", ("all", "qk", "rest"))}
     skip = ({"arm": (UNSCALED,), "trained": ("qk", "rest")},)
@@ -75,28 +68,25 @@ def studies(*names):
 def grid(*names, **changes):
     """The grid with all studies, or some; comparisons and predictions of studies that it leaves out are left out too."""
     chosen = changes.setdefault("studies", studies(*names))
-    law = LawConfig(factor="head_dim", power=0.25, text="d_k^¼", parts="trained")
-    comparisons = (
-        ComparisonConfig(study="recall", arms=BOTH),
-        ComparisonConfig(study="adamw", arms=BOTH, law=law),
-        ComparisonConfig(study="sgd", arms=BOTH, law=LawConfig(factor="head_dim", power=0.5, text="√d_k")),
-        ComparisonConfig(study="text", arms=BOTH),
-        ComparisonConfig(study="null", arms=(SCALED, FOLD)),
-    )
+    laws = {
+        "adamw": LawConfig(factor="head_dim", power=0.25, text="d_k^¼", parts="trained"),
+        "sgd": LawConfig(factor="head_dim", power=0.5, text="√d_k"),
+    }
+    compared = (name for name in ("recall", "adamw", "sgd", "text", "null") if name in chosen)
     whole = {
         **{"name": "made_up", "question": "Does attention need the scale?", "words": WORDS},
         "arms": {SCALED: (), UNSCALED: ("model.scale=1",), FOLD: ("model.scale=1",)},
-        "comparisons": tuple(c for c in comparisons if c.study in chosen),
+        "comparisons": tuple(ComparisonConfig(study=name, arms=chosen[name].arms, law=laws.get(name)) for name in compared),
         **changes,
     }
-    return AblationConfig(**whole)
+    return design.AblationConfig(**whole)
 
 
 def foretold(study, endpoint, low, high, over=None, **rest):
     """A prediction of one range."""
-    over = over and OverConfig(study=over[0], arms=BOTH, condition=over[1])
-    expected = ExpectedConfig(study=study, arms=BOTH, endpoint=endpoint, range=(low, high), over=over, **rest)
-    return {"P": PredictionConfig(statement="It is so.", expect=(expected,))}
+    over = over and design.OverConfig(study=over[0], arms=BOTH, condition=over[1])
+    expected = design.ExpectedConfig(study=study, arms=BOTH, endpoint=endpoint, range=(low, high), over=over, **rest)
+    return {"P": design.PredictionConfig(statement="It is so.", expect=(expected,))}
 
 
 def findings(*names, truth=None, seeds=6, fields=None, **changes):
@@ -114,26 +104,22 @@ def of_the_scale(*names, options=None, **rest):
     return findings(*names, about="minitx.ablation.scaling", options={**OPTIONS, **(options or {})}, **rest)
 
 
-TIMES = {
-    **{(SCALED, "lecun", rate): steps for rate, steps in zip(RATES, (117, 90, 67, 90, 180), strict=True)},
-    **{(UNSCALED, "lecun", rate): steps for rate, steps in zip(RATES, (469, 700, None, None, None), strict=True)},
-    **{(SCALED, "gpt2", rate): steps for rate, steps in zip(RATES, (280, 200, 134, 200, 316), strict=True)},
-    **{(UNSCALED, "gpt2", rate): steps for rate, steps in zip(RATES, (220, 160, 100, 160, None), strict=True)},
-}
+def by_rate(rows):
+    """A row of values, one for each rate, by (what stands before it, rate)."""
+    return {(*place, rate): value for place, row in rows.items() for rate, value in zip(RATES, row, strict=True)}
+
+
+TIMES = by_rate({
+    (SCALED, "lecun"): (117, 90, 67, 90, 180), (UNSCALED, "lecun"): (469, 700, None, None, None),
+    (SCALED, "gpt2"): (280, 200, 134, 200, 316), (UNSCALED, "gpt2"): (220, 160, 100, 160, None),
+})  # fmt: skip
 """Steps to solve, None for never."""
-STABLE = {
-    **{("adamw", SCALED, dim, "all"): 0.012 for dim in ("8", "128")},
-    **{("adamw", SCALED, dim, "qk"): 0.015 for dim in ("8", "128")},
-    **{("adamw", SCALED, dim, "rest"): 0.06 for dim in ("8", "128")},
-    **{("adamw", UNSCALED, "8", "all"): 0.012 / 1.55, ("adamw", UNSCALED, "128", "all"): 0.012 / 2.9},
-    **{("sgd", SCALED, dim, ""): 0.09 for dim in ("8", "128")},
-    **{("sgd", UNSCALED, "8", ""): 0.09 / 2.4, ("sgd", UNSCALED, "128", ""): 0.09 / 10.3},
-}
+REFERENCE = (("adamw", "all", 0.012), ("adamw", "qk", 0.015), ("adamw", "rest", 0.06), ("sgd", "", 0.09))
+STABLE = {(study, SCALED, dim, part): rate for study, part, rate in REFERENCE for dim in ("8", "128")}
+STABLE |= {("adamw", UNSCALED, "8", "all"): 0.012 / 1.55, ("adamw", UNSCALED, "128", "all"): 0.012 / 2.9,
+           ("sgd", UNSCALED, "8", ""): 0.09 / 2.4, ("sgd", UNSCALED, "128", ""): 0.09 / 10.3}  # fmt: skip
 """Largest stable rates."""
-LOSSES = {
-    **{(SCALED, rate): loss for rate, loss in zip(RATES, (1.68, 1.6, 1.56, 1.7, 1.8), strict=True)},
-    **{(UNSCALED, rate): loss for rate, loss in zip(RATES, (2.42, 2.42, 2.43, 2.45, 2.46), strict=True)},
-}
+LOSSES = by_rate({(SCALED,): (1.68, 1.6, 1.56, 1.7, 1.8), (UNSCALED,): (2.42, 2.42, 2.43, 2.45, 2.46)})
 
 
 @dataclass(frozen=True)
@@ -143,7 +129,7 @@ class Truth:
     Attributes:
         times: (arm, init, rate) to the median steps to solve ``recall``, None for never; or a mapping from seed to it.
         stable: (study, arm, head_dim, trained) to the median largest stable rate; or a mapping from seed to it.
-        losses: (arm, rate) to the last loss of ``text``; or a mapping from seed to it. None: the run is not finite.
+        losses: (arm, rate) to the last loss of ``text``. None: the run is not finite.
         statuses: (study, arm, rate, seed) to ``failed``, ``not run`` or ``missing``; None in a place stands for any.
         spread: a seed's own factor on times and largest stable rates lies between 1 / spread and spread.
         equal: whether the arms of ``null`` have the same losses.
@@ -174,7 +160,6 @@ class Truth:
 
     def last_loss(self, arm, rate, seed):
         found = self.losses.get((arm, rate), LOSSES.get((arm, rate), 2.0))
-        found = found[seed] if isinstance(found, Mapping) else found
         return None if found is None else found + 0.01 * (self.jitter("loss", arm, seed) - 1)
 
     def status(self, place):
@@ -190,7 +175,7 @@ def records(grid, truth=None):
         status = truth.status(cell.place)
         of = _threshold if grid.studies[cell.place.study].threshold else _result
         result = of(cell.place, cell.steps(), truth) if status == "done" else None
-        reason = {"failed": "RuntimeError: out of memory", "not run": "the run that it starts from is missing"}.get(status)
+        reason = None if result else "RuntimeError: out of memory"
         what = {"status": status, "reason": reason, "seconds": 1.5, "result": result}
         found.append({**cell.describe(Path("runs/made_up")), **what})
     return [record for record in found if record["status"] != "missing"]
@@ -209,10 +194,11 @@ def _threshold(place, cap, truth):
 
 
 def _result(place, cap, truth):
-    factors, rng, accuracy, broken = dict(place.factors), np.random.default_rng(list(str(place).encode())), None, None
-    if place.study in ("recall", "solved"):
-        own = place.arm, factors.get("init", ""), place.rate, place.seed, cap
-        accuracy = learning_curve(truth.time(*own) if place.study == "recall" else 100 + place.seed, cap)
+    rng, accuracy, broken = np.random.default_rng(list(str(place).encode())), None, None
+    if place.study == "recall":
+        accuracy = learning_curve(truth.time(place.arm, dict(place.factors)["init"], place.rate, place.seed, cap), cap)
+    elif place.study == "solved":
+        accuracy = learning_curve(100 + place.seed, cap)
     elif place.study == "null":
         rng = np.random.default_rng(place.seed + (0 if truth.equal or place.arm == SCALED else 1000))
         accuracy = learning_curve(None, cap)
@@ -230,9 +216,7 @@ def _result(place, cap, truth):
         "val_accuracy": None if broken or rights is None else float(np.mean(rights[-8:])),
         "floors": {"unigram": 3.3} if place.study == "text" else {},
         "digest": hashlib.sha256(np.array(numbers, dtype=np.float64).tobytes()).hexdigest(),
-        **{"parameters": 122_496, "measures": {}},
-        "start_error": 3e-7 if place.study == "shown" else None,
-        "probes": [],
+        **{"parameters": 122_496, "measures": {}, "start_error": None, "probes": []},
         "attention": {"0": rows, str(len(numbers)): rows} if place.study == "shown" else {},
     }
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 from minitx.ablation.design import AblationConfig, Solved, StartConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
@@ -15,12 +19,11 @@ from minitx.ablation.grid import cells, settings
 from minitx.ablation.records import read_records
 from tests.waiting import PATIENCE, wait_for
 
-RATES = ("0.1", "0.2", "0.3", "0.4", "0.5")
+SMALL = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8",
+         "data.batch_size=4", "model.embed_dim=32", "model.num_heads=2", "model.ffn_dim=8", "trainer.threads=1",
+         "callbacks.progress=false", "schedule.warmup_steps=0"]  # fmt: skip
+"""Overrides of a small run that does train."""
 ARMS = ("scaled", "unscaled")
-
-
-def levels(*names):
-    return {name: (f"lr={name}",) for name in names}
 
 
 def grid():
@@ -28,21 +31,25 @@ def grid():
     arms = {name: (f"arm={name}",) for name in ARMS}
     base = ("trainer.max_steps=4",)
     solved = Solved(value=0.9, window=2)
-    learn = StudyConfig(
-        base=(*base, "study=learn"), arms=ARMS, factors={"lr": levels(*RATES)}, seeds=(1, 2, 3, 4), solved=solved, scores=("time",)
-    )  # fmt: skip
+    rates = {name: (f"lr={name}",) for name in ("0.1", "0.2", "0.3", "0.4", "0.5")}
+    learn = StudyConfig(base=(*base, "study=learn"), arms=ARMS, factors={"lr": rates}, seeds=(1, 2, 3, 4), scores=("time",))
     first = StudyConfig(base=(*base, "study=first"), arms=("scaled",), seeds=(3, 4, 5), solved=solved)
-    second = StudyConfig(
-        base=(*base, "study=second"), arms=ARMS, factors={"decay": {"0": (), "0.3": ()}}, seeds=(3, 4, 5),
-        start=StartConfig(study="first", arm="scaled"), threshold=ThresholdConfig(first={"scaled": 0.1, "unscaled": 0.2}),
-    )  # fmt: skip
+    start, threshold = StartConfig(study="first", arm="scaled"), ThresholdConfig(first={"scaled": 0.1, "unscaled": 0.2})
+    second = replace(
+        first,
+        base=(*base, "study=second"),
+        arms=ARMS,
+        factors={"decay": {"0": (), "0.3": ()}},
+        start=start,
+        threshold=threshold,
+    )
     return AblationConfig(arms=arms, studies={"second": second, "learn": learn, "first": first})
 
 
-def accuracy(words):
-    """Of every step. Seed 5 learns nothing."""
-    asked = settings(words)
-    return 0.1 if asked["study"] == "first" and asked["seed"] == "5" else 1.0
+def from_start(path):
+    """The overrides of a run that starts from a checkpoint, and checks that it starts as the same function."""
+    check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(str(path))}}}"
+    return [f"init_from.path={path}", "init_from.fold_scale=true", check]
 
 
 def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None):
@@ -66,7 +73,8 @@ def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None):
     if threshold is not None:
         assert float(asked["optimizer.lr"]) == threshold.first[asked["arm"]]
         return {"low": 0.1, "high": 0.2, "cap": cap}
-    return {"steps": cap, "accuracy": [accuracy(words)] * cap, "nonfinite_step": None, "loss": [0.0] * cap}
+    accuracy = 0.1 if asked["study"] == "first" and asked["seed"] == "5" else 1.0  # seed 5 learns nothing
+    return {"steps": cap, "accuracy": [accuracy] * cap, "nonfinite_step": None, "loss": [0.0] * cap}
 
 
 def act(words, folder, cap, keep_weights, keep_attention):
@@ -86,17 +94,6 @@ def act(words, folder, cap, keep_weights, keep_attention):
     return {"name": name, "steps": cap, "pid": os.getpid(), "gpu": gpu, "torch": "torch" in sys.modules}
 
 
-class Job:
-    def __init__(self, draw, function, arguments):
-        self.draw, self.call = draw, lambda: function(*arguments)
-
-    def done(self):
-        return self.draw is None or self.draw.random() < 0.3
-
-    def result(self):
-        return self.call()
-
-
 class Here:
     """A pool of this process. Its runs end in a random order, unless there is no ``seed``: then at once."""
 
@@ -104,7 +101,10 @@ class Here:
         self.workers, self.draw = workers, None if seed is None else random.Random(seed)
 
     def submit(self, function, *arguments):
-        return Job(self.draw, function, arguments)
+        return SimpleNamespace(done=self.ended, result=partial(function, *arguments))
+
+    def ended(self):
+        return self.draw is None or self.draw.random() < 0.3
 
     def close(self):
         pass
@@ -117,13 +117,11 @@ class StoppedError(Exception):
 def run(folder, pool=None, *, config=None, run_cell=pretend, stop_after=None):
     """Run a grid; stop it after so many runs."""
     config = config or grid()
-    left = [stop_after]
+    left = itertools.count(1)
 
     def count():
-        if left[0] is not None:
-            left[0] -= 1
-            if left[0] == 0:
-                raise StoppedError
+        if next(left) == stop_after:
+            raise StoppedError
 
     folder.mkdir(parents=True, exist_ok=True)
     return run_cells(pool or Here(), config, cells(config), folder, run_cell, after_line=count)

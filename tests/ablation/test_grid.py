@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -11,16 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 import minitx.ablation.grid as module
-from minitx.ablation.design import (  # fmt: skip
-    AblationConfig,
-    ComparisonConfig,
-    ExpectedConfig,
-    LawConfig,
-    PredictionConfig,
-    StartConfig,
-    StudyConfig,
-    ThresholdConfig,
-)
+from minitx.ablation import design
+from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.grid import Cell, cells, code_fingerprint
 from minitx.ablation.records import Place
 from minitx.config import ConfigError
@@ -32,8 +25,6 @@ FACTORS = {"init": INIT, "lr": {"0.1": (), "1": ("optimizer.lr=1",)}}
 MAIN = StudyConfig(base=("experiment=x", "trainer.max_steps=7"), arms=("a", "b"), factors=FACTORS, seeds=(5, 3, 9))
 FIRST = StudyConfig(base=("trainer.max_steps=2",), arms=("a", "b"), factors={"init": INIT}, seeds=(3, 5, 9))
 SECOND = dataclasses.replace(MAIN, start=StartConfig(study="first", arm="b"))
-
-
 SIDE = StudyConfig(base=("experiment=y", "trainer.max_steps=2"), arms=("b",), seeds=(3, 4))
 
 
@@ -51,9 +42,7 @@ def test_cells_come_in_seed_blocks_so_that_a_grid_that_is_cut_off_is_balanced():
     assert [place.seed for place in found if place.study == "main"] == [5] * 8 + [3] * 8 + [9] * 8
     assert [(place.study, place.seed) for place in found[:9]] == [("main", 5)] * 8 + [("side", 3)]
     for block in (found[:8], found[9:17]):
-        assert {(p.arm, *dict(p.factors).values()) for p in block} == {
-            (arm, init, lr) for arm in "ab" for init in INIT for lr in FACTORS["lr"]
-        }
+        assert {(p.arm, *dict(p.factors).values()) for p in block} == {*itertools.product("ab", INIT, FACTORS["lr"])}
 
 
 def test_overrides_come_in_the_order_in_which_later_ones_win():
@@ -124,26 +113,18 @@ def test_the_name_of_a_cell_follows_the_users_own_configs_and_not_their_place_or
 def test_the_first_rate_of_a_threshold_and_its_rule_are_part_of_the_cell():
     def threshold(**changes):
         rule = ThresholdConfig(**{"first": {"a": 0.1, "b": 0.02}, **changes})
-        return {
-            c.place.arm: c for c in cells(grid(studies={"main": dataclasses.replace(SIDE, arms=("a", "b"), threshold=rule)}))
-        }
+        study = dataclasses.replace(SIDE, arms=("a", "b"), threshold=rule)
+        return {cell.place.arm: cell for cell in cells(grid(studies={"main": study}))}
 
     found = threshold()
     assert [found[arm].overrides[-2] for arm in "ab"] == ["optimizer.lr=0.1", "optimizer.lr=0.02"]
-    assert found["a"].hash != threshold(bisections=3)["a"].hash
-    assert (
-        found["a"].hash == threshold(first={"a": 0.1, "b": 0.5})["a"].hash != threshold(first={"a": 0.2, "b": 0.02})["a"].hash
-    )
+    more = {"bisections": 3}, {"first": {"a": 0.2, "b": 0.02}}, {"first": {"a": 0.1, "b": 0.5}}
+    assert [threshold(**changes)["a"].hash == found["a"].hash for changes in more] == [False, False, True]
 
 
 def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others(tmp_path, monkeypatch):
-    decides = [
-        "minitx/nn/a/code.py",
-        "minitx/interop/folding.py",
-        "minitx/ablation/measures.py",
-        "minitx/analysis/statistics.py",
-        "configs/train.yaml",
-    ]
+    decides = [f"minitx/{name}.py" for name in ("nn/a/code", "interop/folding", "ablation/measures", "analysis/statistics")]
+    decides.append("configs/train.yaml")
     other = ["minitx/ablation/judge.py", "minitx/analysis/figures.py", "configs/ablation/grid.yaml", "minitx/nn/notes.txt"]
     named = [("minitx", name) for name in module._CODE] + [("configs", name) for name in module._CONFIGS]
     assert [name for folder, name in named if not (ROOT / folder / name).exists()] == []
@@ -165,7 +146,7 @@ def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others
 def test_a_grid_run_in_parts_has_the_cells_of_the_whole_and_first_phases_come_along():
     third = dataclasses.replace(SECOND, start=StartConfig(study="second", arm="a"))
     whole = two_phases(main=dataclasses.replace(MAIN, scores=("time",)), third=third)
-    whole = dataclasses.replace(whole, comparisons=(ComparisonConfig(study="main", arms=("a", "b")),))
+    whole = dataclasses.replace(whole, comparisons=(design.ComparisonConfig(study="main", arms=("a", "b")),))
     parts = [dataclasses.replace(whole, only=only).chosen() for only in (("third",), ("main",))]
     assert [list(part.studies) for part in parts] == [["second", "first", "third"], ["main"]]
     assert [len(part.comparisons) for part in parts] == [0, 1]
@@ -175,10 +156,10 @@ def test_a_grid_run_in_parts_has_the_cells_of_the_whole_and_first_phases_come_al
 
 def compared(study="main", arms=("a", "b"), expected=None, law=None):
     """The fields of a grid that compares two arms, and expects something."""
-    expect = (ExpectedConfig(study="main", arms=expected, endpoint="time", range=(1.0, None)),) if expected else ()
-    law = None if law is None else LawConfig(factor=law, power=1.0)
-    comparisons = (ComparisonConfig(study=study, arms=arms, law=law),)
-    return {"comparisons": comparisons, "predictions": {"p": PredictionConfig(statement="s", expect=expect)}}
+    expect = (design.ExpectedConfig(study="main", arms=expected, endpoint="time", range=(1.0, None)),) if expected else ()
+    law = None if law is None else design.LawConfig(factor=law, power=1.0)
+    comparisons = (design.ComparisonConfig(study=study, arms=arms, law=law),)
+    return {"comparisons": comparisons, "predictions": {"p": design.PredictionConfig(statement="s", expect=expect)}}
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -201,9 +182,6 @@ def compared(study="main", arms=("a", "b"), expected=None, law=None):
 def test_a_grid_or_a_study_that_cannot_be_is_refused(changes, message):
     of_study = {name: changes[name] for name in changes if hasattr(MAIN, name) and name != "arms"}
     of_grid = {name: changes[name] for name in changes if name not in of_study}
-
-    def studies():
-        return {"main": dataclasses.replace(MAIN, **{"scores": ("time",), **of_study}), "first": FIRST}
-
+    of_study = {"scores": ("time",), **of_study}
     with pytest.raises(ConfigError, match=re.escape(message)):
-        grid(**{"studies": studies(), **of_grid})
+        grid(**{"studies": {"main": dataclasses.replace(MAIN, **of_study), "first": FIRST}, **of_grid})

@@ -21,42 +21,25 @@ def time(steps):
     return Span(steps, steps) if steps < CAP else Span(CAP, math.inf)
 
 
-def coverage(pairs, time=time):
-    """The share of intervals that hold the true median ratio, 2, where most of the treatment's runs end at the cap."""
+@pytest.mark.parametrize("pairs", [6, 10])
+def test_the_interval_covers_the_median_of_censored_pairs(pairs):
+    """It holds the true median ratio, 2, where most of the treatment's runs end at the cap."""
     rng = np.random.default_rng(0)
     found = 0
     for _ in range(TRIALS):
         reference, treatment = 60 * np.exp(0.3 * rng.normal(size=pairs)), 120 * np.exp(0.5 * rng.normal(size=pairs))
         interval, _ = median_interval([time(t).over(time(r)) for r, t in zip(reference, treatment, strict=True)])
         found += interval.low <= 2 <= interval.high
-    return found / TRIALS
+    assert found / TRIALS >= 0.93
 
 
-@pytest.mark.parametrize("pairs", [6, 8, 10])
-def test_the_interval_covers_the_median_of_censored_pairs(pairs):
-    assert coverage(pairs) >= 0.93
-
-
-def test_an_interval_that_takes_the_cap_for_a_time_does_not_cover():
-    """A seeded fault: the test above can fail."""
-    assert coverage(10, lambda steps: Span(min(steps, CAP), min(steps, CAP))) < 0.93
-
-
-@pytest.mark.parametrize(
-    ("pairs", "wanted"), [(5, (1, 5, 0.9375)), (6, (1, 6, 0.96875)), (8, (1, 8, 0.9921875)), (10, (2, 9, 0.978515625))]
-)
+@pytest.mark.parametrize(("pairs", "wanted"), [
+    (5, (1, 5, 0.9375)), (6, (1, 6, 0.96875)), (8, (1, 8, 0.9921875)), (10, (2, 9, 0.978515625)), (40, (14, 27, 0.9615226917)),
+])  # fmt: skip
 def test_the_interval_is_made_of_the_order_statistics_that_the_protocol_names(pairs, wanted):
     interval, share = median_interval(exact(range(1, pairs + 1)))
-    assert (interval.low, interval.high, share) == wanted
+    assert (interval.low, interval.high, share) == pytest.approx(wanted)
     assert median_interval(exact(range(4))) is None
-
-
-@given(st.integers(6, 40))
-def test_the_coverage_of_the_interval_is_the_largest_k_that_reaches_95_percent(pairs):
-    interval, share = median_interval(exact(range(pairs)))
-    k = int(interval.low) + 1
-    assert share == pytest.approx(1 - 2 * sum(math.comb(pairs, i) for i in range(k)) / 2**pairs)
-    assert share >= 0.95 > 1 - 2 * sum(math.comb(pairs, i) for i in range(k + 1)) / 2**pairs
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=6, max_size=12), st.permutations(range(6)))
@@ -78,6 +61,7 @@ def test_the_median_of_ratios_is_geometric_and_that_of_differences_is_not():
     (Span(100, math.inf), Span(10, 10), Span(10, math.inf)),
     (Span(10, 10), Span(100, math.inf), Span(0, 0.1)),
     (Span(0, 2), Span(0, 4), Span(0, math.inf)),
+    (Span(2, 4), Span(1, 2), Span(1, 4)),
 ])  # fmt: skip
 def test_a_ratio_of_ranges_is_as_wide_as_what_is_known(treatment, reference, wanted):
     assert treatment.over(reference) == wanted

@@ -37,14 +37,7 @@ LINES, PERMITS = Path("killed", "cells.jsonl"), Path("killed", "permits")
 
 def children_of(pid):
     """The processes that ``pid`` has started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdecimal() else []
-        except OSError:  # it has ended
-            continue
-        found += [int(entry.name)] if fields[1:2] == [str(pid)] else []
-    return found
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def go_on(process, more):

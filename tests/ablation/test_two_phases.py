@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shlex
 import struct
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretend import Here
+from pretend import SMALL, Here, from_start
 from torch import nn
 
 from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig
@@ -29,10 +28,6 @@ from minitx.training.checkpoints import network_weights, read_checkpoint
 from minitx.training.loggers import read_metrics
 
 ROOT = Path(__file__).parents[2]
-RECALL = "experiment=scaling_cell_recall"
-TINY = ["data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8", "data.batch_size=4", "model.embed_dim=32",
-        "model.num_heads=2", "model.ffn_dim=8", "trainer.threads=1", "callbacks.progress=false", "schedule.warmup_steps=0"]  # fmt: skip
-SMALL = [RECALL, *TINY]
 ARMS = compose_grid(["experiment=scaling_ablation", "ablation=smoke"]).arms
 
 
@@ -43,19 +38,6 @@ def trained(folder, *words, steps, keep=True):
 
 def losses(folder):
     return [row["train_loss"] for row in read_metrics(folder / "metrics.csv")]
-
-
-def from_start(path):
-    check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(str(path))}}}"
-    return [f"init_from.path={path}", "init_from.fold_scale=true", check]
-
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """The checkpoint of a first phase."""
-    folder = tmp_path_factory.mktemp("first")
-    trained(folder, "trainer.ckpt_every=100000", "seed=3", steps=20)
-    return folder / "checkpoints" / "last.ckpt"
 
 
 # --- the second phase

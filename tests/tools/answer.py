@@ -36,6 +36,8 @@ from scipy import stats
 
 RECORDS = Path(__file__).parents[2] / "docs" / "scaling_ablation"
 CAP = 1500
+WIDTHS = ("8", "32", "128", "512")
+"""The d_k of the record ``limits``."""
 Curves = dict[tuple[str, float, int], list[float]]
 """The accuracy of each step, by arm, learning rate and seed."""
 
@@ -100,21 +102,29 @@ def rates(searches: Iterable[dict[str, Any]], by_loss: bool = False) -> Rates:
     """The largest stable rate of every search. ``by_loss``: a run is judged by its loss above that of the starting model."""
     found = {}
     for one in searches:
-        if "runs" in one["result"]:
-            factors = one["factors"]
+        factors, result = one["factors"], one["result"]
+        if "runs" in result:
             place = (one["study"], one["arm"], factors["head_dim"], factors.get("trained", "all"), one["seed"])
-            found[place] = largest_rate(
-                one["result"]["runs"], one["result"]["cap"], one["result"]["start"] if by_loss else None
-            )
+            found[place] = largest_rate(result["runs"], result["cap"], result["start"] if by_loss else None)
     return found
 
 
-def ratio_of_rates(found: Rates, study: str, d_k: str, above: str = "inv_sqrt", below: str = "unscaled") -> Ratio | None:
-    """The ratio of two arms, or None without six seeds of both."""
-    seeds = {key[-1] for key in found if key[:4] == (study, below, d_k, "all")}
-    pairs = [(found.get((study, above, d_k, "all", seed)), found[study, below, d_k, "all", seed]) for seed in seeds]
-    ratios = [high / low for high, low in pairs if high]
-    return median(ratios) if len(ratios) >= 6 else None
+def by_seed(found: Rates, *place: str) -> dict[int, float]:
+    """The largest stable rates of a study, an arm, a d_k and the weights that train, by seed."""
+    return {key[-1]: found[key] for key in sorted(found) if key[:-1] == place}
+
+
+def ratios(
+    found: Rates, study: str, d_k: str, above: str = "inv_sqrt", below: str = "unscaled", part: str = "all"
+) -> dict[int, float]:
+    """The ratio of two arms, by seed."""
+    high, low = (by_seed(found, study, arm, d_k, part) for arm in (above, below))
+    return {seed: high[seed] / low[seed] for seed in high if seed in low}
+
+
+def ratio_of_rates(*args: Any, **arms_and_part: str) -> Ratio:
+    """The median of ``ratios``."""
+    return median(ratios(*args, **arms_and_part).values())
 
 
 def real_model() -> dict[str, Any]:
@@ -123,13 +133,9 @@ def real_model() -> dict[str, Any]:
     result: dict[str, Any] = {}
     for study, power in (("sgd", 0.5), ("adamw", 0.25)):
         for part in ("all", "qk"):
-            with_scale, without = (
-                {key[-1]: rate for key, rate in found.items() if key[:4] == (study, arm, "64", part)}
-                for arm in ("inv_sqrt", "unscaled")
-            )
-            ratios = [with_scale[seed] / rate for seed, rate in without.items()]
-            result[f"real {study} {part}"] = median(ratios)
-            result[f"real {study} {part} seeds"] = f"{min(ratios):.2f}–{max(ratios):.2f}"
+            result[f"real {study} {part}"] = ratio_of_rates(found, study, "64", part=part)
+            by_seeds = ratios(found, study, "64", part=part).values()
+            result[f"real {study} {part} seeds"] = f"{min(by_seeds):.2f}–{max(by_seeds):.2f}"
         result[f"real {study} formula"] = formula(found, study, "64", power)
     return result
 
@@ -138,62 +144,47 @@ def text_model() -> dict[str, Any]:
     """Character models on text: the ratios of the largest stable rates, and from scratch the loss without the scale minus that with it."""
     runs = read("text/cells.jsonl.xz")
     found = rates(runs, by_loss=True)
-    result: dict[str, Any] = {}
-    for study in ("adamw", "sgd"):
-        seeds = sorted({key[-1] for key in found if key[0] == study})
-        pairs = [(found[study, "inv_sqrt", "128", "all", seed], found[study, "unscaled", "128", "all", seed]) for seed in seeds]
-        result[f"text {study}"] = median(above / below for above, below in pairs)
+    result: dict[str, Any] = {f"text {study}": ratio_of_rates(found, study, "128") for study in ("adamw", "sgd")}
     for init in ("lecun", "gpt2"):
-        losses = {
-            (run["arm"], run["factors"]["lr"], run["seed"]): run["result"]["val_loss"]
-            for run in runs
-            if run["study"] == "scratch" and run["factors"]["init"] == init
-        }
+        chosen = [run for run in runs if run["study"] == "scratch" and run["factors"]["init"] == init]
+        losses = {(run["arm"], float(run["factors"]["lr"]), run["seed"]): run["result"]["val_loss"] for run in chosen}
         result[f"text loss {init}"] = difference_of_losses(losses)
         result[f"text rates {init}"] = best_rate(losses, "inv_sqrt") / best_rate(losses, "unscaled")
     return result
 
 
-def best_rate(losses: dict[tuple[str, str, int], float], arm: str) -> float:
-    """The rate with the smallest mean loss."""
-    by_rate: dict[float, list[float]] = {}
-    for (one, rate, _), loss in losses.items():
-        if one == arm:
-            by_rate.setdefault(float(rate), []).append(loss)
-    return min(by_rate, key=lambda rate: statistics.mean(by_rate[rate]))
+def best_rate(losses: dict[tuple[str, float, int], float], arm: str, without: int | None = None) -> float:
+    """The rate with the smallest mean loss, over all seeds or those that are not ``without``."""
+
+    def mean(rate: float) -> float:
+        return statistics.mean(loss for key, loss in losses.items() if key[:2] == (arm, rate) and key[2] != without)
+
+    return min({rate for one, rate, _ in losses if one == arm}, key=mean)
 
 
-def difference_of_losses(losses: dict[tuple[str, str, int], float]) -> Ratio:
+def difference_of_losses(losses: dict[tuple[str, float, int], float]) -> Ratio:
     """The median over the seeds, the smallest and the largest; each arm at the rate with the smallest mean on the other seeds."""
-    seeds, rates_ = sorted({seed for *_, seed in losses}), sorted({rate for _, rate, _ in losses}, key=float)
 
     def loss_of(arm: str, seed: int) -> float:
-        others = {key: loss for key, loss in losses.items() if key[-1] != seed}
-        return next(losses[arm, rate, seed] for rate in rates_ if float(rate) == best_rate(others, arm))
+        return losses[arm, best_rate(losses, arm, without=seed), seed]
 
-    found = sorted(loss_of("unscaled", seed) - loss_of("inv_sqrt", seed) for seed in seeds)
+    found = sorted(loss_of("unscaled", seed) - loss_of("inv_sqrt", seed) for seed in {seed for *_, seed in losses})
     return Ratio(statistics.median(found), found[0], found[-1], len(found))
 
 
-def exponent(found: Rates, study: str, widths: Sequence[str] = ("8", "32", "128", "512")) -> tuple[float, float, float]:
+def exponent(found: Rates, study: str) -> tuple[float, float, float]:
     """The slope of ln(ratio) on ln(d_k): the mean of the seeds, and the ends of its 95 % interval (Student's t)."""
-    seeds = sorted({key[-1] for key in found if key[0] == study})
-    xs = [math.log(float(d_k)) for d_k in widths]
-    slopes = []
-    for seed in seeds:
-        ys = [
-            math.log(found[study, "inv_sqrt", d_k, "all", seed] / found[study, "unscaled", d_k, "all", seed]) for d_k in widths
-        ]
-        slopes.append(statistics.linear_regression(xs, ys).slope)
+    by_width = {math.log(float(d_k)): ratios(found, study, d_k) for d_k in WIDTHS}
+    seeds = next(iter(by_width.values()))
+    ys = [[math.log(of[seed]) for of in by_width.values()] for seed in seeds]
+    slopes = [statistics.linear_regression(list(by_width), each).slope for each in ys]
     mean, half = statistics.mean(slopes), stats.t.ppf(0.975, len(seeds) - 1) * statistics.stdev(slopes) / math.sqrt(len(seeds))
     return mean, mean - half, mean + half
 
 
 def parts_of(found: Rates, study: str, d_k: str) -> list[dict[int, float]]:
     """η_QK and η_R of the model with the scale, by seed."""
-    return [
-        {key[-1]: rate for key, rate in found.items() if key[:4] == (study, "inv_sqrt", d_k, part)} for part in ("qk", "rest")
-    ]
+    return [by_seed(found, study, "inv_sqrt", d_k, part) for part in ("qk", "rest")]
 
 
 def formula(found: Rates, study: str, d_k: str, power: float) -> float:
@@ -239,11 +230,8 @@ def from_scratch() -> dict[str, Curves]:
     """The curves from scratch at d_k 128, by initial weights: ``lecun`` with twelve seeds, ``gpt2`` with sixteen."""
     before = read("record.jsonl.xz")
     found = {init: curves(before, "recall", init=init, head_dim="128") for init in ("lecun", "gpt2")}
-    later = {
-        key: curve
-        for key, curve in curves(read("norms/cells.jsonl.xz"), "recall").items()
-        if key[0] in ("inv_sqrt", "unscaled")
-    }
+    norms = curves(read("norms/cells.jsonl.xz"), "recall")
+    later = {key: curve for key, curve in norms.items() if key[0] in ("inv_sqrt", "unscaled")}
     small = curves(read("init/cells.jsonl.xz"), "recall", init="0.02")
     return {init: at_shared_rates(found[init], more) for init, more in (("lecun", later), ("gpt2", small))}
 
@@ -289,7 +277,7 @@ def numbers() -> dict[str, Any]:
     result |= {f"steps {init}": ratio for init, ratio in steps_by_init.items()} | {"even": crossing(steps_by_init)}
     for study, (_, power) in OPTIMIZERS.items():
         result[f"{study} exponent"] = exponent(found, study)
-        for d_k in ("8", "32", "128", "512"):
+        for d_k in WIDTHS:
             result[f"{study} {d_k}"] = ratio_of_rates(found, study, d_k)
             if study in ("adamw", "sgd"):
                 result[f"{study} {d_k} formula"] = formula(found, study, d_k, power)
@@ -401,10 +389,9 @@ def tables(found: dict[str, Any]) -> dict[str, list[str]]:
     """The rows of the tables in ``docs/why_scale.md`` and its Chinese page, which have the same numbers."""
     formula_rows = [
         f"| {OPTIMIZERS[study][0]} | {d_k} | {float(d_k) ** OPTIMIZERS[study][1]:.2f} | {found[f'{study} {d_k} formula']:.2f} | "
-        f"{ratio.median:.2f} ({ratio.told}) |"
+        f"{found[f'{study} {d_k}'].median:.2f} ({found[f'{study} {d_k}'].told}) |"
         for study in ("adamw", "sgd")
-        for d_k in ("8", "32", "128", "512")
-        if (ratio := found[f"{study} {d_k}"])
+        for d_k in WIDTHS
     ]
     other_rows = []
     for study, (name, power) in OPTIMIZERS.items():
@@ -423,7 +410,7 @@ def draw(path: str) -> None:
     found, before = rates(read("limits/cells.jsonl.xz")), read("record.jsonl.xz")
     figure, axes = panels(2, 2, width=4.1, height=2.5)
     axes = axes.flat
-    arms, widths = dict(zip(("inv_sqrt", "unscaled"), PALETTE, strict=False)), (8, 32, 128, 512)
+    arms, widths = dict(zip(("inv_sqrt", "unscaled"), PALETTE, strict=False)), [int(d_k) for d_k in WIDTHS]
     for (arm, rate, _), curve in curves(before, "stability_adamw", head_dim="128").items():
         if rate == 0.01 and arm in arms:
             axes[0].plot(means(curve, 8), color=arms[arm][0], linewidth=0.9, alpha=0.8)
@@ -431,15 +418,12 @@ def draw(path: str) -> None:
     for ax, study, name, power in zip(axes[1:3], ("adamw", "sgd"), ("AdamW", "SGD"), (0.25, 0.5), strict=False):
         for i, (arm, (color, marker)) in enumerate(arms.items()):
             for d_k in widths:
-                heights = [rate for key, rate in found.items() if key[:4] == (study, arm, str(d_k), "all")]
+                heights = by_seed(found, study, arm, str(d_k), "all").values()
                 xs = [d_k * 2 ** (0.18 * (2 * i - 1) + 0.03 * (k - len(heights) / 2)) for k in range(len(heights))]
                 ax.plot(xs, heights, marker, color=color, markersize=3)
-        middle = [
-            statistics.median(rate for key, rate in found.items() if key[:4] == (study, "inv_sqrt", str(d_k), "all"))
-            for d_k in widths
-        ]
-        ratios = [formula(found, study, str(d_k), power) for d_k in widths]
-        ax.plot(widths, [rate / ratio for rate, ratio in zip(middle, ratios, strict=True)], "-", color=INK, linewidth=1.2)
+        middle = [statistics.median(by_seed(found, study, "inv_sqrt", d_k, "all").values()) for d_k in WIDTHS]
+        predicted = [formula(found, study, d_k, power) for d_k in WIDTHS]
+        ax.plot(widths, [rate / ratio for rate, ratio in zip(middle, predicted, strict=True)], "-", color=INK, linewidth=1.2)
         ax.plot(widths, [rate / d_k**power for rate, d_k in zip(middle, widths, strict=True)], "--", color=INK, linewidth=1)
         ax.set_xscale("log", base=2)
         log_ticks(ax)
@@ -456,10 +440,7 @@ def draw(path: str) -> None:
     axes[3].set_xticks([0, 1], ["LeCun's", "GPT-2's"])
     label(axes[3], "Steps to learn the task\n(AdamW, d_k 128)", "initial weights", "steps")
     names = {"inv_sqrt": "with the scale 1/√d_k", "unscaled": "without the scale"}
-    lines = [
-        ("without it, predicted", INK, "", "-"),
-        ("its bound: d_k^¼ or √d_k", INK, "", "--"),
-    ]
+    lines = [("without it, predicted", INK, "", "-"), ("its bound: d_k^¼ or √d_k", INK, "", "--")]
     legend(figure, [*((names[arm], *look, "-") for arm, look in arms.items()), *lines])
     save_figure(figure, path)
 
@@ -470,9 +451,8 @@ if __name__ == "__main__":
         draw(sys.argv[1])
         raise SystemExit
     for name, one in found.items():
-        print(
-            f"{name:22}", f"{one.median:.3f} ({one.low:.3f} to {one.high:.3f}; {one.seeds})" if isinstance(one, Ratio) else one
-        )
+        told = f"{one.median:.3f} ({one.low:.3f} to {one.high:.3f}; {one.seeds})" if isinstance(one, Ratio) else one
+        print(f"{name:22}", told)
     for page, text in answer(found).items():
         print(f"\n{page}, {len(text.split())} words\n{text}")
     for name, lines in {**tables(found), **sentences(found)}.items():

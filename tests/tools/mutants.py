@@ -82,37 +82,32 @@ def mutants(path: str) -> list[Mutant]:
     tree = ast.parse((ROOT / path).read_text())
     found: list[Mutant] = []
 
-    def visit(parent: ast.AST, scope: str, inside: bool, lines: range) -> None:
-        for name, value in ast.iter_fields(parent):
-            checks = isinstance(parent, ast.Assert) or (isinstance(parent, ast.keyword) and parent.arg == "strict")
-            if name in ("annotation", "returns") or checks:
-                continue
-            # a function's defaults and decorators run where it is defined; what a raise says is text
-            outside = isinstance(parent, ast.FunctionDef) and name != "body"
-            here = (scope.rpartition(".")[0], False) if outside else (scope, inside)
-            for place, node in enumerate(value if isinstance(value, list) else [value]):
-                if isinstance(node, ast.AST):
-                    visit_one(parent, name, place if isinstance(value, list) else None, node, *here, lines)
-
-    def visit_one(parent: Any, name: str, place: int | None, node: Any, scope: str, inside: bool, lines: range) -> None:
+    def visit(node: Any, scope: str, inside: bool, lines: range) -> None:
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
             lines = range(node.lineno, body[0].lineno if body else node.end_lineno + 1)
         for new in changes(node):
-            shown = ast.unparse(new) if new is not None else "pass"
             changed = new if new is not None else ast.copy_location(ast.Pass(), node)
-            old = getattr(parent, name)
-            setattr(parent, name, changed if place is None else [*old[:place], changed, *old[place + 1 :]])
-            line, column = getattr(node, "lineno", lines.start), getattr(node, "col_offset", 0)
+            texts = first_line(ast.unparse(node)), first_line(ast.unparse(changed))
+            line, column, kept = getattr(node, "lineno", lines.start), getattr(node, "col_offset", 0), (type(node), vars(node))
+            node.__class__, node.__dict__ = type(changed), vars(changed)  # in its place
             code = compile(ast.fix_missing_locations(tree), str(ROOT / path), "exec")
-            texts = first_line(ast.unparse(node)), first_line(shown)
+            node.__class__, node.__dict__ = kept
             found.append(Mutant(path, line, column, *texts, scope if inside else "", code, lines))
-            setattr(parent, name, old)
-        if isinstance(node, ast.Raise):
+        if isinstance(node, ast.Raise):  # what it says is text
             return
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not inside:
             scope = f"{scope}.{node.name}".lstrip(".")
-        visit(node, scope, inside or isinstance(node, ast.FunctionDef), lines)
+        for name, value in ast.iter_fields(node):
+            if isinstance(node, ast.Assert) or name in ("annotation", "returns") or getattr(node, "arg", "") == "strict":
+                continue
+            if isinstance(node, ast.FunctionDef):  # its defaults and decorators run where it is defined
+                here = (scope, True) if name == "body" else (scope if inside else scope.rpartition(".")[0], inside)
+            else:
+                here = scope, inside
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    visit(child, *here, lines)
 
     visit(tree, "", False, range(0))
     return found

@@ -16,8 +16,6 @@ import argparse
 import contextlib
 import gc
 import hashlib
-import importlib.abc
-import importlib.machinery
 import itertools
 import json
 import os
@@ -28,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -56,33 +55,6 @@ CHOICE = ("-m", "not long", "-p", "no:cacheprovider")  # of the slow tests, too
 LONGEST, BUDGET, LIMIT = 3.0, 12.0, 100.0  # seconds of the processor: of one test, of a mutant's tests together, of a fork
 
 
-class Changed(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
-    """Imports one module from a changed tree."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self.mutant = mutant
-        self.module = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.module:
-            return None
-        here = str(ROOT / self.mutant.file)
-        spec = importlib.machinery.ModuleSpec(name, self, origin=here, is_package=here.endswith("__init__.py"))
-        spec.has_location = True
-        if spec.submodule_search_locations is not None:
-            spec.submodule_search_locations.append(str(Path(here).parent))
-        return spec
-
-    def get_filename(self, name: str) -> str:
-        return str(ROOT / self.mutant.file)
-
-    def get_data(self, path: str) -> bytes:
-        return Path(path).read_bytes()
-
-    def get_code(self, name: str) -> CodeType:
-        return self.mutant.code
-
-
 def forked(work: Any, limit: float) -> str:
     """killed, survived or timeout (seconds of the processor): what became of ``work`` (True = all tests pass) in a fork."""
     sys.stdout.flush()
@@ -102,22 +74,10 @@ def forked(work: Any, limit: float) -> str:
 def passes(items: list[Any]) -> bool:
     """Whether all these tests pass; stops at the first that does not."""
     for item, following in zip(items, [*items[1:], None], strict=True):
-        failed: list[bool] = []
-        item.config.pluginmanager.register(watch := Watch(failed))
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        item.config.pluginmanager.unregister(watch)
-        if failed:
+        if item.session.testsfailed:
             return False
     return True
-
-
-class Watch:
-    def __init__(self, failed: list[bool]) -> None:
-        self.failed = failed
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.failed.append(True)
 
 
 def covered(items: list[Any], files: list[str], kept: Path) -> dict[str, Any]:
@@ -223,7 +183,8 @@ def changed_functions(mutant: Mutant) -> Iterator[CodeType]:
 
 def at_import(mutant: Mutant) -> bool:
     """Whether the tests pass with the module imported changed."""
-    sys.meta_path.insert(0, Changed(mutant))
+    here, unchanged = str(ROOT / mutant.file), SourceFileLoader.get_code
+    SourceFileLoader.get_code = lambda self, name: mutant.code if self.path == here else unchanged(self, name)  # type: ignore
     stem = Path(mutant.file).stem
     words = (stem, *OWN.get(stem, ()), "functional", "backends", "bad_inputs")
     own = [test for test in TESTS if any(word in test for word in words)]

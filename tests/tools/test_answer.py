@@ -1,4 +1,4 @@
-"""The pages have the numbers of the records, by procedures that find a known truth in made-up runs."""
+"""The pages have the numbers of the records, which are computed without the lab."""
 
 import re
 from pathlib import Path
@@ -7,29 +7,7 @@ import answer
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SEEDS = range(7)
-SETTINGS = {
-    "0",
-    "1",
-    "2",
-    "4",
-    "5",
-    "8",
-    "16",
-    "28",
-    "32",
-    "90",
-    "95",
-    "128",
-    "200",
-    "512",
-    "0.02",
-    "64",
-    "40",
-    "1.8",
-    "2.8",
-    "3",
-}
+SETTINGS = {str(number) for number in (0, 1, 2, 3, 4, 5, 8, 16, 28, 32, 40, 64, 90, 95, 128, 200, 512, 0.02, 1.8, 2.8)}
 """Of the grids, their models and their predictions."""
 
 
@@ -39,31 +17,19 @@ def found():
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
-def test_the_answer_of_a_readme_is_made_from_the_records(found, page):
-    assert answer.answer(found)[page] in (ROOT / page).read_text(encoding="utf-8").splitlines()
-
-
-def test_the_answer_is_short_and_has_no_parenthesis_in_a_parenthesis(found):
-    texts = answer.answer(found)
-    assert len(texts["README.md"].split()) <= 110
-    assert not any(re.search(r"\([^)]*\(", text) for text in texts.values())
-
-
-@pytest.mark.parametrize("page", ["why_scale.md", "why_scale.zh.md"])
-def test_the_page_about_the_scale_has_the_tables_and_the_numbers_of_the_records(found, page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    for rows in answer.tables(found).values():
-        assert "\n".join(rows) in text
-    for sentence in answer.sentences(found)[page]:
-        assert sentence in text
+def test_the_answer_of_a_readme_is_made_from_the_records_and_has_no_parenthesis_in_a_parenthesis(found, page):
+    text = answer.answer(found)[page]
+    assert text in (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert len(text.split()) <= 110 and not re.search(r"\([^)]*\(", text)
 
 
 @pytest.mark.parametrize("page", ["why_scale.md", "why_scale.zh.md"])
 def test_every_number_of_the_part_from_the_records_is_of_the_records_or_a_setting(found, page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    whole = [*("\n".join(rows) for rows in answer.tables(found).values()), *answer.sentences(found)[page]]
+    assert [each for each in whole if each not in text] == []
     (part,) = re.findall("<!-- from the records -->(.*?)<!-- end of the records -->", text, flags=re.DOTALL)
-    known = "\n".join([*answer.sentences(found)[page], *(line for rows in answer.tables(found).values() for line in rows)])
-    printed = {*re.findall(r"[\d.]*\d", known), *SETTINGS}
+    printed = {*re.findall(r"[\d.]*\d", "\n".join(whole)), *SETTINGS}
     shown = re.findall(r"(?<![\w.])[\d.]*\d(?!\w)", re.sub(r"\]\([^)]*\)", "", part))
     assert {number for number in shown if number not in printed} == set()
 
@@ -83,57 +49,13 @@ def test_the_searches_of_the_record_end_where_their_own_curves_say():
         assert answer.largest_rate(result["runs"], result["cap"]) == pytest.approx(middle, rel=1e-6)
 
 
-def search(rates, accuracy=1.0, steps=200):
-    """The runs of a search: those at ``rates`` fail at their last step, all lower ones hold."""
-    tried = sorted({0.01, *rates})
-    curve = [accuracy] * steps
-    return [
-        {"rate": rate, "nonfinite_step": None, "accuracy": [*curve[:50], 0.0] if rate in rates else curve} for rate in tried
-    ]
-
-
-def test_the_largest_rate_is_between_the_last_that_holds_and_the_first_that_fails():
-    assert answer.largest_rate(search([0.04, 0.08])) == pytest.approx(0.02)
-    above = [*search([0.04]), {"rate": 0.1, "nonfinite_step": None, "accuracy": [1.0] * 200}]
-    assert answer.largest_rate(above) == pytest.approx(0.02)
-
-
-@pytest.mark.parametrize(
-    "change", [{"nonfinite_step": 200}, {"accuracy": [1.0] * 199}, {"accuracy": [1.0] * 100 + [0.0] + [1.0] * 99}]
-)
-def test_a_run_that_ends_early_or_falls_is_not_stable(change):
+def test_a_run_that_ends_early_or_falls_is_not_stable():
     held = {"rate": 0.1, "nonfinite_step": None, "accuracy": [1.0] * 200}
-    assert answer.is_stable(held, 200) and not answer.is_stable(held | change, 200)
-
-
-def test_the_formula_and_a_ratio_are_medians_over_the_seeds():
-    rates = {
-        ("sgd", "inv_sqrt", "4", part, seed): rate * (1 + seed) for part, rate in (("qk", 0.1), ("rest", 0.2)) for seed in SEEDS
-    }
-    assert answer.formula(rates, "sgd", "4", 0.5) == pytest.approx((2 / 0.1 + 1 / 0.2) / (1 / 0.1 + 1 / 0.2))
-    both = {("sgd", arm, "4", "all", seed): rate for arm, rate in (("inv_sqrt", 0.6), ("unscaled", 0.2)) for seed in SEEDS}
-    assert answer.ratio_of_rates(both, "sgd", "4") == (pytest.approx(3), pytest.approx(3), pytest.approx(3), 7)
-    few = {key: rate for key, rate in both.items() if key[-1] < 5}
-    assert answer.ratio_of_rates(few, "sgd", "4") is None
+    falls = {"accuracy": [1.0] * 100 + [0.0] + [1.0] * 99}
+    runs = [held, held | {"nonfinite_step": 200}, held | {"accuracy": [1.0] * 199}, held | falls]
+    assert [answer.is_stable(run, 200) for run in runs] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(("seeds", "ends"), [(6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (10, (2, 9)), (12, (3, 10))])
 def test_the_range_of_a_median_has_at_least_95_percent(seeds, ends):
     assert answer.median(range(1, seeds + 1))[1:] == (*ends, seeds)
-
-
-def learning(steps):
-    """The curve of a run that reaches a mean of 90 % over 16 steps (15 of 16) at ``steps``; never, for 0."""
-    return [0.0] * (steps - 15) + [1.0] * 40 if steps else [0.0] * 40
-
-
-def test_each_seed_runs_at_the_rate_that_is_best_on_the_other_seeds():
-    found = {("inv_sqrt", 0.1, seed): learning(59) for seed in SEEDS}
-    found |= {("unscaled", 0.1, seed): learning(3 * 59) for seed in SEEDS}
-    found |= {("unscaled", 1.0, seed): learning(47 if seed == 0 else 0) for seed in SEEDS}  # seed 0 alone would choose 1.0
-    assert answer.ratio_of_steps(found)[:3] == (pytest.approx(3),) * 3
-
-
-def test_a_run_that_does_not_solve_the_task_counts_as_the_cap():
-    assert answer.steps(learning(0)) == answer.steps(None) == answer.CAP
-    assert answer.steps([1.0] * 16) == 16
