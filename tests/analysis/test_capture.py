@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.analysis import capture, intervene, knock_out_heads, take_snapshot
+from minitx.analysis import capture, intervene, knock_out_heads
 from minitx.analysis.gradients import gradient_statistics
 from minitx.nn import Causal, DotProductAttention, KVCache, MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
@@ -17,28 +17,21 @@ from tests.analysis.models import CHANGEABLE, IDS, Checkpointed, model_of, recor
 EVERYTHING = ("statistics", *CHANGEABLE)
 
 
-@pytest.mark.parametrize("backend", ["auto", "math", "sdpa", "chunked"])
+@pytest.mark.parametrize(("backend", "dropout"), [("auto", 0.0), ("math", 0.3), ("sdpa", 0.3), ("chunked", 0.0)])
 @pytest.mark.parametrize("what", ["statistics", "weights", "scores", "values"])
-def test_the_output_and_the_gradients_are_bit_equal_with_and_without_looking(backend, what):
-    model = model_of(backend=backend, position="rotary")
+def test_the_output_and_the_gradients_are_bit_equal_with_and_without_looking(backend, dropout, what):
+    model = model_of(backend=backend, position="rotary", dropout=dropout).train()
+    torch.manual_seed(5)
     plain = model(IDS)
     plain.sum().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
+    torch.manual_seed(5)
     with capture(model, what=what):
         watched = model(IDS)
         watched.sum().backward()
     assert torch.equal(plain, watched)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
-
-
-def test_dropout_draws_the_same_numbers_with_and_without_looking():
-    model = model_of(dropout=0.3).train()
-    torch.manual_seed(5)
-    plain = model(IDS)
-    torch.manual_seed(5)
-    with capture(model):
-        assert torch.equal(plain, model(IDS))
 
 
 def test_weights_are_those_before_dropout_and_with_the_values_they_give_what_the_layer_gives():
@@ -67,7 +60,6 @@ def test_nothing_stays_on_the_modules_and_every_call_is_recorded_once():
     ({}, {"what": "weight"}, "what='weight' must be one of statistics, weights"),
     (None, {}, "Linear has no attention core with weights: .* adopt_hf"),
     ({"attention": "linear"}, {}, "weights .LinearAttention: it computes no weights over keys.* what='heads'"),
-    ({"attention": "linear"}, {"what": "weights"}, "no attention core with weights"),
     ({"attention": "additive"}, {"what": "weights"}, "need_weights=True returns them"),
     ({}, {"layers": ["cross"]}, "layers: 'cross' is none of"),
     ({}, {"heads": [3]}, "must be some of 0 to 2"),
@@ -148,9 +140,8 @@ def test_a_layer_without_the_record_is_refused_by_its_number():
 
 
 def test_layers_outside_of_blocks_are_numbered_by_the_numbers_in_their_names():
-    model = nn.ModuleDict({"pool": MultiHeadAttention(6, 2), "layers": nn.ModuleList()})
-    for _ in range(2):
-        model["layers"].append(nn.ModuleDict({"near": MultiHeadAttention(6, 2), "far": MultiHeadAttention(6, 3)}))
+    layers = [nn.ModuleDict({"near": MultiHeadAttention(6, 2), "far": MultiHeadAttention(6, 3)}) for _ in range(2)]
+    model = nn.ModuleDict({"pool": MultiHeadAttention(6, 2), "layers": nn.ModuleList(layers)})
     silent = r"layers\.1\.near\.core, layers\.1\.far\.core did not run"
     with pytest.warns(UserWarning, match=silent), capture(model, layers=2) as seen:
         pass
@@ -172,13 +163,10 @@ class WithCore(nn.Module):
 
 def test_a_part_that_is_only_called_core_is_no_attention():
     model, x = WithCore(), torch.randn(2, 5, 12)
-    for look in (
-        lambda: capture(model, what="heads").__enter__(),
-        lambda: intervene(model, "heads", 0.0).__enter__(),
-        lambda: knock_out_heads(model, lambda model: model(x).mean((1, 2))),
-    ):
-        with pytest.raises(ValueError, match="attention core"):
-            look()
+    with pytest.raises(ValueError, match="attention core"), capture(model, what="heads"):
+        pass
+    with pytest.raises(ValueError, match="attention core"):
+        knock_out_heads(model, lambda model: model(x).mean((1, 2)))
     both = nn.ModuleList([model, MultiHeadAttention(12, 3)])
     with capture(both, what="heads") as seen:
         both[1](both[0](x))
@@ -234,13 +222,11 @@ def test_in_a_peft_model_only_the_attention_that_runs_counts(options):
     torch.testing.assert_close(found.mean, want.mean)  # new adapters add nothing
     for what in EVERYTHING:
         seen = records_of(model, IDS, what=what, layers=-1)
-        [name] = [name for name, calls in seen.items() if calls]
+        [name] = filter(seen.get, seen)
         assert name.startswith("base_model.model.blocks.1") and len(seen[name]) == 1
     statistics = gradient_statistics(model, [IDS], lambda ids: (model(ids).square().sum(), {}))
     measured = [name for name, numbers in statistics.items() if numbers]
     assert measured and not any("original_module" in name for name in measured)
-    for one, other in zip(take_snapshot(model, IDS).maps, take_snapshot(plain, IDS).maps, strict=True):
-        torch.testing.assert_close(one.weights, other.weights)
 
 
 # --- hooks that do not run, and runs that do not count

@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from pages import random_snapshot
+from pages import random_snapshot, with_answers
 from PIL import Image
 
-from minitx.analysis.answers import Answer, Answers
+from minitx.analysis.answers import Answer
 from minitx.analysis.film import BAD, GOOD, write_film
 from minitx.analysis.viewer import Trace
 
@@ -21,10 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of
 
 def recorded(seed, step, is_right, **options):
     snapshot = random_snapshot(seed, step, **{"kinds": ("self",), **options})
-    answer = Answer(
-        "Which value has key 7?", 6, 3, "right one", is_right, 0.1 if is_right else 3.0, (("said", 0.9), ("b", 0.05))
-    )
-    return replace(snapshot, answers=Answers("input_ids", [[answer]]))
+    loss, top = 0.1 if is_right else 3.0, (("said", 0.9), ("b", 0.05))
+    return with_answers(snapshot, [Answer("Which value has key 7?", 6, 3, "right one", is_right, loss, top)])
 
 
 TRACES = [
@@ -54,13 +52,10 @@ def test_a_film_has_a_frame_for_each_step_of_either_model(tmp_path, ending):
 def test_right_and_wrong_have_their_own_colour(tmp_path):
     write_film(TRACES, tmp_path / "film.png")
     with Image.open(tmp_path / "film.png") as film:
-        film.seek(0)
-        assert BAD in colours(film.crop((0, 0, film.width, 105)))
-        assert GOOD not in colours(film.crop((0, 0, film.width, 105)))
-        film.seek(1)
-        left, right = film.crop((0, 0, film.width // 2, 105)), film.crop((film.width // 2, 0, film.width, 105))
-        assert GOOD in colours(left) and BAD not in colours(left)
-        assert BAD in colours(right) and GOOD not in colours(right)
+        halves = ((0, 0, film.width // 2, 105), (film.width // 2, 0, film.width, 105))
+        for step, wanted in ((0, [{BAD}, {BAD}]), (1, [{GOOD}, {BAD}])):
+            film.seek(step)
+            assert [colours(film.crop(half)) & {GOOD, BAD} for half in halves] == wanted
 
 
 def test_a_recording_without_answers_is_a_film_of_its_maps(tmp_path):
@@ -70,19 +65,15 @@ def test_a_recording_without_answers_is_a_film_of_its_maps(tmp_path):
 
 def test_what_no_film_can_be_made_of_is_refused_and_writes_nothing(tmp_path):
     one = recorded(1, 0, True)
-    torn = replace(one.maps[0], weights=one.maps[0].weights.masked_fill(torch.eye(7).bool(), torch.nan))
+    maps = [replace(layer, weights=layer.weights.masked_fill(torch.eye(7).bool(), torch.nan)) for layer in one.maps]
+    torn = Trace("a", [one, replace(one, step=4, maps=tuple(maps))])
     two = [recorded(5, step, True, kinds=("self", "self")) for step in (1, 2)]
     for name, traces, options, message in (
         ("film.mp4", TRACES, {}, "must end in .gif, .png, .webp"),
         ("film.gif", [Trace("a", [one])], {}, "two steps at least, got 1: record them with callbacks=film"),
         ("film.gif", [Trace("a", two)], {}, "shows one layer, and there are 2: blocks.0.self.core, blocks.1.self.core"),
         ("film.gif", TRACES, {"head": 3}, "head=3 must be one of 0 to 2 of blocks.0.self.core"),
-        (
-            "film.gif",
-            [Trace("a", [one, replace(one, step=4, maps=(torn,))])],
-            {},
-            "a has weights at step 4 that are not finite",
-        ),
+        ("film.gif", [torn], {}, "a has weights at step 4 that are not finite"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             write_film(traces, tmp_path / name, **options)

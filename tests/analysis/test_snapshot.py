@@ -60,9 +60,8 @@ def test_tokens_and_padding_of_a_model_of_ones_own_are_known_by_its_calls():
     inputs = {"tokens": torch.arange(9).expand(2, 9), "attention_mask": torch.arange(9) < torch.tensor([[9], [4]])}
     snapshot = take_snapshot(OfOnesOwn(), inputs, tokens={"tokens": [list("abcdefghi")] * 2})
     assert snapshot.sentence(1).tokens == {"tokens": [list("abcd")]}
-    assert torch.equal(snapshot.ids["tokens"], inputs["tokens"]) and torch.equal(
-        snapshot.real["tokens"], inputs["attention_mask"]
-    )
+    assert torch.equal(snapshot.ids["tokens"], inputs["tokens"])
+    assert torch.equal(snapshot.real["tokens"], inputs["attention_mask"])
     ours = take_snapshot(model_of(), {"input_ids": SOURCE, "mask": Padding(MASKS["key_mask"])})
     assert torch.equal(ours.real["input_ids"], MASKS["key_mask"])
     with pytest.raises(ValueError, match=r"tokens=\['inputs_ids'\] must be among tokens"):
@@ -122,6 +121,8 @@ def test_a_file_gives_the_snapshot_back_to_half_precision(tmp_path):
 def test_what_is_no_snapshot_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"holds no snapshots of attention; train with callbacks\.probe\.weights_every"):
         read_snapshots(tmp_path)
+    with pytest.raises(ValueError, match=r"inputs must be a tensor, such as ids .*, got list"):
+        take_snapshot(model_of(), [[1, 2, 3]])
     (tmp_path / "step_00000001.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"step_00000001\.safetensors is not a snapshot of attention"):
         read_snapshots(tmp_path)
