@@ -68,15 +68,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("tile", [1, statistics._TILE])
 @pytest.mark.parametrize("name", CASES)
-def test_statistics_equal_brute_force_over_visible_pairs_without_padded_queries(name, tile, monkeypatch):
-    monkeypatch.setattr(statistics, "_TILE", tile)
+def test_statistics_equal_brute_force_over_visible_pairs_without_padded_queries(name):
     mask, keys, visible, real = CASES[name]
     query, key = inputs(keys=keys)
     found = statistics_of(query, key, 0.7, mask)
     for statistic, values in brute_force(query, key, 0.7, visible, real).items():
         torch.testing.assert_close(found[statistic], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+
+
+def test_streaming_in_tiles_changes_nothing(monkeypatch):
+    query, key = inputs()
+    whole = statistics_of(query, key, 0.5, Causal())
+    monkeypatch.setattr(statistics, "_TILE", 1)
+    for name, value in statistics_of(query, key, 0.5, Causal()).items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-14)
 
 
 def test_statistics_never_hold_a_matrix_of_queries_times_keys(monkeypatch):
