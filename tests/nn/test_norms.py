@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM, QKNorm, make_norm
+from minitx.nn import QKNorm, make_norm
 
 KINDS = ("rms", "layer", "l2")
 
@@ -44,15 +43,7 @@ def test_dtypes_go_through_unchanged_and_the_gradient_of_a_zero_vector_is_finite
     x[0, 0] = 0.0
     x.requires_grad_()
     norm = QKNorm(kind, 7, num_kv_heads=3)
-    for module in (norm, norm.to(dtype)):  # gains kept in float32 (mixed precision), and gains cast
-        q, k = module(x, x)
+    for gains in (torch.float32, dtype):  # gains kept in float32 (mixed precision), and gains cast
+        q, k = norm.to(gains)(x, x)
         assert q.dtype == k.dtype == dtype
         assert torch.isfinite(torch.autograd.grad((q + k).sum(), x)[0]).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_qk_norm_trains_under_autocast_without_a_warning(kind):
-    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, qk_norm=kind, num_layers=1))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.tensor([[1, 2, 3]])).float().logsumexp(-1).sum().backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
