@@ -31,12 +31,6 @@ def test_generators_depend_on_seed_and_path_alone_on_every_machine():
     assert generator(0, "train", 0).integers(1000, size=5).tolist() == [622, 257, 334, 989, 492]
 
 
-def test_by_default_one_process_takes_whole_batches_from_the_first_step_on():
-    assert list(Addresses(3)) == [Address(step, micro=0, rank=0) for step in (0, 1, 2)]
-    assert rows_of(Address(5), 12) == range(12)
-    assert AddressedLoader(Counting(batch_size=12, accumulate=3), Addresses(3)).num_workers == 0
-
-
 @pytest.mark.parametrize(("stop", "num_workers"), [(0, 0), (3, 0), (20, 0), (8, 1)])
 def test_a_resumed_loader_continues_the_uninterrupted_stream(stop, num_workers):
     whole, first = ids_of(loader()), loader(num_workers=num_workers)
@@ -56,15 +50,15 @@ def test_the_first_step_may_be_repeated():
     assert ids_of(batches) == ids_of(loader(num_steps=1)) * 3
 
 
-@pytest.mark.parametrize(
-    ("address", "accumulate", "word"),
-    [
-        (Address(0), 5, "divisible"),
-        (Address(-1), 1, "step"),
-        (Address(0, micro=2), 2, "micro"),
-        (Address(0, rank=2), 1, "rank"),
-    ],
-)
+NO_SLICES = [
+    (Address(0), 5, "divisible"),
+    (Address(-1), 1, "step"),
+    (Address(0, micro=2), 2, "micro"),
+    (Address(0, rank=2), 1, "rank"),
+]
+
+
+@pytest.mark.parametrize(("address", "accumulate", "word"), NO_SLICES)
 def test_a_slice_that_no_step_has_is_refused_by_name(address, accumulate, word):
     with pytest.raises(ValueError, match=word):
         rows_of(address, 12, accumulate, world=2)
@@ -77,23 +71,3 @@ def test_the_length_is_that_of_the_whole_run_and_a_step_after_its_end_is_refused
     for step in (-1, 8):
         with pytest.raises(ValueError, match=f"step={step} must lie in"):
             ended.load_state_dict({"step": step})
-
-
-def test_the_state_of_a_source_is_stored_and_given_back():
-    class Remembering(Counting):
-        def __getitem__(self, address):
-            return {**super().__getitem__(address), "position": (0, f"{address.step}.{address.micro}")}
-
-        def state_dict(self, rank, positions):
-            return {"read": positions}
-
-        def load_state_dict(self, state):
-            self.given = state
-
-    source = Remembering(batch_size=12, accumulate=3)
-    batches = iter(run := AddressedLoader(source, Addresses(7, 0, 3)))
-    for _ in range(4):
-        next(batches)
-    assert run.state_dict() == {"step": 1, "read": {0: "0.2"}}
-    run.load_state_dict(run.state_dict())
-    assert source.given == {"step": 1, "read": {0: "0.2"}}

@@ -75,13 +75,15 @@ def test_a_template_that_cannot_be_used_is_refused(tokenizer, template):
 @pytest.fixture
 def path(write_text):
     rows = [turns(f"user: {n}?", f"assistant: {str(n) * (n % 5 + 1)}") for n in range(23)]
-    rows += [turns("user: " + "x" * 40, "assistant: too far"), []]
+    rows += [turns("user: " + "x" * 40, "assistant: too far"), [], None, turns("user: unanswered")]
     return write_text("\n".join(json.dumps({"messages": row}) for row in rows), "chats.jsonl")
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_conversations_become_a_task(path, packing):
-    task = chat(path=path, tokenizer="char", context_len=47, packing=packing)
+def test_conversations_become_a_task_and_those_without_an_answer_are_left_out_and_counted(path, packing, caplog):
+    with caplog.at_level("INFO"):
+        task = chat(path=path, tokenizer="char", context_len=47, packing=packing)
+    assert sum(int(message.split()[2]) for message in caplog.messages if "without an answer" in message) == 4
     assert task.kind == "language_model" and task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
     answers = []
     for which in ("train", "val"):
@@ -120,15 +122,6 @@ def test_rows_that_are_no_conversations_are_refused(write_text, row, key):
     path = write_text("\n".join([json.dumps(row)] * 5), "a.jsonl")
     with pytest.raises(ConfigError, match=rf"^data\.{key}="):
         chat(path=path, tokenizer="char")
-
-
-def test_conversations_that_are_left_out_are_counted(write_text, caplog):
-    chats = [*[CHAT] * 31, *[None] * 3, *[[]] * 2, *[CHAT[:2]] * 5]
-    path = write_text("\n".join(json.dumps({"messages": one}) for one in chats), "a.jsonl")
-    with caplog.at_level("INFO"):
-        task = chat(path=path, tokenizer="char", packing=False, val_fraction=0.5)
-    assert sum(int(message.split()[2]) for message in caplog.messages if "without an answer" in message) == 10
-    assert len(task.train) + len(task.val) == 31
 
 
 def test_a_tokenizer_without_an_end_mark_is_refused(path):

@@ -1,7 +1,6 @@
 """The text of a corpus, and the cache of its token ids."""
 
 import contextlib
-import hashlib
 import math
 import os
 import tracemalloc
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from minitx.config import ConfigError
 from minitx.data import corpus, text
-from minitx.data.corpus import KJV_SHA256, data_dir, kjv_text, lines_of, ngram_floors, read_text, replacing
+from minitx.data.corpus import data_dir, lines_of, ngram_floors, read_text, replacing
 from minitx.data.tokenizers import fingerprint, train_tokenizer
 from tests.data.conftest import POEM
 
@@ -74,13 +73,6 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         raise KeyError
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_king_james_text_has_its_verses_and_its_checksum():
-    text = kjv_text()
-    assert hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256
-    assert sum(1 for line in text.split("\n") if line) == 31102
-    assert text.count("\n\n") == 1189 - 1  # chapters
 
 
 def test_another_king_james_text_is_refused(monkeypatch):

@@ -73,25 +73,15 @@ def test_pictures_are_resized_when_asked_and_refused_when_of_several_sizes(image
         [batch_of(as_split(task, which)) for which in ("train", "val")]
 
 
-def write_table(path, values, labels):
-    """A table with a picture of every grey value."""
+def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_datasets):
     import datasets
     import PIL.Image
 
-    pictures = [PIL.Image.fromarray(np.full((4, 4), value, np.uint8)) for value in values]
-    datasets.Dataset.from_dict({"image": pictures, "label": labels}).to_parquet(path)
-
-
-def test_images_without_a_label_are_refused(tmp_path, offline_datasets):
-    write_table(tmp_path / "a.parquet", [7, 30], [0, None])
-    with pytest.raises(ConfigError, match=r"^data\.label_column=label"):
-        images(path=str(tmp_path / "a.parquet"))
-
-
-def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_datasets):
     (tmp_path / "set").mkdir()
     for split, values in (("train", [7, 30, 7, 50]), ("test", [50, 7, 30])):
-        write_table(tmp_path / "set" / f"{split}.parquet", values, [f"k{value}" for value in values])
+        pictures = [PIL.Image.fromarray(np.full((4, 4), value, np.uint8)) for value in values]
+        table = datasets.Dataset.from_dict({"image": pictures, "label": [f"k{value}" for value in values]})
+        table.to_parquet(tmp_path / "set" / f"{split}.parquet")
     task = images(path=str(tmp_path / "set"), val_split="test")
     assert (task.label_names, task.model_fields["num_channels"]) == (("k30", "k50", "k7"), 1)
     assert (task.train.labels.tolist(), task.val.labels.tolist()) == ([2, 0, 2, 1], [1, 2, 0])

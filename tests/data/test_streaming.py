@@ -49,14 +49,6 @@ def documents_of(task, batches):
     return text.split("<eos>")[1:]
 
 
-def test_an_epoch_has_every_document_but_those_of_validation_once(folder):
-    data = module(folder, max_steps=100)
-    found = documents_of(data.task, data.train_dataloader())
-    assert sorted(found[: 211 - 17]) == sorted(DOCUMENTS[17:])
-    assert sorted(found[211 - 17 : 2 * (211 - 17)]) == sorted(DOCUMENTS[17:]), "the second epoch"
-    assert found[: 211 - 17] != found[211 - 17 : 2 * (211 - 17)]
-
-
 def test_validation_is_the_first_documents_or_a_file_of_its_own(folder, write_text):
     alone = load(folder, context_len=53)
     rows = [alone.tokenizer.decode(row["input_ids"]) for row in (alone.val[i] for i in range(len(alone.val)))]
@@ -72,8 +64,9 @@ def test_rows_are_full_and_those_that_are_cut_by_hand_from_the_shards_in_their_o
     batches = list(data.train_dataloader())
     assert len(batches) == 40 and "document_ids" not in next(iter(module(folder, packing=False).train_dataloader()))
     order = documents_of(data.task, module(folder, max_steps=100).train_dataloader())  # of more than an epoch
-    epoch = order[: 211 - 17]
-    assert epoch != DOCUMENTS[17:] and sorted(epoch) == sorted(DOCUMENTS[17:])
+    epoch, second = order[: 211 - 17], order[211 - 17 : 2 * (211 - 17)]
+    assert sorted(epoch) == sorted(second) == sorted(DOCUMENTS[17:]), "an epoch has every document but those of validation once"
+    assert DOCUMENTS[17:] != epoch != second
     shards = [key for key, _ in itertools.groupby(epoch, key=lambda text: DOCUMENTS.index(text) // 43)]
     assert sorted(shards) == list(range(5)), "each file is read in one piece"
     end, encode = data.task.tokenizer.mark_ids["eos"], data.task.tokenizer.encode
@@ -127,38 +120,22 @@ def test_a_resumed_stream_goes_on_where_it_stopped(any_folder, stop, accumulate,
     assert all_same(seen[: stop * accumulate] + list(rest), whole)
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_workers_share_the_documents_of_an_epoch(folder, num_workers):
-    data = module(folder, max_steps=21, num_workers=num_workers)
-    batches = list(data.train_dataloader())
-    found = [documents_of(data.task, batches[part::num_workers])[:-1] for part in range(num_workers)]
-    whole = [text for own in found for text in own[: (211 - 17) // num_workers - 40]]
-    assert all(found) and len(whole) == len(set(whole)), "no document is read by two"
-    source = data.train_source()
-    first = [source[Address(step)]["input_ids"] for step in range(0, 21, num_workers)]
-    assert all(torch.equal(one, batch["input_ids"]) for one, batch in zip(first, batches[::num_workers], strict=True))
-
-
-@pytest.mark.parametrize("world", [2, 3, 5, 7])
-def test_ranks_share_the_documents_of_an_epoch(folder, world):
-    data = module(folder, batch_size=world)
-    found = []
-    for rank in range(world):
+@pytest.mark.parametrize(("world", "num_workers"), [(1, 2), (1, 3), (2, 1), (3, 1), (5, 1), (7, 1), (2, 3)])
+def test_ranks_and_workers_share_the_documents_of_an_epoch(folder, world, num_workers):
+    data, found = module(folder, batch_size=world, num_workers=num_workers), []
+    for rank, part in itertools.product(range(world), range(num_workers)):
         source = data.train_source(world)
-        found.append(documents_of(data.task, [source[Address(step, rank=rank)] for step in range(10)])[:-1])
+        batches = [source[Address(step, rank=rank)] for step in range(part, 10, num_workers)]
+        found.append(documents_of(data.task, batches)[:-1])
     assert all(found)
     assert sum(map(len, found)) == len(set(itertools.chain(*found))), "no document is read by two"
 
 
 def test_the_state_of_several_processes_has_the_place_of_each(folder, monkeypatch):
     sources = [module(folder).train_source(2) for _ in range(2)]
-    positions = [
-        dict([[source[Address(step, rank=rank)]["position"] for step in range(3)][-1]]) for rank, source in enumerate(sources)
-    ]
-    moved = zip(sources, positions, strict=True)
-    own = [source.state_dict(rank, position)["stream"][0] for rank, (source, position) in enumerate(moved)]
-
+    read = [[source[Address(step, rank=rank)]["position"] for step in range(3)] for rank, source in enumerate(sources)]
+    positions = [dict(of_rank[-1:]) for of_rank in read]
+    own = [sources[rank].state_dict(rank, positions[rank])["stream"][0] for rank in range(2)]
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_gather_object", lambda found, mine: found.__setitem__(slice(None), own))

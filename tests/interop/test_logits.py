@@ -30,9 +30,6 @@ def test_logits_are_theirs_in_float32_and_float64(name, tmp_path, monkeypatch):
             assert worst(answers(wide_theirs, wide_ours, (wide, real))) < 1e-10
 
 
-# Each key, changed in the config alone, changes the answer: it is read, and the comparison above would see a mistake in it.
-
-
 def test_images_of_another_size_get_the_positions_that_they_get_there(tmp_path):
     theirs, pixels = build("vit"), torch.randn(2, 2, 18, 9)
     with torch.no_grad():
