@@ -14,6 +14,8 @@ from minitx.config import RunConfig
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.loggers import read_metrics
 
+QUIET = ["trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false"]
+
 
 class AddLoggers(L.Callback):
     """Adds loggers to those of the run."""

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from extra import last
+from extra import QUIET, last
 from ranks import run_ranks, train_as
 
 from minitx.config import ConfigError
@@ -14,7 +14,6 @@ from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import read_metrics
 from minitx.training.module import TrainingModule
 
-QUIET = ["trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false"]
 WIDTHS = ["model.embed_dim=8", "model.num_heads=2", "model.num_layers=1"]
 # sources and targets of unequal length, two micro-batches a step, 31 validation rows, two groups of parameters
 BASE = [
