@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import itertools
 import math
 import warnings
 
+import extra
 import lightning.pytorch as L
 import peft
 import pytest
@@ -14,15 +16,14 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, RunConfig, TrainerConfig, node
-from minitx.config.training import StopAtConfig
+from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, RunConfig, node
 from minitx.data.task import Task
 from minitx.nn import build_model
 from minitx.training.build import Caller, build_network, set_training
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import read_metrics
-from minitx.training.run import train
+from minitx.training.module import NonFiniteError
 
 
 class Squares(L.LightningDataModule):
@@ -44,22 +45,15 @@ def squared(logits, batch):
     return (logits - batch["labels"]).square().sum()
 
 
-QUIET = CallbacksConfig(progress=False)
 CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
+PLAIN = {"max_steps": 4, "val_every": 0, "precision": "64-true", "schedule": CONSTANT}
+PLAIN["optimizer"] = {"_target_": "torch.optim.SGD", "lr": 0.05}
 
 
-OF_THE_RUN = {field.name for field in dataclasses.fields(RunConfig)}
-
-
-def fit(folder, data, *, model=None, objective=squared, batch_size=2, **options):
-    """A run on ``data``; options are keys of the run or of its trainer."""
-    trainer = {"max_steps": 4, "accelerator": "cpu", "log_every": 1, "val_every": 0, "precision": "64-true"}
-    trainer |= {name: value for name, value in options.items() if name not in OF_THE_RUN}
-    parts = {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05}, "schedule": CONSTANT, "callbacks": QUIET}
-    parts |= {name: value for name, value in options.items() if name in OF_THE_RUN}
-    config = RunConfig(trainer=TrainerConfig(**trainer), **parts)
-    given = {"data": data, "objective": objective, "batch_size": batch_size}
-    return train(config, folder, model=nn.Linear(3, 2) if model is None else model, **given)
+def fit(folder, data, *, model=None, objective=squared, **options):
+    """A plain run on ``data``; see ``extra.fit``."""
+    model = nn.Linear(3, 2) if model is None else model
+    return extra.fit(folder, data, model=model, objective=objective, **{**PLAIN, **options})
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 5])  # 5 does not divide the rows of the default data, which are not those here
@@ -81,14 +75,6 @@ def test_a_step_has_the_mean_loss_and_gradient_of_its_batches_an_incomplete_accu
     assert [row["tokens"] for row in rows] == {1: [6, 12, 14, 20], 2: [12, 14, 26, 28], 5: [14, 28]}[accumulate]
     assert result["val_loss"] == pytest.approx(squared(ours(batch["input"]), batch).item() / 14, rel=1e-12)
     torch.testing.assert_close(last(tmp_path)["state_dict"]["network.weight"], ours.weight.detach(), rtol=1e-12, atol=0)
-
-
-def test_the_last_step_of_a_run_that_stops_early_has_a_row_and_is_counted(tmp_path):
-    stop_at = {"metric": "train_loss", "value": 1e9, "window": 3, "extra_steps": 1}
-    result = fit(tmp_path, Squares(), max_steps=20, log_every=10, stop_at=StopAtConfig(**stop_at))
-    rows = read_metrics(tmp_path / "metrics.csv")
-    assert [row["step"] for row in rows] == [1, 4] and rows[-1]["val_loss"] == result["val_loss"]
-    assert (result["steps"], result["train_loss"]) == (4, rows[-1]["train_loss"])
 
 
 def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
@@ -127,11 +113,20 @@ def test_what_needs_labels_our_blocks_or_our_data_is_refused_by_name(tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_an_optimizer_without_found_inf_is_checked_at_every_step(tmp_path):
-    data = Squares()
-    data.rows[6]["input"].fill_(math.nan)  # the row of the third batch
-    result = fit(tmp_path, data, on_nonfinite="record", log_every=10)
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_ends_the_run_before_the_update_also_without_found_inf(tmp_path, where):
+    data, model = Squares(), nn.Linear(3, 2)
+    if where == "loss":
+        data.rows[6]["input"].fill_(math.nan)  # the row of the third batch
+    else:
+        steps = itertools.count(1)
+        model.weight.register_hook(lambda gradient: gradient * (math.inf if next(steps) == 3 else 1.0))
+    result = fit(tmp_path / "run", data, model=model, on_nonfinite="record", log_every=10, ckpt_every=2)
     assert (result["nonfinite_step"], result["steps"]) == (3, 2)
+    torch.testing.assert_close(model.weight, last(tmp_path / "run")["state_dict"]["network.weight"], rtol=0, atol=0)
+    data.rows[0]["input"].fill_(math.nan)
+    with pytest.raises(NonFiniteError, match=r"not finite in step 1 .*the update was not made"):
+        fit(tmp_path / "stop", data)
 
 
 # --- models of transformers, and wrappers around them

@@ -93,18 +93,6 @@ def test_a_result_is_read_off_the_last_step_and_the_last_validation_and_is_plain
     assert result["metrics"] == {"mine": 0.5, "train_loss": 4.0, "val_loss": 3.5, "val_accuracy": 0.25}
 
 
-def test_a_run_makes_its_folder_and_nothing_else(make_config, tmp_path, monkeypatch):
-    place = tmp_path / "elsewhere"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    config = make_config(trainer__ckpt_every=3, trainer__val_every=3, probe__every=3)
-    train(config, tmp_path / "run", files={"config.yaml": "a: 1\n", "command.txt": "python\n"})
-    assert list(place.iterdir()) == []
-    found = sorted(str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file())
-    ckpts = ["checkpoints/best.ckpt", "checkpoints/last.ckpt"]
-    assert found == [*ckpts, "command.txt", "config.yaml", "logs/rank_0.log", "metrics.csv", "probes.jsonl"]
-
-
 def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, caplog):
     caplog.set_level("INFO")
     frozen = {"optimizer__rules": [{"match": "ffn|feed", "trainable": False}], "schedule__warmup_steps": 3}

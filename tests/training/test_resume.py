@@ -1,11 +1,9 @@
 """A run that was stopped and goes on is the run that was never stopped."""
 
 import contextlib
-import copy
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 
 import lightning.pytorch as L
@@ -14,12 +12,10 @@ import torch
 from extra import last, train_with
 from killing import result_of
 
-from minitx.cli.command_line import sentence
 from minitx.config import ConfigError, node, to_dict
 from minitx.training.build import open_data
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import read_metrics, read_probes
-from minitx.training.module import NonFiniteError
 from minitx.training.optimizers import constant, sgd
 from minitx.training.run import train
 
@@ -186,28 +182,3 @@ def test_a_checkpoint_holds_plain_data_and_one_of_another_model_is_refused(make_
         with pytest.raises(ConfigError, match=rf"holds another model.*{field} \S+ != {value}"):
             train(resumed(other, tmp_path / "first"), tmp_path / "second")
     assert not (tmp_path / "second").exists()
-
-
-# --- what is not finite
-
-
-POISONS = {
-    "weights": lambda module: next(module.network.parameters()).data.view(-1)[0].fill_(math.nan),
-    "gradient": lambda module: next(module.network.parameters()).register_hook(lambda grad: grad * math.inf),
-}
-
-
-@pytest.mark.parametrize("where", POISONS)
-def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path, where):
-    config, seen = make_config(trainer__max_steps=6, trainer__ckpt_every=4, trainer__log_every=50), []
-
-    def poison(trainer, module, batch):
-        POISONS[where](module)
-        seen.extend([module.network.state_dict(), copy.deepcopy(module.network.state_dict())])
-
-    with pytest.raises(NonFiniteError, match=r"not finite in step 5 .*the update was not made") as caught:
-        train_with(config, tmp_path, Before(5, poison))
-    assert sentence(caught.value)[1] == 3
-    torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=0, equal_nan=True)
-    assert last(tmp_path)["global_step"] == 4
-    assert all(bool(weight.isfinite().all()) for weight in last(tmp_path)["state_dict"].values())

@@ -1,6 +1,5 @@
 """The rows of ``metrics.csv``, the end of a run by a metric, and the checkpoints at the end."""
 
-import dataclasses
 import math
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ from omegaconf import OmegaConf
 
 from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, TransformerConfig, node
+from minitx.config.training import StopAtConfig
 from minitx.training import callbacks
 from minitx.training.callbacks import StepLog, StopAt, batch_flops
 from minitx.training.checkpoints import read_checkpoint
@@ -191,14 +191,14 @@ def test_an_objective_without_right_answers_has_no_accuracy_to_stop_at():
 
 def test_a_stopped_run_is_validated_saved_and_not_trained_any_further(make_config, tmp_path, answers):
     answers(lambda step: 84 if step >= 3 else 0)
-    config = make_config(trainer__max_steps=50, trainer__log_every=50, trainer__ckpt_every=50, trainer__val_every=50)
-    result = train_with(config, tmp_path, StopAt("train_accuracy", 1.0, 2, 3))
+    options = {f"trainer__{name}_every": 50 for name in ("log", "ckpt", "val")}
+    options["trainer__stop_at"] = StopAtConfig(metric="train_accuracy", value=1.0, window=2, extra_steps=3)
+    result = train(make_config(trainer__max_steps=50, **options), tmp_path)
     rows = read_metrics(tmp_path / "metrics.csv")
-    assert [row["step"] for row in rows if row["val_loss"] is not None] == [7]
+    assert [(row["step"], row["val_loss"] is not None) for row in rows] == [(1, False), (7, True)]
     assert last(tmp_path)["global_step"] == last(tmp_path, "best")["global_step"] == 7
-    assert result["val_loss"] == rows[-1]["val_loss"]
-    again = dataclasses.replace(config, ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
-    train_with(again, tmp_path, StopAt("train_accuracy", 1.0, 2, 3))
+    assert [result[name] for name in ("steps", "train_loss", "val_loss")] == [7, rows[-1]["train_loss"], rows[-1]["val_loss"]]
+    train(make_config(trainer__max_steps=50, ckpt_path="last", **options), tmp_path)
     assert last(tmp_path)["global_step"] == 7
 
 
