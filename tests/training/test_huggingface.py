@@ -8,12 +8,10 @@ import torch
 from extra import QUIET, last, losses_of
 from ranks import run_ranks, train_as
 
-from minitx.ablation.design import AblationConfig, ComparisonConfig, StudyConfig, ThresholdConfig
+from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
 from minitx.ablation.grid import cells
-from minitx.ablation.judge import judge
-from minitx.ablation.records import Runs
-from minitx.cli.ablate import check, run_cell
+from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
 from minitx.data.tokenizers import train_tokenizer
@@ -195,23 +193,6 @@ def test_a_classifier_has_a_new_head_and_pads_with_the_end_mark_that_is_all_its_
     padded = torch.nn.functional.pad(text, (0, 5), value=end)
     with torch.no_grad():
         torch.testing.assert_close(stored.network(padded).logits, stored.network(text).logits)
-
-
-def test_arms_of_a_grid_are_adopted_models_with_and_without_their_scale_from_the_same_start(words, tmp_path):
-    base = [*words("llama", "model.adopt=true", "trainer.precision=64-true", "schedule=constant"), "optimizer.lr=1e-30"]
-    grid = AblationConfig(
-        arms={"own": (), "unscaled": ("model.scale=unscaled",), "folded": ("model.scale=unscaled", "model.fold_scale=true")},
-        studies={"text": StudyConfig(base=tuple(base), arms=("own", "unscaled", "folded"), seeds=(5, 7), scores=("loss",))},
-        comparisons=(ComparisonConfig(study="text", arms=("own", "folded")),),
-    )
-    chosen = cells(grid)
-    check(chosen)
-    records = run_cells(Here(), grid, chosen, tmp_path, run_cell)
-    loss = {(record["arm"], record["seed"]): record["result"]["val_loss"] for record in records}
-    for seed in (5, 7):
-        assert loss["folded", seed] == pytest.approx(loss["own", seed], rel=1e-6)
-        assert loss["folded", seed] != pytest.approx(loss["unscaled", seed], rel=1e-5)
-    assert judge(grid, Runs.of([cell.place for cell in chosen], records)).findings
 
 
 @pytest.mark.slow

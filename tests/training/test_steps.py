@@ -32,12 +32,10 @@ def preset(name):
     return [instantiate(part, _convert_="all") for part in node.values()]
 
 
-@pytest.mark.parametrize(
-    "file", [*CONFIGS.glob("callbacks/*.yaml"), *CONFIGS.glob("logger/*.yaml")], ids=lambda file: file.stem
-)
-def test_presets_name_classes_that_exist(file):
-    for name in re.findall(r"_target_: (\S+)", file.read_text()):
-        assert isinstance(get_class(name), type)
+def test_presets_name_classes_that_exist():
+    files = [*CONFIGS.glob("callbacks/*.yaml"), *CONFIGS.glob("logger/*.yaml")]
+    names = [name for file in files for name in re.findall(r"_target_: (\S+)", file.read_text())]
+    assert len(names) > 7 and all(isinstance(get_class(name), type) for name in names)
 
 
 @pytest.fixture
@@ -90,11 +88,7 @@ def test_speed_and_utilisation_cover_the_steps_since_the_last_row_without_valida
     model = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
     log, logger = StepLog(3, model, peak=0.25), SimpleNamespace(log_metrics=lambda row, step: rows.append(row))
     trainer, module = made_up(callback_metrics={"val_loss": torch.tensor(2.0)}, loggers=[logger], step_targets=torch.tensor(35))
-    batch = {
-        "input_ids": torch.zeros(5, 7, dtype=torch.long),
-        "num_targets": torch.tensor(35),
-        "labels": torch.zeros(5, 7).long(),
-    }
+    batch = {"input_ids": torch.zeros(5, 7).long(), "num_targets": torch.tensor(35), "labels": torch.zeros(5, 7).long()}
     log.on_train_start(trainer, module)
     for step in range(1, 7):
         trainer.global_step = step - 1
