@@ -72,9 +72,8 @@ def test_a_crash_while_the_file_is_written_anew_loses_no_row(tmp_path, monkeypat
 
 def summary(folder, *rows, **facts):
     write(folder / "metrics.csv", rows)
-    return summarise(
-        folder, **{"steps": 2, "floors": FLOORS, "nonfinite_step": None, "num_parameters": 3, "metrics": {}, **facts}
-    )
+    plain = {"steps": 2, "floors": FLOORS, "nonfinite_step": None, "num_parameters": 3, "metrics": {}}
+    return summarise(folder, **{**plain, **facts})
 
 
 def test_a_result_is_read_off_the_last_step_and_the_last_validation_and_is_plain_json(tmp_path):
@@ -167,11 +166,9 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_progress_is_plain_lines_where_there_is_no_terminal_and_nothing_is_advertised(
-    make_config, tmp_path, capfd, caplog, progress
-):
-    with caplog.at_level(logging.INFO):
-        train(make_config(callbacks__progress=progress, trainer__val_every=3), tmp_path)
+def test_progress_is_plain_lines_without_a_terminal_and_nothing_is_advertised(make_config, tmp_path, capfd, caplog, progress):
+    caplog.set_level("INFO")
+    train(make_config(callbacks__progress=progress, trainer__val_every=3), tmp_path)
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("minitx")]
     assert any(re.fullmatch(r"step 6/6 .*\d\.\d{4}.*tokens/s.*left", line) for line in lines) == progress, lines
     assert {line[:8] for line in lines if "validation loss" in line} == ({"step 3/6", "step 6/6"} if progress else set())
