@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import minitx.training.run as run_module
-from minitx.config import RunConfig
+from minitx.config import CallbacksConfig, RunConfig, TrainerConfig
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.loggers import read_metrics
+
+QUIET = ["trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false"]
 
 
 class AddLoggers(L.Callback):
@@ -60,6 +62,20 @@ def train_with(config: RunConfig, folder: Path, *callbacks: L.Callback, **option
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "build_callbacks", lambda *arguments: [*own(*arguments), *callbacks])
         return run_module.train(config, folder, **options)
+
+
+OF_THE_RUN = {field.name for field in dataclasses.fields(RunConfig)}
+
+
+def fit(
+    folder: Path, data: Any, *, model: nn.Module, objective: Any = None, batch_size: int = 2, **options: Any
+) -> dict[str, Any]:
+    """A run of objects on the CPU; options are keys of the run or of its trainer."""
+    parts = {"callbacks": CallbacksConfig(progress=False)}
+    parts |= {name: value for name, value in options.items() if name in OF_THE_RUN}
+    trainer = {name: value for name, value in options.items() if name not in OF_THE_RUN}
+    config = RunConfig(trainer=TrainerConfig(**{"accelerator": "cpu", "log_every": 1, **trainer}), **parts)
+    return run_module.train(config, folder, model=model, data=data, objective=objective, batch_size=batch_size)
 
 
 def last(folder: Path, name: str = "last") -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sacrebleu.metrics import BLEU, CHRF
 from scipy import stats
+from torch.utils.data import DataLoader
 
 from minitx.config import EvaluationConfig, node
 from minitx.data.task import Task
@@ -19,20 +20,12 @@ from minitx.training.evaluation import Evaluation, evaluate, ratio_interval, sha
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
 DATES = {"_target_": "minitx.data.dates", "locales": ("en", "de"), "train_size": 53, "val_size": 17, "batch_size": 6}
-CLASSES = {
-    "_target_": "minitx.data.classify",
-    "path": "classes.tsv",
-    "tokenizer": "char",
-    "batch_size": 16,
-    "val_fraction": 0.5,
-}
-TASKS = {
-    "seq2seq": (DATES, {"architecture": "encoder_decoder", "position": "rotary"}),
-    "classify": (CLASSES, {"architecture": "encoder", "head": "sequence", "position": "rotary"}),
-    "masked_lm": (
-        {"_target_": "minitx.data.masked", "path": "text.txt", "batch_size": 4, "context_len": 11},
-        {"architecture": "encoder"},
-    ),
+CLASSES = {"_target_": "minitx.data.classify", "tokenizer": "char", "batch_size": 16, "val_fraction": 0.5}
+MASKED = {"_target_": "minitx.data.masked", "batch_size": 4, "context_len": 11}
+TASKS = {  # data, their file, model
+    "seq2seq": (DATES, None, {"architecture": "encoder_decoder", "position": "rotary"}),
+    "classify": (CLASSES, "classes.tsv", {"architecture": "encoder", "head": "sequence", "position": "rotary"}),
+    "masked_lm": (MASKED, "text.txt", {"architecture": "encoder"}),
 }
 
 
@@ -43,12 +36,10 @@ def ready(make_config, tmp_path):
     def build(task=None, **trainer):
         config = make_config(**{f"trainer__{name}": value for name, value in trainer.items()})
         if task is not None:
-            data, model = TASKS[task]
-            (tmp_path / "classes.tsv").write_text(
-                "text\tlabel\n" + "".join(f"word {n * n}\t{'abc'[n % 3]}\n" for n in range(211))
-            )
-            if task != "seq2seq":
-                data = {**data, "path": str(tmp_path / data["path"])}
+            data, file, model = TASKS[task]
+            lines = ["text\tlabel", *(f"word {n * n}\t{'abc'[n % 3]}" for n in range(211))]
+            (tmp_path / "classes.tsv").write_text("\n".join(lines))
+            data = {**data, "path": str(tmp_path / file)} if file else data
             config = dataclasses.replace(config, data=data, model=node(build_model, **SMALL, **model))
         data = open_data(config)
         torch.manual_seed(3)
@@ -102,17 +93,7 @@ def test_the_size_of_a_batch_changes_no_metric(ready, task):
     assert found[0].baselines == found[1].baselines
 
 
-def test_a_data_module_of_ones_own_is_prepared_and_set_up_as_lightning_does(ready):
-    network, data = ready("classify")
-    calls, own = [], L.LightningDataModule()
-    own.prepare_data = lambda: calls.append("prepare_data")
-    own.setup = calls.append
-    own.val_dataloader = lambda: [data.val_source().rows(range(5))]
-    assert evaluate(network, own).metrics["loss"].count == 5
-    assert calls == ["prepare_data", "validate"]
-
-
-def test_the_interval_of_an_objective_of_ones_own_is_over_rows_whatever_the_batches_are():
+def test_the_interval_of_an_objective_and_data_of_ones_own_is_over_rows_whatever_the_batches_are():
     torch.manual_seed(2)
     rows = [{"input": torch.randn(3, dtype=torch.float64), "labels": torch.randn(2, dtype=torch.float64)} for _ in range(11)]
     network, task = torch.nn.Linear(3, 2).double(), Task(name="mine", train=rows, val=rows)
@@ -121,8 +102,9 @@ def test_the_interval_of_an_objective_of_ones_own_is_over_rows_whatever_the_batc
         return {"loss": (logits - batch["labels"]).square().sum(), "over": (logits > batch["labels"]).sum()}
 
     def module(size):
-        data = L.LightningDataModule()
-        data.val_dataloader = lambda: torch.utils.data.DataLoader(rows, batch_size=size)
+        data, calls = L.LightningDataModule(), []
+        data.prepare_data, data.setup = lambda: calls.append("prepare_data"), calls.append  # as Lightning does, before
+        data.val_dataloader = lambda: calls == ["prepare_data", "validate"] and DataLoader(rows, batch_size=size)
         return data
 
     found = [evaluate(network, task, objective=objective, batch_size=size).metrics for size in (1, 4, 64)]

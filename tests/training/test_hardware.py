@@ -1,7 +1,6 @@
 """Devices, precision and peak speed of a machine, on machines that are made up; faster products on a CPU, as exact as torch's own."""
 
 import contextlib
-import logging
 
 import pytest
 import torch
@@ -32,8 +31,8 @@ def test_bf16_stays_where_the_device_has_it_and_becomes_float32_on_another_cpu_w
         machine(**has)
         assert place_of(TrainerConfig(precision="bf16-true"))["precision"] == "bf16-true"
     machine(avx2=True, amx_bf16=False)
-    with caplog.at_level(logging.INFO, logger="minitx"):
-        assert {place_of(TrainerConfig(precision="bf16-mixed"))["precision"] for _ in range(6)} == {"32-true"}
+    caplog.set_level("INFO", "minitx")
+    assert {place_of(TrainerConfig(precision="bf16-mixed"))["precision"] for _ in range(6)} == {"32-true"}
     (said,) = caplog.messages
     assert "trainer.precision=bf16-mixed" in said
 
@@ -71,7 +70,7 @@ def test_the_peak_is_found_by_the_devices_name(monkeypatch):
 
 # --- products on a CPU
 
-SHAPES = [(131, 251, 127), (257, 127, 67), (1, 2053, 1031), (2053, 1031, 1), (3, 5, 7)]
+SHAPES = [(131, 251, 127), (1, 2053, 1031), (2053, 1031, 1), (3, 5, 7)]
 
 
 @pytest.fixture
@@ -86,11 +85,6 @@ def anywhere(monkeypatch):
         yield
 
 
-def error(rows, inner, columns, dtype, product):
-    left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(inner, columns, dtype=dtype)
-    return float((product(left, right).double() - left.double() @ right.double()).abs().max())
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", ["plain", "transposed", "out", "linear"])
 def test_products_are_as_exact_as_torchs_own(anywhere, shape, form):
@@ -101,8 +95,9 @@ def test_products_are_as_exact_as_torchs_own(anywhere, shape, form):
         "linear": lambda left, right: torch.nn.functional.linear(left, right.t(), right.new_zeros(right.shape[1])),
     }
     band = 1e-6 * shape[1] ** 0.5 * 8  # a sum of ``inner`` products of normal numbers, in float32; bfloat16 is 1,000 times off
-    assert error(*shape, torch.float32, forms[form]) < band
-    assert error(*shape, torch.float64, forms[form]) < 1e-11
+    for dtype, most in ((torch.float32, band), (torch.float64, 1e-11)):
+        left, right = (torch.randn(sizes, dtype=dtype) for sizes in (shape[:2], shape[1:]))
+        assert float((forms[form](left, right).double() - left.double() @ right.double()).abs().max()) < most
 
 
 def test_a_product_of_shapes_that_do_not_fit_is_refused_as_by_torch(anywhere):
@@ -111,8 +106,7 @@ def test_a_product_of_shapes_that_do_not_fit_is_refused_as_by_torch(anywhere):
 
 
 def test_nothing_is_left_changed_afterwards(anywhere):
-    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
-    assert devices._active
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none" and devices._active
     with pytest.raises(ValueError, match="within"), devices.onednn_products():
         raise ValueError("within")
     assert devices._active  # of the fixture

@@ -5,31 +5,26 @@ import shutil
 
 import pytest
 import torch
-from extra import last
+from extra import QUIET, last, losses_of
 from ranks import run_ranks, train_as
 
-from minitx.ablation.design import AblationConfig, ComparisonConfig, StudyConfig, ThresholdConfig
+from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
 from minitx.ablation.grid import cells
-from minitx.ablation.judge import judge
-from minitx.ablation.pools import LocalPool
-from minitx.ablation.records import Runs
-from minitx.cli.ablate import check, run_cell
+from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
 from minitx.data.tokenizers import train_tokenizer
-from minitx.training.build import check_trusted, open_data
+from minitx.training.build import open_data
 from minitx.training.checkpoints import load_model, load_stored
-from minitx.training.loggers import read_metrics, read_probes
 from minitx.training.run import train
+from tests.ablation.pretend import Here
 
 transformers = pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
 
 WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 WORDS = "the cat sat on a mat and saw one dog run to it"
 DOCUMENTS = [WORDS[i : i + n] for i, n in enumerate([7, 3, 19, 11, 5, 2, 13, 17])]
-QUIET = ["trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false"]
-QUIET += ["evaluation.at_end=false"]
 ONE_STEP = ["optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0", "schedule=constant", "trainer.max_steps=1"]
 ONE_STEP += ["trainer.precision=64-true", "trainer.clip=null", "data.bucket=false"]
 
@@ -63,7 +58,14 @@ def words(folders):
     def make(model, *more, data="hf"):
         files = [f"data.path={folders / 'train.jsonl'}", f"data.val_path={folders / 'val.jsonl'}"]
         chosen = ["experiment=finetune", "model=hf", f"model.path={folders / model}", f"data={data}", *files, *QUIET]
-        return [*chosen, "data.batch_size=2", "trainer.max_steps=2", "schedule.warmup_steps=0", *more]
+        return [
+            *chosen,
+            "evaluation.at_end=false",
+            "data.batch_size=2",
+            "trainer.max_steps=2",
+            "schedule.warmup_steps=0",
+            *more,
+        ]
 
     return make
 
@@ -126,22 +128,10 @@ def test_a_model_whose_positions_do_not_separate_documents_is_refused(words, fol
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_needs_neither_trust_nor_the_folder_that_it_came_from(words, folders, tmp_path):
-    shutil.copytree(folders / "gpt2", tmp_path / "gone")
-    train(compose_config(words("gpt2", f"model.path={tmp_path / 'gone'}", "model.adopt=true")), tmp_path / "run")
-    shutil.rmtree(tmp_path / "gone")
-    model, tokenizer, _ = load_model(tmp_path / "run" / "checkpoints" / "last.ckpt")
-    assert type(model) is transformers.GPT2LMHeadModel and hasattr(model, "adoption")
-    assert tokenizer.encode("cat").tolist() == train_tokenizer("char", [WORDS]).encode("cat").tolist()
-    for name, weight in last(tmp_path / "run")["state_dict"].items():
-        torch.testing.assert_close(model.state_dict()[name.removeprefix("network.")], weight, rtol=0, atol=0)
+LORA, UNSCALED = ["model.lora={r: 2, target_modules: [c_attn]}"], ["model.adopt=true", "model.scale=unscaled"]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [["model.lora={r: 2, target_modules: [c_attn]}"], ["model.adopt=true", "model.scale=unscaled"]],
-    ids=["lora", "unscaled"],
-)
+@pytest.mark.parametrize("more", [LORA, UNSCALED], ids=["lora", "unscaled"])
 def test_a_run_that_goes_on_is_bit_equal_to_one_that_was_never_stopped(more, words, tmp_path):
     pytest.importorskip("peft", reason="adapters need the package peft")
     chosen = words("gpt2", *more, "schedule=constant")
@@ -153,9 +143,15 @@ def test_a_run_that_goes_on_is_bit_equal_to_one_that_was_never_stopped(more, wor
     torch.testing.assert_close(half["optimizer_states"][0]["state"], whole["optimizer_states"][0]["state"], rtol=0, atol=0)
 
 
-def test_an_adapter_is_all_that_trains_and_its_rank_is_one_key(words, folders, tmp_path):
+def test_an_adapter_is_all_that_trains_and_its_checkpoint_needs_neither_trust_nor_the_folder_that_it_came_from(
+    words, folders, tmp_path
+):
     pytest.importorskip("peft", reason="adapters need the package peft")
-    train(compose_config(words("llama", "model.lora=3", "model.adopt=true")), tmp_path / "run")
+    shutil.copytree(folders / "llama", tmp_path / "gone")
+    train(
+        compose_config(words("llama", f"model.path={tmp_path / 'gone'}", "model.lora=3", "model.adopt=true")), tmp_path / "run"
+    )
+    shutil.rmtree(tmp_path / "gone")
     state = last(tmp_path / "run")["state_dict"]
     before = transformers.AutoModelForCausalLM.from_pretrained(folders / "llama").state_dict()
     for name, weight in before.items():
@@ -165,17 +161,11 @@ def test_an_adapter_is_all_that_trains_and_its_rank_is_one_key(words, folders, t
     adapters = {name: weight for name, weight in state.items() if "lora_" in name}
     assert len(adapters) == 2 * 2 * 7 and all(3 in weight.shape for weight in adapters.values())
     assert all(weight.any() for name, weight in adapters.items() if "lora_B" in name)
-    assert type(load_model(tmp_path / "run" / "checkpoints" / "last.ckpt")[0]).__name__.startswith("Peft")
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_a_classifier_has_a_new_head_with_the_labels_of_the_data(name, words, tmp_path, caplog):
-    caplog.set_level("INFO")
-    train(compose_config(words(name, "trainer.max_steps=3", data="classify")), tmp_path / "run")
-    model = load_model(tmp_path / "run" / "checkpoints" / "last.ckpt")[0]
-    assert type(model).__name__.endswith("ForSequenceClassification") and model.config.num_labels == 2
-    assert "does not have are new" in caplog.text
-    assert load_stored(tmp_path / "run" / "checkpoints" / "last.ckpt").task().label_names == ("a", "b")
+    model, tokenizer, _ = load_model(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert type(model).__name__.startswith("Peft") and hasattr(model.get_base_model(), "adoption")
+    assert tokenizer.encode("cat").tolist() == train_tokenizer("char", [WORDS]).encode("cat").tolist()
+    found = {f"network.{name}": weight for name, weight in model.state_dict().items()}
+    torch.testing.assert_close(found, dict(state), rtol=0, atol=0)
 
 
 def test_a_step_of_a_classifier_has_the_gradients_of_a_loop_over_rows_without_padding(assert_one_step):
@@ -188,26 +178,15 @@ def test_a_step_of_a_classifier_has_the_gradients_of_a_loop_over_rows_without_pa
     assert_one_step(transformers.AutoModelForSequenceClassification, "bert", loss, data="classify", **still)
 
 
-@pytest.mark.parametrize(
-    ("key", "node", "said"),
-    [
-        ("model", {"_target_": "minitx.interop.pretrained_hf", "path": "somebody/model"}, "none of the classes"),
-        ("data", {"_target_": "minitx.interop.hf_from_config", "config": {}}, "no data set"),
-        ("model", {"_target_": "minitx.interop.hf_from_config", "config": {"model_type": "${oc.env:HOME}"}}, "interpolation"),
-        ("model", {"_target_": "minitx.interop.hf_from_config", "config": {"x": {"_target_": "os.system"}}}, "os.system"),
-    ],
-)
-def test_a_checkpoint_names_no_folder_and_no_code_of_a_model(key, node, said):
-    with pytest.raises(ConfigError, match=said):
-        check_trusted(node, key)
-    check_trusted({"_target_": "minitx.interop.hf_from_config", "config": {"model_type": "llama"}}, "model")
-
-
-def test_a_classifier_of_a_decoder_pads_with_the_end_mark_that_is_all_its_tokenizer_has(words, folders, tmp_path):
+def test_a_classifier_has_a_new_head_and_pads_with_the_end_mark_that_is_all_its_tokenizer_has(words, folders, tmp_path, caplog):
+    caplog.set_level("INFO")
     shutil.copytree(folders / "gpt2", tmp_path / "gpt2")
     train_tokenizer("char", [WORDS], marks=["eos"]).save(tmp_path / "gpt2" / "tokenizer.json")
     train(compose_config(words("gpt2", f"model.path={tmp_path / 'gpt2'}", data="classify")), tmp_path / "run")
+    assert "does not have are new" in caplog.text
     stored = load_stored(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert type(stored.network).__name__.endswith("ForSequenceClassification") and stored.network.config.num_labels == 2
+    assert stored.task().label_names == ("a", "b")
     end = stored.tokenizer.mark_ids["eos"]
     assert stored.network.config.pad_token_id == end and stored.task().pad["input_ids"] == end
     text = torch.tensor([stored.tokenizer.encode("the cat").tolist()])
@@ -216,53 +195,6 @@ def test_a_classifier_of_a_decoder_pads_with_the_end_mark_that_is_all_its_tokeni
         torch.testing.assert_close(stored.network(padded).logits, stored.network(text).logits)
 
 
-def test_probes_look_at_an_adopted_model_while_it_trains(words, tmp_path):
-    chosen = [f"callbacks.probe.{key}" for key in ("every=1", "batch_size=2", "weights_every=1", "weights_rows=2")]
-    train(compose_config(words("llama", "model.adopt=true", *chosen)), tmp_path / "run")
-    probes = read_probes(tmp_path / "run" / "probes.jsonl")
-    assert [probe["step"] for probe in probes] == [0, 1, 2]
-    assert [layer["name"] for layer in probes[0]["layers"]] == [f"model.layers.{i}.self_attn.core" for i in (0, 1)]
-    assert list((tmp_path / "run" / "attention").iterdir())
-    with pytest.raises(ConfigError, match=r"model\.adopt=true"):
-        train(compose_config(words("llama", *chosen)), tmp_path / "plain")
-
-
-class Here(LocalPool):
-    """A pool of this process."""
-
-    def __init__(self):
-        self.workers = 1
-
-    def submit(self, function, *arguments):
-        from concurrent.futures import Future
-
-        done = Future()
-        done.set_result(function(*arguments))
-        return done
-
-    def close(self):
-        pass
-
-
-def test_arms_of_a_grid_are_adopted_models_with_and_without_their_scale_from_the_same_start(words, tmp_path):
-    base = [*words("llama", "model.adopt=true", "trainer.precision=64-true", "schedule=constant"), "optimizer.lr=1e-30"]
-    grid = AblationConfig(
-        arms={"own": (), "unscaled": ("model.scale=unscaled",), "folded": ("model.scale=unscaled", "model.fold_scale=true")},
-        studies={"text": StudyConfig(base=tuple(base), arms=("own", "unscaled", "folded"), seeds=(5, 7), scores=("loss",))},
-        comparisons=(ComparisonConfig(study="text", arms=("own", "folded")),),
-    )
-    chosen = cells(grid)
-    check(chosen)
-    (tmp_path / "grid").mkdir()
-    records = run_cells(Here(), grid, chosen, tmp_path / "grid", run_cell)
-    loss = {(record["arm"], record["seed"]): record["result"]["val_loss"] for record in records}
-    for seed in (5, 7):
-        assert loss["folded", seed] == pytest.approx(loss["own", seed], rel=1e-6)
-        assert loss["folded", seed] != pytest.approx(loss["unscaled", seed], rel=1e-5)
-    assert judge(grid, Runs.of([cell.place for cell in chosen], records)).findings
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "data"), [("llama", "hf"), ("bert", "classify")])
 def test_the_largest_stable_rate_of_an_adopted_model_is_found(model, data, words, tmp_path):
     """Also with a head that the folder does not have: the check of the start draws it as the run does."""
@@ -287,14 +219,11 @@ def test_an_adopted_model_that_starts_as_another_function_is_refused(words, fold
 def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path):
     pytest.importorskip("peft", reason="adapters need the package peft")
     chosen = words("llama", *more, "trainer.precision=64-true", "evaluation.at_end=true", "data.packing=false")
-    for place, processes in (("one", 1), ("two", 2)):
-        over = [] if processes == 1 else ["trainer.devices=2", "trainer.strategy=sharded"]
+    for place, processes, over in (("one", 1, []), ("two", 2, ["trainer.devices=2", "trainer.strategy=sharded"])):
         run_ranks(processes, train_as, [*chosen, *over], tmp_path / place, tmp_path / "cache")
     one, two = (last(tmp_path / place)["state_dict"] for place in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=0, atol=1e-9)
-    assert [row["train_loss"] for row in read_metrics(tmp_path / "two" / "metrics.csv")] == pytest.approx(
-        [row["train_loss"] for row in read_metrics(tmp_path / "one" / "metrics.csv")], rel=1e-9
-    )
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-9)
     assert (tmp_path / "two" / "evaluation.json").exists()
 
 
@@ -307,6 +236,7 @@ def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path
         (["data.tokenizer=char"], "data.tokenizer has other ids than the tokenizer of the model"),
         (["model.lora={megatron_core: os}"], "model.lora.megatron_core is not a key"),
         (["model.lora={r: two}"], "model.lora.r=two must be a whole number"),
+        (["callbacks.probe.every=1", "callbacks.probe.batch_size=2"], "model.adopt=true"),
         (["trainer.strategy=sharded", "trainer.shard=[Nothing]"], "trainer.shard=Nothing is the class of no module"),
     ],
 )
@@ -316,7 +246,7 @@ def test_what_cannot_be_had_of_a_model_is_one_sentence_and_leaves_no_folder(more
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_are_missing_are_refused_and_no_model_is_needed_twice(words, folders, tmp_path):
+def test_weights_that_are_missing_are_refused(words, folders, tmp_path):
     shutil.copytree(folders / "llama", tmp_path / "torn")
     from safetensors.torch import load_file, save_file
 
@@ -326,5 +256,3 @@ def test_weights_that_are_missing_are_refused_and_no_model_is_needed_twice(words
     for data in ("hf", "classify"):
         with pytest.raises(ConfigError, match=r"lacks .* such as .*"):
             train(compose_config(words("llama", f"model.path={tmp_path / 'torn'}", data=data)), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"experiment=finetune goes on with a model"):
-        compose_config(["experiment=finetune", f"data.path={folders / 'train.jsonl'}"])

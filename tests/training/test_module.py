@@ -143,32 +143,21 @@ def test_probing_and_validating_leave_the_trajectory_bit_equal(make_config, tmp_
     assert read_probes(tmp_path / "off" / "probes.jsonl") == []
 
 
-def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(make_config, tmp_path):
-    for seed, name in ((0, "a"), (0, "b"), (1, "c")):
-        train(make_config(seed=seed, model__dropout=0.1, trainer__max_steps=3), tmp_path / name)
+def test_two_runs_of_one_seed_are_equal_also_with_workers_and_of_two_seeds_are_not(make_config, tmp_path):
+    for seed, name, num_workers in ((0, "a", 0), (0, "b", 2), (1, "c", 0)):
+        options = {"model__dropout": 0.1, "trainer__max_steps": 3, "data__num_workers": num_workers}
+        train(make_config(seed=seed, **options), tmp_path / name)
     assert losses_of(tmp_path / "a") == losses_of(tmp_path / "b") != losses_of(tmp_path / "c")
 
 
-def test_the_validation_loss_is_the_mean_over_every_validation_token(make_config, tmp_path):
-    """The last batch is shorter: a mean of batch means would differ."""
-    losses = []
-    for size in (5, 1000):
-        config = make_config(trainer__max_steps=1, trainer__val_batches=None, trainer__val_batch_size=size)
-        losses.append(train(config, tmp_path / str(size))["val_loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
 def test_a_run_with_a_chunked_loss_is_the_plain_run(make_config, tmp_path):
-    curves = {}
+    curves, options = [], {"trainer__precision": "64-true", "trainer__accumulate": 2, "trainer__max_steps": 3}
     for chunk_tokens in (None, 5):
-        config = make_config(
-            trainer__precision="64-true", objective__chunk_tokens=chunk_tokens, trainer__accumulate=2, trainer__max_steps=3,
-            model__tie_embeddings=False,
-        )  # fmt: skip
-        result = train(config, tmp_path / str(chunk_tokens))
-        rows = read_metrics(tmp_path / str(chunk_tokens) / "metrics.csv")
-        curves[chunk_tokens] = [*(row[name] for row in rows for name in ("train_loss", "grad_norm")), result["val_loss"]]
-    assert curves[5] == pytest.approx(curves[None], rel=1e-10)
+        folder = tmp_path / str(chunk_tokens)
+        result = train(make_config(objective__chunk_tokens=chunk_tokens, model__tie_embeddings=False, **options), folder)
+        rows = read_metrics(folder / "metrics.csv")
+        curves.append([*(row[name] for row in rows for name in ("train_loss", "grad_norm")), result["val_loss"]])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-10)
 
 
 def test_an_objective_from_python_meets_the_same_checks(make_config, tmp_path):

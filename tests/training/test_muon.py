@@ -12,9 +12,9 @@ SHAPES = ((7, 13), (13, 7), (11, 11), (7, 13), (2, 5, 3))
 SMALL = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
 
 
-def parameters(dtype=torch.float64):
+def parameters():
     generator = torch.Generator().manual_seed(3)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES]
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in SHAPES]
 
 
 def give_gradients(params, step):
@@ -86,11 +86,9 @@ def test_rates_and_rules_reach_the_matrices_too():
 
 
 def test_a_step_that_must_not_be_made_changes_no_weight():
-    params = [*parameters(), nn.Parameter(torch.ones(3, dtype=torch.float64))]
-    options = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-8}
-    optimizer = Muon(
-        [{"params": params[:-1], "matrix": True, **options}, {"params": params[-1:], **options}], betas=(0.9, 0.95)
-    )
+    params, options = [*parameters(), nn.Parameter(torch.ones(3).double())], {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-8}
+    groups = [{"params": params[:-1], "matrix": True, **options}, {"params": params[-1:], **options}]
+    optimizer = Muon(groups, betas=(0.9, 0.95))
     before = [p.detach().clone() for p in params]
     for step, stop in enumerate((1.0, 1.0, 0.0)):
         give_gradients(params, step)

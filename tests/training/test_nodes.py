@@ -2,7 +2,6 @@
 
 import sys
 import types
-from typing import Literal
 
 import pytest
 
@@ -15,25 +14,25 @@ BUILT = []
 """What a function of the user's was called for. A mistake is found before."""
 
 
-def load(path: str, *, context_len: Count = 128, kind: Literal["a", "b"] = "a", seed: int = 0):
+def load(path: str, *, context_len: Count = 128, seed: int = 0):
     BUILT.append("data")
     return context_len + seed
 
 
-def net(needed: Count, *, embed_dim: Count = 8, kind: Literal["a", "b"] = "a"):
+def net(path: str, *, embed_dim: Count = 8):
     BUILT.append("model")
 
 
 class Loss:
-    def __init__(self, needed: Count, *, label_smoothing: Share = 0.0, kind: Literal["a", "b"] = "a"):
+    def __init__(self, path: str, *, label_smoothing: Share = 0.0):
         BUILT.append("objective")
 
 
-def steps(parameters, needed: Count, *, momentum: Share = 0.9, kind: Literal["a", "b"] = "a"):
+def steps(parameters, path: str, *, momentum: Share = 0.9):
     BUILT.append("optimizer")
 
 
-def falling(optimizer, max_steps: int, needed: Count, *, warmup_steps: Natural = 0, kind: Literal["a", "b"] = "a"):
+def falling(optimizer, max_steps: int, path: str, *, warmup_steps: Natural = 0):
     BUILT.append("schedule")
 
 
@@ -46,20 +45,14 @@ PARTS = {
 }
 WRONG = [
     ("data", {"contextlen": 3}, "data.contextlen is not a key (did you mean data.context_len?)"),
-    ("data", {"context_len": "x"}, "data.context_len=x must be a whole number, got str"),
-    ("data", {"context_len": 0}, "data.context_len=0 must be positive and finite"),
     ("data", {"context_len": None}, "data.context_len=null is not allowed: it must be a whole number"),
     ("model", {"embed_dims": 8}, "model.embed_dims is not a key (did you mean model.embed_dim?)"),
     ("model", {"embed_dim": "x"}, "model.embed_dim=x must be a whole number, got str"),
-    ("model", {"embed_dim": -8}, "model.embed_dim=-8 must be positive and finite"),
     ("objective", {"label_smooth": 0.1}, "objective.label_smooth is not a key (did you mean objective.label_smoothing?)"),
-    ("objective", {"label_smoothing": "x"}, "objective.label_smoothing=x must be a number, got str"),
     ("objective", {"label_smoothing": 1}, "objective.label_smoothing=1.0 must lie in [0, 1)"),
     ("optimizer", {"momentun": 0.9}, "optimizer.momentun is not a key (did you mean optimizer.momentum?)"),
-    ("optimizer", {"momentum": "x"}, "optimizer.momentum=x must be a number, got str"),
     ("optimizer", {"momentum": True}, "optimizer.momentum=True must be a number, got bool"),
     ("schedule", {"warmup": 3}, "schedule.warmup is not a key (did you mean schedule.warmup_steps?)"),
-    ("schedule", {"warmup_steps": 1.5}, "schedule.warmup_steps=1.5 must be a whole number, got float"),
     ("schedule", {"warmup_steps": -1}, "schedule.warmup_steps=-1 must be zero or more, and finite"),
 ]
 
@@ -89,24 +82,16 @@ def refused(make_config, tmp_path):
 @pytest.mark.parametrize(("part", "wrong", "said"), WRONG)
 def test_a_mistake_gives_the_same_sentence_for_a_part_of_ours_and_a_function_of_the_users(part, wrong, said, refused):
     mine, ours = PARTS[part]
-    needed = {"path": "text.txt"} if part == "data" else {"needed": 1}
-    assert refused(part, {"_target_": f"mine_of_nodes.{mine.__name__}", **needed, **wrong}) == said
+    assert refused(part, {"_target_": f"mine_of_nodes.{mine.__name__}", "path": "text.txt", **wrong}) == said
     assert refused(part, {"_target_": ours, **({"path": "text.txt"} if part == "data" else {}), **wrong}) == said
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_missing_key_gives_the_same_sentence(part, refused):
     """Of ours, some data sets and one model have a key that must be given."""
-    missing = "path" if part == "data" else "needed"
-    assert refused(part, {"_target_": f"mine_of_nodes.{PARTS[part][0].__name__}"}) == f"{part}.{missing} is missing"
-    if ours := {"data": "minitx.data.text", "model": "minitx.interop.pretrained_hf"}.get(part):
-        assert refused(part, {"_target_": ours}) == f"{part}.path is missing"
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_word_that_is_none_of_a_literal_is_refused(part, refused):
-    node = {"_target_": f"mine_of_nodes.{PARTS[part][0].__name__}", "path" if part == "data" else "needed": 1, "kind": "c"}
-    assert refused(part, {**node, **({"path": "x"} if part == "data" else {})}) == f"{part}.kind=c is not allowed: one of a, b"
+    ours = {"data": "minitx.data.text", "model": "minitx.interop.pretrained_hf"}
+    for target in (f"mine_of_nodes.{PARTS[part][0].__name__}", ours.get(part)):
+        assert target is None or refused(part, {"_target_": target}) == f"{part}.path is missing"
 
 
 def test_a_function_of_the_users_gets_its_keys_by_type_and_what_it_names_of_the_run():

@@ -35,6 +35,8 @@ def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves
     assert (int(sums["correct"]), int(num_targets(labels))) == (int((log_p.argmax(-1) == counted).sum()), 5)
     assert float(sums["nll"]) == pytest.approx(float(hit))
     assert float(sums["loss"]) == pytest.approx(float(0.7 * hit - 0.3 * log_p.mean(-1).sum()))
+    plain = CrossEntropy()(logits, {"labels": labels})  # by default nothing is smoothed, and answers are counted in training
+    assert (float(plain["loss"]), plain["correct"]) == (pytest.approx(float(hit)), sums["correct"])
 
 
 def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
@@ -49,17 +51,11 @@ def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
     assert build_objective(cross_entropy) is cross_entropy
 
 
-@pytest.mark.parametrize(
-    ("objective", "said"),
-    [
-        (3, "objective=int must be callable"),
-        (torch.nn.Bilinear(1, 1, 1), "Bilinear has a weight weight, which no optimizer trains"),
-        (torch.nn.MSELoss(), "reduction=mean must be"),
-    ],
-)
-def test_an_objective_that_is_no_sum_is_refused(objective, said):
-    with pytest.raises(ConfigError, match=said):
-        build_objective(objective)
+def test_an_objective_that_is_no_sum_is_refused():
+    weight = torch.nn.Bilinear(1, 1, 1), "Bilinear has a weight weight, which no optimizer trains"
+    for objective, said in ((3, "objective=int must be callable"), weight, (torch.nn.MSELoss(), "reduction=mean must be")):
+        with pytest.raises(ConfigError, match=said):
+            build_objective(objective)
 
 
 class Halves(torch.nn.Module):
@@ -89,7 +85,6 @@ SUMS = {
 }
 OTHERS = {
     "a mean": lambda logits, batch: squares(logits, batch).mean(),
-    "a mean over rows": lambda logits, batch: rowwise(logits, batch).mean(),
     "a sum over the targets of the step": lambda logits, batch: squares(logits, batch).sum() / batch["num_targets"],
     "a root": lambda logits, batch: squares(logits, batch).sum().sqrt(),
     "the worst row": lambda logits, batch: rowwise(logits, batch).amax(),
@@ -121,10 +116,8 @@ def test_an_objective_that_does_not_add_up_over_rows_is_refused_also_where_its_l
 
 
 def test_an_objective_whose_loss_stays_zero_is_said_to_be_unchecked(caplog):
-    with caplog.at_level("INFO"):
-        assert check_sum(
-            lambda logits, batch: F.relu(logits - 1e9).mean(), Caller(Halves(0.7)), numbers(torch.ones(3).double())
-        )
+    caplog.set_level("INFO")
+    assert check_sum(lambda logits, batch: F.relu(logits - 1e9).mean(), Caller(Halves(0.7)), numbers(torch.ones(3).double()))
     assert "was not checked" in caplog.text
 
 
@@ -147,26 +140,12 @@ def test_cross_entropy_refuses_logits_that_do_not_belong_to_the_labels_and_says_
         CrossEntropy()(torch.zeros(logits), {"labels": torch.zeros(labels, dtype=torch.long)})
 
 
-@pytest.mark.parametrize(
-    ("logits", "labels", "loss"),
-    [
-        (torch.zeros(5, 1), torch.zeros(5), "MSELoss"),
-        (torch.zeros(5, 1), torch.zeros(5).long(), "MSELoss"),
-        (torch.zeros(5), torch.zeros(5, 1), "L1Loss"),
-        (torch.zeros(3, 5), torch.zeros(5), "SmoothL1Loss"),
-    ],
-)
-def test_a_loss_of_numbers_needs_logits_in_the_shape_of_the_labels(logits, labels, loss):
-    objective = build_objective(getattr(torch.nn, loss)(reduction="sum"))
-    with pytest.raises(ConfigError, match=f"^objective: {loss} compares each logit with its label"):
-        objective(logits, {"labels": labels})
-    assert float(objective(logits, {"labels": logits + 2})["loss"]) > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float64])
-def test_the_targets_are_the_labels_whatever_their_type(dtype):
-    assert int(num_targets(torch.zeros(5, 3, dtype=dtype))) == 15
-    assert int(num_targets(torch.zeros(7, dtype=dtype))) == 7
+@pytest.mark.parametrize(("logits", "labels"), [((5, 1), (5,)), ((5,), (5, 1)), ((3, 5), (5,))])
+def test_a_loss_of_numbers_needs_logits_in_the_shape_of_the_labels(logits, labels):
+    objective = build_objective(torch.nn.L1Loss(reduction="sum"))
+    with pytest.raises(ConfigError, match=r"^objective: L1Loss compares each logit with its label"):
+        objective(torch.zeros(logits), {"labels": torch.zeros(labels)})
+    assert float(objective(torch.zeros(logits), {"labels": torch.ones(logits)})["loss"]) == math.prod(logits)
 
 
 def test_what_an_objective_returns_is_a_number_or_numbers_by_name_with_loss_among_them():
@@ -205,13 +184,6 @@ def test_a_loss_in_chunks_needs_a_head_that_is_one_linear_map(found):
 def test_chunks_of_nothing_and_shapes_that_do_not_fit_are_refused(chunk_tokens, labels, said):
     with pytest.raises(ValueError, match=said):
         chunked_cross_entropy(torch.randn(3, 5), torch.randn(7, 5), None, torch.zeros(labels).long(), chunk_tokens=chunk_tokens)
-
-
-def test_by_default_labels_are_not_smoothed_and_right_answers_are_counted_in_training():
-    logits, labels = torch.randn(11, 7, dtype=torch.float64), torch.randint(7, (11,))
-    sums = CrossEntropy()(logits, {"labels": labels})
-    assert float(sums["loss"]) == pytest.approx(float(F.cross_entropy(logits, labels, reduction="sum")))
-    assert int(sums["correct"]) == int((logits.argmax(-1) == labels).sum())
 
 
 def lr_factor(name, max_steps, **keys):
@@ -265,7 +237,7 @@ def test_every_parameter_is_updated_once_and_weight_decay_spares_every_vector():
         assert found[name]["weight_decay"] == (0.3 if parameter.dim() > 1 else 0.0), name
 
 
-def test_the_first_rule_that_matches_wins_and_factors_may_be_powers_of_head_dim():
+def test_the_first_rule_that_matches_wins_and_factors_may_be_powers_of_head_dim_and_what_is_frozen_is_in_no_group():
     rules = (ParameterRule(match=r"q_proj\.weight", lr=2.0), ParameterRule(match="q_proj", lr=3.0, eps=10.0))
     rules += (ParameterRule(match="k_proj", lr="head_dim^-0.25", weight_decay="head_dim^0.25", eps="head_dim^0.25"),)
     found = groups_by_name(network(), lr=0.1, weight_decay=0.2, rules=rules, eps=1e-8, head_dim=16)
@@ -275,6 +247,8 @@ def test_the_first_rule_that_matches_wins_and_factors_may_be_powers_of_head_dim(
     group = found["blocks.1.attention.k_proj.weight"]
     assert (group["lr"], group["weight_decay"], group["eps"]) == (0.05, 0.4, 2e-8)
     assert found["blocks.0.attention.v_proj.weight"]["lr"] == 0.1
+    frozen = groups_by_name(network(), lr=0.1, rules=(ParameterRule(match="(q|k)_proj", trainable=False),))
+    assert found.keys() - frozen.keys() == {name for name in found if "q_proj" in name or "k_proj" in name}
 
 
 RULES = {
@@ -287,17 +261,6 @@ RULES = {
 def test_rules_that_cannot_be_followed_are_refused_by_key(key):
     with pytest.raises(ConfigError, match=f"^{re.escape(key)}"):
         build_optimizer(network(), node(adamw, weight_decay=0.1, rules=RULES[key]), head_dim=16)
-
-
-def test_frozen_parameters_do_not_move():
-    model = network()
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    optimizer = build_optimizer(model, node(adamw, rules=[{"match": "(q|k)_proj", "trainable": False}]), head_dim=4)
-    model(torch.randint(11, (2, 5))).square().sum().backward()
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        frozen = "q_proj" in name or "k_proj" in name
-        assert torch.equal(parameter, before[name]) == frozen, name
 
 
 def test_sgd_has_momentum_decay_and_the_rates_of_the_rules():
@@ -326,9 +289,7 @@ def gradients(loss, hidden, head, factor=1.0):
     return torch.autograd.grad(loss * factor, wanted)
 
 
-@pytest.mark.parametrize(
-    ("chunk_tokens", "bias", "smoothing"), [(1, True, 0.0), (5, False, 0.3), (22, True, 0.3), (1000, True, 0.0)]
-)
+@pytest.mark.parametrize(("chunk_tokens", "bias", "smoothing"), [(1, True, 0.0), (5, False, 0.3), (1000, True, 0.0)])
 def test_the_chunked_loss_and_its_gradients_are_the_plain_ones(chunk_tokens, bias, smoothing):
     hidden, head, labels = head_and_tokens(bias=bias)
     plain = cross_entropy(head(hidden), labels, label_smoothing=smoothing)

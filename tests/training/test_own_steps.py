@@ -1,9 +1,9 @@
 """A LightningModule of the user's: trained as Lightning trains it, with the folder, checkpoints and loggers of a run."""
 
 import copy
-import dataclasses
 import json
 
+import extra
 import lightning.pytorch as L
 import pytest
 import torch
@@ -11,13 +11,13 @@ from extra import last
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, RunConfig, SamplesConfig, TrainerConfig
+from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, SamplesConfig
 from minitx.config.training import StopAtConfig
 from minitx.data.task import Task
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import read_metrics
-from minitx.training.run import quiet_lightning, train
+from minitx.training.run import quiet_lightning
 
 ROWS, BATCH = 22, 4  # 6 batches an epoch
 
@@ -83,18 +83,11 @@ class Manual(Own):
         return [torch.optim.SGD(self.net[i].parameters(), lr=0.1, momentum=0.9) for i in (2, 0)]
 
 
-def config(*, callbacks=None, evaluation=None, **trainer):
-    return RunConfig(
-        trainer=TrainerConfig(**{"accelerator": "cpu", "log_every": 2, **trainer}),
-        callbacks=callbacks or CallbacksConfig(progress=False),
-        evaluation=evaluation or EvaluationConfig(),
-    )
-
-
-def fit(folder, model=Own, data=None, *, ckpt_path=None, **options):
+def fit(folder, model=Own, data=None, **options):
     torch.manual_seed(11)
-    settings = dataclasses.replace(config(**options), ckpt_path=ckpt_path)
-    return train(settings, folder, model=model() if isinstance(model, type) else model, data=data or Pairs())
+    return extra.fit(
+        folder, data or Pairs(), model=model() if isinstance(model, type) else model, **{"log_every": 2, **options}
+    )
 
 
 @pytest.mark.parametrize(("kind", "clip", "accumulate"), [(Own, None, 1), (Own, 0.1, 4), (Manual, None, 1)])
@@ -189,7 +182,3 @@ def test_what_belongs_to_our_own_training_step_is_refused(tmp_path, key):
 def test_what_lightning_refuses_is_a_mistake_in_the_config(tmp_path):
     with pytest.raises(ConfigError, match="clipping is not supported for manual optimization"):
         fit(tmp_path / "run", Manual(), max_epochs=1, clip=1.0)
-    model = Own()
-    model.test_step = None
-    with pytest.raises(ConfigError, match=r"evaluation\.test=last: "):
-        fit(tmp_path / "test", nn.Linear(5, 3), TASK, max_epochs=1, evaluation=EvaluationConfig(test="last"))

@@ -43,6 +43,8 @@ def test_lists_and_nested_parts_arrive_as_plain_python():
         {"_target_": "minitx.training.run.train"},
         {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "os.system", "command": "touch owned"}]},
         {"_target_": "torch.nn.Sequential", "a": {"b": [{"_target_": "torch.hub.load"}]}},
+        {"_target_": "minitx.interop.pretrained_hf", "path": "somebody/model"},
+        {"_target_": "minitx.interop.hf_from_config", "config": {"x": {"_target_": "os.system"}}},
         {"_target_": "${x}", "x": "os.system"},
         {"_target_": "torch.nn.Linear", "in_features": "${oc.env:HOME}"},
     ],
@@ -58,6 +60,7 @@ def test_a_checkpoint_may_name_classes_of_torch_and_of_ours_alone(node, tmp_path
 @pytest.mark.parametrize("target", ["torch.nn.modules.linear.Linear", "minitx.nn.DecoderLM"])
 def test_models_of_torch_and_of_ours_need_no_trust(target):
     check_trusted({"_target_": "torch.nn.Sequential", "_args_": [{"_target_": target, "in_features": 2}]}, "model")
+    check_trusted({"_target_": "minitx.interop.hf_from_config", "config": {"model_type": "llama"}}, "model")
 
 
 def test_of_data_a_checkpoint_may_name_our_data_sets_alone():

@@ -4,16 +4,17 @@ import math
 
 import pytest
 import torch
+from extra import fit
 
 from minitx.analysis import capture, read_snapshots
 from minitx.analysis.gradients import gradient_statistics
-from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
+from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, TransformerConfig, node
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM
 from minitx.training.build import open_data
 from minitx.training.checkpoints import load_model
-from minitx.training.loggers import read_probes, read_records
+from minitx.training.loggers import read_metrics, read_probes, read_records
 from minitx.training.optimizers import constant
 from minitx.training.run import train
 from tests.interop.families import build
@@ -108,13 +109,10 @@ def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, 
         inputs |= {"decoder_input_ids": inputs["input_ids"][:, :6] * real[:, 1:], "decoder_attention_mask": real[:, 1:].long()}
     with torch.no_grad(), capture(model) as seen:
         model(**inputs)
-    config = RunConfig(
-        trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1, val_every=0),
-        callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(every=2, batch_size=3, weights_every=2, weights_rows=2)),
-    )
+    callbacks = CallbacksConfig(progress=False, probe=ProbeConfig(every=2, batch_size=3, weights_every=2, weights_rows=2))
     masks = {"key_masks": {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}} if name == "T5" else {}
     task = Task(name="mine", train=rows, val=rows, model_fields={"vocab_size": 99}, **masks)
-    train(config, tmp_path, model=model, data=task, batch_size=3)
+    fit(tmp_path, task, model=model, batch_size=3, max_steps=2, val_every=0, callbacks=callbacks)
     records = read_records(tmp_path / "probes.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
     assert [layer["name"] for layer in records[0]["layers"]] == list(seen)
@@ -125,10 +123,15 @@ def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, 
     assert torch.equal(snapshot.real["input_ids"], real[:2]) and [one.name for one in snapshot.maps] == list(seen)
 
 
-def test_frozen_projections_are_looked_at_like_others_but_have_no_gradient(make_config, tmp_path):
-    rules = [{"match": "(q|k)_proj", "trainable": False}]
-    train(make_config(probe__every=2, optimizer__rules=rules, trainer__max_steps=2), tmp_path / "run")
-    layers = [record["layers"][0] for record in read_probes(tmp_path / "run" / "probes.jsonl")]
-    assert all("snr_v" in layer and "snr_q" not in layer for layer in layers)
-    assert all(layer["grad_query_rms"] > 0.0 for layer in layers)
-    assert all((layer["grad_q"], layer["grad_k"]) == (0.0, 0.0) for layer in layers)
+def test_the_norm_of_a_gradient_is_that_of_the_step_and_frozen_projections_have_none(make_config, tmp_path):
+    frozen = {"all but one": [{"match": r"v_proj\.weight"}, {"match": "", "trainable": False}]}
+    frozen["two"] = [{"match": "(q|k)_proj", "trainable": False}]
+    for name, rules in frozen.items():
+        train(make_config(probe__every=2, optimizer__rules=rules, trainer__max_steps=2), tmp_path / name)
+        layers = [record["layers"][0] for record in read_probes(tmp_path / name / "probes.jsonl")]
+        assert all("snr_v" in layer and "snr_q" not in layer for layer in layers)
+        assert all((layer["grad_q"], layer["grad_k"]) == (0.0, 0.0) for layer in layers)
+        assert all((layer.get("grad_query_rms", 0.0) > 0.0) == (name == "two") for layer in layers)
+        if name == "all but one":
+            rows = read_metrics(tmp_path / name / "metrics.csv")
+            assert layers[-1]["grad_v"] == pytest.approx(rows[1]["grad_norm"], rel=1e-6)

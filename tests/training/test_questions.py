@@ -13,6 +13,7 @@ from minitx.data.tokenizers import train_tokenizer
 from minitx.training.questions import questions_of, token_namer
 
 LETTERS = train_tokenizer("char", ["abcde"])
+FOLLOWS = ("Which token follows “a”?", 0), ("Which token follows “b”?", 1)
 
 
 def batch_of(task, count=3):
@@ -20,10 +21,8 @@ def batch_of(task, count=3):
 
 
 def task_of(kind, **fields):
-    rows = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}]
-    return Task(
-        name="mine", kind=kind, train=rows, val=rows, tokenizer=LETTERS, **{"model_fields": {"vocab_size": 6}, **fields}
-    )
+    rows, fields = [{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}], {"model_fields": {"vocab_size": 6}, **fields}
+    return Task(name="mine", kind=kind, train=rows, val=rows, tokenizer=LETTERS, **fields)
 
 
 def test_a_lookup_asks_for_the_value_of_its_last_key_and_the_axis_has_the_answer():
@@ -50,8 +49,7 @@ def test_other_tasks_of_recall_ask_what_came_after_a_token(task):
 def test_tasks_of_text_ask_for_the_token_that_follows_or_is_hidden():
     task = task_of("language_model")
     asked = questions_of(task, batch_of(task, 1))
-    said = [(one.text, one.at, asked.name(one.right)) for one in asked.rows[0]]
-    assert said == [("Which token follows “a”?", 0, "b"), ("Which token follows “b”?", 1, "c")]
+    assert [(one.text, one.at, asked.name(one.right)) for one in asked.rows[0]] == [(*FOLLOWS[0], "b"), (*FOLLOWS[1], "c")]
     asked = questions_of(task_of("masked_lm"), batch_of(task, 1))
     assert [one.text for one in asked.rows[0]] == [f"Which token is hidden at position {i}?" for i in (0, 1)]
     target = {"input_ids": torch.zeros(1, 9, dtype=torch.long), "decoder_input_ids": torch.tensor([[4, 5]])}
@@ -74,9 +72,6 @@ def test_nothing_is_asked_where_nothing_is_known():
 
 
 def test_a_text_asks_at_each_token_and_has_no_answer_for_its_last():
-    (row,) = next_tokens("input_ids", [[1, 4]], token_namer(LETTERS), 6).rows
-    assert [(one.text, one.at, one.right) for one in row] == [
-        ("Which token follows “a”?", 0, 4),
-        ("Which token follows “d”?", 1, None),
-    ]
+    (row,) = next_tokens("input_ids", [[1, 2]], token_namer(LETTERS), 6).rows
+    assert [(one.text, one.at, one.right) for one in row] == [(*FOLLOWS[0], 2), (*FOLLOWS[1], None)]
     assert token_namer(None)(3) == "3"

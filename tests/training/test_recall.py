@@ -2,43 +2,40 @@
 
 import pytest
 import torch
+from extra import QUIET
 
 from minitx.analysis import capture
-from minitx.config import CallbacksConfig, RunConfig, TrainerConfig, node
+from minitx.cli.compose import compose_config
 from minitx.data.recall import answer_positions
-from minitx.nn import build_model
-from minitx.training.build import network_of, open_data
-from minitx.training.optimizers import adamw, cosine
+from minitx.training.build import open_data
+from minitx.training.checkpoints import load_model
 from minitx.training.run import train
 
 TASKS = {  # the data, and how many steps
-    "multi_query_recall": ({"num_keys": 8, "num_values": 4, "num_pairs": 4, "num_queries": 4}, 300),
-    "induction": ({"num_tokens": 16, "segment_len": 6, "max_gap": 7}, 600),
+    "multi_query_recall": [
+        "data.num_keys=8",
+        "data.num_values=4",
+        "data.num_pairs=4",
+        "data.num_queries=4",
+        "trainer.max_steps=300",
+    ],
+    "induction": ["data.num_tokens=16", "data.segment_len=6", "data.max_gap=7", "trainer.max_steps=600"],
 }
+REST = ["data.val_size=128", "data.batch_size=32", "model=recall", "model.position=rotary", "model.embed_dim=64"]
+REST += ["optimizer.lr=3e-3", "schedule.warmup_steps=15", "trainer.val_every=0", "trainer.ckpt_every=1000", *QUIET]
 
 
-def make_config(task, num_layers):
-    data, steps = TASKS[task]
-    sizes = {"embed_dim": 64, "num_heads": 1, "num_layers": num_layers, "ffn_dim": 128, "max_len": 32}
-    return RunConfig(
-        model=node(build_model, **sizes, activation="relu", position="rotary", init="lecun", tie_embeddings=False),
-        data={"_target_": f"minitx.data.{task}", "val_size": 128, **data},
-        optimizer=node(adamw, lr=3e-3),
-        schedule=node(cosine, warmup_steps=15),
-        trainer=TrainerConfig(max_steps=steps, accelerator="cpu", val_every=0, ckpt_every=steps, threads=1),
-        callbacks=CallbacksConfig(progress=False),
-    )
+def config_of(task, num_layers):
+    return compose_config([f"data={task}", *TASKS[task], *REST, f"model.num_layers={num_layers}"])
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("task", TASKS)
 def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path):
-    config = make_config(task, num_layers=2)
+    config = config_of(task, 2)
     assert train(config, tmp_path)["val_accuracy"] >= 0.99
     data = open_data(config)
-    network = network_of(config.model, data).eval()
-    weights = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    network.load_state_dict({name.removeprefix("network."): weight for name, weight in weights.items()})
+    network = load_model(tmp_path / "checkpoints" / "last.ckpt")[0].eval()
     batch = data.probe_batch(64)
     with torch.no_grad(), capture(network, what="weights") as seen:
         network(batch["input_ids"])
@@ -51,5 +48,5 @@ def test_two_layers_solve_the_task_by_looking_at_the_answer(task, tmp_path):
 @pytest.mark.release
 @pytest.mark.parametrize(("task", "most"), [("multi_query_recall", 0.65), ("induction", 0.25)])
 def test_one_layer_does_no_better_than_a_guess_among_what_the_row_shows(task, most, tmp_path):
-    result = train(make_config(task, num_layers=1), tmp_path)
+    result = train(config_of(task, 1), tmp_path)
     assert result["val_accuracy"] < most

@@ -1,28 +1,22 @@
 """A run that was stopped and goes on is the run that was never stopped."""
 
 import contextlib
-import copy
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import last, of_digits, train_with
+from extra import last, train_with
 from killing import result_of
-from ranks import run_ranks
 
-import minitx.data.corpus
-from minitx.cli.command_line import sentence
 from minitx.config import ConfigError, node, to_dict
 from minitx.training.build import open_data
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import read_metrics, read_probes
-from minitx.training.module import NonFiniteError
-from minitx.training.optimizers import constant, linear, sgd
+from minitx.training.optimizers import constant, sgd
 from minitx.training.run import train
 
 
@@ -115,19 +109,18 @@ def test_a_run_that_goes_on_with_other_micro_batches_reads_each_step_once(make_c
         assert [row["step"] for row in rows] == list(range(1, 12))
         for name in ("train_loss", "tokens"):
             assert [row[name] for row in rows] == pytest.approx([row[name] for row in whole], rel=1e-9)
-        validated = [{row["step"]: row["val_loss"] for row in run if row["val_loss"] is not None} for run in (rows, whole)]
-        assert {**validated[0], 5: 0} == pytest.approx(
-            {**validated[1], 5: 0}, rel=1e-9
-        )  # a run of 5 steps validates at its end
+        # a run of 5 steps validates at its end
+        validated = [
+            {row["step"]: row["val_loss"] for row in run if row["val_loss"] and row["step"] != 5} for run in (rows, whole)
+        ]
+        assert validated[0] == pytest.approx(validated[1], rel=1e-9)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"optimizer__lr": 0.25}, r"optimizer\.lr 0\.001 != 0\.25"),
-        ({"optimizer__weight_decay": 0.5}, r"optimizer\.weight_decay 0\.0 != 0\.5"),
         ({"optimizer": node(sgd)}, r"optimizer\._target_ \S+adamw != \S+sgd"),
-        ({"schedule": node(linear)}, r"schedule\._target_ \S+cosine != \S+linear"),
         ({"trainer__max_steps": 5}, r"is of step 6, after trainer\.max_steps=5"),
         ({"callbacks__parts": {"early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping"}}}, r"callbacks\.early"),
     ],
@@ -141,8 +134,8 @@ def test_what_a_resumed_run_would_not_do_is_refused_before_anything_is_written(m
 
 
 def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path):
-    options = {"trainer__ckpt_every": 100, "trainer__val_every": 2, "trainer__max_steps": 4}
-    config = make_config(**options, optimizer__lr=3.0, schedule=node(constant))
+    options = {"trainer__ckpt_every": 100, "trainer__val_every": 2, "trainer__max_steps": 4, "optimizer__lr": 3.0}
+    config = make_config(**options, schedule=node(constant))
     train(config, tmp_path / "whole")
     with pytest.raises(StoppedError):
         train_with(config, tmp_path / "cut", Before(3, stop))
@@ -179,7 +172,7 @@ def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_fo
     assert [row["step"] for row in read_metrics(tmp_path / "second" / "metrics.csv")] == [7, 8, 9]
 
 
-def test_a_checkpoint_holds_plain_data_and_one_of_another_model_or_a_damaged_one_is_refused(make_config, tmp_path):
+def test_a_checkpoint_holds_plain_data_and_one_of_another_model_is_refused(make_config, tmp_path):
     config = make_config(trainer__ckpt_every=6, probe__every=3)
     train(config, tmp_path / "first")
     path = tmp_path / "first" / "checkpoints" / "last.ckpt"
@@ -189,56 +182,4 @@ def test_a_checkpoint_holds_plain_data_and_one_of_another_model_or_a_damaged_one
         other = dataclasses.replace(config, model={**config.model, field: value})
         with pytest.raises(ConfigError, match=rf"holds another model.*{field} \S+ != {value}"):
             train(resumed(other, tmp_path / "first"), tmp_path / "second")
-    path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(ConfigError, match=r"ckpt_path=.* cannot be read as a checkpoint of minitx"):
-        train(resumed(config, tmp_path / "first"), tmp_path / "second")
     assert not (tmp_path / "second").exists()
-
-
-def train_elsewhere(config, folder, data):
-    minitx.data.corpus.data_dir = lambda: data
-    train(config, folder)
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_bits_in_any_process(make_config, tmp_path):
-    config = make_config(trainer__ckpt_every=6, model__dropout=0.2, trainer__val_every=3)
-    train(config, tmp_path / "a")
-    train(dataclasses.replace(config, data={**config.data, "num_workers": 2}), tmp_path / "workers")
-    run_ranks(1, train_elsewhere, config, tmp_path / "elsewhere", tmp_path / "data")
-    for name in ("workers", "elsewhere"):
-        assert_same_state(tmp_path / name, tmp_path / "a")
-
-
-# --- what is not finite
-
-
-def poison_loss(module, batch):
-    objective = module.objective
-    module.objective = lambda *x: {**objective(*x), "loss": objective(*x)["loss"] * math.inf}
-
-
-POISONS = {
-    "data": lambda module, batch: batch["pixel_values"].view(-1)[0].fill_(math.nan),
-    "weights": lambda module, batch: next(module.network.parameters()).data.view(-1)[0].fill_(math.nan),
-    "loss": poison_loss,
-    "gradient": lambda module, batch: next(module.network.parameters()).register_hook(lambda grad: grad * math.inf),
-}
-
-
-@pytest.mark.parametrize("where", POISONS)
-def test_what_is_not_finite_ends_the_run_before_the_update(make_config, tmp_path, where):
-    config, seen = make_config(trainer__max_steps=6, trainer__ckpt_every=4, trainer__log_every=50), []
-    if where == "data":
-        config = of_digits(config)
-
-    def poison(trainer, module, batch):
-        POISONS[where](module, batch)
-        seen.extend([module.network.state_dict(), copy.deepcopy(module.network.state_dict())])
-
-    with pytest.raises(NonFiniteError, match=r"not finite in step 5 .*the update was not made") as caught:
-        train_with(config, tmp_path, Before(5, poison))
-    assert sentence(caught.value)[1] == 3
-    torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=0, equal_nan=True)
-    assert last(tmp_path)["global_step"] == 4
-    assert all(bool(weight.isfinite().all()) for weight in last(tmp_path)["state_dict"].values())

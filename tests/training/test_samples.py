@@ -1,6 +1,5 @@
 """Text that is written while a model is trained."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -35,8 +34,8 @@ def samples(folder, seed=0, **changes):
 def test_texts_go_to_the_log_a_file_and_loggers_of_text(make_config, tmp_path, caplog):
     logger, tables = DummyLogger(), []
     logger.log_text = lambda key, columns, data, step: tables.append((key, columns, [*map(list, data)], step))
-    with caplog.at_level(logging.INFO, logger="minitx"):
-        train_with(make_config(trainer__max_steps=5), tmp_path, AddLoggers(logger), samples(tmp_path))
+    caplog.set_level("INFO", "minitx")
+    train_with(make_config(trainer__max_steps=5), tmp_path, AddLoggers(logger), samples(tmp_path))
     records = read_records(tmp_path / "samples.jsonl")
     assert [(record["step"], record["prompt"]) for record in records] == [(s, p) for s in (2, 4, 5) for p in ("once", "upon")]
     assert all(len(record["text"]) == 5 for record in records)

@@ -15,21 +15,17 @@ from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import finish_wandb, git_commit
 
 PROGRAM = """
-import dataclasses, sys
+import sys
 from pathlib import Path
 from lightning.pytorch.loggers import WandbLogger
-from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, node
-from minitx.nn import build_model
-from extra import AddLoggers, train_with
+from minitx.cli.compose import compose_config
+from extra import QUIET, AddLoggers, train_with
 from minitx.training.loggers import WandbExtras, finish_wandb
 
 folder = Path("run")
-config = RunConfig(
-    model=node(build_model, embed_dim=8, num_heads=2, num_layers=1, ffn_dim=16, max_len=16),
-    data={"_target_": "minitx.data.text", "path": "text.txt", "batch_size": 12, "context_len": 7},
-    trainer=TrainerConfig(max_steps=4, accelerator="cpu", val_every=2, log_every=1, ckpt_every=4, val_batches=2),
-    callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(every=2, weights_every=4, batch_size=3, weights_rows=2)),
-)
+words = "data=text data.path=text.txt data.batch_size=12 data.context_len=7 model.embed_dim=8 model.num_heads=2 model.num_layers=1"
+words += " trainer.max_steps=4 trainer.val_every=2 trainer.val_batches=2 callbacks.probe.every=2 callbacks.probe.weights_every=4"
+config = compose_config([*words.split(), *QUIET, "callbacks.probe.batch_size=3", "callbacks.probe.weights_rows=2"])
 logger = WandbLogger(save_dir="run", project="minitx", offline=True)
 extras = WandbExtras({"model": {"width": 7919}}, folder, viewer=True, checkpoint="best")
 with finish_wandb():
@@ -42,12 +38,8 @@ assert "wandb" in sys.modules and sys.modules["wandb"].run is None
 def test_an_offline_run_has_config_command_curves_figures_page_and_checkpoint(tmp_path, request):
     (tmp_path / "text.txt").write_text("Once upon a midnight dreary, while I pondered, weak and weary,\n" * 9)
     root = request.config.rootpath
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},  # of another test, in another folder
-        "PYTHONPATH": f"{root}:{root / 'tests' / 'training'}",
-        "HOME": str(tmp_path),
-        "WANDB_API_KEY": "",
-    }
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # of another test's folder
+    environment |= {"PYTHONPATH": f"{root}:{root / 'tests' / 'training'}", "HOME": str(tmp_path), "WANDB_API_KEY": ""}
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [place] = (tmp_path / "run" / "wandb").glob("offline-run-*")
@@ -57,24 +49,17 @@ def test_an_offline_run_has_config_command_curves_figures_page_and_checkpoint(tm
         assert word in sent, word
     kinds = {path.parent.name for path in (place / "files" / "media").rglob("*") if path.is_file()}
     assert kinds == {"images", "html"}
-    maps = [path.name for path in (place / "files" / "media").rglob("heads_*.png")]
-    assert len(maps) == 2  # at steps 0 and 4
+    assert len(list((place / "files" / "media").rglob("heads_*.png"))) == 2  # at steps 0 and 4
     [page] = (place / "files" / "media" / "html").iterdir()
     assert "</html>" in page.read_text()
 
 
-CODES = [
-    (ConfigError("a=1"), 2),
-    (RuntimeError("broken"), 3),
-    (KeyboardInterrupt(), 130),
-    (StoppedError(15, 7), 143),
-    (None, 0),
-]
+CODES = {2: ConfigError("a=1"), 3: RuntimeError("broken"), 130: KeyboardInterrupt(), 143: StoppedError(15, 7), 0: None}
 
 
-@pytest.mark.parametrize(("error", "code"), CODES)
-def test_a_run_ends_with_the_exit_code_of_the_program(monkeypatch, error, code):
-    finished = []
+@pytest.mark.parametrize("code", CODES)
+def test_a_run_ends_with_the_exit_code_of_the_program(monkeypatch, code):
+    error, finished = CODES[code], []
     for before, begun in ((None, "ours"), (None, None), ("the caller's", "the caller's")):
         logger = SimpleNamespace(run=before)
         logger.finish = lambda exit_code, logger=logger: finished.append((exit_code, logger.run))
