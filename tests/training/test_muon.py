@@ -48,9 +48,8 @@ def test_each_matrix_is_updated_by_the_formula_as_if_it_stood_alone(steps):
     groups, gradients = [{"params": params, "lr": 0.1, "weight_decay": 0.3, "eps": 1e-8, "matrix": True}], []
     optimizer = Muon(groups, betas=(0.9, 0.95), momentum=0.8, steps=steps)
     for step in range(3):
-        give_gradients(params, step)
+        optimizer.step(lambda step=step: give_gradients(params, step))  # a closure, as Lightning gives one
         gradients.append([p.grad.clone() for p in params])
-        optimizer.step()
     for i, p in enumerate(params):
         alone = zip(before[i].reshape(-1, *p.shape[-2:]), p.detach().reshape(-1, *p.shape[-2:]), strict=True)
         for j, (start, end) in enumerate(alone):
