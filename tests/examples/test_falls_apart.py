@@ -97,7 +97,7 @@ def test_levels_are_finer_for_small_weights(script):
     assert math.isclose(read[0], 0) and math.isclose(read[-1], 1)
 
 
-@pytest.mark.slow
+@pytest.mark.release  # a minute
 def test_the_command_makes_such_a_record(script, tmp_path, record):
     found = script.main(tmp_path / "training.json")
     assert json.loads((tmp_path / "training.json").read_text(encoding="utf-8")) == json.loads(json.dumps(found))
