@@ -86,21 +86,21 @@ def of_weights(weights: Tensor) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, ("P15", "P16"))
     arguments.add_argument("--folder", type=Path, help="a Hugging Face folder of SmolLM2")
     given = arguments.parse_args()
     torch.manual_seed(0)
     rows = []
-    if "P15" in (given.only or ["P15"]):
+    if "P15" in given.only:
         small = hugging_face(decoder(*SIZES[SMALL][:3], 128)).module.eval()
         rows += [training(given.pairs), decoding(small, f"GPT-2, {SMALL}", given.pairs, wanted=None)]
     if given.folder:
         from transformers import AutoModelForCausalLM
 
         real = AutoModelForCausalLM.from_pretrained(given.folder).eval()
-        if "P15" in (given.only or ["P15"]):
+        if "P15" in given.only:
             rows.append(decoding(real, "SmolLM2", given.pairs))
-        if "P16" in (given.only or ["P16"]):
+        if "P16" in given.only:
             eager = copy.deepcopy(real)
             eager.set_attn_implementation("eager")
             ours = adopt_hf(real)

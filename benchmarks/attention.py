@@ -235,7 +235,7 @@ def ragged(pairs: int, width: int, batches: int, longest: int = 128, size: int =
 
 
 def main() -> None:
-    parse = parser(__doc__)
+    parse = parser(__doc__, ("P5", "P6", "P7"))
     parse.add_argument("--quick", action="store_true", help="small sizes: does it run?")
     given = parse.parse_args()
     torch.manual_seed(0)
@@ -247,7 +247,7 @@ def main() -> None:
         "P6": lambda: (one for rows in (choice(given.pairs, kinds), masked(given.pairs, shapes)) for one in rows),
         "P7": lambda: ragged(given.pairs, width, 1 if given.quick else 2),
     }
-    write("attention", [one for target in given.only or parts for one in parts[target]()])
+    write("attention", [one for target in given.only for one in parts[target]()])
 
 
 if __name__ == "__main__":

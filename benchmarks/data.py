@@ -176,7 +176,7 @@ def large_text(pairs: int, megabytes: float, source: Path | None) -> Iterator[Ro
 
 
 def main() -> None:
-    parse = parser(__doc__)
+    parse = parser(__doc__, ("P10", "P13"))
     parse.add_argument("--megabytes", type=float, default=1000, help="of the large text")
     parse.add_argument("--text", type=Path, help="the text at hand; default: the King James text")
     parse.add_argument("--starts", type=int, default=4, help="pairs of second starts, an even number")
@@ -185,7 +185,7 @@ def main() -> None:
         "P10": lambda: loader_over_others(given.pairs),
         "P13": lambda: large_text(given.starts, given.megabytes, given.text),
     }
-    write("data", [one for target, rows in parts.items() if target in (given.only or parts) for one in rows()])
+    write("data", [one for target in given.only for one in parts[target]()])
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def small(pairs: int, layers: int = 12, V: int = 512, E: int = 64, start: int = 
 
 
 def main() -> None:
-    parse = parser(__doc__)
+    parse = parser(__doc__, ("P8",))
     for name, default in {"prompt": 256, "new": 256, "width": 768, "layers": 12}.items():
         parse.add_argument(f"--{name}", type=int, default=default)
     given = parse.parse_args()

@@ -1,8 +1,7 @@
 """P12 and P14: wall time of the quick grid with its report, and of the tests.
 
-python benchmarks/grid.py                # runs experiment=scaling_ablation in a temporary folder
-python benchmarks/grid.py --folder runs/scaling_ablation/quick     # the records of a grid that ran
-python benchmarks/grid.py --only P14     # runs the tests
+python benchmarks/grid.py                # runs experiment=scaling_ablation in a temporary folder, then the tests
+python benchmarks/grid.py --only P12 --folder runs/scaling_ablation/quick     # the records of a grid that ran
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ def tests() -> Row:
 
 
 def main() -> None:
-    parse = parser(__doc__)
+    parse = parser(__doc__, ("P12", "P14"))
     parse.add_argument("--folder", type=Path, help="of a grid that ran")
     parse.add_argument("words", nargs="*", help="further words for train.py, such as ablation=smoke")
     given = parse.parse_args()
     if given.folder is not None and not given.folder.is_dir():
         raise SystemExit(f"error: {given.folder} is no folder; make ablation runs the quick grid")
     parts = {"P12": lambda: grid(given.folder, given.words), "P14": tests}
-    write("grid", [parts[target]() for target in given.only or ["P12"]])
+    write("grid", [parts[target]() for target in given.only])
 
 
 if __name__ == "__main__":

@@ -35,11 +35,14 @@ Interval = dict[str, float]
 Row = dict[str, Any]
 
 
-def parser(text: str | None, pairs: int = 20) -> argparse.ArgumentParser:
-    """A parser with what all programs take: the pairs of blocks, and which targets to measure."""
+def parser(text: str | None, targets: Sequence[str] = (), pairs: int = 20) -> argparse.ArgumentParser:
+    """A parser with what all programs take: the pairs of blocks, and, where there are some, which ``targets`` to measure."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--pairs", type=int, default=pairs, help="pairs of blocks of a row, an even number")
-    made.add_argument("--only", nargs="*", default=[], metavar="P", help="targets to measure, such as P4; default: all")
+    if targets:
+        made.add_argument(
+            "--only", nargs="+", default=targets, choices=targets, help="targets to measure; default: %(default)s"
+        )
     return made
 
 

@@ -122,7 +122,7 @@ def tokens_to_loss(text: Path, seeds: int, steps: list[str]) -> Iterator[Row]:
 
 
 def main() -> None:
-    parse = parser(__doc__)
+    parse = parser(__doc__, ("P2", "P3"))
     parse.add_argument("--text", type=Path, required=True, help="tiny-shakespeare, one file")
     parse.add_argument("--seeds", type=int, default=5, help="of P2; P3 has three at most")
     parse.add_argument("--quick", action="store_true", help="a few steps a run: does it work?")
@@ -134,7 +134,7 @@ def main() -> None:
     if not text.is_file():
         sys.exit(f"error: --text {given.text} is no file")
     parts = {"P2": time_to_loss(text, given.seeds, steps), "P3": tokens_to_loss(text, min(3, given.seeds), steps)}
-    rows = [one for target, found in parts.items() if target in (given.only or parts) for one in found]
+    rows = [one for target in given.only for one in parts[target]]
     if not given.quick:
         write("quality", rows)
 

@@ -119,7 +119,7 @@ def commands(pairs: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    given = parser(__doc__, pairs=8).parse_args()
+    given = parser(__doc__, ("P10",), pairs=8).parse_args()
     tokens = kjv().train.tokens.path  # type: ignore[union-attr]
     found = by_turns(lambda: until_said(tokens), until_first_step, given.pairs)
     rows = [row("P10", "train.py to its first step over a bare Lightning script", "E 128, 12 x 64", found, "<= 1.1")]

@@ -273,7 +273,7 @@ def memory(vocabulary: int, width: int, layers: int, context: int) -> Iterator[R
 
 
 def main() -> None:
-    parse = parser(__doc__)
+    parse = parser(__doc__, ("P1", "P1b", "P4", "P9", "P11"))
     parse.add_argument("--nanogpt", default=NANOGPT, help="a checkout of nanoGPT; default: the environment's NANOGPT")
     parse.add_argument("--steps", type=int, default=25, help="of a block under the trainer (P1, P4)")
     parse.add_argument("--quick", action="store_true", help="small sizes: does it run?")
@@ -290,7 +290,7 @@ def main() -> None:
         "P9": lambda: list(memory(*((1000, 64, 2, 64) if given.quick else (50257, 384, 6, 512)))),
         "P11": lambda: list(probed_over_none(given.pairs)),
     }
-    write("step", [one for target in given.only or parts for one in parts[target]()])
+    write("step", [one for target in given.only for one in parts[target]()])
 
 
 if __name__ == "__main__":

@@ -81,6 +81,15 @@ def test_tokens_to_a_loss_are_read_off_a_line_in_the_logarithm_of_tokens(load):
         assert load("quality").reached(loss(wanted), points) == pytest.approx(wanted)
 
 
+def test_a_target_that_a_program_does_not_measure_is_named_with_those_it_does(harness, capsys):
+    parser = harness.parser("", ("P5", "P6"))
+    assert (parser.parse_args([]).only, parser.parse_args(["--only", "P6"]).only) == (("P5", "P6"), ["P6"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parser.parse_args(["--only", "P99"])
+    said = capsys.readouterr().err
+    assert "'P99'" in said and "P5" in said and "P6" in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"harness", "peers", "report"}))
 def test_every_benchmark_imports_and_answers_help(name, load, monkeypatch, capsys):

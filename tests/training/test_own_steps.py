@@ -179,6 +179,15 @@ def test_what_belongs_to_our_own_training_step_is_refused(tmp_path, key):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "said"), [(Own, "test_step", "Own has no test_step"), (Pairs, "test_dataloader", "no test split")]
+)
+def test_a_test_that_the_user_did_not_write_is_refused_before_training(tmp_path, monkeypatch, owner, name, said):
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ConfigError, match=rf"^evaluation\.test=last: .*{said}$"):
+        fit(tmp_path / "run", max_epochs=1, evaluation=EvaluationConfig(test="last"))
+
+
 def test_what_lightning_refuses_is_a_mistake_in_the_config(tmp_path):
     with pytest.raises(ConfigError, match="clipping is not supported for manual optimization"):
         fit(tmp_path / "run", Manual(), max_epochs=1, clip=1.0)
