@@ -56,7 +56,7 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     1.0
     """
     counted = query_mask if query_mask is not None else real_queries(call)
-    found = [_tile_sums(tile, counted[:, None, tile.rows] & tile.chooses, call) for tile in over_tiles(call)]
+    found = [_tile_sums(tile, counted[:, None, tile.rows] & tile.chooses, call) for tile in over_tiles(call, seen_only=True)]
     by_tile = {name: torch.stack([sums[name] for sums, _ in found]).cpu() for name in found[0][0]}  # (tiles, H)
     maximum = by_tile.pop("max_logit").amax(0)
     totals = {name: value.sum(0) for name, value in by_tile.items()}
@@ -138,8 +138,13 @@ class Tile:
         return self.num_visible > 1
 
 
-def over_tiles(call: AttentionCall) -> Iterator[Tile]:
-    """Yield the rows of a call in chunks of at most 2^18 scores, so that L × S values are never stored at once."""
+def over_tiles(call: AttentionCall, *, seen_only: bool = False) -> Iterator[Tile]:
+    """Yield the rows of a call in chunks of at most 2^18 scores, so that L × S values are never stored at once.
+
+    Args:
+        seen_only: leave out the keys after the last one that a row of the tile sees, half of the work under a causal mask.
+            Weights that are given keep all keys: they may stand at hidden keys, too.
+    """
     B, H, L, S = call.shape
     size = max(1, _TILE // (B * H * S))
     for start in range(0, L, size):
@@ -150,12 +155,19 @@ def over_tiles(call: AttentionCall) -> Iterator[Tile]:
         bias = None if call.attn_bias is None else as_bias(call.attn_bias).dense(L, S, **options).detach()
         visible = visible if bias is None else visible & (bias != -torch.inf)
         visible = visible.expand(-1, -1, rows.stop - rows.start, S)
-        query, key = call.query[:, :, rows], hide_unseen(call.key, visible)
+        keys = slice(0, _last_seen(visible) + 1) if seen_only else slice(0, S)
+        visible, bias = visible[..., keys], None if bias is None else bias[..., keys]
+        query, key = call.query[:, :, rows], hide_unseen(call.key[:, :, keys], visible)
         if call.scores is None:
             scores = attention_scores(query, key, scale=call.scale, softcap=call.softcap, attn_bias=bias)
         else:
-            scores = call.scores[:, :, rows].detach()
+            scores = call.scores[:, :, rows, keys].detach()
         yield Tile(rows, query, key, visible, scores, call.sinks, None if call.weights is None else call.weights[:, :, rows])
+
+
+def _last_seen(visible: Tensor) -> int:
+    """The last key that is visible anywhere, 0 if there is none."""
+    return int((visible.flatten(0, 2).any(0) * torch.arange(visible.shape[-1], device=visible.device)).amax())
 
 
 def real_keys(call: AttentionCall) -> Tensor:
@@ -176,12 +188,13 @@ def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[s
     Passes over l × S values stay in the scores' dtype; sums over rows and batch are float64.
     """
     p, hidden, n = tile.weights, ~tile.visible, tile.num_visible
-    z = tile.scores.masked_fill(hidden, 0.0)
+    seen = tile.visible.to(p.dtype)
+    z = torch.where(tile.visible, tile.scores, 0.0)
     is_plain = call.scale != 0 and call.softcap is None and call.attn_bias is None and call.scores is None  # z is c · q·k
     dots = z if is_plain else attention_scores(tile.query, tile.key, scale=1.0).masked_fill_(hidden, 0.0)
     unit = call.scale if is_plain else 1.0
-    mean, variance = _row_moments(z, hidden, n)
-    dots_variance = variance if is_plain else _row_moments(dots, hidden, n)[1]
+    mean, variance = _row_moments(z, seen, n)
+    dots_variance = variance if is_plain else _row_moments(dots, seen, n)[1]
     top, favourite = p.max(-1)
     squares = p.square()
     ipr, cubes = squares.sum(-1).double(), (squares * p).sum(-1).double()
@@ -196,7 +209,7 @@ def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[s
         "logit_square": (n - 1) * variance + n * mean.square(),
         "row_std": variance.sqrt(),
         "dot_product_variance": dots_variance / unit**2,
-        "entropy": -(p * logs).sum(-1).double() / n.clamp(min=2).double().log(),
+        "entropy": -logs.mul_(p).sum(-1).double() / n.clamp(min=2).double().log(),
         "max_weight": top.double(),
         "saturation_99": (top > 0.99).double(),
         "saturation_90": (top > 0.9).double(),
@@ -206,17 +219,18 @@ def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[s
         "query_norm": query_norm.double(),
         "cosine": (dots @ inverse.unsqueeze(-1)).squeeze(-1).double() / (unit * query_norm.double()),
     }
-    sums = {name: value.masked_fill(~counted, 0.0).sum(dim=(0, 2)) for name, value in per_row.items()}
+    values = torch.stack(torch.broadcast_tensors(*per_row.values())).masked_fill_(~counted, 0.0)  # (names, B, H, l)
+    sums = dict(zip(per_row, values.sum(dim=(1, 3)), strict=True))
     sums["max_logit"] = z.abs().amax(-1).masked_fill(~counted, 0.0).amax(dim=(0, 2)).double()
     if call.scale == 0:
         favourite = dots.masked_fill(hidden, -torch.inf).argmax(-1)
     return sums, torch.where(counted, favourite, -1)
 
 
-def _row_moments(x: Tensor, hidden: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of each row over its n visible keys, (B, H, l) each; x is 0 at the hidden ones."""
+def _row_moments(x: Tensor, seen: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of each row over its n visible keys, (B, H, l) each; ``seen`` is 1 there. Elsewhere it and x are 0."""
     mean = x.sum(-1) / n.clamp(min=1)
-    around = (x - mean.unsqueeze(-1)).masked_fill_(hidden, 0.0)
+    around = (x - mean.unsqueeze(-1)).mul_(seen)
     return mean.double(), around.square_().sum(-1).double() / (n - 1).clamp(min=1)
 
 

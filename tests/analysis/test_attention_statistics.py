@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitx.analysis import attention_statistics, statistics
-from minitx.analysis.counting import allocations
+from minitx.analysis.counting import allocations, flop_counter
 from minitx.nn import AttentionCall, Causal, Padding, SlidingWindow
 
 B, H, HKV, L, S, D = 2, 6, 3, 7, 11, 5
@@ -77,12 +77,38 @@ def test_statistics_equal_brute_force_over_visible_pairs_without_padded_queries(
         torch.testing.assert_close(found[statistic], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
 
 
-def test_streaming_in_tiles_changes_nothing(monkeypatch):
+HIDES = torch.zeros(L, S).masked_fill(torch.arange(S) > torch.arange(L)[:, None], -torch.inf)
+CALLS = {
+    "causal": {"mask": Causal()},
+    "hidden rows": {"mask": SlidingWindow(2) & Padding(torch.arange(S).expand(B, S) > 5)},
+    "a bias that hides": {"attn_bias": HIDES, "softcap": 3.0, "sinks": torch.linspace(-1, 1, H)},
+    "no scale": {"mask": Causal(), "scale": 0.0},
+    "scores that were set": {"mask": Causal(), "scores": inputs()[0] @ torch.randn(D, S, dtype=torch.float64)},
+    "weights that were set, also at hidden keys": {
+        "mask": Causal(),
+        "weights": torch.linspace(0, 1, L * S, dtype=torch.float64).view(L, S).expand(B, H, L, S),
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_streaming_in_tiles_changes_nothing(name, monkeypatch):
     query, key = inputs()
-    whole = statistics_of(query, key, 0.5, Causal())
+    call = AttentionCall(query, key, key, **{"scale": 0.5, **CALLS[name]})
+    counted = torch.ones(B, L, dtype=torch.bool)
+    whole = attention_statistics(call, query_mask=counted)
     monkeypatch.setattr(statistics, "_TILE", 1)
-    for name, value in statistics_of(query, key, 0.5, Causal()).items():
-        torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-14)
+    for statistic, value in attention_statistics(call, query_mask=counted).items():
+        torch.testing.assert_close(value, whole[statistic], rtol=1e-12, atol=1e-14, msg=statistic)
+
+
+def test_keys_that_no_row_of_a_tile_sees_yet_are_not_computed(monkeypatch):
+    monkeypatch.setattr(statistics, "_TILE", 1)
+    query, _ = inputs(31)
+    with flop_counter() as counter:
+        statistics_of(query, query, 1.0, Causal())
+    per_score = 2 * D + 2  # q · k, and the sum of the cosines
+    assert counter.get_total_flops() == B * H * per_score * 31 * 32 // 2
 
 
 def test_statistics_never_hold_a_matrix_of_queries_times_keys(monkeypatch):
