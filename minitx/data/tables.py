@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,12 @@ def load_table(
     except ImportError:
         raise ConfigError(f"{said} needs the package datasets: pip install datasets") from None
     options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming}
-    files = sorted(glob(str(local), recursive=True)) if any(sign in path for sign in "*?[") else [str(local)]
+    is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else the name of a file: "reviews [1].csv"
+    files = sorted(glob(str(local), recursive=True)) if is_pattern else [str(local)]
     if local.is_dir():
         options["path"] = str(local)
     elif files and Path(files[0]).is_file():
-        options |= {"name": None, "data_files": {"train": files}, **_reader(files, said, **reader)}
+        options |= {"name": None, "data_files": {"train": [*map(escape, files)]}, **_reader(files, said, **reader)}
     elif not files or local.suffix.lower() in KINDS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{said} does not exist; a file, a folder or a name on the Hugging Face hub is wanted")
     with contextlib.ExitStack() as quiet:  # no bars and no logs for local files: their errors are reported here

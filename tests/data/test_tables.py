@@ -39,6 +39,15 @@ def test_several_files_are_one_table_in_the_order_of_their_names(tmp_path, write
     assert load_table(path, streaming=True).num_shards == 3
 
 
+@pytest.mark.parametrize("name", ["reviews [1].txt", "[all]/a.txt", "really?.txt", "*.txt"])
+def test_a_file_with_the_signs_of_a_pattern_in_its_name_is_read(write_text, tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write_text("other", "other.txt")
+    path = write_text("\n".join(TEXTS), name)
+    for streaming in (False, True):
+        assert [row["text"] for row in load_table(path, streaming=streaming)] == TEXTS
+
+
 @pytest.mark.parametrize("name", ["absent.txt", "absent/*.txt", "a.pdf", "empty.txt", "bad.jsonl", "a.txt", ""])
 def test_what_is_missing_or_cannot_be_read_is_refused(write_text, tmp_path, name):
     content = {"a.pdf": "x", "empty.txt": "", "bad.jsonl": "{nope", "a.txt": b"\xff\xfea\0"}.get(name)
