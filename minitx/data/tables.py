@@ -175,8 +175,12 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     names = None
     for table in tables:
         values = list(table[column_of(table, column, "label_column")])
-        without = sum(not isinstance(value, int | str) or (isinstance(value, str) and not value.strip()) for value in values)
+        values = [value.strip() if isinstance(value, str) else value for value in values]
+        without = sum(value in (None, "") or value != value for value in values)  # NaN is not equal to itself
         require(not without, f"data.label_column={column} has {without} of {len(values)} rows without a label: remove them")
+        other = next((value for value in values if not isinstance(value, int | str)), None)
+        said = f"data.label_column={column} must have words or whole numbers, got {type(other).__name__}"
+        require(other is None, f"{said} ({other!r:.20}): a label is the name of a class")
         own = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
         require(not own or min(values, default=0) >= 0, f"data.label_column={column} has rows without a label (-1)")
         names = names or own

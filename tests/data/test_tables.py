@@ -76,6 +76,22 @@ def test_labels_are_numbered_by_name():
         labels_of([datasets.Dataset.from_dict({"label": part}) for part in (["a"], [1])], "label")
 
 
+def test_a_label_that_is_no_class_is_not_called_missing():
+    import datasets
+
+    with pytest.raises(ConfigError, match=r"label_column=label must have words or whole numbers, got float \(4\.5\)"):
+        labels_of([datasets.Dataset.from_dict({"label": [4.5, 3.0]})], "label")
+    with pytest.raises(ConfigError, match="1 of 2 rows without a label"):
+        labels_of([datasets.Dataset.from_dict({"label": [4.5, float("nan")]})], "label")
+
+
+def test_white_space_around_a_label_makes_no_class():
+    import datasets
+
+    (labels,), names = labels_of([datasets.Dataset.from_dict({"label": ["pos", "neg", "pos ", " neg"]})], "label")
+    assert (labels.tolist(), names) == ([1, 0, 1, 0], ("neg", "pos"))
+
+
 @pytest.mark.parametrize("empty", ["", " ", None])
 def test_a_row_without_a_label_is_refused_and_counted(empty):
     import datasets
