@@ -315,6 +315,14 @@ def test_batches_that_are_pairs_and_models_that_return_a_dict_give_the_same_run(
 # --- counts, metrics and splits
 
 
+@pytest.mark.parametrize("size", [0, -4, 2.5, "4"])
+def test_a_batch_size_from_python_is_read_as_that_of_a_config_is(tmp_path, size):
+    rows = Squares().rows
+    with pytest.raises(ConfigError, match=rf"^batch_size={size} must be"):
+        fit(tmp_path / "run", Task(name="mine", train=rows, val=rows), batch_size=size)
+    assert not (tmp_path / "run").exists()
+
+
 def test_epochs_count_the_rows_of_a_task(tmp_path):
     rows = Squares().rows
     task = Task(name="mine", train=rows, val=rows[:3], test=rows[3:])
