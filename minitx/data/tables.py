@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,12 @@ def load_table(
     except ImportError:
         raise ConfigError(f"{said} needs the package datasets: pip install datasets") from None
     options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming}
-    files = sorted(glob(str(local), recursive=True)) if any(sign in path for sign in "*?[") else [str(local)]
+    is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else the name of a file: "reviews [1].csv"
+    files = sorted(glob(str(local), recursive=True)) if is_pattern else [str(local)]
     if local.is_dir():
         options["path"] = str(local)
     elif files and Path(files[0]).is_file():
-        options |= {"name": None, "data_files": {"train": files}, **_reader(files, said, **reader)}
+        options |= {"name": None, "data_files": {"train": [*map(escape, files)]}, **_reader(files, said, **reader)}
     elif not files or local.suffix.lower() in KINDS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{said} does not exist; a file, a folder or a name on the Hugging Face hub is wanted")
     with contextlib.ExitStack() as quiet:  # no bars and no logs for local files: their errors are reported here
@@ -174,8 +175,12 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     names = None
     for table in tables:
         values = list(table[column_of(table, column, "label_column")])
-        without = sum(not isinstance(value, int | str) or (isinstance(value, str) and not value.strip()) for value in values)
+        values = [value.strip() if isinstance(value, str) else value for value in values]
+        without = sum(value in (None, "") or value != value for value in values)  # NaN is not equal to itself
         require(not without, f"data.label_column={column} has {without} of {len(values)} rows without a label: remove them")
+        other = next((value for value in values if not isinstance(value, int | str)), None)
+        said = f"data.label_column={column} must have words or whole numbers, got {type(other).__name__}"
+        require(other is None, f"{said} ({other!r:.20}): a label is the name of a class")
         own = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
         require(not own or min(values, default=0) >= 0, f"data.label_column={column} has rows without a label (-1)")
         names = names or own

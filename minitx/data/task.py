@@ -141,6 +141,9 @@ class Rows(Split):
         rows = self._read(items, draw)
         said = f"{self.task.name}: rows must be dicts of arrays, such as {{'input_ids': ..., 'labels': ...}}, got a {type(rows[0]).__name__}"
         require(isinstance(rows[0], Mapping), said)
+        other = next((row for row in rows if row.keys() != rows[0].keys()), rows[0])
+        said = f"{self.task.name}: rows must have the same keys, got {', '.join(map(str, rows[0]))} and {', '.join(map(str, other))}"
+        require(other is rows[0], said)
         batch = {key: self._tensor(key, [row.get(key) for row in rows]) for key in rows[0]}
         for key, mask in self.task.key_masks.items():
             if key in batch and batch[key].dim() == 2 and mask not in rows[0]:
@@ -200,7 +203,10 @@ def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:
     >>> padded([np.array([5, 6, 7]), np.array([8])], fill=0).tolist()
     [[5, 6, 7], [8, 0, 0]]
     """
-    lengths, together = np.array([len(row) for row in rows]), np.concatenate(rows)
+    lengths = np.array([len(row) for row in rows])
+    together = np.concatenate(
+        [row for row in rows if len(row)] or [np.zeros(0, np.int64)]
+    )  # an empty list has no kind: float64
     values = np.full((len(rows), max(1, lengths.max())), fill, together.dtype)
     values[np.arange(values.shape[1]) < lengths[:, None]] = together
     return values

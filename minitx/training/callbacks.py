@@ -166,7 +166,7 @@ def step_means(trainer: L.Trainer, module: TrainingModule, batch: Any) -> dict[s
     else:
         loss /= ranks  # a mean over each process's own rows
     names = ("accuracy" if name == "correct" else name for name in module.step_sums)
-    return {"train_loss": loss, **{f"train_{name}": value / targets for name, value in zip(names, sums, strict=True)}}
+    return {"train_loss": loss, **{f"train_{name}": value / max(targets, 1) for name, value in zip(names, sums, strict=True)}}
 
 
 class StopAt(StepCallback):

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Z95 = 1.959963984540054
+_NO_LABEL = f"data: no label of the rows counts: all are {IGNORED}"
+
 KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
 """The kinds of tasks with their own metrics."""
 
@@ -95,6 +97,7 @@ def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
     """
     sums, counts = sums.double(), counts.double()
     total, rows = float(counts.sum()), len(sums)
+    require(total > 0, _NO_LABEL)
     value = float(sums.sum()) / total
     if rows < 2:
         return Metric(value, None, None, int(total))
@@ -220,6 +223,7 @@ def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tupl
         columns.append((nll.double().sum(-1).cpu(), counted.sum(-1).cpu(), right.sum(-1).cpu()))
     nll, counts, right = (torch.cat(column) for column in zip(*columns, strict=True))
     real = counts > 0  # rows that only fill a batch up
+    require(bool(real.any()), _NO_LABEL)
     return nll[real], counts[real], right[real]
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from minitx.config import ConfigError, RunConfig, TransformerConfig, to_dict
+from minitx.config import IGNORED, ConfigError, RunConfig, TransformerConfig, to_dict
 from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, num_targets
@@ -172,7 +172,7 @@ class TrainingModule(L.LightningModule):
         whole = batch.get("num_targets")  # of the whole step, over all micro-batches and processes
         own = num_targets(batch["labels"]) if whole is None else whole
         # this micro-batch's part of the mean loss
-        share = sums["loss"] / (own.clamp(min=1) * accumulate if whole is None else own)
+        share = sums["loss"] / (own.clamp(min=1) * (accumulate if whole is None else 1))
         self._missing = accumulate / (micro + 1) if whole is None else 1.0
         others = {name: value.detach() for name, value in sums.items() if name not in ("loss", "nll")}
         if micro:
@@ -231,7 +231,9 @@ class TrainingModule(L.LightningModule):
         """Log the means over the rows of a split on all processes, and return them."""
         totals = {name: sum_over_rows(self.trainer, value) for name, value in self._validation.items() if name != "nll"}
         self._validation = {}
-        count = totals.pop("count").clamp(min=1)
+        count = totals.pop("count")
+        if not count:
+            log.warning("no label of the %s rows counts: all are %d, so they have no loss", split, IGNORED)
         means = {f"{split}_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
         # those of validation are written by StepLog, at the right step
         self.log_dict(means, rank_zero_only=True, logger=split == "test")

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
-from minitx.config.schema import first_line, require
+from minitx.config.schema import Count, first_line, read, require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.training.build import (
@@ -73,7 +73,7 @@ def train(
             folder holds a run that is not continued. NonFiniteError: a loss or gradient is not
             finite, with ``on_nonfinite=stop``. StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
     """
-    folder = Path(folder)
+    folder, batch_size = Path(folder), read(Count, batch_size, "batch_size")
     config = checked(config, folder, model=model, data=data, objective=objective)
     with quiet_lightning(), machine(config.trainer):
         opened = open_data(config, data, tokenizer_of(config.init_from, config.data), batch_size)

@@ -39,6 +39,15 @@ def test_several_files_are_one_table_in_the_order_of_their_names(tmp_path, write
     assert load_table(path, streaming=True).num_shards == 3
 
 
+@pytest.mark.parametrize("name", ["reviews [1].txt", "[all]/a.txt", "really?.txt", "*.txt"])
+def test_a_file_with_the_signs_of_a_pattern_in_its_name_is_read(write_text, tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write_text("other", "other.txt")
+    path = write_text("\n".join(TEXTS), name)
+    for streaming in (False, True):
+        assert [row["text"] for row in load_table(path, streaming=streaming)] == TEXTS
+
+
 @pytest.mark.parametrize("name", ["absent.txt", "absent/*.txt", "a.pdf", "empty.txt", "bad.jsonl", "a.txt", ""])
 def test_what_is_missing_or_cannot_be_read_is_refused(write_text, tmp_path, name):
     content = {"a.pdf": "x", "empty.txt": "", "bad.jsonl": "{nope", "a.txt": b"\xff\xfea\0"}.get(name)
@@ -65,6 +74,22 @@ def test_labels_are_numbered_by_name():
             labels_of([named, datasets.Dataset.from_dict({"label": other})], "label")
     with pytest.raises(ConfigError, match="words and numbers"):
         labels_of([datasets.Dataset.from_dict({"label": part}) for part in (["a"], [1])], "label")
+
+
+def test_a_label_that_is_no_class_is_not_called_missing():
+    import datasets
+
+    with pytest.raises(ConfigError, match=r"label_column=label must have words or whole numbers, got float \(4\.5\)"):
+        labels_of([datasets.Dataset.from_dict({"label": [4.5, 3.0]})], "label")
+    with pytest.raises(ConfigError, match="1 of 2 rows without a label"):
+        labels_of([datasets.Dataset.from_dict({"label": [4.5, float("nan")]})], "label")
+
+
+def test_white_space_around_a_label_makes_no_class():
+    import datasets
+
+    (labels,), names = labels_of([datasets.Dataset.from_dict({"label": ["pos", "neg", "pos ", " neg"]})], "label")
+    assert (labels.tolist(), names) == ([1, 0, 1, 0], ("neg", "pos"))
 
 
 @pytest.mark.parametrize("empty", ["", " ", None])

@@ -167,6 +167,21 @@ def test_keys_are_padded_with_what_was_asked_for():
     assert batch_of(split_of(rows))["key_mask"].tolist() == [[False, True, True], [True, False, False]]
 
 
+def test_an_empty_list_does_not_make_fractions_of_the_ids_of_other_rows():
+    rows = [{"input_ids": [], "labels": []}, {"input_ids": [5, 6], "labels": [6, 7]}]
+    for some in (rows, rows[:1]):
+        batch = batch_of(split_of(some))
+        assert {batch["input_ids"].dtype, batch["labels"].dtype} == {torch.int64}
+        assert batch["key_mask"].any(1).tolist() == [False, True][: len(some)]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_key_that_some_rows_lack_is_refused_and_not_dropped_by_the_order_of_the_rows(order):
+    rows = [{"input_ids": [1], "labels": 1}, {"input_ids": [1], "labels": 1, "token_type_ids": [1]}][::order]
+    with pytest.raises(ConfigError, match=r"^mine: rows must have the same keys, got .*token_type_ids"):
+        batch_of(split_of(rows))
+
+
 def test_labels_that_are_no_whole_numbers_count_as_others_do():
     rows = [{"x": [1.0, 2.0], "labels": [0.5, 0.25]} for _ in range(7)]
     assert source(split_of(rows), batch_size=6, accumulate=3)[Address(0, 1)]["num_targets"] == 12

@@ -87,6 +87,25 @@ def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
     assert [row["tokens"] for row in read_metrics(tmp_path / "metrics.csv")] == [1, 5]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_step_without_a_label_that_counts_has_a_loss_of_zero(tmp_path, own):
+    rows = [{"input": torch.randn(3, dtype=torch.float64), "labels": torch.tensor(label)} for label in (-100, 1)]
+    data = Squares() if own else Task(name="mine", train=rows, val=rows)
+    data.__dict__.update(rows=rows, train_dataloader=lambda: DataLoader(rows, batch_size=1))
+    result = fit(tmp_path, data, objective=None, max_steps=2, batch_size=1)
+    assert result["steps"] == 2 and sorted(losses_of(tmp_path))[0] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["other", "classify"])
+def test_a_validation_without_a_label_that_counts_is_no_perfect_one(tmp_path, caplog, kind):
+    rows = [{"input": torch.randn(3, dtype=torch.float64), "labels": label} for label in (0, 1, -100)]
+    task = Task(name="mine", kind=kind, train=rows[:2], val=rows[2:])
+    assert fit(tmp_path, task, objective=None)["val_loss"] is None
+    assert "no label of the val rows counts" in caplog.text
+    with pytest.raises(ConfigError, match=r"^data: no label of the rows counts"):
+        evaluate(nn.Linear(3, 2).double(), task)
+
+
 def test_fields_that_the_data_decide_are_fields_of_the_model(tmp_path):
     sizes, data = {"vocab_size": 5, "embed_dim": 8, "num_heads": 2, "num_layers": 1}, Squares()
     config = RunConfig(model=node(build_model, architecture="encoder", head="sequence", **sizes))
@@ -294,6 +313,14 @@ def test_batches_that_are_pairs_and_models_that_return_a_dict_give_the_same_run(
 
 
 # --- counts, metrics and splits
+
+
+@pytest.mark.parametrize("size", [0, -4, 2.5, "4"])
+def test_a_batch_size_from_python_is_read_as_that_of_a_config_is(tmp_path, size):
+    rows = Squares().rows
+    with pytest.raises(ConfigError, match=rf"^batch_size={size} must be"):
+        fit(tmp_path / "run", Task(name="mine", train=rows, val=rows), batch_size=size)
+    assert not (tmp_path / "run").exists()
 
 
 def test_epochs_count_the_rows_of_a_task(tmp_path):

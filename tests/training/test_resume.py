@@ -133,6 +133,17 @@ def test_what_a_resumed_run_would_not_do_is_refused_before_anything_is_written(m
     assert (folder / "config.yaml").read_text(encoding="utf-8") == "good"
 
 
+def test_a_run_that_goes_on_with_another_seed_or_batch_size_says_that_its_rows_are_others(make_config, tmp_path, caplog):
+    config = make_config(trainer__ckpt_every=100, trainer__max_steps=2)
+    train(config, tmp_path / "run")
+    for changes in ({}, {"seed": 3, "data": {**config.data, "batch_size": 6}}):
+        caplog.clear()
+        train(dataclasses.replace(resumed(config, tmp_path / "run"), **changes), tmp_path / f"then{len(changes)}")
+        assert ("other rows, some of them twice or not at all: seed 0 != 3; data.batch_size 12 != 6" in caplog.text) == bool(
+            changes
+        )
+
+
 def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path):
     options = {"trainer__ckpt_every": 100, "trainer__val_every": 2, "trainer__max_steps": 4, "optimizer__lr": 3.0}
     config = make_config(**options, schedule=node(constant))
