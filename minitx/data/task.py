@@ -204,9 +204,8 @@ def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:
     [[5, 6, 7], [8, 0, 0]]
     """
     lengths = np.array([len(row) for row in rows])
-    together = np.concatenate(
-        [row for row in rows if len(row)] or [np.zeros(0, np.int64)]
-    )  # an empty list has no kind: float64
+    full = [row for row in rows if len(row)]  # an empty list of Python's is float64, whatever its neighbours are
+    together = np.concatenate(full or [np.zeros(0, np.int64)])
     values = np.full((len(rows), max(1, lengths.max())), fill, together.dtype)
     values[np.arange(values.shape[1]) < lengths[:, None]] = together
     return values

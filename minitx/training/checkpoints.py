@@ -346,9 +346,8 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
         for each in (checkpoint["minitx"]["config"], state["config"])
     )
     if others := [f"{name} {saved[name]} != {wanted[name]}" for name in saved if saved[name] != wanted[name]]:
-        log.warning(
-            "ckpt_path=%s goes on with other rows, some of them twice or not at all: %s", config.ckpt_path, "; ".join(others)
-        )
+        said = "ckpt_path=%s goes on with other rows, some of them twice or not at all: %s"
+        log.warning(said, config.ckpt_path, "; ".join(others))
     step, most = int(checkpoint["global_step"]), config.trainer.max_steps
     if most is not None and step > most:
         raise ConfigError(f"ckpt_path={config.ckpt_path} is of step {step}, after trainer.max_steps={most}")
