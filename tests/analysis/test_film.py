@@ -31,6 +31,11 @@ TRACES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _short_end(monkeypatch):
+    monkeypatch.setattr("minitx.analysis.film.LAST_FRAMES", 2)  # each is drawn
+
+
 def colours(frame):
     return {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in np.unique(np.asarray(frame.convert("RGB")).reshape(-1, 3), axis=0)}
 
