@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pages import random_snapshot, with_answers
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from minitx.analysis.answers import Answer
 from minitx.analysis.film import BAD, GOOD, write_film
@@ -46,10 +46,7 @@ def test_a_film_has_a_frame_for_each_step_of_either_model(tmp_path, ending):
     with Image.open(tmp_path / f"film.{ending}") as film:
         assert film.n_frames == 3
         assert film.info.get("loop", 0) == 0
-        frames = []
-        for i in range(3):
-            film.seek(i)
-            frames.append(np.asarray(film.convert("RGB")).astype(int))
+        frames = [np.asarray(frame.convert("RGB")).astype(int) for frame in ImageSequence.Iterator(film)]
     assert all(frame.shape == frames[0].shape for frame in frames)
     assert min(np.abs(a - b).max() for a, b in pairwise(frames)) > 100
 
