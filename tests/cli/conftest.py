@@ -78,6 +78,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) ->
     monkeypatch.chdir(folder)
     monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: shared_data)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("minitx.analysis.film.LAST_FRAMES", 2)  # each is drawn
     yield folder
     sys.modules.pop("own", None)  # of examples/own_project
 

@@ -119,7 +119,8 @@ def test_a_killed_process_is_the_reason_also_where_all_end_in_one_second(other, 
 
 
 def test_a_sweeper_is_told_nan_of_a_diverged_run_on_several_devices(cli, place, monkeypatch):
-    calls = (compose_config([*TINY, "trainer=cpu", *wild]) for wild in ([], ["optimizer.lr=1e30", "on_nonfinite=record"]))
+    words = [*TINY, "trainer=cpu", "trainer.max_steps=10"]
+    calls = (compose_config([*words, *wild]) for wild in ([], ["optimizer.lr=1e30", "on_nonfinite=record"]))
     monkeypatch.setattr("minitx.cli.train.launch", lambda words, processes, folder: train.run_training(next(calls), folder, ""))
     values, ask = [], train.run_on_devices
     monkeypatch.setattr("minitx.cli.train.run_on_devices", lambda *given: values.append(ask(*given)))

@@ -218,6 +218,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) ->
     """An empty current folder, as the root of a checkout without the code."""
     monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: shared_data)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", shared_data / "datasets")
+    monkeypatch.setattr("minitx.analysis.film.LAST_FRAMES", 2)  # each is drawn
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -28,7 +28,7 @@ import lzma
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,9 +62,9 @@ def read(name: str) -> list[dict[str, Any]]:
         return [run for run in map(json.loads, lines) if run["status"] == "done"]
 
 
-def means(curve: Sequence[float], window: int) -> list[float]:
+def means(curve: Sequence[float], window: int) -> Iterator[float]:
     """The mean over each ``window`` consecutive steps."""
-    return [math.fsum(curve[end - window : end]) / window for end in range(window, len(curve) + 1)]
+    return (math.fsum(curve[end - window : end]) / window for end in range(window, len(curve) + 1))
 
 
 def median(values: Iterable[float]) -> Ratio:
@@ -204,26 +204,26 @@ def curves(runs: Sequence[dict[str, Any]], study: str, **factors: str) -> Curves
     return {(run["arm"], float(run["factors"]["lr"]), run["seed"]): run["result"]["accuracy"] for run in chosen}
 
 
-def steps(curve: Sequence[float] | None) -> int:
+def steps(curve: Sequence[float]) -> int:
     """Steps to 90 % of 16 steps; a run that was left out or does not get there counts as the cap."""
-    return next((end for end, mean in enumerate(means(curve or [], 16), 16) if mean >= 0.9), CAP)
+    return next((end for end, mean in enumerate(means(curve, 16), 16) if mean >= 0.9), CAP)
 
 
-def steps_of(found: Curves, arm: str, seed: int) -> int:
-    """The steps of a seed, at the rate that is best on the other seeds."""
+def steps_of(found: dict[tuple[str, float, int], int], arm: str, seed: int) -> int:
+    """The steps of a seed, at the rate that is best on the other seeds, of the steps of each curve."""
     others = {other for _, _, other in found} - {seed}
 
     def cost(rate: float) -> float:
-        return math.fsum(math.log(steps(found.get((arm, rate, other)))) for other in others)
+        return math.fsum(math.log(found.get((arm, rate, other), CAP)) for other in others)
 
     best = min(sorted({rate for _, rate, _ in found}), key=cost)
-    return steps(found.get((arm, best, seed)))
+    return found.get((arm, best, seed), CAP)
 
 
 def ratio_of_steps(found: Curves) -> Ratio:
     """Steps without the scale over steps with it."""
-    seeds = {seed for _, _, seed in found}
-    return median(steps_of(found, "unscaled", seed) / steps_of(found, "inv_sqrt", seed) for seed in seeds)
+    seeds, counts = {seed for _, _, seed in found}, {key: steps(curve) for key, curve in found.items()}
+    return median(steps_of(counts, "unscaled", seed) / steps_of(counts, "inv_sqrt", seed) for seed in seeds)
 
 
 def from_scratch() -> dict[str, Curves]:
@@ -413,7 +413,7 @@ def draw(path: str) -> None:
     arms, widths = dict(zip(("inv_sqrt", "unscaled"), PALETTE, strict=False)), [int(d_k) for d_k in WIDTHS]
     for (arm, rate, _), curve in curves(before, "stability_adamw", head_dim="128").items():
         if rate == 0.01 and arm in arms:
-            axes[0].plot(means(curve, 8), color=arms[arm][0], linewidth=0.9, alpha=0.8)
+            axes[0].plot(list(means(curve, 8)), color=arms[arm][0], linewidth=0.9, alpha=0.8)
     label(axes[0], "A solved model, trained on\n(AdamW, rate 0.01, d_k 128)", "step", "accuracy (mean of 8 steps)")
     for ax, study, name, power in zip(axes[1:3], ("adamw", "sgd"), ("AdamW", "SGD"), (0.25, 0.5), strict=False):
         for i, (arm, (color, marker)) in enumerate(arms.items()):
@@ -430,9 +430,9 @@ def draw(path: str) -> None:
         ax.set_xticks(widths, [str(d_k) for d_k in widths])
         label(ax, f"Largest rate without a collapse\n({name})", "d_k", "learning rate")
     for column, of_init in enumerate(from_scratch().values()):
-        seeds = sorted({seed for _, _, seed in of_init})
+        seeds, counts = sorted({seed for _, _, seed in of_init}), {key: steps(curve) for key, curve in of_init.items()}
         for i, (arm, (color, marker)) in enumerate(arms.items()):
-            heights = [steps_of(of_init, arm, seed) for seed in seeds]
+            heights = [steps_of(counts, arm, seed) for seed in seeds]
             xs = [column + 0.3 * (i - 0.5) + 0.03 * (k - len(heights) / 2) for k in range(len(heights))]
             axes[3].plot(xs, heights, marker, color=color, markersize=3)
     log_ticks(axes[3])

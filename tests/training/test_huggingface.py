@@ -58,14 +58,8 @@ def words(folders):
     def make(model, *more, data="hf"):
         files = [f"data.path={folders / 'train.jsonl'}", f"data.val_path={folders / 'val.jsonl'}"]
         chosen = ["experiment=finetune", "model=hf", f"model.path={folders / model}", f"data={data}", *files, *QUIET]
-        return [
-            *chosen,
-            "evaluation.at_end=false",
-            "data.batch_size=2",
-            "trainer.max_steps=2",
-            "schedule.warmup_steps=0",
-            *more,
-        ]
+        short = ["evaluation.at_end=false", "data.batch_size=2", "trainer.max_steps=2", "schedule.warmup_steps=0"]
+        return [*chosen, *short, *more]
 
     return make
 
