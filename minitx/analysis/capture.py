@@ -226,19 +226,33 @@ def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
 def _feedforward_of(block: nn.Module) -> nn.Module | None:
     """The feed-forward part of a block, read off the modules of blocks of others.
 
-    It is the largest module that ends with the block's last matrix and has several matrices, but no attention and no norm (a
-    module with a norm adds the residual stream itself). Where there is none, it is the last matrix (OPT: ``fc2``).
+    It is the largest module with several matrices, but no attention, no convolution (a state space layer has one) and no norm (a
+    module with a norm adds the residual stream itself). Where there is none, it is the last matrix (OPT: ``fc2``). Where there are
+    several, no module computes the sum of them (experts and a shared network beside them).
     """
     if isinstance(block, Block):
         return block.feedforward
-    inside = [module for part in _without_attention(block) for module in part.modules()]
-    matrices = [module for module in inside if any(p.dim() > 1 for p in module.parameters(recurse=False))]
-    norms = {m for m in inside if m not in matrices and any(p.numel() > 1 for p in m.parameters(recurse=False))}
-    for module in inside:
-        parts = set(module.modules())
-        if {*matrices[-1:], *matrices[-2:-1]} <= parts and len(matrices) > 1 and parts.isdisjoint(norms):
-            return module
-    return matrices[-1] if matrices else None
+    inside = [module for part in _without_attention(block) for module in _up_to_wrappers(part)]
+    matrices = {m for m in inside if any(p.dim() > 1 for p in m.parameters(recurse=_is_wrapper(m)))}
+    others = {m for m in inside if m not in matrices and not any(m.children()) and any(p.numel() > 1 for p in m.parameters())}
+    others |= {m for m in inside if isinstance(m, nn.Conv1d | nn.Conv2d)}
+    parts = {m: set(_up_to_wrappers(m)) for m in inside}
+    whole = [m for m in inside if len(parts[m] & matrices) > 1 and parts[m].isdisjoint(others)]
+    largest = [m for m in whole if not any(m in parts[other] for other in whole if other is not m)]
+    if len(largest) > 1:
+        return None
+    return largest[0] if largest else next((m for m in reversed(inside) if m in matrices), None)
+
+
+def _up_to_wrappers(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and its parts. What is wrapped counts as one (an adapter of PEFT, a parametrisation)."""
+    yield module
+    for child in () if _is_wrapper(module) else module.children():
+        yield from _up_to_wrappers(child)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return hasattr(module, "base_layer") or hasattr(module, "parametrizations")
 
 
 def _without_attention(module: nn.Module) -> Iterator[nn.Module]:
@@ -281,7 +295,7 @@ def _missing(model: nn.Module, what: str) -> str:
     """What ``model`` lacks, why, and what to do."""
     block = "Block, and no layer that adopt_hf knows as one"
     other = "it holds no attention of minitx. adopt_hf gives one to a model of transformers"
-    parts = {"heads": f"attention core: {other}", "feedforward": f"{block} with a feed-forward part", "residual": block}
+    parts = {"heads": f"attention core: {other}", "feedforward": f"{block} with one feed-forward part", "residual": block}
     if what in parts:
         return parts[what]
     core = next(iter(modules_of(model, "heads").values()), None)

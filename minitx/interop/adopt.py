@@ -365,7 +365,9 @@ def _attention(
             f"{type(module).__name__} hands {chosen[0]} to its attention function, which no core takes: release_hf"
         )
     core: AdoptedCore = module.core
-    causal = bool(module.is_causal if is_causal is None else is_causal)
+    if is_causal is None:  # a decoder that always gets a mask from transformers need not say that it is causal (NLLB-MoE)
+        is_causal = module.is_causal or (getattr(module, "is_decoder", False) and not core.is_cross)
+    causal = bool(is_causal)
     mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, causal, query.shape[2], key)
     key, value = key[:, :, :S], value[:, :, :S]
     if query.shape[0] != key.shape[0]:

@@ -84,6 +84,9 @@ def tidy_roberta(values: Values, names: Collection[str]) -> Values:
     pad_id = values.get("pad_token_id", 1)
     if not isinstance(pad_id, int):
         raise ValueError(f"pad_token_id={pad_id!r} must be a number: RoBERTa counts positions from pad_token_id + 1")
+    activation = values.get("hidden_act", "gelu")
+    if activation != "gelu" and (values.get("architectures") or ["RobertaForMaskedLM"])[0] == "RobertaForMaskedLM":
+        raise ValueError(f"hidden_act={activation!r} is not supported: the head of RobertaForMaskedLM always computes 'gelu'")
     rows = values.get("max_position_embeddings", 512)
     return {**values, "max_position_embeddings": rows - pad_id - 1, "position_offset": pad_id + 1}
 

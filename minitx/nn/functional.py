@@ -304,7 +304,9 @@ def reference_attention(call: AttentionCall) -> Tensor:
     B, H, L, S = call.shape
     Hkv, Dv = call.value.shape[1], call.value.shape[3]
     with full_precision(call.query.device):
-        visible = call.visible() if call.weights is None else weights != 0
+        visible = call.visible()
+        if call.weights is not None and visible is not None:  # they may see hidden keys; a weight of 0 still has a gradient
+            visible = visible | (weights != 0)
         value = hide_unseen(call.value, visible).to(weights.dtype).unsqueeze(2)  # (B, Hkv, 1, S, Dv)
         output = weights.reshape(B, Hkv, H // Hkv, L, S) @ value
     return output.reshape(B, H, L, Dv).to(call.value.dtype)

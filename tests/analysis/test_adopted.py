@@ -7,10 +7,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 transformers = pytest.importorskip("transformers")
 
+import peft  # noqa: E402
 from pages import data_of  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 
 from minitx.analysis import (  # noqa: E402
     capture,
@@ -96,6 +99,45 @@ def test_a_layer_whose_feedforward_cannot_be_told_is_refused():
     assert len(modules_of(model, "residual")) == 2
     with pytest.raises(ValueError, match="feed-forward"), capture(model, what="feedforward"):
         pass
+
+
+class Layer(GradientCheckpointingLayer):
+    """A layer of transformers around the attention of Llama, with other parts."""
+
+    def __init__(self, attention, **parts):
+        super().__init__()
+        for name, part in {**parts, "self_attn": attention}.items():
+            self.add_module(name, part)
+
+
+def feedforward_of(**parts):
+    """The name of what is found in a layer with these parts."""
+    model = build("Llama")
+    model.model.layers[-1] = Layer(model.model.layers[-1].self_attn, **parts)
+    return list(modules_of(adopt_hf(model), "feedforward"))[1:]
+
+
+def test_the_feedforward_part_is_found_beside_a_state_space_layer_a_gate_and_a_bias_of_experts():
+    network, gate = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), nn.Linear(8, 8)
+    experts = nn.Sequential(nn.Linear(8, 2), nn.Linear(8, 8))
+    experts.register_parameter("bias", nn.Parameter(torch.zeros(2)))  # not that of a norm
+    mamba = nn.Sequential(nn.Linear(8, 16), nn.Conv1d(16, 16, 3), nn.Linear(16, 8))
+    assert feedforward_of(mlp=network, mamba=mamba) == ["model.layers.1.mlp"]
+    assert feedforward_of(mlp=network, gate=gate) == ["model.layers.1.mlp"]
+    assert feedforward_of(mlp=experts, norm=nn.LayerNorm(8)) == ["model.layers.1.mlp"]
+    assert feedforward_of(experts=experts, shared=network) == []  # neither is the sum
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")
+@pytest.mark.parametrize("name", ["Bert", "OPT"])
+def test_lora_and_parametrisations_of_the_last_matrix_do_not_change_which_part_it_is(name):
+    model = adopt_hf(build(name))
+    [*_, last] = modules_of(model, "feedforward")
+    first = last.replace("output", "intermediate").replace("fc2", "fc1")
+    weight_norm(model.get_submodule(last))
+    assert list(modules_of(model, "feedforward"))[-1] == last
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[first]))
+    assert list(modules_of(wrapped, "feedforward"))[-1] == f"base_model.model.{last}"
 
 
 @pytest.mark.parametrize("name", ["OPT", "Llama"])

@@ -202,6 +202,19 @@ def test_weights_that_are_given_reach_keys_that_the_mask_hides():
             assert attention(x, key_mask=real).isfinite().all()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_gate_on_the_weights_has_the_gradient_of_a_gate_on_the_head_also_at_zero(is_causal):
+    torch.manual_seed(0)
+    attention, x = MultiHeadAttention(6, 2).double(), torch.randn(2, 5, 6, dtype=torch.float64)
+    found = []
+    for what in ("weights", "heads"):  # a gate scales either alike
+        gate = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
+        with intervene(attention, what, lambda old, gate=gate: old * gate.view(1, -1, 1, 1)):
+            found += torch.autograd.grad(attention(x, is_causal=is_causal).square().sum(), gate)
+    assert found[0][0] != 0
+    torch.testing.assert_close(*found)
+
+
 def test_one_name_one_number_or_several_choose_layers_and_heads():
     model = model_of()
     outs = []

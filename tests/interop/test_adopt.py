@@ -133,6 +133,21 @@ def test_a_model_whose_attention_does_not_pass_through_the_interface_is_refused(
         adopt_hf(nn.Linear(2, 3))
 
 
+def test_the_decoder_of_a_model_without_sdpa_sees_no_later_token():
+    sizes = {"d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_sparse_step": 0}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_sparse_step": 0}
+    config = transformers.NllbMoeConfig(**sizes, **layers, vocab_size=99, max_position_embeddings=64)
+    model = transformers.NllbMoeForConditionalGeneration(config).eval()  # its attention does not say that it is causal
+    ids = torch.randint(3, 99, (2, 11))
+    with torch.no_grad():
+        wanted = model(input_ids=ids, decoder_input_ids=ids[:, :7]).logits
+        with capture(adopt_hf(model), what="weights") as seen:
+            got = model(input_ids=ids, decoder_input_ids=ids[:, :7]).logits
+    torch.testing.assert_close(got, wanted)
+    assert list(seen.kinds.values()) == ["self", "causal", "cross"]
+    assert not seen["model.decoder.layers.0.self_attn.core"][0].triu(1).any()
+
+
 def test_a_model_inside_another_can_be_adopted_alone():
     outer = build("Llama")
     before = answer(outer)

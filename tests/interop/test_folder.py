@@ -173,6 +173,7 @@ REFUSED = [
     ("gpt2", {"architectures": ["GPT2ForTokenClassification"]}, "architectures=['GPT2ForTokenClassification']"),
     ("roberta masked", {"max_position_embeddings": "43"}, "wrong type"),
     ("roberta masked", {"pad_token_id": None}, "pad_token_id=None"),
+    ("roberta masked", {"hidden_act": "relu"}, "hidden_act='relu'"),  # of which its head knows nothing
     ("llama", {"num_local_experts": 4}, "num_local_experts=4"),
     ("llama", {"model_type": "mixtral"}, "mixtral"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
