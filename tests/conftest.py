@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of those programs; two of them 
 os.environ["KINETO_LOG_LEVEL"] = "99"
 settings.register_profile("minitx", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("minitx")
-if torch.version.cuda and not torch.cuda.is_available():  # asked about a fake tensor, this torch wants a driver; the CPU's says no
+if torch.version.cuda and not torch.cuda.is_available():  # this torch wants a driver even for fake tensors; the CPU's says no
     for kernel in ("flash", "efficient", "cudnn"):
         setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda params, debug=False: False)
 

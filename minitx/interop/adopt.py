@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -52,44 +53,59 @@ class TransformersMask(Dense):
             yield Padding(self.key_mask)
 
 
+class Running(threading.local):
+    """What a running call of an adopted model was given. Each thread has its own.
+
+    Attributes:
+        depth: how many models are running, one inside the other.
+        weights_wanted: whether the call has ``output_attentions=True``.
+        key_masks: which keys of the running model are real, bool (B, S), as its ``attention_mask`` says, and those of the other
+            sequence. None: no padding.
+        masks: the masks of the running call. Its layers share them, with what a kernel has computed of a mask.
+    """
+
+    def __init__(self) -> None:
+        self.depth, self.weights_wanted = 0, False
+        self.key_masks: list[Tensor | None] = [None, None]
+        self.masks: list[tuple[Tensor | None, Tensor | None, tuple[Any, ...], Mask]] = []
+
+    def __reduce__(self) -> tuple[type[Running], tuple[()]]:
+        return Running, ()  # a copy of the model runs nothing yet
+
+
 class Adoption:
     """What the cores of one adopted model share: what a running call was given, of which its attention modules may not hear.
 
     Attributes:
         configs: pairs of the copy of a config that the adopted model uses, and its original.
         hooks: the handles of the hooks that note the call.
-        depth: how many models are running, one inside the other.
         is_scaled: whether ``set_scale`` or ``fold_scale`` has changed a core.
-        weights_wanted: whether the call has ``output_attentions=True``. It stays after the call, for checkpointed layers that
-            run again in the backward pass.
-        key_masks: which keys of the running model are real, bool (B, S), as its ``attention_mask`` says, and those of the other
-            sequence. None: no padding.
-        masks: the masks of the running call. Its layers share them, with what a kernel has computed of a mask.
+        weights_wanted: whether the last call had ``output_attentions=True``: for checkpointed layers that run again in the backward
+            pass, perhaps in a thread of autograd's.
+        running: what the running call was given.
     """
 
     def __init__(self, configs: list[tuple[Any, Any]]) -> None:
         self.configs = configs
         self.hooks: list[RemovableHandle] = []
-        self.depth = 0
         self.weights_wanted, self.is_scaled = False, False
-        self.key_masks: list[Tensor | None] = [None, None]
-        self.masks: list[tuple[Tensor | None, Tensor | None, tuple[Any, ...], Mask]] = []
+        self.running = Running()
 
     def enter_model(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note the arguments of a call. An inner model may be called without ``output_attentions``, or with a mask that is built."""
-        if self.is_scaled and not self.depth and not torch.compiler.is_compiling():
+        if self.is_scaled and not self.running.depth and not torch.compiler.is_compiling():
             _check_ours(model)
         if len(args) > 1:
             options = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | options
         wanted = bool(options.get("output_attentions", getattr(model.config, "output_attentions", False)))
-        self.weights_wanted = wanted or (self.weights_wanted and self.depth > 0)
-        self.depth += 1
+        self.weights_wanted = self.running.weights_wanted = wanted or (self.running.weights_wanted and self.running.depth > 0)
+        self.running.depth += 1
         for index, name in enumerate(("attention_mask", "encoder_attention_mask")):
             mask = options.get(name)
             if mask is None:
-                self.key_masks[index] = None
+                self.running.key_masks[index] = None
             elif isinstance(mask, Tensor) and mask.dim() == 2:
-                self.key_masks[index] = mask != 0
+                self.running.key_masks[index] = mask != 0
 
     def enter_attention(self, module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note whether the keys are of another sequence."""
@@ -97,16 +113,17 @@ class Adoption:
 
     def leave_model(self, *_: Any) -> None:
         """Forget the masks when the outermost model returns."""
-        self.depth -= 1
-        if not self.depth:
-            self.key_masks, self.masks = [None, None], []
+        self.running.depth -= 1
+        if not self.running.depth:
+            self.running.key_masks, self.running.masks = [None, None], []
 
     def mask(self, tensor: Tensor | None, is_causal: bool, keys: tuple[int, int], is_cross: bool) -> Mask | None:
         """Return what transformers' mask of a layer means, for ``keys`` = (B, S). A call of the model has one object for a tensor."""
         if tensor is None and not is_causal:
             return None
-        key_mask = self.key_masks[is_cross]
-        for known, known_key_mask, known_sizes, made in self.masks:
+        running = self.running
+        key_mask = running.key_masks[is_cross]
+        for known, known_key_mask, known_sizes, made in running.masks:
             if known is tensor and known_key_mask is key_mask and known_sizes == (is_causal, keys):
                 return made
         if tensor is None:
@@ -119,8 +136,8 @@ class Adoption:
                 real = None
             real = None if real is None else real.to(tensor.device)
             mask = TransformersMask(tensor[..., : keys[1]], is_causal, real)
-        if self.depth and not torch.compiler.is_compiling():
-            self.masks.append((tensor, key_mask, (is_causal, keys), mask))
+        if running.depth and not torch.compiler.is_compiling():
+            running.masks.append((tensor, key_mask, (is_causal, keys), mask))
         return mask
 
 
@@ -389,7 +406,7 @@ def _attention(
         softcap,
         s_aux,
         dropout_p=dropout,
-        need_weights=core.adoption.weights_wanted,
+        need_weights=(core.adoption.running if core.adoption.running.depth else core.adoption).weights_wanted,
         is_cross=core.is_cross,
     )
     out, weights = core(call) if call.need_weights else (core(call), None)
@@ -411,7 +428,7 @@ def _mask_and_bias(
         mask = adoption.mask(None, causal, (B, S), core.is_cross)
         S = min(L, S) if causal and L > 1 else S
         return mask, None if position_bias is None else position_bias[..., :S], S
-    key_mask = adoption.key_masks[core.is_cross]
+    key_mask = adoption.running.key_masks[core.is_cross]
     if causal and not core.is_cross and key_mask is not None:
         S = min(S, key_mask.shape[1])
     bias = None if position_bias is None else position_bias[..., :S]

@@ -98,7 +98,9 @@ def targets(*groups: str) -> dict[str, Any]:
 def explained(thing: Any) -> dict[str, str]:
     """What the ``Attributes`` or the ``Args`` of a docstring say, by name."""
     found = {}
-    text = inspect.cleandoc(thing.__doc__ or "").replace("Attributes:\n", "Args:\n").partition("Args:\n")[2].partition("\n\n")[0]
+    text = (
+        inspect.cleandoc(thing.__doc__ or "").replace("Attributes:\n", "Args:\n").partition("Args:\n")[2].partition("\n\n")[0]
+    )
     for names, said in re.findall(r"^ {4}([\w, ]+): (.*(?:\n {8,}.*)*)", text, flags=re.MULTILINE):
         said = re.sub(r"\s+", " ", said).strip()
         seen = re.match(r"see ``(\w+)``\.", said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from functools import partial
+from threading import Thread
 
 import peft
 import pytest
@@ -389,10 +390,33 @@ def test_a_positional_mask_is_padding_too_and_is_forgotten_after_the_call():
         model(inputs["input_ids"], inputs["attention_mask"])
     seen = padding_seen(model.model, **inputs)
     assert all(torch.equal(mask, inputs["attention_mask"].bool()) for mask in seen.values())
-    assert model.adoption.key_masks == [None, None]
+    assert model.adoption.running.key_masks == [None, None]
     with pytest.raises(AttributeError), torch.no_grad():
         model(**inputs, past_key_values=3)  # a call that fails
-    assert model.adoption.depth == 0
+    assert model.adoption.running.depth == 0
+
+
+def test_calls_of_two_threads_at_once_have_each_their_own_padding_and_attentions():
+    model, other = adopt_hf(build("Llama")), []
+    inputs, _ = inputs_of("Llama", pad="left")
+    short = {name: value[:, -7:] for name, value in inputs.items()}
+    alone, alone_short = answer_to(model, inputs), answer_to(model, short, output_attentions=False)
+
+    def call_between_two_layers(*_):
+        if not other:
+            other.append(None)
+            thread = Thread(target=lambda: other.append(answer_to(model, short, output_attentions=False)))
+            thread.start(), thread.join()
+
+    with model.model.layers[1].register_forward_pre_hook(call_between_two_layers):
+        between = answer_to(model, inputs)
+    assert torch.equal(between.logits, alone.logits) and torch.equal(other[1].logits, alone_short.logits)
+    assert all(map(torch.equal, between.attentions, alone.attentions)) and other[1].attentions is None
+
+
+def answer_to(model, inputs, output_attentions=True):
+    with torch.no_grad():
+        return model(**inputs, output_attentions=output_attentions)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
