@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from minitx.config.schema import Config, Count, Finite, Natural, Positive, require
@@ -190,25 +190,22 @@ class OverConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedConfig(Config):
+class ExpectedConfig(OverConfig):
     """The expected range of a ratio, or for scores and measures of a difference, in all comparisons that match.
 
     Attributes:
         study: the study of the comparison.
         arms: the arms of the comparison.
+        condition: consider only comparisons with these levels.
         endpoint: what is compared: threshold, time, loss, accuracy, or the name of a measure.
         range: the smallest and the largest number expected; null: no bound on this side.
-        condition: consider only comparisons with these levels.
         over: divide the ratio by that of another comparison, before it is held against the range; null: do not.
         formula: divide the ratio by the one that the comparison's law predicts.
         by: median: the median lies within the range; interval: the interval of the median has a number within it.
     """
 
-    study: str
-    arms: tuple[str, str]
     endpoint: str
     range: tuple[float | None, float | None]
-    condition: Condition = field(default_factory=dict)
     over: OverConfig | None = None
     formula: bool = False
     by: Literal["median", "interval"] = "median"
@@ -277,13 +274,8 @@ class AblationConfig(Config):
         _known("only", self.only, self.studies, "ablation.studies")
         for name, study in self.studies.items():
             _known(f"studies.{name}.arms", study.arms, self.arms, "ablation.arms")
-            if (start := study.start) is not None:
-                _known(f"studies.{name}.start.study", [start.study], self.studies, "ablation.studies")
-                first, place = self.studies[start.study], f"studies.{start.study}"
-                _known(f"studies.{name}.start.arm", [start.arm], first.arms, f"{place}.arms")
-                _known(f"{place}.factors", first.factors, study.factors, f"studies.{name}, which starts from it,")
-        for name in self.studies:
-            self.phases(name)
+            if study.start is not None:
+                _known(f"studies.{name}.start.study", [study.start.study], self.studies, "ablation.studies")
         for i, comparison in enumerate(self.comparisons):
             self._check_comparison(f"comparisons[{i}]", comparison)
         for name, prediction in self.predictions.items():
@@ -314,7 +306,7 @@ class AblationConfig(Config):
         has_parts = not expected.formula or all(law and law.parts for law in laws)
         require(has_parts, f"{place}.formula=true needs a law with parts in the comparison")
 
-    def _laws(self, place: str, compared: ExpectedConfig | OverConfig) -> list[LawConfig | None]:
+    def _laws(self, place: str, compared: OverConfig) -> list[LawConfig | None]:
         """The laws of a comparison that must be there, under a condition that must be one."""
         name, arms = compared.study, compared.arms
         found = [comparison.law for comparison in self.comparisons if (comparison.study, comparison.arms) == (name, arms)]
@@ -331,20 +323,14 @@ class AblationConfig(Config):
         """
         found = [name]
         while (start := self.studies[found[-1]].start) is not None:
-            require(start.study not in found, f"studies: {', '.join(found)} start from each other")
+            require(start.study not in found, f"ablation.studies: {', '.join(found)} start from each other")
             found.append(start.study)
         return found
 
-    def chosen(self) -> AblationConfig:
-        """Return the grid with only the studies in ``only``, the studies that they start from, and their comparisons."""
-        if not self.only:
-            return self
-        names = {name for chosen in self.only for name in self.phases(chosen)}
-        studies = {name: study for name, study in self.studies.items() if name in names}
-        compared = tuple(comparison for comparison in self.comparisons if comparison.study in names)
-        needs = {name: [over for e in p.expect for over in (e, e.over) if over] for name, p in self.predictions.items()}
-        foretold = {name: self.predictions[name] for name, needed in needs.items() if {each.study for each in needed} <= names}
-        return replace(self, studies=studies, comparisons=compared, predictions=foretold, only=())
+    def chosen(self) -> dict[str, StudyConfig]:
+        """Return the studies in ``only`` and the studies that they start from; without ``only``, all."""
+        names = {name for chosen in self.only or self.studies for name in self.phases(chosen)}
+        return {name: study for name, study in self.studies.items() if name in names}
 
 
 def _is_rate(level: str) -> bool:

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 duration = tqdm.format_interval  # seconds as MM:SS or H:MM:SS
 
 RunCell = Callable[..., dict[str, Any]]
-"""A function that runs a cell in a worker. Arguments: words, folder, cap, whether to keep its weights, whether to keep its attention."""
+"""A function that runs a cell in a worker. Arguments: words, folder, cap, whether to keep its weights, whether to keep its attention,
+the rule of a threshold or None."""
 
 
 class Book:
@@ -122,7 +123,10 @@ def _decided(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Book
             if ready.place in book.records:
                 yield ready
             else:
-                running[ready] = (_submit(pool, grid, ready, book.folder, run_cell), time.perf_counter())
+                words, place = ready.words(book.folder), str(ready.folder(book.folder))
+                keep = grid.studies[ready.place.study].keep_attention
+                arguments = (words, place, ready.steps(), ready.keeps_weights, keep, ready.threshold)
+                running[ready] = (pool.submit(attempt, run_cell, *arguments), time.perf_counter())
         elif (ended := next((cell for cell, (job, _) in running.items() if job.done()), None)) is not None:
             job, began = running.pop(ended)
             try:
@@ -138,14 +142,6 @@ def _decided(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Book
             yield ended
         else:
             yield None
-
-
-def _submit(pool: Pool, grid: AblationConfig, cell: Cell, folder: Path, run_cell: RunCell) -> Any:
-    keep = grid.studies[cell.place.study].keep_attention
-    rule = () if cell.threshold is None else (cell.threshold,)
-    return pool.submit(
-        attempt, run_cell, cell.words(folder), str(cell.folder(folder)), cell.steps(), cell.keeps_weights, keep, *rule
-    )
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:

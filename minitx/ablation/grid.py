@@ -16,7 +16,7 @@ from typing import Any
 
 from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.records import Place
-from minitx.config import CONFIG_DIR, ConfigError, to_dict
+from minitx.config import CONFIG_DIR, to_dict
 from minitx.config.schema import require
 
 NEW_DATA = 1000
@@ -80,10 +80,8 @@ class Cell:
         Raises:
             ConfigError: there is none, or it is not a whole number.
         """
-        given = settings(self.overrides).get("trainer.max_steps", "missing")
-        if not given.isdecimal():
-            study = f"ablation.studies.{self.place.study}"
-            raise ConfigError(f"{study}.base must set trainer.max_steps to a whole number; it is {given}")
+        given, study = settings(self.overrides).get("trainer.max_steps", "missing"), f"ablation.studies.{self.place.study}"
+        require(given.isdecimal(), f"{study}.base must set trainer.max_steps to a whole number; it is {given}")
         return int(given)
 
     def describe(self, grid: Path) -> dict[str, Any]:
@@ -113,7 +111,7 @@ def command_of(words: Sequence[str]) -> str:
 
 
 def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
-    """Return all cells of the grid, ordered by seed: all studies at their first seed, then at their second, and so on.
+    """Return all cells of the grid's chosen studies, ordered by seed: all studies at their first seed, then at their second, and so on.
 
     A grid that is interrupted is therefore still balanced. A cell comes after the one that it starts from. Overrides apply in the order base, arm, factors, seed, common.
 
@@ -125,9 +123,10 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
             cell starts from.
     """
     found, blocks = dict[Place, Cell](), dict[Place, int]()
-    starts = {(study.start.study, study.start.arm) for study in grid.studies.values() if study.start}
-    for name in sorted(grid.studies, key=lambda name: len(grid.phases(name))):
-        study, where = grid.studies[name], f"ablation.studies.{name}"
+    studies = grid.chosen()
+    starts = {(study.start.study, study.start.arm) for study in studies.values() if study.start}
+    for name, study in sorted(studies.items(), key=lambda item: len(grid.phases(item[0]))):
+        where = f"ablation.studies.{name}"
         for place in _places(name, study):
             require(place not in found, f"{where} names a seed or a level twice: {place}")
             factors = dict(place.factors)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,107 +14,67 @@ from minitx.ablation.design import PARTS, AblationConfig, ComparisonConfig, Cond
 from minitx.ablation.intervals import Span, median, median_interval
 from minitx.ablation.records import Run, Runs, solved_step
 
-Word = Literal["MORE", "LESS", "SAME", "UNDECIDED"]
+RATIOS = {"threshold": "largest stable learning rate", "time": "steps until the task is solved"}
+SCORES = {"loss": "validation loss", "accuracy": "validation accuracy"}
+"""Endpoints in words. A measure is called by its name."""
 
 
+@dataclass(frozen=True)
 class Endpoint:
-    """What is compared: the value of a run, and the effect between two arms."""
+    """What is compared: the largest stable rate, the time, a score or a measure of the runs of a study."""
 
     name: str
-    text: str
-    is_ratio = True
-    words: tuple[Word, Word] = "MORE", "LESS"
-    """What the treatment has of it, where the effect is above and where it is below the margin."""
+    study: StudyConfig
 
-    def cost(self, run: Run) -> float:
-        """Return what the best rate minimises."""
-        raise NotImplementedError
+    @property
+    def text(self) -> str:
+        """The name in words."""
+        return {**RATIOS, **SCORES}.get(self.name, self.name)
 
-    def value(self, run: Run) -> Span | None:
-        """Return the value of a run, or None if it has none."""
-        raise NotImplementedError
-
-    def effect(self, reference: Span, treatment: Span) -> Span:
-        """Return treatment / reference, or for scores treatment − reference."""
-        return treatment.over(reference)
-
-
-class Time(Endpoint):
-    """Steps until the task is solved. A run that did not solve it within its cap gives the range from there on."""
-
-    name, text = "time", "steps until the task is solved"
-
-    def __init__(self, study: StudyConfig) -> None:
-        self._solved = study.solved
-
-    def cost(self, run: Run) -> float:
-        """Return the logarithm of the steps, or of the cap."""
-        return math.log(self.value(run).low)
-
-    def value(self, run: Run) -> Span:
-        """Return the steps."""
-        steps = solved_step(run.result, self._solved)
-        return Span(steps, steps) if steps else Span(run.result["cap"], math.inf)
-
-
-class Score(Endpoint):
-    """A validation metric or a measure after the last step. A run that was not finite counts as the untrained network."""
-
-    is_ratio = False
-
-    def __init__(self, name: str, choice: str) -> None:
-        self.name, self._choice = name, choice
-        self.text = {"loss": "validation loss", "accuracy": "validation accuracy"}.get(name, name)
-
-    def cost(self, run: Run) -> float:
-        """Return the score that chooses the rate, negative for an accuracy. None is the worst."""
-        found = _score(run, self._choice)
-        return math.inf if found is None else -found if self._choice == "accuracy" else found
+    @property
+    def is_ratio(self) -> bool:
+        """Whether the effect is a ratio: that of times is treatment / reference, that of largest stable rates reference / treatment."""
+        return self.name in RATIOS
 
     def value(self, run: Run) -> Span | None:
-        """Return the score."""
-        found = _score(run, self.name)
+        """Return the value of a finished run, or None if it has none.
+
+        A threshold is known within its bracket. A run that did not solve its task within the cap gives the range from there on. A
+        run that was not finite has the score of the untrained network.
+        """
+        result = run.result
+        if self.name == "threshold":
+            return Span(result["low"], result["high"])
+        if self.name == "time":
+            steps = solved_step(result, self.study.solved)
+            return Span(steps, steps) if steps else Span(result["cap"], math.inf)
+        if self.name not in SCORES:
+            found = result["measures"].get(self.name)
+        elif result["nonfinite_step"] is None:
+            found = result[f"val_{self.name}"]
+        else:
+            found = 0.0 if self.name == "accuracy" else next((loss for loss in result["loss"] if loss is not None), None)
         return None if found is None else Span(found, found)
 
-    def effect(self, reference: Span, treatment: Span) -> Span:
-        """Return treatment − reference."""
-        return treatment.minus(reference)
-
-
-def _score(run: Run, name: str) -> float | None:
-    result = run.result
-    if name not in ("loss", "accuracy"):
-        return result["measures"].get(name)  # type: ignore[no-any-return]
-    if result["nonfinite_step"] is not None:
-        return 0.0 if name == "accuracy" else next((loss for loss in result["loss"] if loss is not None), None)
-    return result[f"val_{name}"]  # type: ignore[no-any-return]
-
-
-class Threshold(Endpoint):
-    """The largest stable learning rate, known within its bracket. The effect is reference / treatment: how many times smaller."""
-
-    name, text, words = "threshold", "largest stable learning rate", ("LESS", "MORE")
-
-    def value(self, run: Run) -> Span:
-        """Return the bracket."""
-        return Span(run.result["low"], run.result["high"])
+    def cost(self, run: Run) -> float:
+        """Return what the best rate minimises: the logarithm of the time, or the score; of a measure, the first loss or accuracy."""
+        name = self.name if self.name in self.study.scores else next(score for score in self.study.scores if score in SCORES)
+        found = replace(self, name=name).value(run)
+        if found is None:
+            return math.inf
+        return math.log(found.low) if name == "time" else -found.low if name == "accuracy" else found.low
 
     def effect(self, reference: Span, treatment: Span) -> Span:
-        """Return the ratio of the middles of the brackets, which is known to about 3 %."""
-        ratio = middle(reference) / middle(treatment)
-        return Span(ratio, ratio)
+        """Return the ratio, or for scores treatment − reference. That of thresholds is of the middles, which are known to about 3 %."""
+        if self.name == "threshold":
+            ratio = middle(reference) / middle(treatment)
+            return Span(ratio, ratio)
+        return treatment.over(reference) if self.is_ratio else treatment.minus(reference)
 
 
 def middle(span: Span) -> float:
     """Return the geometric mean of the ends."""
     return math.sqrt(span.low * span.high)
-
-
-def endpoint_of(name: str, study: StudyConfig) -> Endpoint:
-    """Return the endpoint of a name; a measure takes the rate that the first loss or accuracy chose."""
-    if name in ("time", "threshold"):
-        return Time(study) if name == "time" else Threshold()
-    return Score(name, name if name in study.scores else next(each for each in study.scores if each in ("loss", "accuracy")))
 
 
 class Arm:
@@ -178,9 +138,9 @@ class Finding:
         return float(self.condition[self.comparison.law.factor])
 
     @cached_property
-    def estimate(self) -> Span | None:
+    def estimate(self) -> Span:
         """The median effect; a range where runs ended at their cap."""
-        return median([pair.effect for pair in self.pairs], ratio=self.endpoint.is_ratio) if self.pairs else None
+        return median([pair.effect for pair in self.pairs], ratio=self.endpoint.is_ratio)
 
     @cached_property
     def interval(self) -> tuple[Span, float] | None:
@@ -188,13 +148,15 @@ class Finding:
         return median_interval([pair.effect for pair in self.pairs])
 
     @property
-    def word(self) -> Word:
+    def word(self) -> str:
         """MORE or LESS: the treatment has more or less of what is measured, by more than the margin, in the whole interval."""
         if self.interval is None:
             return "UNDECIDED"
-        found, (above, below) = self.interval[0], self.endpoint.words
+        found = self.interval[0]
         if found.within(self.margin):
             return "SAME"
+        # the ratio of thresholds says how many times smaller
+        above, below = ("LESS", "MORE") if self.endpoint.name == "threshold" else ("MORE", "LESS")
         return above if found.low > self.margin.high else below if found.high < self.margin.low else "UNDECIDED"
 
 
@@ -209,18 +171,17 @@ class Equality(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """All results of ``judge``, with the runs."""
+    """All results of ``judge``, with the runs. What has no pair has no result."""
 
     grid: AblationConfig
     runs: Runs
     findings: tuple[Finding, ...]
     equalities: tuple[Equality, ...]
 
-    def find(self, study: str, endpoint: str, arms: Sequence[str] = (), condition: Condition | None = None) -> list[Finding]:
-        """Return the findings that match all arguments and have a pair. Without ``arms``, those of all arms."""
-        wanted, of_study = (condition or {}).items(), (f for f in self.findings if f.comparison.study == study and f.pairs)
-        found = (f for f in of_study if f.endpoint.name == endpoint and wanted <= f.condition.items())
-        return [f for f in found if not arms or f.comparison.arms == tuple(arms)]
+    def find(self, study: str, endpoint: str, arms: tuple[str, ...] = (), condition: Mapping[str, str] = {}) -> list[Finding]:
+        """Return the findings that match all arguments. Without ``arms``, those of all arms."""
+        found = (f for f in self.findings if (f.comparison.study, f.endpoint.name) == (study, endpoint))
+        return [f for f in found if arms in ((), f.comparison.arms) and condition.items() <= f.condition.items()]
 
 
 def slopes(listed: Sequence[Finding]) -> list[float]:
@@ -241,7 +202,7 @@ def judge(grid: AblationConfig, runs: Runs) -> Findings:
                     equalities.append(_equality(grid, runs, comparison, condition))
                 else:
                     found.append(_finding(grid, runs, comparison, condition, name))
-    return Findings(grid, runs, tuple(found), tuple(equalities))
+    return Findings(grid, runs, tuple(f for f in found if f.pairs), tuple(e for e in equalities if e.equal))
 
 
 def _conditions(runs: Runs, comparison: ComparisonConfig) -> list[Condition]:
@@ -252,7 +213,7 @@ def _conditions(runs: Runs, comparison: ComparisonConfig) -> list[Condition]:
 
 def _finding(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, condition: Condition, name: str) -> Finding:
     arms = [Arm(grid, runs, comparison.study, arm, condition) for arm in comparison.arms]
-    endpoint, margin = endpoint_of(name, grid.studies[comparison.study]), grid.score_margin
+    endpoint, margin = Endpoint(name, grid.studies[comparison.study]), grid.score_margin
     pairs = []
     for seed in arms[0].seeds:
         judged = [arm.done.get((arm.best_rate(endpoint, seed), seed)) for arm in arms]
@@ -279,7 +240,7 @@ def _formula(runs: Runs, comparison: ComparisonConfig, law: LawConfig, condition
     bound, of_part = float(condition[law.factor]) ** law.power, []
     for part in PARTS:
         found = runs.select(comparison.study, comparison.arms[0], {**condition, str(law.parts): part}, status="done")
-        of_part.append({run.seed: middle(Threshold().value(run)) for run in found})
+        of_part.append({run.seed: middle(Span(run.result["low"], run.result["high"])) for run in found})
     qk, rest = of_part
     ratios = [(bound / qk[seed] + 1 / rest[seed]) / (1 / qk[seed] + 1 / rest[seed]) for seed in qk if seed in rest]
     return float(np.median(ratios)) if ratios else None
@@ -327,7 +288,7 @@ def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) ->
         factor: level for factor, level in finding.condition.items() if factor in findings.grid.studies[over.study].factors
     }
     other = findings.find(over.study, finding.endpoint.name, over.arms, {**shared, **over.condition})
-    return found.over(other[0].estimate) if len(other) == 1 and other[0].estimate else None
+    return found.over(other[0].estimate) if len(other) == 1 else None
 
 
 def _status(finding: Finding, measured: Span | None, expected: ExpectedConfig) -> str:

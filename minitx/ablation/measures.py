@@ -78,10 +78,8 @@ class SameStart(L.Callback):
             expected, got = Caller(before)(batch), Caller(now)(batch)
         error = float((got - expected).abs().max() / expected.abs().max())
         Path(trainer.default_root_dir, START_FILE).write_text(json.dumps({"error": error}) + "\n", encoding="utf-8")
-        if not error <= TOLERANCE:
-            raise ConfigError(
-                f"the outputs differ from those of {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed"
-            )
+        wrong = f"the outputs differ from those of {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed"
+        require(error <= TOLERANCE, wrong)
 
 
 def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
@@ -143,8 +141,10 @@ class Measures(L.Callback):
         for length in self.lengths:
             rows = config.evaluation.num_rows
             rows = None if rows is None else max(1, rows * data.task.longest // length)
-            longer, options = _with_rows_of(length, data, config), dataclasses.replace(config.evaluation, num_rows=rows)
-            found[f"loss_at_{length}"] = evaluate(network, longer, options).metrics["loss"].value
+            options = dataclasses.replace(config.evaluation, num_rows=rows)
+            longer = dataclasses.replace(config, data={**config.data, "context_len": length})
+            measured = evaluate(network, open_data(longer, tokenizer=data.task.tokenizer), options)
+            found[f"loss_at_{length}"] = measured.metrics["loss"].value
         if self.attention:
             found |= _attention(network, data.probe_batch(_ROWS))
         Path(trainer.default_root_dir, MEASURES_FILE).write_text(json.dumps(found) + "\n", encoding="utf-8")
@@ -153,9 +153,8 @@ class Measures(L.Callback):
 def _check_attention(model: TransformerConfig) -> None:
     extra: list[str] = [model.position] if model.position in ("alibi", "t5") else []
     extra += [name for name in ("sinks", "softcap") if getattr(model, name)]
-    if extra or model.architecture == "encoder_decoder":
-        what = extra[0] if extra else "cross-attention"
-        raise ConfigError(f"callbacks: attention=true compares with plain self-attention, and the model has {what}")
+    extra += ["cross-attention"] if model.architecture == "encoder_decoder" else []
+    require(not extra, f"callbacks: attention=true compares with plain self-attention, and the model has {', '.join(extra)}")
 
 
 def _check_lengths(longest: int, model: TransformerConfig, data: DataModule) -> None:
@@ -163,11 +162,6 @@ def _check_lengths(longest: int, model: TransformerConfig, data: DataModule) -> 
         raise ConfigError(f"callbacks: lengths needs a language model of text, not {data.task.kind}")
     if model.position in ("learned", "sinusoidal") and longest > model.max_len:
         raise ConfigError(f"callbacks: lengths: {longest} is beyond model.max_len={model.max_len} of position={model.position}")
-
-
-def _with_rows_of(length: int, data: DataModule, config: RunConfig) -> L.LightningDataModule:
-    longer = dataclasses.replace(config, data={**config.data, "context_len": length})
-    return open_data(longer, tokenizer=data.task.tokenizer)
 
 
 @torch.no_grad()
@@ -209,12 +203,12 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
         keep_attention: also read the weights that the probe wrote.
     """
     rows = [row for row in read_metrics(folder / "metrics.csv") if row["train_loss"] is not None]
-    losses = [row["train_loss"] for row in rows]
+    losses, accuracies = [row["train_loss"] for row in rows], [short(row.get("train_accuracy")) for row in rows]
     return {
         "steps": rows[-1]["step"] if rows else 0,
         "cap": cap,
         "loss": [short(loss) for loss in losses],
-        "accuracy": _curve(rows, "train_accuracy"),
+        "accuracy": None if set(accuracies) <= {None} else accuracies,
         "nonfinite_step": trained["nonfinite_step"],
         "val_loss": trained["val_loss"],
         "val_accuracy": trained["val_accuracy"],
@@ -234,11 +228,6 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
 def short(value: float | None) -> float | None:
     """Five significant digits: curves are drawn and smoothed, and kept in the repository."""
     return None if finite(value) is None else float(f"{value:.5g}")
-
-
-def _curve(rows: list[dict[str, Any]], name: str) -> list[float | None] | None:
-    values = [short(row.get(name)) for row in rows]
-    return None if all(value is None for value in values) else values
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Pools that compute the runs of a grid: worker processes of this machine, or Slurm jobs through submitit.
 
 A pool has ``workers``, ``submit(function, *arguments)`` and ``close()``. ``submit`` returns an object with ``done()`` and
-``result()``, like a future or a job of submitit. ``result()`` raises an error if the process or job died.
+``result()``, like a future or a job of submitit. ``result()`` raises an error if the process or job died. The caller must submit
+at most ``workers`` calls at the same time. Functions and arguments are pickled. ``close`` stops all running calls.
 """
 
 from __future__ import annotations
@@ -11,29 +12,16 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from minitx.config import ConfigError
 
 SLURM_JOBS = 16
 """The default of ``ablation.workers`` on Slurm."""
-
-
-class Pool(Protocol):
-    """Runs calls in other processes. The caller must submit at most ``workers`` calls at the same time."""
-
-    workers: int
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Start ``function(*arguments)``. Both are pickled."""
-
-    def close(self) -> None:
-        """Stop all running calls."""
 
 
 class LocalPool:
@@ -52,13 +40,12 @@ class LocalPool:
         self._calls: dict[int, Future[Any]] = {}
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """As ``Pool.submit``."""
+        """Start ``function(*arguments)`` in a free worker."""
         free = next(i for i in range(self.workers) if i not in self._calls or self._calls[i].done())
         try:
             if free not in self._executors:
-                start = (os.getpid(), self.devices[free % len(self.devices)])
-                spawn = multiprocessing.get_context("spawn")
-                self._executors[free] = ProcessPoolExecutor(1, spawn, initializer=_start_worker, initargs=start)
+                spawn, device = multiprocessing.get_context("spawn"), self.devices[free % len(self.devices)]
+                self._executors[free] = ProcessPoolExecutor(1, spawn, initializer=_start_worker, initargs=(device,))
             self._calls[free] = self._executors[free].submit(function, *arguments)
         except BrokenProcessPool:
             del self._executors[free]
@@ -75,17 +62,17 @@ class LocalPool:
         self._executors.clear()
 
 
-def _start_worker(parent: int, device: str | None) -> None:
+def _start_worker(device: str | None) -> None:
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device  # torch is not imported yet
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and kills its workers
     logging.disable(logging.INFO)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
     os._exit(1)
 
 
@@ -117,7 +104,7 @@ class SlurmPool:
         self._jobs: list[Any] = []
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """As ``Pool.submit``."""
+        """Start ``function(*arguments)`` as a job."""
         self._jobs.append(self._executor.submit(function, *arguments))
         return self._jobs[-1]
 
@@ -126,3 +113,6 @@ class SlurmPool:
         for job in self._jobs:
             if not job.done():
                 job.cancel(check=False)
+
+
+Pool = LocalPool | SlurmPool

@@ -50,7 +50,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.design import RATE, Condition, Solved
+from minitx.ablation.design import RATE, Solved
 
 Record = dict[str, Any]
 
@@ -113,18 +113,11 @@ class Runs:
         return cls(tuple(Run(**vars(place), record=found.get(place, {})) for place in places))
 
     def select(
-        self,
-        study: str,
-        arm: str | None = None,
-        condition: Condition | None = None,
-        *,
-        rate: str | None = None,
-        status: str = "",
+        self, study: str, arm: str = "", condition: Mapping[str, str] = {}, *, rate: str = "", status: str = ""
     ) -> list[Run]:
         """Return the runs of a study that match all arguments. ``condition`` may contain some of the factors."""
-        wanted = set((condition or {}).items())
-        of_study = (run for run in self.all if run.study == study and arm in (None, run.arm) and wanted <= set(run.factors))
-        return [run for run in of_study if rate in (None, run.rate) and status in ("", run.status)]
+        of_study = (run for run in self.all if run.study == study and condition.items() <= dict(run.factors).items())
+        return [run for run in of_study if arm in ("", run.arm) and rate in ("", run.rate) and status in ("", run.status)]
 
 
 def read_records(path: Path) -> list[Record]:

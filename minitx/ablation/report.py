@@ -17,8 +17,9 @@ import html
 import importlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -27,7 +28,7 @@ from minitx.ablation import curves
 from minitx.ablation import wording as say
 from minitx.ablation.design import AblationConfig
 from minitx.ablation.intervals import mean_interval, median
-from minitx.ablation.judge import Finding, Findings, Threshold, answers, slopes
+from minitx.ablation.judge import RATIOS, Finding, Findings, answers, slopes
 from minitx.analysis.canvas import DPI, png, svg
 from minitx.config import ConfigError
 
@@ -101,16 +102,16 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
     def of_question(part: str, otherwise: list[Any]) -> list[Any]:
         return getattr(about, part)(findings) if hasattr(about, part) else otherwise  # type: ignore[no-any-return]
 
-    sentences = of_question("sentences", []) or [_sentence(grid, f) for f in findings.findings if f.pairs][:6]
+    sentences = of_question("sentences", []) or [text("report.txt", "sentence", grid, f) for f in findings.findings[:6]]
     sentences = sentences or ["No comparison of this grid has a pair: two finished runs of the same seed."]
-    first = of_question("figure", own[:1])
+    first, results = of_question("figure", own[:1]), [run.result for run in findings.runs.all if run.status == "done"]
     sections = [
         Section("Numbers", [_numbers(findings), _slopes(findings)]),
         *of_question("sections", []),
         Section("Figures", [picture for picture in own if picture not in first]),
-        Section("Controls", _controls(findings)),
+        Section("Controls", [_controls(findings), *text("report.txt", "starts", results).splitlines()]),
         Section("Predictions", [_predictions(findings)]),
-        Section("Limits", [*of_question("limits", []), *_limits(findings)]),
+        Section("Limits", [*of_question("limits", []), *text("report.txt", "limits", results).splitlines()]),
         Section("What was run, and how to run it again", [_runs(findings), _not_done(findings), *_reproduce(meta)]),
     ]
     sections = [Section(each.title, [block for block in each.blocks if getattr(block, "rows", True)]) for each in sections]
@@ -118,7 +119,7 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
     pictures = [*first, *(block for section in sections for block in section.blocks if isinstance(block, Picture))]
     page = {
         **{"title": grid.question, "sentences": sentences, "pictures": first, "sections": sections, "dpi": DPI},
-        "notes": [text for text in (grid.note, _incomplete(findings)) if text],
+        "notes": [note for note in (grid.note, _incomplete(findings)) if note],
         "images": _write_figures(pictures, folder / "figures"),
     }
     for name in ("report.html", "summary.md"):
@@ -141,6 +142,7 @@ def _write_figures(pictures: Sequence[Picture], folder: Path) -> dict[str, str]:
     return images
 
 
+@cache
 def _template(name: str) -> Any:
     """A template of this package. HTML is escaped in the page; the summary has the filter ``markdown``."""
     import jinja2
@@ -148,12 +150,18 @@ def _template(name: str) -> Any:
     loader = jinja2.PackageLoader("minitx.ablation", "templates")
     environment = jinja2.Environment(loader=loader, autoescape=name.endswith(".html"), trim_blocks=True, lstrip_blocks=True)
     environment.filters["markdown"] = _markdown
+    environment.globals["say"] = say
     return environment.get_template(f"{name}.j2")
 
 
-def _markdown(text: str) -> str:
+def text(template: str, macro: str, *values: Any) -> str:
+    """Return what a macro of a template gives. ``say`` in a template is ``minitx.ablation.wording``."""
+    return str(getattr(_template(template).module, macro)(*values)).strip()
+
+
+def _markdown(said: str) -> str:
     """Text in which no table, emphasis, link or tag begins or ends."""
-    return html.escape(re.sub(r"[\\|_*`\[\]$]", r"\\\g<0>", " ".join(text.split())), quote=False)
+    return html.escape(re.sub(r"[\\|_*`\[\]$]", r"\\\g<0>", " ".join(said.split())), quote=False)
 
 
 def _write_cells(findings: Findings, path: Path) -> None:
@@ -173,28 +181,10 @@ def _write_cells(findings: Findings, path: Path) -> None:
 # --- numbers
 
 
-def _sentence(grid: AblationConfig, f: Finding) -> str:
-    """A finding in one sentence, for a grid without a module of its own."""
-    reference, treatment = f.comparison.arms
-    where = ": ".join(text for text in (say.title(grid, f.comparison.study), say.condition_text(grid, f.condition)) if text)
-    kind = "ratio" if f.endpoint.is_ratio else "difference"
-    arms = f"“{say.words(grid, treatment)}” against “{say.words(grid, reference)}”"
-    return f"{where}. {say.words(grid, f.endpoint.text).capitalize()}, {arms}: {f.word}, {kind} {say.span_text(f.estimate)} {_basis(f)}."
-
-
-def _basis(f: Finding) -> str:
-    """The seeds and the interval that a number rests on."""
-    if f.interval is None:
-        return f"({say.count_text(len(f.pairs), 'seed')}: no interval)"
-    return f"({say.span_text(f.interval[0])}; {say.count_text(len(f.pairs), 'seed')}, {f.interval[1]:.1%})"
-
-
 def _numbers(findings: Findings) -> Table:
     """The one table: every comparison with its numbers."""
     grid, rows = findings.grid, []
     for f in findings.findings:
-        if not f.pairs:
-            continue
         values = [median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio) for i in range(2)]
         bound, formula = (None if value is None else say.number(value) for value in (f.bound, f.predicted))
         row = {
@@ -204,56 +194,44 @@ def _numbers(findings: Findings) -> Table:
             "first arm": f"{say.words(grid, f.comparison.arms[0])}: {say.span_text(values[0])}",
             "second arm": f"{say.words(grid, f.comparison.arms[1])}: {say.span_text(values[1])}",
             "ratio or difference": say.span_text(f.estimate),
-            "range": _basis(f),
+            "range": text("report.txt", "basis", f),
             "predicted": f"{formula} (formula), at most {bound}" if formula else bound or "",
             "second arm has": f.word + (" (a rate at the edge of those tried)" if f.at_edge else ""),
         }
         rows.append(row)
-    caption = (
-        "Medians over the seeds; times and scores at the rate that is best on the other seeds. The ratio of times is second / first, that of largest stable rates first / second. The range is that of the "
-        "median, by order statistics, with its coverage; fewer than five seeds have none. MORE and LESS: the whole range is beyond the margin "
-        f"(× {grid.ratio_margin:g}, or {grid.score_margin:g}); SAME: it is within"
-    )
-    return Table(caption, rows)
+    return Table(text("report.txt", "numbers", grid), rows)
 
 
 def _slopes(findings: Findings) -> Table:
     """The exponents of the ratios of thresholds over the factor of a law."""
-    grid, rows, series = findings.grid, [], dict[Any, list[Finding]]()
+    grid, series = findings.grid, dict[Any, list[Finding]]()
     for f in findings.findings:
-        if f.endpoint.name == "threshold" and f.pairs and f.comparison.law:
-            others = tuple(level for level in f.condition.items() if level[0] != f.comparison.law.factor)
-            series.setdefault((f.comparison, f.comparison.law, others), []).append(f)
-    for (comparison, law, _), listed in series.items():
-        values = slopes(listed)
-        if (found := mean_interval(values)) is not None:
-            row = {
-                "study": say.title(grid, comparison.study),
-                "exponent over " + say.words(grid, law.factor): say.number(found[0]),
-                "95 % (Student's t)": say.span_text(found[1]),
-                "of the law": say.number(law.power),
-                "seeds": str(len(values)),
-            }
-            rows.append(row)
+        if f.endpoint.name == "threshold" and (law := f.comparison.law):
+            others = tuple((factor, level) for factor, level in f.condition.items() if factor != law.factor)
+            series.setdefault((f.comparison, law, others), []).append(f)
+    rows = [
+        {
+            "study": say.title(grid, comparison.study),
+            f"exponent over {say.words(grid, law.factor)}": say.number(found[0]),
+            "95 % (Student's t)": say.span_text(found[1]),
+            "of the law": say.number(law.power),
+            "seeds": str(len(values)),
+        }
+        for (comparison, law, _), listed in series.items()
+        if (found := mean_interval(values := slopes(listed))) is not None
+    ]
     return Table("Exponents of the ratios: the mean of the slopes of single seeds", rows)
 
 
-def _controls(findings: Findings) -> list[Block]:
-    """The null control, and the equal start of continued runs."""
+def _controls(findings: Findings) -> Table:
+    """The null control."""
     grid, rows = findings.grid, []
     for e in findings.equalities:
-        if e.equal:
-            row = {"arms": say.list_text([say.words(grid, arm) for arm in e.comparison.arms])}
-            row["setting"] = say.condition_text(grid, e.condition)
-            row["losses that are equal"] = f"{sum(e.equal.values())} of {say.count_text(len(e.equal), 'seed')}, {e.steps} steps"
-            rows.append(row | {"result": "EQUAL" if all(e.equal.values()) else "DIFFERENT"})
-    results = [run.result for run in findings.runs.all if run.status == "done"]
-    errors = [result["start_error"] for result in results if result.get("start_error") is not None]
-    said = (
-        f"Continued models start as the same function: of {len(errors):,} the largest difference of the outputs at the start is "
-        f"{max(errors, default=0):.0e} of the largest output."
-    )
-    return [Table("Two ways to write the same model must have the same losses, bit for bit", rows), *([said] if errors else [])]
+        equal = f"{sum(e.equal.values())} of {say.count_text(len(e.equal), 'seed')}, {e.steps} steps"
+        arms, result = [say.words(grid, arm) for arm in e.comparison.arms], "EQUAL" if all(e.equal.values()) else "DIFFERENT"
+        row = {"arms": say.list_text(arms), "setting": say.condition_text(grid, e.condition)}
+        rows.append({**row, "losses that are equal": equal, "result": result})
+    return Table("Two ways to write the same model must have the same losses, bit for bit", rows)
 
 
 def _predictions(findings: Findings) -> Table:
@@ -263,20 +241,6 @@ def _predictions(findings: Findings) -> Table:
         rows.append({"prediction": statement, "where": where, "status": status, "measured": say.span_text(measured)})
     rows.sort(key=lambda row: ("NOT HELD", "UNDECIDED", "HELD").index(row["status"]))
     return Table("Written before the runs; what did not hold comes first", rows)
-
-
-def _limits(findings: Findings) -> list[str]:
-    """The limits that apply to this grid."""
-    said, results = [], [run.result for run in findings.runs.all if run.status == "done"]
-    if results:
-        size, steps = (max(result[name] for result in results) for name in ("parameters", "cap"))
-        said.append(f"The models are small (up to {size:,} parameters) and the runs are short (up to {steps:,} steps).")
-    above = [bool(result["above"]) for result in results if "above" in result]
-    if any(above):
-        said.append(
-            f"In {sum(above)} of {len(above)} searches a rate above the first failure was stable again. The first failure counts."
-        )
-    return said
 
 
 # --- what was run
@@ -294,21 +258,21 @@ def _counted(findings: Findings) -> str:
 
 
 def _runs(findings: Findings) -> Table:
-    grid, rows = findings.grid, []
-    for name, study in grid.studies.items():
-        runs, done = findings.runs.select(name), findings.runs.select(name, status="done")
-        levels = [
-            f"{say.words(grid, f).rstrip(':')}: {', '.join(say.words(grid, n) for n in names)}"
-            for f, names in study.factors.items()
-        ]
-        if done:
-            row = {"study": say.title(grid, name), "arms": ", ".join(say.words(grid, arm) for arm in study.arms)}
-            row |= {
-                "settings": "; ".join(levels),
-                "seeds": say.count_text(len(study.seeds), "seed"),
-                "length": say.budget(done),
-            }
-            rows.append(row | {"done": f"{len(done)} of {len(runs)}"})
+    def named(names: Iterable[str]) -> str:
+        return ", ".join(say.words(findings.grid, name) for name in names)
+
+    rows = [
+        {
+            "study": say.title(findings.grid, name),
+            "arms": named(study.arms),
+            "settings": "; ".join(f"{named([f]).rstrip(':')}: {named(levels)}" for f, levels in study.factors.items()),
+            "seeds": say.count_text(len(study.seeds), "seed"),
+            "length": say.budget(done),
+            "done": f"{len(done)} of {len(findings.runs.select(name))}",
+        }
+        for name, study in findings.grid.studies.items()
+        if (done := findings.runs.select(name, status="done"))
+    ]
     return Table(_counted(findings), rows)
 
 
@@ -323,8 +287,8 @@ def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
     rows = []
     for name in ("command", "commit", "date", "hardware", "versions", "wall_seconds"):
         if value := meta.get(name):
-            text = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
-            rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else text})
+            shown = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
+            rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else shown})
     said = "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves."
     return [said, Table("What made this page", rows)]
 
@@ -335,12 +299,12 @@ def study_pictures(findings: Findings) -> list[Picture]:
     for name, study in findings.grid.studies.items():
         runs = findings.runs.select(name, status="done")
         title = say.title(findings.grid, name)
-        listed = [f for f in findings.findings if f.comparison.study == name and f.pairs]
+        listed = [f for f in findings.findings if f.comparison.study == name]
         with_law = [f for f in listed if f.comparison.law and not f.comparison.law.part(f.condition)]
         if study.threshold is not None and with_law:
             drawn = curves.threshold_panel(findings, [f for f in with_law if f.comparison == with_law[0].comparison])
             said = "Every dot is a seed. The formula predicts from the first arm alone."
-            found.append(Picture(f"{name}_threshold", f"{title}: {Threshold.text}", said, drawn))
+            found.append(Picture(f"{name}_threshold", f"{title}: {RATIOS['threshold']}", said, drawn))
         for score in study.scores if runs else ():
             if score != "equal" and study.factors.get("lr"):
                 y, missing = ("steps to solve", "not solved") if score == "time" else (f"validation {score}", "not finite")

@@ -42,7 +42,7 @@ class Bracket:
 
     low: float
     high: float
-    above: tuple[float, ...] = ()
+    above: list[float] = dataclasses.field(default_factory=list)
 
 
 def search(is_stable: Callable[[float], bool], first: float, bisections: int) -> Bracket:
@@ -55,7 +55,7 @@ def search(is_stable: Callable[[float], bool], first: float, bisections: int) ->
         ArithmeticError: no rate fails, or none is stable, within 2^±40 of ``first``.
 
     >>> search(lambda rate: rate < 3.0, first=1.0, bisections=2)
-    Bracket(low=2.82843, high=3.36359, above=())
+    Bracket(low=2.82843, high=3.36359, above=[])
     """
     tried: dict[float, bool] = {}
 
@@ -77,7 +77,7 @@ def search(is_stable: Callable[[float], bool], first: float, bisections: int) ->
     if max(tried) < first * 2.0 ** (high + 1) * 0.999:
         holds(high + 1)
     lowest, highest = (float(f"{first * 2.0**power:.6g}") for power in (low, high))
-    return Bracket(lowest, highest, tuple(sorted(rate for rate, stable in tried.items() if stable and rate > highest)))
+    return Bracket(lowest, highest, sorted(rate for rate, stable in tried.items() if stable and rate > highest))
 
 
 class Watch(StepCallback):
@@ -139,11 +139,8 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
                     file.write(json.dumps(known[rate]) + "\n")
             return bool(known[rate]["stable"])
 
-        bracket = search(is_stable, config.optimizer["lr"], rule.bisections)
         return {
-            "low": bracket.low,
-            "high": bracket.high,
-            "above": list(bracket.above),
+            **vars(search(is_stable, config.optimizer["lr"], rule.bisections)),
             "start": short(runs.start),
             "cap": runs.config.trainer.max_steps,
             "parameters": sum(p.numel() for p in runs.network.parameters()),
@@ -168,9 +165,8 @@ class Runs:
         config = dataclasses.replace(self.config, optimizer={**self.config.optimizer, "lr": rate})
         found = build_module(config, self.data, self.network)
         if not isinstance(found, TrainingModule):
-            raise ConfigError(
-                f"threshold does not apply to {type(found).__name__}, a LightningModule: it needs a network as model"
-            )
+            name = type(found).__name__
+            raise ConfigError(f"threshold does not apply to {name}, a LightningModule: it needs a network as model")
         return found
 
     def run(self, rate: float) -> dict[str, Any]:
@@ -184,10 +180,10 @@ class Runs:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:
             nonfinite = error.step + 1
-        for (
-            optimizer
-        ) in trainer.optimizers:  # AdamW's moments are twice the model; the trainer and the module refer to each other, so
-            optimizer.state.clear()  # that Python's collector would free them some runs later
+        # AdamW's moments are twice the model. The trainer and the module refer to each other, so that Python's collector would
+        # free them some runs later.
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
         return {
             "rate": rate,
             "stable": nonfinite is None and not watch.failed,

@@ -43,7 +43,6 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     """
     from minitx.ablation.measures import check_measures
 
-    grid = grid.chosen()
     common = [text for text in overrides if not text.lstrip("+~").startswith(_NOT_FOR_CELLS)]
     chosen = cells(grid, common=[*common, "callbacks.progress=false", "trainer.threads=1"])
     folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder  # it stands in stored commands

@@ -77,7 +77,7 @@ def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None):
     return {"steps": cap, "accuracy": [accuracy] * cap, "nonfinite_step": None, "loss": [0.0] * cap}
 
 
-def act(words, folder, cap, keep_weights, keep_attention):
+def act(words, folder, cap, keep_weights, keep_attention, threshold=None):
     """Does what the arm is called, in a process of its own."""
     name, place = settings(words)["arm"], Path(folder).parents[1]
     if name.startswith("raise"):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from minitx.ablation.judge import Arm, Time, answers, judge, slopes
+from minitx.ablation.judge import Arm, Endpoint, answers, judge, slopes
 from tests.ablation import made_up
 from tests.ablation.made_up import BOTH, RATES, SCALED, SEEDS, UNSCALED, Truth, foretold
 
@@ -95,7 +95,7 @@ def test_ties_go_to_the_rate_in_the_middle():
     truth = Truth(times={(SCALED, "lecun", rate): None for rate in RATES})
     config = made_up.grid("recall")
     arm = Arm(config, made_up.runs(config, truth), "recall", SCALED, {"init": "lecun"})
-    assert arm.best_rate(Time(config.studies["recall"]), SEEDS[0]) == RATES[2]
+    assert arm.best_rate(Endpoint("time", config.studies["recall"]), SEEDS[0]) == RATES[2]
 
 
 def test_where_no_rate_is_tuned_a_seed_needs_no_other_seed():

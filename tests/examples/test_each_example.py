@@ -104,7 +104,7 @@ def test_the_arm_of_ones_own_is_what_it_says_at_every_head_dim():
     folder = ROOT / "examples" / "custom_scale"
     grid = compose_grid([f"--config-dir={folder}", "experiment=scaling_ablation", "ablation=power_scale"])
     found = {}
-    for cell in cells(grid.chosen()):
+    for cell in cells(grid):
         if cell.place.arm == "power" and cell.place.seed == 0:
             model = shape_of_node(compose_config(cell.overrides).model)
             found[model.width_per_head] = scale_multiplier(model.scale, model.width_per_head)

@@ -9,67 +9,20 @@ from typing import Any
 
 from minitx.ablation import curves
 from minitx.ablation import wording as say
-from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.records import Run
-from minitx.ablation.report import Picture, Section
+from minitx.ablation.report import Picture, Section, text
 from minitx.analysis.canvas import label, log_ticks, panels
 
 ARMS = ("inv_sqrt", "unscaled")
 """The arms with and without the scale, of every grid about it."""
 
-SCORES = "Without the scale, every attention score is √d_k times larger."
-START = (
-    "At the start, if initial weights are large: with variance 1/width (LeCun), a one-head model (d_k = {width}) needs {large} to learn a "
-    "lookup{small}."
-)
-STEPS = (
-    "At every step: an update moves the scores further. We removed the scale from solved models without changing what they compute, "
-    "and trained on. The largest rate without a collapse was {wide}{narrow}.{undone}"
-)
-UNDONE = " Smaller learning rates for W_Q and W_K undo this."
-"""Said where the null control of the grid is bit-equal."""
-RANGES = "Ranges in brackets are those of the median over the seeds."
-REMOVED = "The scale was removed by dividing W_Q and W_K by d_k^¼ each."
-BROKEN = "The null control failed: two ways to write the same model differ. Do not trust the numbers."
-LIMITS = {
-    "threshold": "The largest stable rate is that of a model that has solved its task and is trained on at a constant rate. Where other "
-    "weights limit the rate before W_Q and W_K do, the scale matters less: see the formula.",
-    "time": "Steps to solve say how soon a run learns the task, not how good it becomes in the end.",
-}
-
 
 def sentences(findings: Findings) -> list[str]:
     """Return what the scale does, with the numbers of this grid."""
-    options = findings.grid.options
-    wide, narrow = (_thresholds(findings, options["widths"][name]) for name in ("wide", "narrow"))
-    started, said = _started(findings), []
-    large, small = (started.get(options["inits"][name]) for name in ("large", "small"))
-    if large:
-        (optimizer,) = options["time"]
-        is_less = small and small.interval and small.interval[0].high <= 1
-        clause = f"; with GPT-2's smaller weights, our default, {'no more' if is_less else _factor(small, '')}" if small else ""
-        steps = _factor(large, f" times as many steps of {optimizer}")
-        said.append(START.format(width=options["widths"]["wide"], large=steps, small=clause))
-    if wide:
-        smaller = [_factor(f, f" times{'' if i else ' smaller'} with {name}") for i, (name, f) in enumerate(wide.items())]
-        alike = narrow.keys() == wide.keys()
-        below = say.list_text([say.times(f.estimate) + ("" if alike else f" with {name}") for name, f in narrow.items()])
-        equal = [value for e in findings.equalities for value in e.equal.values()]
-        clause = f"; d_k = {options['widths']['narrow']}: {below}" if narrow else ""
-        said.append(STEPS.format(wide=say.list_text(smaller), narrow=clause, undone=UNDONE if equal and all(equal) else ""))
-    control = [] if all(all(e.equal.values()) for e in findings.equalities) else [BROKEN]
-    scores = f"{SCORES} Two effects follow." if len(said) > 1 else SCORES
-    return [*control, scores, *said] if said or control else []
-
-
-def _factor(f: Finding, what: str) -> str:
-    """The median ratio, and its range or the number of seeds."""
-    text = say.count_text(len(f.pairs), "seed")
-    if f.interval is not None:
-        low, high = say.number(f.interval[0].low), say.number(f.interval[0].high)
-        text = f"{low} or more" if high == "∞" else f"{low}–{high}"
-    return f"{say.times(f.estimate)}{what} ({text})"
+    widths, equal = findings.grid.options["widths"], [value for e in findings.equalities for value in e.equal.values()]
+    wide, narrow = (_thresholds(findings, widths[name]) for name in ("wide", "narrow"))
+    return text("scaling.txt", "sentences", findings.grid.options, _started(findings), wide, narrow, equal).splitlines()
 
 
 def _thresholds(findings: Findings, width: str) -> dict[str, Finding]:
@@ -84,7 +37,7 @@ def _started(findings: Findings) -> dict[str, Finding]:
     (study,) = findings.grid.options["time"].values()
     found = findings.find(study, "time", ARMS)
     first = findings.grid.options["inits"]["large"]
-    return {f.condition.get("init", first): f for f in found if f.estimate and f.estimate.low > 0}  # 0: both ran into their cap
+    return {f.condition.get("init", first): f for f in found if f.estimate.low > 0}  # 0: both ran into their cap
 
 
 # --- the first figure
@@ -100,30 +53,19 @@ def figure(findings: Findings) -> list[Picture]:
     if not columns:
         return []
     drawn, axes = panels(1, columns, width=12.5 / columns, height=2.6)
-    left = iter(axes[0])
-    for name, runs in shown.items():
-        ax = next(left)
+    for ax, (name, runs) in zip(axes[0], shown.items(), strict=False):
         curves.curves(ax, grid, runs, "accuracy")
         label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", "accuracy")
-    for name, of_study in stable.items():
-        ax = next(left)
+    for ax, (name, of_study) in zip(axes[0, len(shown) :], stable.items(), strict=False):
         curves.draw_thresholds(ax, grid, of_study)
         label(ax, f"largest rate without a collapse,\n{name}", "d_k", "learning rate")
     if started:
-        _draw_times(next(left), findings, started)
+        _draw_times(axes[0, -1], findings, started)
     lines = curves.law_lines(grid, [f for listed in stable.values() for f in listed]) if stable else []
     curves.arms_legend(drawn, grid, ARMS, lines, line="-")
-    caption = [f"Every line or dot is a seed{'; a triangle was not solved' if started else ''}.", RANGES]
-    if threshold := next((grid.studies[listed[0].comparison.study].threshold for listed in stable.values()), None):
-        caption += [_collapse(threshold), REMOVED]
-    return [Picture("scale", "What happens without the scale", " ".join(caption), drawn)]
-
-
-def _collapse(threshold: ThresholdConfig) -> str:
-    """What ends a search for the largest stable rate."""
-    if threshold.metric == "train_loss":
-        return f"A collapse: the loss rises more than {threshold.value:g} nats above that at the start (mean of {threshold.window} steps)."
-    return f"A collapse: the accuracy falls below {threshold.value:g} (mean of {threshold.window} steps)."
+    threshold = next((grid.studies[listed[0].comparison.study].threshold for listed in stable.values()), None)
+    caption = text("scaling.txt", "caption", started, threshold)
+    return [Picture("scale", "What happens without the scale", caption, drawn)]
 
 
 def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> None:
@@ -168,15 +110,10 @@ def _attention(findings: Findings, kept: list[Run]) -> Picture:
         last = max(run.result["attention"], key=int)
         maps.append((f"{say.words(findings.grid, run.arm)},\n{last} steps later", run.result["attention"][last]))
     keys = [max(range(len(rows[-1])), key=rows[-1].__getitem__) for rows in before]
-    caption = (
-        f"The last position asks for a key. A row is an example, a column a key. Squares: the key that the solved model looked at before. "
-        f"Seed {kept[0].seed}, learning rate {float(kept[0].rate):g}."
-    )
     title = "Attention of a solved model, before and after it was trained on"
-    return Picture("attention", title, caption, curves.attention(maps, keys))
+    return Picture("attention", title, text("scaling.txt", "attention", kept[0]), curves.attention(maps, keys))
 
 
 def limits(findings: Findings) -> list[str]:
     """Return the limits of what is said about the scale."""
-    there = {f.endpoint.name for f in findings.findings if f.pairs}
-    return [text for name, text in LIMITS.items() if name in there]
+    return text("scaling.txt", "limits", {f.endpoint.name for f in findings.findings}).splitlines()
