@@ -1,5 +1,6 @@
 """Splits and sources as properties of batches: our own, and data sets of the user's."""
 
+import itertools
 import pickle
 
 import numpy as np
@@ -131,6 +132,17 @@ def test_buckets_pad_much_less_and_come_in_no_order():
         share[bucket] = 1 - sum(real) / sum(batch["key_mask"].numel() for batch in batches)
         assert abs(np.corrcoef(real, range(84))[0, 1]) < 0.3
     assert share[True] < 0.05 < 0.3 < share[False]
+
+
+@pytest.mark.parametrize("epoch", range(4))
+def test_the_batches_inside_an_epoch_have_lengths_that_do_not_overlap(epoch):
+    rows, size = 83, 12
+    split = texts(rows)
+    stream = source(split, bucket=True, batch_size=size)
+    inside = [step for step in range(rows) if epoch * rows <= step * size and (step + 1) * size <= (epoch + 1) * rows]
+    lengths = [split.lengths[stream.items(step, range(size))] for step in inside]
+    ends = sorted((batch.min(), batch.max()) for batch in lengths)
+    assert len(ends) == 6 and all(longest <= shortest for (_, longest), (shortest, _) in itertools.pairwise(ends))
 
 
 @pytest.mark.parametrize(("batch_size", "world"), [(5, 1), (6, 3), (200, 5)])
