@@ -391,6 +391,15 @@ def refuse_compiled(model: nn.Module) -> None:
             raise RuntimeError(f"{said}: capture the plain module")
 
 
+def warn_of_calls(seen: Seen, shown: str) -> None:
+    """Warn of cores that ran several times, as layers with shared weights do. ``shown`` is the call that somebody looks at."""
+    if many := [f"{name} ({len(calls)} times)" for name, calls in seen.items() if len(calls) > 1]:
+        warnings.warn(
+            f"{', '.join(many)} ran several times, and only the {shown} call is shown: capture records all of them",
+            stacklevel=3,
+        )
+
+
 class _Watcher:
     """The hooks. What a model was called with says which queries of cross-attention are real."""
 

@@ -35,8 +35,8 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
             rows.
 
     Returns:
-        The five numbers and the histogram of each attention core, by name. Those of a query without a gradient (below all
-        trained weights) are left out.
+        The five numbers and the histogram of each attention core, by name, over all its calls. Those of a query without a
+        gradient (below all trained weights) are left out.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(6, 2)
@@ -53,10 +53,10 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
         for part in parts:
             with torch.enable_grad(), watch(model, lambda look: look) as seen:
                 value, counted = loss(part)
-            looks = {name: calls[0] for name, calls in seen.items() if calls and calls[0].call.query.requires_grad}
-            wanted = [*(look.call.query for look in looks.values()), *weights.values()]
+            looks = [(name, look) for name, calls in seen.items() for look in calls if look.call.query.requires_grad]
+            wanted = [*(look.call.query for _, look in looks), *weights.values()]
             found = iter(torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True))
-            for name, look in looks.items():
+            for name, look in looks:
                 # an encoder reads the source, where there is a target too
                 axis = SOURCE if TARGET not in counted or look.kind == "self" else TARGET
                 rows = counted.get(axis, look.real_queries)

@@ -32,7 +32,7 @@ from minitx.analysis.capture import (
 from minitx.analysis.heads import UNKNOWN, mean_interval
 from minitx.analysis.snapshot import Snapshot
 from minitx.nn.attention import DotProductAttention
-from minitx.nn.blocks import is_recomputing
+from minitx.nn.blocks import is_block, is_recomputing
 from minitx.nn.functional import AttentionCall, attention_weights, full_precision, scores_of
 from minitx.nn.modes import evaluating
 
@@ -438,7 +438,7 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
 
     Raises:
         ValueError: the model has no block, none runs, or the residual stream changes its shape between them; or the model has
-            no head, so that it returns no logits.
+            no head, so that it returns no logits; or a layer without attention, which is no block, follows the last one (Mamba).
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -461,12 +461,23 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
         records = {name: iter(of_block) for name, of_block in seen.items()}
         after = [next(records[name]) for name, _ in calls]
         last, out = calls[-1][0], []
+        _refuse_layers_after(model, last)
         for record in after[start:]:
             with intervene(model, "residual", {last: [*seen[last][:-1], record]}):
                 out.append(_logits(model(**inputs)))
     if not isinstance(out[0], Tensor):
         raise ValueError(f"{type(model).__name__} returns no logits, but {type(out[0]).__name__}: take the model with its head")
     return torch.stack(out)
+
+
+def _refuse_layers_after(model: nn.Module, last: str) -> None:
+    """Raise an error if a list of layers goes on after the block ``last`` with layers that are no blocks: a lens would look through them."""
+    path, _, number = last.rpartition(".")
+    layers = model.get_submodule(path)
+    if isinstance(layers, nn.ModuleList) and not all(map(is_block, layers[int(number) + 1 :])):
+        raise ValueError(
+            f"a layer of {path} without attention follows the last block, {last}: no lens reads the stream before it"
+        )
 
 
 def _block_calls(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Asked, read_answers
-from minitx.analysis.capture import Layers, Look, watch
+from minitx.analysis.capture import Layers, Look, warn_of_calls, watch
 from minitx.analysis.statistics import over_tiles
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
@@ -148,6 +148,9 @@ def take_snapshot(
     Raises:
         ValueError, RuntimeError: as in ``capture``; texts that do not fit the ids; or no attention ran.
 
+    Warns:
+        UserWarning: a core ran several times (ALBERT, universal Transformers). The snapshot has its last call.
+
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
@@ -159,6 +162,7 @@ def take_snapshot(
     device = next(iter(inputs.values())).device
     with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
         output = model(**inputs)
+    warn_of_calls(seen, "last")
     rows = read_answers(output, asked) if asked is not None else None
     source = next((axis for axis in (SOURCE, PIXELS) if axis in inputs), next(iter(inputs)))
     maps, told = [], dict[str, Tensor]()

@@ -57,7 +57,7 @@ class Running(threading.local):
     """What a running call of an adopted model was given. Each thread has its own.
 
     Attributes:
-        depth: how many models are running, one inside the other.
+        outer: of each model that is running, one inside the other, the ``key_masks`` before it. ``depth`` is their number.
         weights_wanted: whether the call has ``output_attentions=True``.
         key_masks: which keys of the running model are real, bool (B, S), as its ``attention_mask`` says, and those of the other
             sequence. None: no padding.
@@ -65,9 +65,14 @@ class Running(threading.local):
     """
 
     def __init__(self) -> None:
-        self.depth, self.weights_wanted = 0, False
+        self.outer: list[list[Tensor | None]] = []
+        self.weights_wanted = False
         self.key_masks: list[Tensor | None] = [None, None]
         self.masks: list[tuple[Tensor | None, Tensor | None, tuple[Any, ...], Mask]] = []
+
+    @property
+    def depth(self) -> int:
+        return len(self.outer)
 
     def __reduce__(self) -> tuple[type[Running], tuple[()]]:
         return Running, ()  # a copy of the model runs nothing yet
@@ -93,13 +98,15 @@ class Adoption:
 
     def enter_model(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note the arguments of a call. An inner model may be called without ``output_attentions``, or with a mask that is built."""
-        if self.is_scaled and not self.running.depth and not torch.compiler.is_compiling():
+        is_inner = self.running.depth > 0
+        self.running.outer.append(self.running.key_masks)
+        self.running.key_masks = [*self.running.key_masks]
+        if self.is_scaled and not is_inner and not torch.compiler.is_compiling():
             _check_ours(model)
         if len(args) > 1:
             options = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | options
         wanted = bool(options.get("output_attentions", getattr(model.config, "output_attentions", False)))
-        self.weights_wanted = self.running.weights_wanted = wanted or (self.running.weights_wanted and self.running.depth > 0)
-        self.running.depth += 1
+        self.weights_wanted = self.running.weights_wanted = wanted or (self.running.weights_wanted and is_inner)
         for index, name in enumerate(("attention_mask", "encoder_attention_mask")):
             mask = options.get(name)
             if mask is None:
@@ -112,10 +119,11 @@ class Adoption:
         module.core.is_cross = any(options.get(name) is not None for name in OTHER_STATES)
 
     def leave_model(self, *_: Any) -> None:
-        """Forget the masks when the outermost model returns."""
-        self.running.depth -= 1
-        if not self.running.depth:
-            self.running.key_masks, self.running.masks = [None, None], []
+        """Give the model around this one its own padding back (a model of pictures has none). The outermost forgets its masks."""
+        if self.running.outer:  # else a hook before ``enter_model`` failed
+            self.running.key_masks = self.running.outer.pop()
+        if not self.running.outer:
+            self.running.masks = []
 
     def mask(self, tensor: Tensor | None, is_causal: bool, keys: tuple[int, int], is_cross: bool) -> Mask | None:
         """Return what transformers' mask of a layer means, for ``keys`` = (B, S). A call of the model has one object for a tensor."""
@@ -429,7 +437,7 @@ def _mask_and_bias(
         S = min(L, S) if causal and L > 1 else S
         return mask, None if position_bias is None else position_bias[..., :S], S
     key_mask = adoption.running.key_masks[core.is_cross]
-    if causal and not core.is_cross and key_mask is not None:
+    if causal and not core.is_cross and key_mask is not None and key_mask.shape[1] >= L:  # else it is of other keys
         S = min(S, key_mask.shape[1])
     bias = None if position_bias is None else position_bias[..., :S]
     if attention_mask.dtype == torch.bool:

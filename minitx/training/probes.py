@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Asked
-from minitx.analysis.capture import Look, attention_cores, watch
+from minitx.analysis.capture import Look, attention_cores, warn_of_calls, watch
 from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
 from minitx.analysis.statistics import attention_statistics, logit_step, token_cosine
@@ -133,6 +133,7 @@ class Probe(StepCallback):
                     hook = block.register_forward_hook(lambda _, args, out, name=name: hidden.update({name: _first(out)}))
                     hooks.enter_context(hook)
             Caller(network)(self._on(device))
+            warn_of_calls(seen, "first")
             looks = {name: records[0] for name, records in seen.items() if records}
             layers = {name: _statistics(name, look, hidden) for name, look in looks.items()} if statistics else {}
         if statistics:

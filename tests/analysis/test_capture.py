@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.analysis import capture, intervene, knock_out_heads
+from minitx.analysis import capture, intervene, knock_out_heads, take_snapshot
 from minitx.analysis.gradients import gradient_statistics
 from minitx.nn import Causal, DotProductAttention, KVCache, MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
@@ -209,6 +209,26 @@ def test_a_core_that_several_layers_share_is_recorded_once_a_call():
     for what in ("heads", "weights"):
         seen = records_of(model, IDS, what=what)
         assert {name: len(calls) for name, calls in seen.items()} == {"blocks.0.attention.core": 2}
+
+
+def test_gradients_of_a_core_that_runs_several_times_count_the_queries_of_every_call():
+    model = model_of()
+    model.blocks[1] = model.blocks[0]  # one layer, twice
+    queries = []
+    model.blocks[0].attention.core.register_forward_pre_hook(lambda core, args: queries.append(args[0].query))
+    loss = model(IDS).square().sum()
+    norms = torch.cat([gradient.norm(dim=-1).flatten() for gradient in torch.autograd.grad(loss, queries)])
+    found = gradient_statistics(model, [IDS], lambda ids: (model(ids).square().sum(), {}))["blocks.0.attention.core"]
+    assert sum(found["grad_query_histogram"].values()) == len(norms) == 2 * IDS.numel() * 3
+    assert found["grad_query_rms"] == pytest.approx(float(norms.square().mean().sqrt()))
+
+
+def test_a_snapshot_of_a_core_that_ran_several_times_says_which_call_it_shows():
+    model = model_of()
+    model.blocks[1] = model.blocks[0]
+    with pytest.warns(UserWarning, match=r"blocks.0.attention.core \(2 times\) ran several times, and only the last call"):
+        shown = take_snapshot(model, IDS).maps
+    assert torch.equal(shown[0].weights, records_of(model, IDS, what="weights")["blocks.0.attention.core"][1])
 
 
 @pytest.mark.parametrize("options", [{"target_modules": ["q_proj", "v_proj"]}, {"modules_to_save": ["attention"], "target_modules": ["up_proj"]},

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, patch_heads
 from minitx.analysis.capture import Seen
-from minitx.nn import MultiHeadAttention
+from minitx.nn import FeedForward, MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
 from tests.analysis.models import CHANGEABLE, IDS, Checkpointed, model_of, records_of, translation_of
 
@@ -296,6 +296,29 @@ def test_the_lens_leaves_out_blocks_of_another_stream_however_they_are_wrapped()
     for layer in (*model.encoder.blocks, *model.blocks):
         layer.gain.fill_(1.0)
     assert torch.equal(logit_lens(model, input_ids=IDS, decoder_input_ids=OTHER), want) and len(want) == 3
+
+
+class Hybrid(nn.Module):
+    """A list of blocks and of layers without attention, as in Bamba."""
+
+    def __init__(self, *kinds):
+        super().__init__()
+        one = model_of()
+        self.embed, self.head, blocks = one.embeddings, one.head, iter(one.blocks)
+        self.layers = nn.ModuleList(next(blocks) if kind == "block" else Layer(FeedForward(12, 12)) for kind in kinds)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids, torch.arange(5)[None], None)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_layer_without_attention_after_the_last_block_has_no_lens():
+    model = Hybrid("block", "other", "block")
+    assert torch.equal(logit_lens(model, input_ids=IDS)[-1], model(IDS))
+    with pytest.raises(ValueError, match="a layer of layers without attention follows the last block"):
+        logit_lens(Hybrid("block", "block", "other"), input_ids=IDS)
 
 
 def test_a_stream_that_changes_its_shape_and_a_model_without_blocks_have_no_lens():
