@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, RunConfig, TransformerConfig, to_dict
 from minitx.config.schema import first_line
@@ -145,6 +145,15 @@ class TrainingModule(L.LightningModule):
         batch = self.caller.batch_of(batch)
         self.caller.check(batch)  # here, where reading a mask does not wait for the device
         return batch
+
+    def on_train_start(self) -> None:
+        # a resumed run may have another number of steps, and its optimizer comes with the next rate of the old schedule
+        for schedule in [one.scheduler for one in self.trainer.lr_scheduler_configs]:
+            if isinstance(schedule, LambdaLR):
+                for group, base, factor in zip(
+                    schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+                ):
+                    group["lr"] = base * factor(schedule.last_epoch)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # a mask that is not passed hides nothing, or ``check`` refuses it
