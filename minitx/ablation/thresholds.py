@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 
 from minitx.ablation.design import ThresholdConfig
@@ -172,7 +173,7 @@ class Runs:
     def run(self, rate: float) -> dict[str, Any]:
         """Train at ``rate`` until the run ends or fails, and return its record."""
         watch, module, nonfinite = Watch(self.rule, self.start), self.module(rate), None
-        callbacks = [*build_all(self.config.callbacks.parts, "callbacks"), watch]
+        callbacks = [*build_all(self.config.callbacks.parts, "callbacks", L.Callback), watch]
         trainer = build_trainer(self.config, module, self.data, self.folder, [], callbacks, 0)
         trainer.limit_val_batches = 0
         trainer.callbacks = callbacks  # type: ignore[attr-defined]  # without Lightning's own checkpoints

@@ -235,6 +235,8 @@ class Pictures:
         like: other images, whose size and number of channels are used. ``None``: those of the first image.
     """
 
+    _said_grey = False
+
     def __init__(self, table: Any, column: str, size: int | None, like: Pictures | None = None) -> None:
         self.table, self.column, self.size = table, column_of(table, column, "image_column"), size
         self.mode: str = like.mode if like else "L" if self._picture(0).mode in ("1", "L") else "RGB"
@@ -248,12 +250,19 @@ class Pictures:
         return pixels
 
     def _pixels(self, row: int) -> np.ndarray:
-        image = self._picture(row).convert(self.mode)
+        picture = self._picture(row)
+        if self.mode == "L" and picture.mode not in ("1", "L", "LA") and not self._said_grey:
+            log.warning("data.image_column=%s: the first image is grey, so those with colours become grey, too", self.column)
+            self._said_grey = True
+        image = picture.convert(self.mode)
         image = image if self.size is None else image.resize((self.size, self.size))
         return np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)
 
     def _picture(self, row: int) -> Any:
-        image = self.table[row][self.column]
+        try:
+            image = self.table[row][self.column]
+        except OSError as error:  # of PIL
+            raise ConfigError(f"data.image_column={self.column}: image {row + 1} of a split cannot be read: {error}") from None
         if getattr(image, "mode", None) not in EIGHT_BITS:
             found = f"an image of mode {image.mode}" if hasattr(image, "mode") else type(image).__name__
             raise ConfigError(f"data.image_column={self.column} must have images of 8 bits a channel, got {found}")

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Bound, require
@@ -183,7 +184,7 @@ def as_split(task: Task, which: str) -> Split:
         ConfigError: it has no ``len()`` or ``[i]``, or it is empty.
     """
     data = getattr(task, which)
-    filled = hasattr(data, "__len__") and len(data) > 0
+    filled = hasattr(data, "__len__") and len(data) > 0 and not isinstance(data, IterableDataset)
     require(filled, f"{task.name}: {which} must have rows, len() and [i], got {type(data).__name__}")
     return data if isinstance(data, Split) else Rows(data, task)
 

@@ -79,7 +79,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
         cause = next((e for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), None)
         reason = cause.strerror if cause is not None else first_line(error)
         part.unlink(missing_ok=True)
-        raise CheckpointError(f"checkpoint {path} could not be written: {reason}; an earlier one is intact") from error
+        kept = "; an earlier one is intact" if Path(path).exists() else ""
+        raise CheckpointError(f"checkpoint {path} could not be written: {reason}{kept}") from error
 
 
 def clean_up(folder: Path) -> None:

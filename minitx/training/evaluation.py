@@ -230,7 +230,8 @@ def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tupl
 def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[str, Metric]:
     """The metrics of a task that labels judge."""
     if task.kind == "classify":
-        return {"accuracy": share_interval(int(right.sum()), len(right))}
+        one_each = bool((counts == 1).all())  # else labels of a row belong together
+        return {"accuracy": share_interval(int(right.sum()), len(right)) if one_each else ratio_interval(right, counts)}
     loss, accuracy = ratio_interval(nll, counts), ratio_interval(right, counts)
     if task.kind == "masked_lm":
         low, high = (None if end is None else math.exp(end) for end in (loss.low, loss.high))

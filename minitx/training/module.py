@@ -17,18 +17,19 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, RunConfig, TransformerConfig, to_dict
-from minitx.config.schema import first_line
+from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
-from minitx.data.task import Batch, num_targets
+from minitx.data.task import Batch, Task, num_targets
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
 from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of
@@ -145,6 +146,15 @@ class TrainingModule(L.LightningModule):
         batch = self.caller.batch_of(batch)
         self.caller.check(batch)  # here, where reading a mask does not wait for the device
         return batch
+
+    def on_train_start(self) -> None:
+        # a resumed run may have another number of steps, and its optimizer comes with the next rate of the old schedule
+        for schedule in [one.scheduler for one in self.trainer.lr_scheduler_configs]:
+            if isinstance(schedule, LambdaLR):
+                for group, base, factor in zip(
+                    schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+                ):
+                    group["lr"] = base * factor(schedule.last_epoch)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # a mask that is not passed hides nothing, or ``check`` refuses it
@@ -314,6 +324,8 @@ def build_module(
     build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
     if isinstance(first, Muon) and config.trainer.strategy == "sharded":
         raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
+    if isinstance(data, DataModule) and isinstance(built, CrossEntropy):
+        check_labels(data.task)
     if isinstance(data, DataModule) and device_type(config.trainer) == "cpu":
         try_once(network, built, data)
     if isinstance(data, DataModule) and (caller := Caller(network)).packs:
@@ -392,6 +404,22 @@ def stored_node(
         names = named_by(config.model, "model")
         return {**{name: value for name, value in decided_fields(data).items() if name in names}, **config.model}
     return {"_target_": f"{type(network).__module__}.{type(network).__qualname__}"}
+
+
+def check_labels(task: Task) -> None:
+    """Check the labels of rows in a list, before training: torch would find a wrong one only in its step, and a GPU not say it.
+
+    Raises:
+        ConfigError: a label is no class of the task.
+    """
+    classes = task.model_fields.get("num_labels") if task.kind == "classify" else None
+    for rows in (task.train, task.val, task.test) if classes else ():
+        labels = [row.get("labels") for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+        for label in labels:
+            number = label.item() if hasattr(label, "item") and not np.ndim(label) else label
+            is_wrong = isinstance(number, bool | float) or (isinstance(number, int) and not 0 <= number < classes)
+            said = f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count"
+            require(not is_wrong or number == IGNORED, f"{said}, got {number}")
 
 
 def try_once(network: nn.Module, objective: Callable[..., Any], data: DataModule) -> None:

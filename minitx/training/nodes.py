@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from minitx.config import RunConfig
-from minitx.config.schema import ConfigError, Part, config_class_of, defaults, first_line, nearest, read_call
+from minitx.config.schema import ConfigError, Part, config_class_of, defaults, first_line, nearest, read_call, require
 from minitx.config.training import NODES
 
 FROM_THE_RUN = ("seed", "batch_size", "num_workers", "max_steps", "tokenizer", "head_dim")
@@ -190,9 +190,19 @@ def call(made: Callable[..., Any], key: str, node: Part, *args: Any, **kwargs: A
         raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}") from error
 
 
-def build_all(group: Mapping[str, Part | None], key: str, given: Mapping[str, Any] | None = None) -> list[Any]:
-    """Build every entry of a group of callbacks or loggers that is not null."""
-    return [build(node, f"{key}.{name}", given) for name, node in group.items() if node is not None]
+def build_all(group: Mapping[str, Part | None], key: str, kind: type, given: Mapping[str, Any] | None = None) -> list[Any]:
+    """Build every entry of a group of callbacks or loggers that is not null.
+
+    Raises:
+        ConfigError: see ``build``; or an entry is not of this ``kind``.
+    """
+    found = []
+    for name, node in group.items():
+        if node is not None:
+            found.append(build(node, f"{key}.{name}", given))
+            said = f"{key}.{name}._target_={node['_target_']} must give a {kind.__name__} of Lightning"
+            require(isinstance(found[-1], kind), f"{said}, got {type(found[-1]).__name__}")
+    return found
 
 
 def parameter_names(function: Any) -> set[str]:

@@ -62,7 +62,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
             logit.
 
     Raises:
-        ConfigError: the shapes do not fit, for example logits of every token and labels of whole texts.
+        ConfigError: the shapes do not fit, for example logits of every token and labels of whole texts; or a label is no class.
 
     >>> sums = cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, -100]]))
     >>> round(float(sums["loss"]) / 2, 4)  # ln 4
@@ -75,7 +75,13 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
         )
     flat, targets = logits.flatten(0, -2), labels.flatten()
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    nll = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
+    said = f"labels must be classes from 0 to {flat.shape[-1] - 1}, or {IGNORED} where they do not count"
+    if targets.dtype == torch.bool or targets.is_floating_point():
+        raise ConfigError(f"{said}: got {targets.dtype}".replace("torch.", ""))
+    try:
+        nll = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
+    except IndexError as error:  # of a CPU; a GPU would stop without a word about labels
+        raise ConfigError(f"{said}: {error}") from None
     sums = {"loss": nll, "nll": nll.detach()}
     if label_smoothing:
         sums["loss"] = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)

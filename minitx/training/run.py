@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -83,7 +84,8 @@ def train(
         state = stored_state(config, opened, network)
         done = check_resumed(config, state)
         callbacks = build_callbacks(config, module, opened, folder, state)
-        loggers = build_all(config.logger, "logger", {"save_dir": str(folder)})
+        loggers = build_all(config.logger, "logger", Logger, {"save_dir": str(folder)})
+        check_free(folder, config.ckpt_path)  # once more: another run may have begun here, while this one was built
         with run_folder(folder, files or {}), finish_wandb():  # every part is built: a mistake in one has changed no file
             trainer = build_trainer(config, module, opened, folder, loggers, callbacks, done)
             nonfinite_step = fit(trainer, module, opened, config, folder)
@@ -121,7 +123,7 @@ def build_callbacks(
     own.append(WandbExtras(state["config"], folder, **to_dict(config.callbacks.wandb)))
     path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
     last = LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every, state)
-    return [*own, *build_all(config.callbacks.parts, "callbacks"), last]
+    return [*own, *build_all(config.callbacks.parts, "callbacks", L.Callback), last]
 
 
 def callbacks_of_steps(

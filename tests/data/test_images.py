@@ -73,6 +73,28 @@ def test_pictures_are_resized_when_asked_and_refused_when_of_several_sizes(image
         [batch_of(as_split(task, which)) for which in ("train", "val")]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # PIL leaves the file open
+def test_a_picture_that_cannot_be_read_is_named_by_its_column_and_row(image_folder):
+    """A file that is no picture, and one that is cut short."""
+    path = image_folder / "cat" / "3.png"
+    for content in (b"no picture", path.read_bytes()[:50]):
+        path.write_bytes(content)
+        task = images(path=str(image_folder), shift=0)
+        with pytest.raises(ConfigError, match=r"^data\.image_column=image: image \d+ of a split cannot be read: \w+"):
+            [batch_of(as_split(task, which)) for which in ("train", "val")]
+
+
+def test_colours_that_a_grey_first_picture_takes_from_the_others_are_said_to_be_lost_once(image_folder, caplog):
+    import PIL.Image
+
+    for path in image_folder.glob("cat/*.png"):
+        PIL.Image.open(path).convert("L").save(path)
+    task = images(path=str(image_folder), val_path=str(image_folder))
+    batch_of(as_split(task, "train"))
+    assert task.model_fields["num_channels"] == 1
+    assert caplog.text.count("the first image is grey, so those with colours become grey, too") == 1
+
+
 def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_datasets):
     import datasets
     import PIL.Image

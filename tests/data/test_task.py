@@ -201,6 +201,16 @@ def test_labels_that_are_no_whole_numbers_count_as_others_do():
     assert [(len(batch["labels"]), int(batch["num_targets"])) for batch in last] == [(1, 2), (0, 2), (0, 2)]
 
 
+class Endless(torch.utils.data.IterableDataset):
+    """torch's data set without [i]; some have a length."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter(())
+
+
 ROWS = [
     [],
     iter([{"labels": 1}]),
@@ -208,10 +218,13 @@ ROWS = [
     [{"input_ids": "text", "labels": 1}],
     [{"input_ids": [1], "labels": 1}, {"labels": 1}],
     [{"image": np.zeros((2, 2)), "labels": 1}, {"image": np.zeros((2, 3)), "labels": 1}],
+    Endless(),
 ]
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=["empty", "no length", "no labels", "texts", "a key is missing", "two shapes"])
+@pytest.mark.parametrize(
+    "rows", ROWS, ids=["empty", "no length", "no labels", "texts", "a key is missing", "two shapes", "a stream"]
+)
 def test_rows_that_make_no_batch_are_refused_with_the_name_of_the_data(rows):
     with pytest.raises(ConfigError, match=r"^mine"):
         batch_of(split_of(rows))

@@ -108,6 +108,15 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_from_it(mak
     assert sorted(p.name for p in last.parent.iterdir()) == ["best.ckpt", "last.ckpt"]
 
 
+def test_a_first_checkpoint_that_cannot_be_written_does_not_speak_of_an_earlier_one(tmp_path, monkeypatch):
+    def fails(checkpoint, file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(CheckpointError, match=r"could not be written: No space left on device$"):
+        write_checkpoint(SMALL, tmp_path / "last.ckpt")
+
+
 def test_a_checkpoint_is_written_when_the_last_one_is_old(make_config, tmp_path, monkeypatch):
     saved, now = [], [0.0]
     monkeypatch.setattr("minitx.training.callbacks.time.monotonic", lambda: now[0])

@@ -79,6 +79,13 @@ def test_a_language_model_is_judged_in_bits_per_byte_and_character(ready):
     assert set(found.baselines) >= {"xz_bits_per_character", "bzip2_bits_per_character"}
 
 
+def test_several_labels_a_row_of_a_classification_count_one_by_one():
+    rows = [{"input": torch.eye(3)[row], "labels": torch.tensor([0, 1, 2])} for row in ([0, 1, 2], [0, 1, 1], [0, 0, 2])]
+    task = Task(name="mine", kind="classify", train=rows, val=rows, key_masks={})
+    found = evaluate(torch.nn.Identity(), task).metrics["accuracy"]
+    assert (found.value, found.count) == (pytest.approx(7 / 9), 9)
+
+
 @pytest.mark.parametrize("task", [None, "classify", "seq2seq"])
 def test_the_size_of_a_batch_changes_no_metric(ready, task):
     found = []

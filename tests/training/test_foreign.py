@@ -106,6 +106,16 @@ def test_a_validation_without_a_label_that_counts_is_no_perfect_one(tmp_path, ca
         evaluate(nn.Linear(3, 2).double(), task)
 
 
+@pytest.mark.parametrize("label", [True, 1.0, -1, 2, torch.tensor(2)])
+def test_a_class_that_a_task_does_not_have_is_refused_before_the_first_step_where_rows_are_a_list(tmp_path, label):
+    rows = [{"input": torch.zeros(3), "labels": label} for label in (0, 1, -100, label)]
+    for splits in ({"train": rows, "val": rows[:3]}, {"train": rows[:3] * 2, "val": rows}):
+        data = Task(name="mine", kind="classify", **splits, model_fields={"num_labels": 2})
+        with pytest.raises(ConfigError, match="mine: labels must be classes from 0 to 1, or -100"):
+            fit(tmp_path / "run", data, objective=None, precision="32-true", batch_size=2)
+    assert not (tmp_path / "run").exists()
+
+
 def test_fields_that_the_data_decide_are_fields_of_the_model(tmp_path):
     sizes, data = {"vocab_size": 5, "embed_dim": 8, "num_heads": 2, "num_layers": 1}, Squares()
     config = RunConfig(model=node(build_model, architecture="encoder", head="sequence", **sizes))

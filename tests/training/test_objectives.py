@@ -134,6 +134,12 @@ def test_rows_without_a_target_say_nothing_about_an_objective():
         check_sum(mean, caller, {"input": torch.zeros(3, 2).long(), "labels": labels})
 
 
+@pytest.mark.parametrize(("label", "said"), [(3, "3"), (-1, "-1"), (True, "bool"), (1.0, "float32")])
+def test_cross_entropy_refuses_labels_that_are_no_classes_and_says_which_classes_there_are(label, said):
+    with pytest.raises(ConfigError, match=rf"classes from 0 to 2, or -100 .*{said}"):
+        CrossEntropy()(torch.zeros(1, 3), {"labels": torch.tensor([label])})
+
+
 @pytest.mark.parametrize(("logits", "labels"), [((2, 7, 11), (2,)), ((2, 11), (2, 7)), ((2, 7, 11), (7, 2))])
 def test_cross_entropy_refuses_logits_that_do_not_belong_to_the_labels_and_says_both_shapes(logits, labels):
     with pytest.raises(ConfigError, match=re.escape(f"shape {logits} for labels of shape {labels}")):

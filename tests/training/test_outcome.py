@@ -12,6 +12,7 @@ import pytest
 import torch
 from extra import of_digits
 
+import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
 from minitx.training.evaluation import Evaluation, report
 from minitx.training.loggers import MetricsFile, add_records, describe_device, read_metrics, summarise
@@ -143,6 +144,30 @@ def test_a_callback_that_counts_epochs_is_refused(make_config, tmp_path):
         with pytest.raises(ConfigError, match=rf"^callbacks: {name} .* epoch"):
             train(make_config(callbacks__parts=node), tmp_path / "run")
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("group", "kind"), [("callbacks__parts", "Callback"), ("logger", "Logger")])
+def test_a_class_that_is_no_callback_or_logger_is_refused_by_its_key_before_the_run_has_a_folder(make_config, tmp_path, group, kind):  # fmt: skip
+    node = {"own": {"_target_": "torch.nn.ReLU"}}
+    config = make_config(callbacks__parts=node) if group != "logger" else make_config(logger=node)
+    with pytest.raises(ConfigError, match=rf"own\._target_=torch\.nn\.ReLU must give a {kind} of Lightning, got ReLU"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_of_two_runs_that_start_in_one_folder_at_once_the_second_to_be_built_is_refused(make_config, tmp_path, monkeypatch):
+    """Both find the folder free; the first has begun when the second is built."""
+    build, config = run_module.build_network, make_config(trainer__max_steps=2)
+
+    def slowly(*arguments):
+        monkeypatch.setattr(run_module, "build_network", build)
+        train(config, tmp_path / "run", files={"command.txt": "first"})
+        return build(*arguments)
+
+    monkeypatch.setattr(run_module, "build_network", slowly)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(config, tmp_path / "run", files={"command.txt": "second"})
+    assert (tmp_path / "run" / "command.txt").read_text(encoding="utf-8") == "first"
 
 
 def test_pixels_in_float32_train_a_network_in_float64(make_config, tmp_path):

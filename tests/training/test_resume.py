@@ -183,6 +183,17 @@ def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_fo
     assert [row["step"] for row in read_metrics(tmp_path / "second" / "metrics.csv")] == [7, 8, 9]
 
 
+def test_a_run_that_goes_on_to_more_steps_has_the_rates_of_the_longer_schedule_from_its_first_step_on(make_config, tmp_path):
+    """The optimizer in the checkpoint has the next rate of the old schedule, which ends at the tenth of the peak."""
+    rates = {}
+    for name, lengths in {"whole": [8], "cut": [4, 8]}.items():
+        for steps in lengths:
+            config = make_config(trainer__ckpt_every=100, trainer__max_steps=steps)
+            train(config if steps == lengths[0] else resumed(config, tmp_path / name), tmp_path / name)
+        rates[name] = [row["lr"] for row in read_metrics(tmp_path / name / "metrics.csv")]
+    assert rates["cut"][4:] == rates["whole"][4:] and len(rates["cut"]) == 8
+
+
 def test_a_checkpoint_holds_plain_data_and_one_of_another_model_is_refused(make_config, tmp_path):
     config = make_config(trainer__ckpt_every=6, probe__every=3)
     train(config, tmp_path / "first")
