@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -413,10 +412,12 @@ def check_labels(task: Task) -> None:
         ConfigError: a label is no class of the task.
     """
     classes = task.model_fields.get("num_labels") if task.kind == "classify" else None
-    for rows in (task.train, task.val, task.test) if classes else ():
-        labels = [row.get("labels") for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+    if classes is None:
+        return
+    for rows in (task.train, task.val, task.test):
+        labels: list[Any] = [row.get("labels") for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
         for label in labels:
-            number = label.item() if hasattr(label, "item") and not np.ndim(label) else label
+            number = label.item() if getattr(label, "ndim", None) == 0 else label
             is_wrong = isinstance(number, bool | float) or (isinstance(number, int) and not 0 <= number < classes)
             said = f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count"
             require(not is_wrong or number == IGNORED, f"{said}, got {number}")
