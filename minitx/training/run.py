@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -123,7 +123,8 @@ def build_callbacks(
     own.append(WandbExtras(state["config"], folder, **to_dict(config.callbacks.wandb)))
     path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
     last = LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every, state)
-    return [*own, *build_all(config.callbacks.parts, "callbacks", L.Callback), last]
+    before = LambdaCallback(on_train_end=last.on_train_end)  # WeightAveraging puts the average into the model then
+    return [before, *own, *build_all(config.callbacks.parts, "callbacks", L.Callback), last]
 
 
 def callbacks_of_steps(

@@ -188,6 +188,19 @@ def test_a_test_that_the_user_did_not_write_is_refused_before_training(tmp_path,
         fit(tmp_path / "run", max_epochs=1, evaluation=EvaluationConfig(test="last"))
 
 
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
+def test_a_run_with_averaged_weights_goes_on_for_more_epochs_as_if_it_had_not_stopped(tmp_path):
+    ema = CallbacksConfig(parts={"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.9}})
+    first = Own()
+    first.net[1] = nn.Identity()  # as above
+    models = {name: copy.deepcopy(first) for name in ("whole", "half", "rest")}
+    fit(tmp_path / "whole", models["whole"], max_epochs=4, callbacks=ema)
+    fit(tmp_path / "half", models["half"], max_epochs=2, callbacks=ema)
+    fit(tmp_path / "rest", models["rest"], max_epochs=4, callbacks=ema, ckpt_path=str(tmp_path / "half/checkpoints/last.ckpt"))
+    for name, weight in models["whole"].state_dict().items():
+        assert weight.equal(models["rest"].state_dict()[name]), name
+
+
 def test_what_lightning_refuses_is_a_mistake_in_the_config(tmp_path):
     with pytest.raises(ConfigError, match="clipping is not supported for manual optimization"):
         fit(tmp_path / "run", Manual(), max_epochs=1, clip=1.0)
