@@ -57,7 +57,7 @@ class Running(threading.local):
     """What a running call of an adopted model was given. Each thread has its own.
 
     Attributes:
-        outer: of each model that is running, one inside the other, the ``key_masks`` before it. ``depth`` is their number.
+        outer: of each model that is running, one inside the other, the ``key_masks`` before it.
         weights_wanted: whether the call has ``output_attentions=True``.
         key_masks: which keys of the running model are real, bool (B, S), as its ``attention_mask`` says, and those of the other
             sequence. None: no padding.
@@ -72,6 +72,7 @@ class Running(threading.local):
 
     @property
     def depth(self) -> int:
+        """How many models are running."""
         return len(self.outer)
 
     def __reduce__(self) -> tuple[type[Running], tuple[()]]:
