@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from minitx.ablation.judge import Arm, Endpoint, answers, judge, slopes
+from minitx.ablation.records import Run
 from tests.ablation import made_up
 from tests.ablation.made_up import BOTH, RATES, SCALED, SEEDS, UNSCALED, Truth, foretold
 
@@ -111,6 +113,25 @@ def test_losses_are_compared_as_differences_and_a_run_that_is_not_finite_counts_
     broken = {(UNSCALED, rate): None for rate in RATES}
     lost = one(made_up.findings("text", truth=Truth(losses=broken)), "text", "loss")
     assert lost.estimate.low == pytest.approx(4.2 - 1.56, abs=0.01)
+
+
+def test_the_best_rate_has_the_highest_accuracy_or_the_lowest_loss_and_a_measure_takes_the_first_score():
+    study = replace(made_up.grid("text").studies["text"], scores=("time", "accuracy", "loss"))
+    result = {
+        "val_accuracy": 0.9,
+        "val_loss": 0.4,
+        "nonfinite_step": None,
+        "loss": [None, 4.2, 3.0],
+        "measures": {"loss_at_9": 7.0},
+    }
+    run = Run("text", SCALED, (), 0, {"status": "done", "result": result})
+    endpoints = [Endpoint(name, study) for name in ("accuracy", "loss", "loss_at_9")]
+    assert [endpoint.cost(run) for endpoint in endpoints] == [-0.9, 0.4, -0.9]
+    assert [endpoint.value(run).low for endpoint in endpoints] == [0.9, 0.4, 7.0]
+    result["nonfinite_step"] = 3
+    assert [endpoint.value(run).low for endpoint in endpoints[:2]] == [0.0, 4.2]
+    result["measures"] = {}
+    assert endpoints[2].value(run) is None
 
 
 def test_a_measure_is_judged_at_the_rate_that_the_loss_chose():

@@ -29,14 +29,23 @@ from minitx.training.optimizers import adamw, build_optimizer, build_schedule, p
 
 def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves_the_likelihood_alone():
     logits, labels = torch.randn(2, 3, 7, dtype=torch.float64), torch.tensor([[1, -100, 6], [0, 2, 3]])
+    labels[1] = logits[1].argmax(-1)  # three right answers
     sums = build_objective(node(CrossEntropy, label_smoothing=0.3))(logits, {"labels": labels})
     log_p, counted = logits.log_softmax(-1)[labels != -100], labels[labels != -100]
     hit = -log_p.gather(-1, counted[:, None]).sum()
     assert (int(sums["correct"]), int(num_targets(labels))) == (int((log_p.argmax(-1) == counted).sum()), 5)
+    assert int(sums["correct"]) >= 3
     assert float(sums["nll"]) == pytest.approx(float(hit))
     assert float(sums["loss"]) == pytest.approx(float(0.7 * hit - 0.3 * log_p.mean(-1).sum()))
     plain = CrossEntropy()(logits, {"labels": labels})  # by default nothing is smoothed, and answers are counted in training
     assert (float(plain["loss"]), plain["correct"]) == (pytest.approx(float(hit)), sums["correct"])
+
+
+def test_answers_that_training_does_not_count_are_counted_in_a_validation():
+    objective, given = CrossEntropy(count_correct=False), (torch.eye(3), {"labels": torch.arange(3)})
+    assert "correct" not in objective(*given)
+    with torch.no_grad():
+        assert int(objective(*given)["correct"]) == 3
 
 
 def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
