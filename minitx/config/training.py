@@ -163,6 +163,7 @@ class TrainerConfig(Config):
         compile: compile network and loss with torch.compile. The kernels are kept for the next run.
         deterministic: use only deterministic kernels. An error names a kernel that is not.
         threads: CPU threads per process; null: torch's default.
+        flush_denormal: on a CPU, take float32 numbers below 1.2e-38 for 0. Without the scale 1/√d_k this can save most of a step.
         peak_tflops: peak speed of the device in TFLOP/s, for mfu in metrics.csv; null: from a table, for some GPUs.
         plugins: nodes with _target_, for Lightning's Trainer.
         profiler: a node with _target_, for Lightning's Trainer.
@@ -196,6 +197,7 @@ class TrainerConfig(Config):
     compile: bool = False
     deterministic: bool = False
     threads: Count | None = None
+    flush_denormal: bool = False
     peak_tflops: Positive | None = None
     plugins: tuple[Part, ...] = ()
     profiler: Part | None = None

@@ -68,6 +68,46 @@ def test_the_peak_is_found_by_the_devices_name(monkeypatch):
         assert peak_tflops(torch.device("cuda")) == peak
 
 
+# --- subnormal numbers
+
+
+def is_kept() -> bool:
+    """Whether products of both kinds of threads, and of a backward pass, keep a number below 1.2e-38."""
+    weights = torch.full((100_000,), 1e-39, requires_grad=True)
+    (weights * 1e-39).sum().backward()
+    assert bool((weights.grad != 0).all()) == bool((weights.grad != 0).any())  # all threads do the same
+    return bool((weights.grad != 0).all())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_subnormal_numbers_are_zero_within_and_kept_before_and_afterwards(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert is_kept()
+        with devices.without_subnormals():
+            if is_kept():
+                pytest.skip("this processor cannot do it")
+            with devices.without_subnormals():
+                assert not is_kept()
+            assert not is_kept()  # what was set before counts afterwards
+        assert is_kept()
+        with devices.without_subnormals(False):
+            assert is_kept()
+        with pytest.raises(ValueError, match="within"), devices.without_subnormals():
+            raise ValueError("within")
+        assert is_kept()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_run_takes_subnormal_numbers_for_zero_only_if_it_is_told_to(wanted):
+    with devices.machine(TrainerConfig(accelerator="cpu", flush_denormal=wanted)):
+        seen = is_kept()
+    assert seen is not wanted and is_kept()
+
+
 # --- products on a CPU
 
 SHAPES = [(131, 251, 127), (1, 2053, 1031), (2053, 1031, 1), (3, 5, 7)]
