@@ -230,13 +230,13 @@ def _replace_kernel(name: str, first: int) -> None:
 
 
 @contextmanager
-def without_subnormals(wanted: bool = True) -> Iterator[None]:
+def flush_denormal(wanted: bool = True) -> Iterator[None]:
     """A context in which this processor takes float32 numbers below 1.2e-38 for 0. Afterwards it is as before.
 
     Such numbers are slow: some processors take a hundred cycles for each. A softmax that is nearly one-hot makes many of them in
     its backward pass. Nothing changes on a GPU, or on a processor that cannot do it (``torch.set_flush_denormal``).
 
-    >>> with without_subnormals():
+    >>> with flush_denormal():
     ...     print(torch.tensor(1e-39) * 1)
     tensor(0.)
     """
@@ -261,7 +261,7 @@ def machine(options: TrainerConfig) -> Iterator[None]:
     on_cpu = device_type(options) == "cpu"
     if on_cpu:
         keep_freed_memory()
-    with onednn_products(on_cpu), without_subnormals(options.flush_denormal and on_cpu):
+    with onednn_products(on_cpu), flush_denormal(options.flush_denormal and on_cpu):
         yield
 
 
