@@ -4,7 +4,6 @@ import gc
 import os
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from tests.waiting import PATIENCE
@@ -16,18 +15,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of those programs; two of them 
 os.environ["KINETO_LOG_LEVEL"] = "99"
 settings.register_profile("minitx", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("minitx")
-if torch.version.cuda and not torch.cuda.is_available():  # this torch wants a driver even for fake tensors; the CPU's says no
-    for kernel in ("flash", "efficient", "cudnn"):
-        setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda params, debug=False: False)
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
+    import torch  # not above: the process that hands out the tests reads this file, and runs none
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
 
 def pytest_collection_finish():
     """The collected tests stay until the end: the garbage collector need not walk over them after each."""
+    import torch
+
+    if torch.version.cuda and not torch.cuda.is_available():  # it wants a driver even for fake tensors; the CPU's says no
+        for kernel in ("flash", "efficient", "cudnn"):
+            setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda params, debug=False: False)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # nor look for new cycles after each 700 objects: a tenth of the suite's time

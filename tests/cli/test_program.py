@@ -124,6 +124,7 @@ def test_the_version_is_that_of_minitx(cli):
         assert (said.code, said.out, said.err) == (0, f"minitx {minitx.__version__}\n", "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error_and_the_run_goes_on(tmp_path):
     process = start([*TINY, "trainer.max_steps=2", "output_dir=run"], tmp_path)
     process.stdin.close(), process.stdout.close()

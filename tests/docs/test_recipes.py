@@ -133,6 +133,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     return copy
 
 
+@pytest.mark.slow
 def test_a_data_set_trains_and_its_checkpoint_is_read_without_trust(followed: Copy) -> None:
     stored, result = followed.read("data/config.yaml"), followed.read("data/result.json")
     assert "_target_: minitx.data.parity.parity" in stored and "length: 5" in stored
@@ -140,10 +141,12 @@ def test_a_data_set_trains_and_its_checkpoint_is_read_without_trust(followed: Co
     assert followed.read("found.json")["metrics"]["accuracy"]["value"] == pytest.approx(result["val_accuracy"])
 
 
+@pytest.mark.slow
 def test_an_option_of_a_run_has_its_effect(followed: Copy) -> None:
     assert followed.read("option/result.json")["steps"] == 1  # of five
 
 
+@pytest.mark.slow
 def test_a_backend_is_listed_trains_and_equals_the_definition(followed: Copy) -> None:
     assert followed.read("backend/result.json")["steps"] == 2
     lines = followed.read("kernel.txt").splitlines()
@@ -183,6 +186,12 @@ def test_an_endpoint_of_the_lab_is_judged_and_reported(tmp_path: Path) -> None:
     norms = {cell["arm"]: cell["result"]["measures"]["weight_norm"] for cell in cells}
     assert len(cells) == 4 and norms["wide"] > norms["narrow"] > 0
     assert "weight_norm" in copy.read("grid/report.html")
+
+
+def test_a_recipe_touches_as_many_files_as_it_says(tmp_path: Path) -> None:
+    copy = Copy(tmp_path)
+    for recipe in recipes():
+        copy.follow(recipe)
 
 
 def test_a_data_set_of_ours_and_one_of_a_users_are_the_same_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
