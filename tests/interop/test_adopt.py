@@ -306,7 +306,9 @@ def test_gradient_checkpointing_gives_the_same_gradients_also_with_attentions_as
         assert all((found[key] - wanted[key]).abs().max() <= largest * 1e-4 for key in wanted)  # 1.3e-5 in a T5 as it is
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("GPT2", "Llama"))) for name in QUICK])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("GPT2", "Llama"))) for name in QUICK]
+)
 def test_a_compiled_adopted_model_is_one_graph_with_the_same_answer(name):
     model = adopt_hf(build(name))
     torch.compiler.reset()
