@@ -42,7 +42,8 @@ NAME = "tiny-shakespeare"
 
 def trained(text: Path, preset: str, seed: int, *more: str) -> dict[str, float]:
     """One run: its last validation loss, training and process seconds, and tokens; kept, and read where it was kept."""
-    options = [f"experiment={preset}", "data=text", f"data.path='{text}'", f"seed={seed}", "callbacks.progress=false", *more]
+    data = ["data=text", f"data.path='{text}'", "data.context_len=64"]  # as in the presets
+    options = [f"experiment={preset}", *data, f"seed={seed}", "callbacks.progress=false", *more]
     said = json.dumps([to_dict(compose_config(options)), commit(), torch.__version__, torch.get_num_threads()], sort_keys=True)
     kept = KEPT / f"{preset}-{seed}-{hashlib.sha256(said.encode()).hexdigest()[:16]}.json"
     if not kept.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,12 +39,20 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
         The five numbers and the histogram of each attention core, by name, over all its calls. Those of a query without a
         gradient (below all trained weights) are left out.
 
+    Raises:
+        TypeError: the model has int8 layers of torch (``quantize_dynamic``), whose gradients would be 0.
+
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(6, 2)
     >>> found = gradient_statistics(attention, list(torch.randn(4, 2, 3, 6)), lambda x: (attention(x).square().sum(), {}))
     >>> sorted(found["core"])
     ['grad_query_histogram', 'grad_query_median', 'grad_query_rms', 'snr_k', 'snr_q', 'snr_v']
     """
+    for name, module in model.named_modules():
+        if re.match(r"torch\.ao\.nn\..*quantized", type(module).__module__):
+            raise TypeError(
+                f"{name} is a layer of int8 of torch, which has no backward pass: take the model before quantize_dynamic"
+            )
     cores, projections = attention_cores(model), projection_weights(model)
     trained = {name: {x: w for x, w in projections.get(name, {}).items() if w.requires_grad} for name in cores}
     weights = {(name, f"snr_{letter}"): weight for name, of in trained.items() for letter, weight in of.items()}

@@ -68,14 +68,12 @@ class ChatFormat:
         """Return the ids of a conversation, and a bool array of the same shape: True in the answers of ``assistant`` and their end marks.
 
         Raises:
-            ConfigError: the template raises an error, or writes no special token after an answer.
+            ConfigError: the template raises an error, changes a content by more than white space at its ends, or writes no special
+                token after an answer.
         """
         shown = [{**message, "content": SLOT.format(i)} for i, message in enumerate(messages)]
-        names = {"bos_token": "", **self.marks, "messages": shown, "add_generation_prompt": add_generation_prompt}
-        try:
-            text = self.template.render(names)
-        except Exception as error:  # a template may do anything wrong that Python can
-            raise ConfigError(f"data.template refuses a conversation: {first_line(error)}") from None
+        text = self._render(shown, add_generation_prompt)
+        contents = iter(_as_written(text, self._render(messages, add_generation_prompt), messages))
         ids, counted, in_answer = list[np.ndarray](), list[np.ndarray](), False
         for part in [*self.parts.split(text), None]:
             slot = re.fullmatch(SLOT.format("([0-9]+)"), part or "")
@@ -83,12 +81,39 @@ class ChatFormat:
                 raise ConfigError("data.template must write a special token, such as {{ eos_token }}, behind each answer")
             if not part:
                 continue
-            message = messages[int(slot[1])] if slot else {"role": "", "content": part}
-            in_answer = in_answer or message["role"] == "assistant"
-            ids.append(np.array([self.special[part]]) if part in self.special else self.tokenizer.encode(message["content"]))
+            in_answer = in_answer or (slot is not None and messages[int(slot[1])]["role"] == "assistant")
+            said = next(contents) if slot else part
+            ids.append(np.array([self.special[part]]) if part in self.special else self.tokenizer.encode(said))
             counted.append(np.full(len(ids[-1]), in_answer))
             in_answer = in_answer and part not in self.special
         return np.concatenate(ids).astype(np.uint32), np.concatenate(counted)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        names = {"bos_token": "", **self.marks, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self.template.render(names)
+        except Exception as error:  # a template may do anything wrong that Python can
+            raise ConfigError(f"data.template refuses a conversation: {first_line(error)}") from None
+
+
+def _as_written(slots: str, whole: str, messages: Sequence[Message]) -> list[str]:
+    """The contents in ``whole`` in order, as they are or without the white space at their ends. ``slots`` has a placeholder for each.
+
+    Raises:
+        ConfigError: ``whole`` is not ``slots`` with such contents.
+    """
+    literals = re.split(SLOT.format("([0-9]+)"), slots)
+    contents = [messages[int(number)]["content"] for number in literals[1::2]]
+    for said in (contents, [content.strip() for content in contents]):
+        if whole == "".join(map("".join, zip(literals[::2], [*said, ""], strict=True))):
+            return said
+    forms = [dict.fromkeys([content, content.strip(), content.lstrip(), content.rstrip()]) for content in contents]
+    each = [f"({'|'.join(map(re.escape, form))})" for form in forms]
+    found = re.fullmatch("".join(map("".join, zip(map(re.escape, literals[::2]), [*each, ""], strict=True))), whole)
+    if found is None:
+        first = messages[0]["content"]
+        raise ConfigError(f"data.template changes what a message says, in the conversation that begins with {first!r:.60}")
+    return [*found.groups()]
 
 
 def _refuse(message: str) -> None:

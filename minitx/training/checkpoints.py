@@ -342,11 +342,17 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
                 f"{'; '.join(f'{name}.{key}' for key in changed)}. "
                 "Leave it as it was, or start a new run from the weights with init_from.path"
             )
-    saved, wanted = (
-        {"seed": each["seed"], "data.batch_size": completed(each["data"], "data").get("batch_size")}
-        for each in (checkpoint["minitx"]["config"], state["config"])
-    )
-    if others := [f"{name} {saved[name]} != {wanted[name]}" for name in saved if saved[name] != wanted[name]]:
+    known, found = (each["tokenizer"] for each in (checkpoint["minitx"], state))
+    if known and found and known["json"] != found["json"]:  # ids of the same number may stand for other text
+        raise ConfigError(
+            f"ckpt_path={config.ckpt_path} was trained with another tokenizer than the data have now. Go on with the data of the run, "
+            "or start a new run from the weights with init_from.path, which brings the tokenizer"
+        )
+    saved, wanted = checkpoint["minitx"]["config"], state["config"]
+    others = [f"seed {saved['seed']} != {wanted['seed']}"] if saved["seed"] != wanted["seed"] else []
+    changed = changes_of(saved["data"], wanted["data"], "data")
+    others += [f"data.{change}" for change in changed if not change.startswith(("cache_dir ", "num_workers "))]
+    if others:
         said = "ckpt_path=%s goes on with other rows, some of them twice or not at all: %s"
         log.warning(said, config.ckpt_path, "; ".join(others))
     step, most = int(checkpoint["global_step"]), config.trainer.max_steps

@@ -51,6 +51,16 @@ def test_templates_of_others_are_read(tokenizer):
     assert format.encode(CHAT)[0].tolist().count(tokenizer.mark_ids["bos"]) == 1
 
 
+@pytest.mark.parametrize(
+    "form", ["{{ m.content }}", "{{ m.content | trim }}", "{{ m.content | trim if m.role == 'user' else m.content }}"]
+)
+def test_white_space_around_a_content_is_what_the_template_makes_of_it(tokenizer, form):
+    """As ``apply_chat_template`` of transformers writes it, which renders the contents themselves."""
+    said = turns("user:  \n1+1? ", "assistant: \n2\n", "user: ", "assistant: ok ")
+    format = ChatFormat("{% for m in messages %}[{{ m.role }}]" + form + "{{ eos_token }}{% endfor %}", tokenizer)
+    assert tokenizer.decode(format.encode(said)[0]) == format.template.render(messages=said, eos_token="<eos>")
+
+
 def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tmp_path):
     theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
     theirs.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
@@ -63,10 +73,11 @@ def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tm
 
 
 BROKEN = ["{% for m in messages %}", "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
+CHANGED = ["{% for m in messages %}{{ m.content | upper }}{{ eos_token }}{% endfor %}", "{{ messages[0].content | length }}"]
 UNSAFE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"]
 
 
-@pytest.mark.parametrize("template", [*BROKEN, *UNSAFE])
+@pytest.mark.parametrize("template", [*BROKEN, *CHANGED, *UNSAFE])
 def test_a_template_that_cannot_be_used_is_refused(tokenizer, template):
     with pytest.raises(ConfigError, match=r"^data\.template "):
         ChatFormat(template, tokenizer).encode([*CHAT, CHAT[2]])

@@ -91,6 +91,14 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
     assert found["grad_query_histogram"] == {edge: edges.count(edge) for edge in edges}
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.ao
+def test_a_model_whose_layers_have_no_backward_pass_is_refused():
+    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
+    whole = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    with pytest.raises(TypeError, match=r"blocks\.0\.\S+ is a layer of int8 of torch, which has no backward pass"):
+        gradient_statistics(whole, [torch.zeros(1, 3, dtype=torch.long)], lambda ids: (whole(ids).sum(), {}))
+
+
 def test_a_model_without_weights_to_look_at_is_refused(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"callbacks\.probe\.every: the model has no attention with weights"):
         train(make_config(model__attention="linear", probe__every=2), tmp_path / "run")

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
@@ -142,6 +143,18 @@ def test_a_run_that_goes_on_with_another_seed_or_batch_size_says_that_its_rows_a
         assert ("other rows, some of them twice or not at all: seed 0 != 3; data.batch_size 12 != 6" in caplog.text) == bool(
             changes
         )
+
+
+def test_a_run_does_not_go_on_where_the_same_ids_are_other_characters(make_config, tmp_path):
+    """Another text with as many characters fits the model, and its rows would mean something else."""
+    config = make_config(trainer__ckpt_every=100, trainer__max_steps=2)
+    train(config, tmp_path / "run")
+    other = tmp_path / "other.txt"
+    for letter, said in (("é", "another tokenizer than the data have now"), ("e", None)):
+        other.write_text(Path(config.data["path"]).read_text(encoding="utf-8").replace("e", letter), encoding="utf-8")
+        again = dataclasses.replace(resumed(config, tmp_path / "run"), data={**config.data, "path": str(other)})
+        with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+            train(again, tmp_path / f"then {letter}")
 
 
 def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path):
