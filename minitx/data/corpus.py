@@ -17,6 +17,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from io import TextIOWrapper
 from itertools import groupby, islice, pairwise
@@ -39,7 +40,7 @@ KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
 
 
 PIECE = 1 << 22
-"""Characters of a file that are in memory at once."""
+"""Characters, or bytes, of a file that are in memory at once."""
 
 FORMAT = 3
 TEXTS_AT_ONCE = 1000
@@ -317,9 +318,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, read in chunks (about a second per GB)."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the SHA-256 of a file, or above 4 MiB that of the digests of its parts of 4 MiB, which all cores read together."""
+
+    def of_part(start: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(PIECE)).digest()
+
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(of_part, range(0, max(path.stat().st_size, 1), PIECE)))
+    return (digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()).hex()
 
 
 def corpus_stem(path: str | None) -> str:
@@ -544,7 +552,6 @@ def write_ids(
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     counts = {split: {"tokens": 0, "characters": 0, "bytes": 0, "unknown": 0} for split in ("train", "val")}
     knows_all = tokenizer.characters is None
-    digest = hashlib.sha256()
     with replacing(path) as file:
         for split, counted in counts.items():
             texts = iter(splits[split])
@@ -554,9 +561,10 @@ def write_ids(
                 counted["characters"] += sum(map(len, batch))
                 counted["bytes"] += sum(len(text.encode()) for text in batch)
                 counted["unknown"] += 0 if knows_all else int(np.count_nonzero(written == 0))
-                digest.update(written.tobytes())
                 file.write(written.tobytes())
-    about = {"format": FORMAT, "tokenizer": tokenizer.to_dict(), "tokens_sha256": digest.hexdigest()}
+        file.flush()
+        digest = sha256_of(Path(file.name))
+    about = {"format": FORMAT, "tokenizer": tokenizer.to_dict(), "tokens_sha256": digest}
     return {**about, "dtype": dtype, "splits": counts}
 
 
