@@ -40,7 +40,10 @@ KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
 
 
 PIECE = 1 << 22
-"""Characters, or bytes, of a file that are in memory at once."""
+"""Characters of a file that are in memory at once."""
+
+PART = 1 << 22
+"""Bytes of a file that one thread reads for its checksum."""
 
 FORMAT = 3
 TEXTS_AT_ONCE = 1000
@@ -323,10 +326,10 @@ def sha256_of(path: Path) -> str:
     def of_part(start: int) -> bytes:
         with path.open("rb") as file:
             file.seek(start)
-            return hashlib.sha256(file.read(PIECE)).digest()
+            return hashlib.sha256(file.read(PART)).digest()
 
-    with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(of_part, range(0, max(path.stat().st_size, 1), PIECE)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        digests = list(pool.map(of_part, range(0, max(path.stat().st_size, 1), PART)))
     return (digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()).hex()
 
 

@@ -54,7 +54,7 @@ def test_the_checksum_of_a_file_is_sha256_and_that_of_a_long_file_sees_each_byte
         (tmp_path / "file").write_bytes(content)
         return corpus.sha256_of(tmp_path / "file")
 
-    monkeypatch.setattr(corpus, "PIECE", 7)
+    monkeypatch.setattr(corpus, "PART", 7)
     for content in (b"", b"a", b"seven b"):
         assert found(content) == hashlib.sha256(content).hexdigest()
     whole = bytes(range(23))
