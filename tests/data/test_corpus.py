@@ -1,7 +1,6 @@
 """The text of a corpus, and the cache of its token ids."""
 
 import contextlib
-import hashlib
 import math
 import os
 import tracemalloc
@@ -45,22 +44,6 @@ def test_lines_join_to_the_text_and_do_not_change_its_tokens(text):
     assert "".join(parts) == text
     assert [i for part in parts for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
     assert list(lines_of(text)) == parts  # a character at a time
-
-
-def test_the_checksum_of_a_file_is_sha256_and_that_of_a_long_file_sees_each_byte_and_the_order_of_its_parts(
-    tmp_path, monkeypatch
-):
-    def found(content):
-        (tmp_path / "file").write_bytes(content)
-        return corpus.sha256_of(tmp_path / "file")
-
-    monkeypatch.setattr(corpus, "PART", 7)
-    for content in (b"", b"a", b"seven b"):
-        assert found(content) == hashlib.sha256(content).hexdigest()
-    whole = bytes(range(23))
-    others = [whole[:i] + b"\xff" + whole[i + 1 :] for i in range(23)]
-    others += [whole[7:14] + whole[:7] + whole[14:], whole[:-1], whole + b"\0", whole[:7], whole[:14]]
-    assert len({found(content) for content in (whole, *others)}) == 1 + len(others)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(read_tokens, write_text, monkeypatch):
