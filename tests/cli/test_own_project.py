@@ -244,6 +244,7 @@ def test_a_checkpoint_that_names_code_is_refused_by_name_and_nothing_runs(cli, p
 # --- a project in the shape of lightning-hydra-template
 
 
+@pytest.mark.slow
 def test_a_project_in_the_shape_of_the_template_moves_over_with_one_yaml_file(cli, place, monkeypatch):
     pytest.importorskip("sklearn")
     copy_example("from_template", place)

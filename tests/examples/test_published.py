@@ -64,6 +64,7 @@ def test_the_paper_s_number_is_where_momentum_on_a_quadratic_becomes_unstable():
         assert (abs(place) < 1.0) == is_stable
 
 
+@pytest.mark.slow
 def test_both_arms_start_as_one_function_and_their_sharpness_is_measured_five_times():
     record = sharpness.measure(**sharpness.QUICK)
     assert [len(seeds) for seeds in record["found"].values()] == [1, 1]
@@ -99,6 +100,7 @@ def test_logits_that_no_weight_moves_do_not_change_and_small_steps_add_up():
     assert twice == pytest.approx(2 * once, rel=0.02)
 
 
+@pytest.mark.slow
 def test_gradients_shrink_with_depth_with_pre_norm_and_not_with_post_norm():
     record = depth.measure(**depth.QUICK)
     slopes = {case: [published.slope(record["depths"], row) for row in rows] for case, rows in record["norms"].items()}
