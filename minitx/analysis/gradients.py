@@ -51,7 +51,7 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
     for name, module in model.named_modules():
         if re.match(r"torch\.ao\.nn\..*quantized", type(module).__module__):
             raise TypeError(
-                f"{name} is a layer of int8 of torch, which has no backward pass: take the model before quantize_dynamic"
+                f"{name} is one of torch's int8 layers, which have no backward pass: take the one before quantize_dynamic"
             )
     cores, projections = attention_cores(model), projection_weights(model)
     trained = {name: {x: w for x, w in projections.get(name, {}).items() if w.requires_grad} for name in cores}

@@ -104,9 +104,8 @@ def _as_written(slots: str, whole: str, messages: Sequence[Message]) -> list[str
     """
     literals = re.split(SLOT.format("([0-9]+)"), slots)
     contents = [messages[int(number)]["content"] for number in literals[1::2]]
-    for said in (contents, [content.strip() for content in contents]):
-        if whole == "".join(map("".join, zip(literals[::2], [*said, ""], strict=True))):
-            return said
+    if whole == "".join(map("".join, zip(literals[::2], [*contents, ""], strict=True))):
+        return contents
     forms = [dict.fromkeys([content, content.strip(), content.lstrip(), content.rstrip()]) for content in contents]
     each = [f"({'|'.join(map(re.escape, form))})" for form in forms]
     found = re.fullmatch("".join(map("".join, zip(map(re.escape, literals[::2]), [*each, ""], strict=True))), whole)

@@ -342,8 +342,8 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
                 f"{'; '.join(f'{name}.{key}' for key in changed)}. "
                 "Leave it as it was, or start a new run from the weights with init_from.path"
             )
-    known, found = (each["tokenizer"] for each in (checkpoint["minitx"], state))
-    if known and found and known["json"] != found["json"]:  # ids of the same number may stand for other text
+    known = [tokenizers.from_dict(each["tokenizer"]) for each in (checkpoint["minitx"], state) if each["tokenizer"]]
+    if len({*map(tokenizers.fingerprint, known)}) > 1:  # as many ids may stand for other text
         raise ConfigError(
             f"ckpt_path={config.ckpt_path} was trained with another tokenizer than the data have now. Go on with the data of the run, "
             "or start a new run from the weights with init_from.path, which brings the tokenizer"
@@ -353,7 +353,7 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     changed = changes_of(saved["data"], wanted["data"], "data")
     others += [f"data.{change}" for change in changed if not change.startswith(("cache_dir ", "num_workers "))]
     if others:
-        said = "ckpt_path=%s goes on with other rows, some of them twice or not at all: %s"
+        said = "ckpt_path=%s goes on with another seed or other data, so rows may come twice or not at all: %s"
         log.warning(said, config.ckpt_path, "; ".join(others))
     step, most = int(checkpoint["global_step"]), config.trainer.max_steps
     if most is not None and step > most:

@@ -192,6 +192,7 @@ def test_a_recipe_touches_as_many_files_as_it_says(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
     for recipe in recipes():
         copy.follow(recipe)
+    assert len(recipes()) == 4, "the heading promises four"
 
 
 def test_a_data_set_of_ours_and_one_of_a_users_are_the_same_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
