@@ -25,6 +25,18 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def process_group():
+    """A group of this process alone. What holds the group goes before the group does: a DDP model that outlives it takes it
+    along and waits, with Python's lock, for a thread of gloo that waits for the lock (in one of some hundred tries)."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    gc.collect()
+    distributed.destroy_process_group()
+
+
 def pytest_collection_finish():
     """The collected tests stay until the end: the garbage collector need not walk over them after each."""
     import torch

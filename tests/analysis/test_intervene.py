@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
@@ -266,13 +266,6 @@ def test_the_lens_reads_every_call_of_a_block_in_two_stages():
     assert len(lens) == 6 and torch.equal(lens[-1], model(IDS))
     for number, logits in enumerate(lens, 1):
         assert torch.equal(logits, model(IDS, after=number))
-
-
-@pytest.fixture
-def process_group():
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, fully_shard])

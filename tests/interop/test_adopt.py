@@ -236,16 +236,11 @@ def test_a_pickled_adopted_model_and_a_copy_of_one_are_adopted_models_of_their_o
         assert not adopted_cores(release_hf(other))
 
 
-def test_an_adopted_model_trains_under_ddp(tmp_path):
+def test_an_adopted_model_trains_under_ddp(process_group):
     model = adopt_hf(build("Llama"))
     inputs, counts = inputs_of("Llama", pad="left")
     out, wanted = gradients(model, inputs, counts)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        found_out, _ = gradients(wrapped, inputs, counts)
-    finally:
-        torch.distributed.destroy_process_group()
+    found_out, _ = gradients(nn.parallel.DistributedDataParallel(model), inputs, counts)
     assert torch.equal(found_out, out)
     assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
 
@@ -253,18 +248,14 @@ def test_an_adopted_model_trains_under_ddp(tmp_path):
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch says so of layers that return a view
 @pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
 @pytest.mark.parametrize("is_adopted", [False, True])
-def test_fsdp_shards_each_layer_of_a_model_of_transformers(name, is_adopted):
+def test_fsdp_shards_each_layer_of_a_model_of_transformers(name, is_adopted, process_group):
     model = build(name)
     inputs, counts = inputs_of(name, pad="left")
     wanted, _ = gradients(model, inputs, counts)
     model = adopt_hf(model) if is_adopted else model
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        parallelize(model, DeviceMesh("cpu", [0]))
-        found, _ = gradients(model, inputs, counts)
-        sharded = {key for key, module in model.named_modules() if isinstance(module, FSDPModule)}
-    finally:
-        torch.distributed.destroy_process_group()
+    parallelize(model, DeviceMesh("cpu", [0]))
+    found, _ = gradients(model, inputs, counts)
+    sharded = {key for key, module in model.named_modules() if isinstance(module, FSDPModule)}
     layers = {"Llama": "model.layers.", "Bert": "bert.encoder.layer.", "T5": "coder.block."}
     assert len([key for key in sharded if layers[name] in key]) == (4 if name == "T5" else 2) and "" in sharded
     assert_near(found, wanted)
