@@ -51,16 +51,6 @@ def span_text(span: Span | None) -> str:
     return low if low == high else f"{high} or less" if math.isinf(span.low) else f"{low} to {high}"
 
 
-def times(span: Span) -> str:
-    """Return a factor for a sentence, with two digits.
-
-    >>> times(Span(3.04, 3.04)), times(Span(11.3, 11.3)), times(Span(0.523, 0.523)), times(Span(2.4, math.inf))
-    ('3.0', '11', '0.52', '2.4 or more')
-    """
-    text = f"{span.low:.0f}" if span.low >= 10 else f"{span.low:#.2g}"
-    return text if span.high == span.low else f"{text} or more"
-
-
 def count_text(count: int, noun: str) -> str:
     """Return a count with its noun.
 
