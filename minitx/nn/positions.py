@@ -215,8 +215,8 @@ def check_position_ids(position_ids: Tensor, batch_size: int, length: int) -> No
 
 
 def check_range(name: str, ids: Tensor, size: int) -> None:
-    """Raise a ValueError for ids outside 0 … size - 1. Checked on the CPU only, and not under ``torch.compile``, vmap or fake tensors."""
-    traced = torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(ids)
+    """Raise a ValueError for ids outside 0 … size - 1. Checked on the CPU only, and not under compilers, ``torch.func`` or fake tensors."""
+    traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
     if type(ids) is Tensor and ids.device.type == "cpu" and not traced and ids.numel():  # a FakeTensor has no values
         ends = ids.aminmax()
         low, high = int(ends.min), int(ends.max)

@@ -138,6 +138,20 @@ def test_train_eval_and_no_grad_agree_to_the_bit_and_dropout_is_off_in_eval():
         assert torch.equal(trained.eval()(ids), want)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for its CPU kernel
+def test_gradients_of_each_row_by_vmap_of_grad_are_those_of_the_rows_alone():
+    network, ids = model(position="learned"), tokens(3, L)
+    weights = {name: weight.detach() for name, weight in network.named_parameters()}
+
+    def loss(weights, row):
+        return torch.func.functional_call(network, weights, (row.unsqueeze(0),)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, ids)
+    for row, one in enumerate(ids):
+        want = torch.func.grad(loss)(weights, one)
+        torch.testing.assert_close({name: gradient[row] for name, gradient in each.items()}, want)
+
+
 def test_stochastic_depth_grows_linearly_to_the_last_block():
     network = model(num_layers=4, stochastic_depth=0.2)
     chances = [block.attention_residual.branch[0].p for block in network.blocks]
