@@ -273,8 +273,8 @@ class MultiHeadAttention(nn.Module):
             given.append(("value", key if value is None else value, self.vdim))
         for name, tensor, width in given:
             refuse_nested(name, tensor)
-            if tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[0] != query.shape[0]:
-                wanted = f"(batch, length, {width}) with the query's batch size"
+            if tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[0] != query.shape[0] or not tensor.shape[1]:
+                wanted = f"(batch, length, {width}) with the query's batch size and a length of at least 1"
                 raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
         if value is not None and value.shape[1] != key.shape[1]:
             raise ValueError(f"value must have the key's length {key.shape[1]}, got {tuple(value.shape)}")
