@@ -8,7 +8,7 @@ from sizes import assert_same, tokens
 from sizes import small_model as model
 
 from minitx.config import TransformerConfig
-from minitx.nn import PrefixLM, SlidingWindow
+from minitx.nn import PrefixLM, Rotary, SlidingWindow
 from minitx.nn.models import MODELS
 
 V, E, L = 13, 12, 7
@@ -98,6 +98,17 @@ def test_positions_can_be_given():
     assert not torch.equal(network(ids, position_ids=torch.arange(L)[None] + 5), network(ids))
     rotary = model(position="rotary")
     torch.testing.assert_close(rotary(ids, position_ids=torch.arange(L)[None] + 5), rotary(ids), rtol=0, atol=1e-11)
+
+
+def test_rotary_positions_of_ones_own_act_in_their_layer_alone():
+    class Slow(Rotary):
+        def frequencies(self, *args):
+            return super().frequencies(*args) / 2
+
+    network, ids = model(position="rotary"), tokens(2, L)
+    want = model(position="rotary", rotary_scaling="linear", rotary_factor=(1.0, 2.0))(ids)
+    network.blocks[1].attention.rotary = Slow(network.blocks[1].attention.head_dim)
+    torch.testing.assert_close(network(ids), want)
 
 
 def test_a_model_takes_no_config_of_another_architecture():
