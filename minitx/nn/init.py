@@ -183,6 +183,8 @@ class _Drawer:
         if module.weight not in self.drawn:
             sizes = Sizes(module.embedding_dim, module.num_embeddings, module.embedding_dim, self.num_layers)
             self._draw(module.weight, role, sizes, 1.0)
+            if module.padding_idx is not None:
+                nn.init.zeros_(module.weight[module.padding_idx])
 
     def _draw(self, weight: Tensor, role: str, sizes: Sizes, factor: float) -> None:
         uniform = self.scheme.uniform and role != "embedding"

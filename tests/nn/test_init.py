@@ -160,6 +160,11 @@ def test_drawing_again_resets_norms_gains_learned_scales_sinks_and_biases_of_pos
     assert not network.attn_bias.weight.any() and not network.blocks[1].attention.sinks.any()
 
 
+def test_the_row_of_padding_stays_zero():
+    table = init_weights(nn.Embedding(5, 3, padding_idx=1)).weight
+    assert (table != 0).any(1).tolist() == [True, False, True, True, True]
+
+
 @pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, lambda layer: prune.identity(layer, "weight")])
 def test_a_weight_that_is_computed_is_refused_and_the_model_unchanged(wrap):
     layers = nn.Sequential(nn.Linear(3, 3), wrap(nn.Linear(3, 3)))
