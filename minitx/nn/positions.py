@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class LearnedPositions(nn.Module):
         self.table = nn.Embedding(max_len, embed_dim)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        check_range("position_ids", position_ids, self.table.num_embeddings)
+        check_range("position_ids", position_ids, num_rows(self.table))
         return self.table(position_ids).to(dtype)
 
 
@@ -222,6 +222,11 @@ def check_range(name: str, ids: Tensor, size: int) -> None:
         low, high = int(ends.min), int(ends.max)
         if low < 0 or high >= size:
             raise ValueError(f"{name} must be between 0 and {size - 1}, got {low} to {high}")
+
+
+def num_rows(table: Any) -> int:
+    """Return the number of rows of an embedding table, also inside of an adapter of PEFT, which does not lend its sizes."""
+    return getattr(table, "base_layer", table).num_embeddings
 
 
 def position_ids_from(key_mask: Tensor | None, document_ids: Tensor | None, length: int, device: torch.device) -> Tensor:

@@ -163,6 +163,25 @@ def test_gradients_of_each_row_by_vmap_of_grad_are_those_of_the_rows_alone():
         torch.testing.assert_close({name: gradient[row] for name, gradient in each.items()}, want)
 
 
+def test_tables_may_be_wrapped_as_peft_wraps_them_and_ids_are_checked():
+    class Adapter(torch.nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer = base_layer
+
+        def forward(self, ids):
+            return self.base_layer(ids)
+
+    options = {"position": "learned", "type_vocab_size": 2, "tie_embeddings": False}
+    network, ids = model(**options), tokens(2, L)
+    parts = network.embeddings
+    parts.token, parts.token_type, parts.position.table = map(Adapter, (parts.token, parts.token_type, parts.position.table))
+    types = ids % 2
+    assert torch.equal(network(ids, token_type_ids=types), model(**options)(ids, token_type_ids=types))
+    with pytest.raises(ValueError, match="input_ids must be between 0"):
+        network(ids + V)
+
+
 def test_stochastic_depth_grows_linearly_to_the_last_block():
     network = model(num_layers=4, stochastic_depth=0.2)
     chances = [block.attention_residual.branch[0].p for block in network.blocks]
