@@ -273,8 +273,8 @@ class MultiHeadAttention(nn.Module):
             given.append(("value", key if value is None else value, self.vdim))
         for name, tensor, width in given:
             refuse_nested(name, tensor)
-            if tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[0] != query.shape[0]:
-                wanted = f"(batch, length, {width}) with the query's batch size"
+            if tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[0] != query.shape[0] or not tensor.shape[1]:
+                wanted = f"(batch, length, {width}) with the query's batch size and a length of at least 1"
                 raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
         if value is not None and value.shape[1] != key.shape[1]:
             raise ValueError(f"value must have the key's length {key.shape[1]}, got {tuple(value.shape)}")
@@ -318,14 +318,18 @@ class MultiHeadAttention(nn.Module):
             batch_first: the option of torch's layer. ``DropInAttention.to_torch`` passes that of the layer it replaced.
 
         Raises:
-            ValueError: an option that torch's layer does not have (the message names it), or projections that are frozen in part,
-                where torch has one parameter.
+            ValueError: an option that torch's layer does not have (the message names it); a projection that may compute something
+                else than its weights say (LoRA, pruned, parametrised, with hooks); or projections that are frozen in part, where
+                torch has one parameter.
         """
         E, H = self.embed_dim, self.num_heads
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            if (fault := not_plain(getattr(self, name), nn.Linear, ("weight", "bias"))) is not None:
+                raise ValueError(f"{name} must be a plain Linear layer: {fault}")
         lacking = {
             f"num_kv_heads={self.num_kv_heads}": self.num_kv_heads != H,
             f"head_dim={self.head_dim}": self.head_dim * H != E,
-            f"scale={self.scale.scale} times {self.scale.factor}": (self.scale.scale, self.scale.factor) != ("inv_sqrt", 1.0),
+            f"scale={self.scale.scale} times {self.scale.factor}": self.scale.multiplier != self.head_dim**-0.5,
             f"out_bias={self.out_proj.bias is not None}": (self.out_proj.bias is None) != (self.q_proj.bias is None),
             "qk_norm": self.qk_norm is not None,
             "rotary": self.rotary is not None,

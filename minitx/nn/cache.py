@@ -29,7 +29,8 @@ class LayerCache:
 
     Raises:
         ValueError: a capacity or window below 1; more positions than ``capacity``; a change of batch size, number of heads,
-            width, dtype or device. RuntimeError: keys or values that require grad (the tensors are overwritten in place).
+            width, dtype or device; a ``length`` that was set back to where earlier keys are no longer held. RuntimeError: keys or
+            values that require grad (the tensors are overwritten in place).
 
     >>> cache = LayerCache(capacity=8)
     >>> for length in (3, 1):
@@ -68,6 +69,10 @@ class LayerCache:
         check_room(self.length, L, self.capacity)
         for name, new, old in zip(("key", "value"), (key, value), pair or (key, value), strict=True):
             _check_like(name, new, old)
+        if pair is not None and self.length - kept < self._start:
+            raise ValueError(
+                f"cache cannot go back to length {self.length}: with window={self.window} it has dropped earlier keys"
+            )
         if pair is None or self.length + L - self._start > pair[0].shape[2]:
             self._make_room(key, value, kept + max(L, self.window or self.capacity))
         keys, values = self._read(self.length - kept, self.length + L)
@@ -121,6 +126,8 @@ class StateCache(LayerCache):
         """Return key (B, Hkv, L, D) and value (B, Hkv, L, Dv) of the next L positions, after checking that they fit."""
         check_room(self.length, key.shape[2], self.capacity)
         _check_like("key", key, key)
+        if self.length and self.state is None:
+            raise ValueError(f"cache cannot go back to length {self.length}: it holds the sum over later positions, too")
         if self.state is not None and self.state[0].shape[:2] != key.shape[:2]:
             raise ValueError(
                 f"key must have the (B, Hkv) = {tuple(self.state[0].shape[:2])} of the cache, got {tuple(key.shape[:2])}"

@@ -178,15 +178,21 @@ class AdditiveAttention(nn.Module):
             attn_bias = call.dense_bias()
             visible = call.visible(attn_bias)
             key, value = (hide_unseen(x, visible).to(dtype).repeat_interleave(group, dim=1) for x in (call.key, call.value))
-            W, U, v = (part.weight.to(dtype) for part in (self.query_map, self.key_map, self.energy))
-            q, k = F.linear(call.query.to(dtype), W), F.linear(key, U)  # (B, H, L, m), (B, H, S, m)
-            scores = F.linear(torch.tanh(q.unsqueeze(3) + k.unsqueeze(2)), v).squeeze(-1) * call.scale  # (B, H, L, S)
+            q, k = _widened(self.query_map, call.query.to(dtype)), _widened(self.key_map, key)  # (B, H, L, m), (B, H, S, m)
+            sums = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, L, S, m)
+            scores = _widened(self.energy, torch.tanh(sums)).squeeze(-1) * call.scale  # (B, H, L, S)
             if call.softcap is not None:
                 scores = call.softcap * torch.tanh(scores / call.softcap)
             weights = masked_softmax(scores if attn_bias is None else scores + attn_bias.to(dtype), visible, call.sinks)
             kept = F.dropout(weights, call.dropout_p) if call.dropout_p > 0.0 else weights
             output = (kept @ value).to(call.value.dtype)
         return (output, weights.to(call.query.dtype)) if call.need_weights else output
+
+
+def _widened(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return ``layer(x)`` with its parameters in the dtype of x. It is called, so that what wraps it acts (LoRA, pruning, int8)."""
+    wide = {name: parameter.to(x.dtype) for name, parameter in layer.named_parameters() if parameter.dtype != x.dtype}
+    return torch.func.functional_call(layer, wide, (x,)) if wide else layer(x)
 
 
 class LinformerAttention(EfficientAttention):

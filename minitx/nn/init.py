@@ -108,7 +108,8 @@ def init_weights(
         generator: for the draws. Default: torch's global generator.
 
     Raises:
-        ValueError: an unknown scheme, fold or role.
+        ValueError: an unknown scheme, fold or role; or a weight that is computed from other parameters (a parametrisation, weight
+            norm, pruning).
 
     >>> weight = init_weights(nn.Linear(400, 400), "lecun").weight
     >>> bool(abs(weight.std() * 20 - 1) < 0.05)
@@ -121,6 +122,11 @@ def init_weights(
     unknown = sorted(set(gains or {}) - set(ROLES))
     if unknown:
         raise ValueError(f"gains has unknown roles {unknown}; the roles are {', '.join(ROLES)}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module.weight, nn.Parameter):
+            raise ValueError(
+                f"{name}.weight is computed from other parameters: initialise the model before you wrap its layers"
+            )
     draw = _Drawer(SCHEMES[scheme], num_layers, gains or {}, generator)
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
@@ -177,6 +183,8 @@ class _Drawer:
         if module.weight not in self.drawn:
             sizes = Sizes(module.embedding_dim, module.num_embeddings, module.embedding_dim, self.num_layers)
             self._draw(module.weight, role, sizes, 1.0)
+            if module.padding_idx is not None:
+                nn.init.zeros_(module.weight[module.padding_idx])
 
     def _draw(self, weight: Tensor, role: str, sizes: Sizes, factor: float) -> None:
         uniform = self.scheme.uniform and role != "embedding"

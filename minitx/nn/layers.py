@@ -22,6 +22,7 @@ from minitx.nn.positions import (
     SinusoidalPositions,
     check_position_ids,
     check_range,
+    num_rows,
 )
 from minitx.nn.scale import ScoreScale
 
@@ -50,7 +51,7 @@ class Embeddings(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         check_position_ids(position_ids, *input_ids.shape)
-        check_range("input_ids", input_ids, self.token.num_embeddings)
+        check_range("input_ids", input_ids, num_rows(self.token))
         x = self.token(input_ids)
         if self.gain is not None:
             x = x * self.gain
@@ -63,7 +64,7 @@ class Embeddings(nn.Module):
                 raise ValueError(
                     f"token_type_ids must have the shape of input_ids, {tuple(input_ids.shape)}, got {tuple(token_type_ids.shape)}"
                 )
-            check_range("token_type_ids", token_type_ids, self.token_type.num_embeddings)
+            check_range("token_type_ids", token_type_ids, num_rows(self.token_type))
             x = x + self.token_type(token_type_ids)
         elif self.token_type is not None:
             x = x + self.token_type(torch.zeros_like(input_ids))

@@ -19,7 +19,7 @@ from minitx.nn.init import init_weights
 from minitx.nn.layers import Core, Embeddings, build_bias, build_block, build_head, init_gains
 from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect
 from minitx.nn.norms import make_norm
-from minitx.nn.positions import Rotation, position_ids_from
+from minitx.nn.positions import Rotary, Rotation, position_ids_from
 
 __all__ = ["MODELS", "DecoderLM", "Encoder", "EncoderDecoder", "TransformerModel", "VisionTransformer", "build_model"]
 
@@ -170,7 +170,8 @@ class TransformerModel(nn.Module):
             if rotary is None:
                 positions.append(position_ids)
                 continue
-            kind = rotary.base, rotary.scaling
+            # a subclass may compute other angles
+            kind = (rotary.head_dim, rotary.base, rotary.scaling) if type(rotary) is Rotary else rotary
             if kind not in found:
                 found[kind] = rotary.rotation(position_ids, x.shape[0], x.shape[1], x.dtype)
             positions.append(found[kind])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class LearnedPositions(nn.Module):
         self.table = nn.Embedding(max_len, embed_dim)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        check_range("position_ids", position_ids, self.table.num_embeddings)
+        check_range("position_ids", position_ids, num_rows(self.table))
         return self.table(position_ids).to(dtype)
 
 
@@ -215,13 +215,18 @@ def check_position_ids(position_ids: Tensor, batch_size: int, length: int) -> No
 
 
 def check_range(name: str, ids: Tensor, size: int) -> None:
-    """Raise a ValueError for ids outside 0 … size - 1. Checked on the CPU only, and not under ``torch.compile``, vmap or fake tensors."""
-    traced = torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(ids)
+    """Raise a ValueError for ids outside 0 … size - 1. Checked on the CPU only, and not under compilers, ``torch.func`` or fake tensors."""
+    traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
     if type(ids) is Tensor and ids.device.type == "cpu" and not traced and ids.numel():  # a FakeTensor has no values
         ends = ids.aminmax()
         low, high = int(ends.min), int(ends.max)
         if low < 0 or high >= size:
             raise ValueError(f"{name} must be between 0 and {size - 1}, got {low} to {high}")
+
+
+def num_rows(table: Any) -> int:
+    """Return the number of rows of an embedding table, also inside of an adapter of PEFT, which does not lend its sizes."""
+    return getattr(table, "base_layer", table).num_embeddings
 
 
 def position_ids_from(key_mask: Tensor | None, document_ids: Tensor | None, length: int, device: torch.device) -> Tensor:

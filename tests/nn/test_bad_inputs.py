@@ -99,6 +99,8 @@ VALUE_ERRORS = {
     "block_size: none": lambda: mx.BlockSparse(bools(2, 2), 0),
     "pattern: fewer positions than the call has": lambda: attend(attn_mask=mx.BlockSparse(bools(2, 2), 3)),
     "value: another length in a layer": lambda: mha(X, X, X[:, :3]),
+    "query: no positions in a layer": lambda: mha(X[:, :0]),
+    "key: no positions in a layer": lambda: mha(X, X[:, :0]),
     "prefix length: another batch": lambda: attend(attn_mask=mx.PrefixLM(torch.tensor([1, 2, 3]))),
     "prefix length: negative": lambda: mx.PrefixLM(-1),
     "window: none": lambda: mx.SlidingWindow(0),

@@ -1,6 +1,7 @@
 """Decoding with a cache is the full forward, piece by piece, and a layer keeps no more than it needs."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -159,6 +160,19 @@ def test_what_a_state_cannot_read_is_named():
             attention(torch.randn(3, 1, E), is_causal=True, cache=cache)
     with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
         attention(x, is_causal=True, cache=attention.make_cache(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "lost"), [({}, []), ({"window": 3}, [1, 2, 3, 4, 5]), ({"attention": "linear"}, [1, 2, 3, 4, 5, 6])], ids=str
+)
+def test_a_length_that_is_set_back_gives_the_full_forward_or_an_error(options, lost):
+    network, ids = model(position="rotary", **options), tokens(2, 9)
+    for back in range(9):
+        cache = network.make_cache(9)
+        in_pieces(network, ids[:, :8], [1] * 8, cache)
+        cache.length = back
+        with pytest.raises(ValueError, match=f"go back to length {back}") if back in lost else nullcontext(), torch.no_grad():
+            assert_same(network(ids[:, back : back + 1], cache=cache), network(ids)[:, back : back + 1])
 
 
 # ---- a forward that fails

@@ -119,6 +119,14 @@ def test_it_says_that_it_is_not_twice_differentiable():
         grad.sum().backward()
 
 
+def test_a_mask_that_changes_before_the_backward_pass_is_refused():
+    q, real = torch.randn(1, 1, 5, 2, requires_grad=True), torch.tensor([[True, True, True, False, False]])
+    out = attention(q, q, q, mx.Padding(real) & mx.Causal(), backend="chunked").sum()
+    real.fill_(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
 @pytest.mark.parametrize("kind", ["a rule", "a tensor"])
 def test_a_bias_made_in_a_checkpointed_function_is_not_kept_and_gets_its_gradient(kind):
     q, weight, kept = torch.randn(1, 3, 7, 5, requires_grad=True), torch.randn(3, requires_grad=True), []

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from sizes import assert_same, assert_same_with_gradients, small_model, tokens
+from torch.nn.utils import prune
 
 import minitx.nn as mx
 from minitx.analysis.counting import fit_exponent
@@ -172,6 +173,16 @@ def test_additive_attention_widens_its_weights_and_takes_a_bias_of_another_dtype
     low.load_state_dict(core.to(dtype).state_dict())  # the same rounded weights, in float32
     tensors, bias = draw(), torch.randn(L, S, dtype=torch.float64)
     assert torch.equal(run(core, tensors, attn_bias=bias), run(low, tensors, attn_bias=bias.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", ["query_map", "key_map", "energy"])
+def test_what_wraps_a_layer_of_additive_attention_acts(part, dtype):
+    core, tensors = AdditiveAttention(D, 4).to(dtype), draw(dtype=dtype)
+    prune.identity(getattr(core, part), "weight")
+    before = run(core, tensors)
+    getattr(core, part).weight_mask.zero_()
+    assert not torch.equal(run(core, tensors), before)
 
 
 def test_a_model_is_built_with_additive_attention():

@@ -1,10 +1,12 @@
 """Initial weights: their sizes, and draws that are paired between arms."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM, Encoder, MultiHeadAttention, init_weights
@@ -156,3 +158,17 @@ def test_drawing_again_resets_norms_gains_learned_scales_sinks_and_biases_of_pos
     init_weights(network, "gpt2", num_layers=2, generator=torch.Generator().manual_seed(0))
     assert all(torch.equal(p, fresh[name]) for name, p in network.named_parameters())
     assert not network.attn_bias.weight.any() and not network.blocks[1].attention.sinks.any()
+
+
+def test_the_row_of_padding_stays_zero():
+    table = init_weights(nn.Embedding(5, 3, padding_idx=1)).weight
+    assert (table != 0).any(1).tolist() == [True, False, True, True, True]
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, lambda layer: prune.identity(layer, "weight")])
+def test_a_weight_that_is_computed_is_refused_and_the_model_unchanged(wrap):
+    layers = nn.Sequential(nn.Linear(3, 3), wrap(nn.Linear(3, 3)))
+    before = copy.deepcopy(layers.state_dict())
+    with pytest.raises(ValueError, match=r"1\.weight is computed"):
+        init_weights(layers)
+    torch.testing.assert_close(layers.state_dict(), before, rtol=0, atol=0)

@@ -8,7 +8,7 @@ from sizes import assert_same, tokens
 from sizes import small_model as model
 
 from minitx.config import TransformerConfig
-from minitx.nn import PrefixLM, SlidingWindow
+from minitx.nn import PrefixLM, Rotary, SlidingWindow
 from minitx.nn.models import MODELS
 
 V, E, L = 13, 12, 7
@@ -100,6 +100,17 @@ def test_positions_can_be_given():
     torch.testing.assert_close(rotary(ids, position_ids=torch.arange(L)[None] + 5), rotary(ids), rtol=0, atol=1e-11)
 
 
+def test_rotary_positions_of_ones_own_act_in_their_layer_alone():
+    class Slow(Rotary):
+        def frequencies(self, *args):
+            return super().frequencies(*args) / 2
+
+    network, ids = model(position="rotary"), tokens(2, L)
+    want = model(position="rotary", rotary_scaling="linear", rotary_factor=(1.0, 2.0))(ids)
+    network.blocks[1].attention.rotary = Slow(network.blocks[1].attention.head_dim)
+    torch.testing.assert_close(network(ids), want)
+
+
 def test_a_model_takes_no_config_of_another_architecture():
     """It would be saved as one and come back as the other."""
     sizes = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "image_size": 6, "num_channels": 1}
@@ -136,6 +147,39 @@ def test_train_eval_and_no_grad_agree_to_the_bit_and_dropout_is_off_in_eval():
     want = model()(ids)
     with torch.no_grad():
         assert torch.equal(trained.eval()(ids), want)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for its CPU kernel
+def test_gradients_of_each_row_by_vmap_of_grad_are_those_of_the_rows_alone():
+    network, ids = model(position="learned"), tokens(3, L)
+    weights = {name: weight.detach() for name, weight in network.named_parameters()}
+
+    def loss(weights, row):
+        return torch.func.functional_call(network, weights, (row.unsqueeze(0),)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, ids)
+    for row, one in enumerate(ids):
+        want = torch.func.grad(loss)(weights, one)
+        torch.testing.assert_close({name: gradient[row] for name, gradient in each.items()}, want)
+
+
+def test_tables_may_be_wrapped_as_peft_wraps_them_and_ids_are_checked():
+    class Adapter(torch.nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer = base_layer
+
+        def forward(self, ids):
+            return self.base_layer(ids)
+
+    options = {"position": "learned", "type_vocab_size": 2, "tie_embeddings": False}
+    network, ids = model(**options), tokens(2, L)
+    parts = network.embeddings
+    parts.token, parts.token_type, parts.position.table = map(Adapter, (parts.token, parts.token_type, parts.position.table))
+    types = ids % 2
+    assert torch.equal(network(ids, token_type_ids=types), model(**options)(ids, token_type_ids=types))
+    with pytest.raises(ValueError, match="input_ids must be between 0"):
+        network(ids + V)
 
 
 def test_stochastic_depth_grows_linearly_to_the_last_block():

@@ -117,3 +117,16 @@ def test_what_torch_does_not_have_is_refused_by_name():
     for name, value in (*lacking.items(), *parts.items()):
         with pytest.raises(ValueError, match=f"has no {'Identity' if name == 'core' else name}"):
             MultiHeadAttention(E, H, **{name: value}).to_torch()
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "out_proj"])
+def test_a_projection_that_computes_something_else_is_refused_on_the_way_to_torch(projection):
+    changes = (
+        (nn.utils.parametrizations.weight_norm, "parametrizations"),
+        (lambda layer: layer.register_forward_hook(lambda module, args, out: 2 * out), "has a hook"),
+    )
+    for change, reason in changes:
+        ours = MultiHeadAttention(E, H)
+        change(getattr(ours, projection))
+        with pytest.raises(ValueError, match=f"{projection} must be a plain Linear layer: .*{reason}"):
+            ours.to_torch()

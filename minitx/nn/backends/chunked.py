@@ -207,12 +207,15 @@ class Chunked(torch.autograd.Function):
             inverse = total.reciprocal().masked_fill_(total == 0, 0.0)  # a row that sees nothing
             output.mul_(inverse)
         ctx.settings = settings
-        ctx.save_for_backward(output, top, inverse, query, key, value, sinks, *bias_tensors)
+        # torch then refuses a mask that has changed before the backward pass, which reads it again
+        seen = [] if settings.mask is None else [tensor for tensor in tensors_of(settings.mask) if not tensor.is_inference()]
+        ctx.save_for_backward(output, top, inverse, query, key, value, sinks, *bias_tensors, *seen)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *Gradients.apply(ctx.settings, ctx.needs_input_grad[4:], grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        saved = ctx.saved_tensors[: 2 + len(ctx.needs_input_grad)]
+        return None, *Gradients.apply(ctx.settings, ctx.needs_input_grad[4:], grad, *saved)  # type: ignore[no-untyped-call]
 
 
 class Gradients(torch.autograd.Function):
