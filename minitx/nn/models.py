@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +23,10 @@ from minitx.nn.norms import make_norm
 from minitx.nn.positions import Rotary, Rotation, position_ids_from
 
 __all__ = ["MODELS", "DecoderLM", "Encoder", "EncoderDecoder", "TransformerModel", "VisionTransformer", "build_model"]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or (not one.is_meta and not other.is_meta and torch.equal(one, other))
 
 
 class Shared(NamedTuple):
@@ -76,6 +81,30 @@ class TransformerModel(nn.Module):
     def num_parameters(self) -> int:
         """Return the number of trainable parameters. A tied head counts once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def _ties(self) -> list[list[str]]:
+        """The names of every parameter that has several: a tied head, a table that two stacks share."""
+        names = defaultdict(list)
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(name)
+        return [shared for shared in names.values() if len(shared) > 1]
+
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        """Stay tied where torch makes a new parameter for each name, as ``to_empty`` does."""
+        ties = self._ties()
+        super()._apply(*args, **options)  # type: ignore[no-untyped-call]
+        for first, *others in ties:
+            for place, _, name in (other.rpartition(".") for other in others):
+                setattr(self.get_submodule(place), name, self.get_parameter(first))
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        """Stay tied after ``load_state_dict(assign=True)``, if the names have equal values."""
+        for shared in self._ties() if local_metadata.get("assign_to_params_buffers") else ():
+            given = [prefix + name for name in shared if prefix + name in state_dict]
+            if len(given) > 1 and all(_equal(state_dict[given[0]], state_dict[name]) for name in given[1:]):
+                state_dict.update(dict.fromkeys(given, nn.Parameter(state_dict[given[0]])))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def make_cache(self, capacity: int) -> KVCache:
         """Return the smallest cache for ``capacity`` positions per row.

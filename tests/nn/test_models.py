@@ -128,6 +128,24 @@ def test_tied_embeddings_share_one_parameter():
     assert twin.head.weight is twin.embeddings.token.weight
 
 
+@pytest.mark.parametrize("architecture", ["decoder", "encoder_decoder"])
+def test_a_tied_model_stays_tied_where_torch_makes_new_parameters(architecture):
+    options = {"kind": MODELS[architecture], "architecture": architecture}
+    tied = model(tie_embeddings=True, **options)
+    weights, number = {name: weight.clone() for name, weight in tied.state_dict().items()}, tied.num_parameters()
+    with torch.device("meta"):
+        empty, assigned = (torch.nn.Sequential(model(tie_embeddings=True, **options)) for _ in range(2))
+    empty.to_empty(device="cpu")
+    empty[0].load_state_dict(weights)
+    assigned.load_state_dict({f"0.{name}": weight for name, weight in weights.items()}, assign=True)
+    for [found] in (empty, assigned):
+        assert found.num_parameters() == number and found.head.weight is found.embeddings.token.weight
+        assert_same(list(found.state_dict().values()), list(weights.values()))
+    weights["head.weight"] = weights["head.weight"] + 1
+    assigned[0].load_state_dict(weights, assign=True)  # these are two
+    assert assigned[0].num_parameters() == number + V * E
+
+
 def test_a_model_prints_the_sizes_of_its_parts():
     parts = {"stochastic_depth": 0.2, "layer_scale": 0.5, "scale": "learned", "qk_norm": "l2"}
     shown = repr(model(position="t5", backend="math", **parts)) + repr(model(position="rotary", rotary_interleaved=True))
