@@ -105,7 +105,11 @@ def load_table(
                 quiet.callback(datasets.enable_progress_bars)
                 datasets.disable_progress_bars()
         try:
+            if "keep_default_na" in options:  # of csv
+                _check_names(files, said, **{key: options[key] for key in ("sep", "quoting", "header") if key in options})
             return datasets.load_dataset(**options)
+        except ConfigError:
+            raise
         except Exception as error:  # datasets raises many kinds
             error = error.__cause__ if isinstance(error.__cause__, Exception) else error
             said = f"data.{split_key}={split}" if "split" in str(error).lower() else said
@@ -126,6 +130,18 @@ def _reader(
     commas = {} if suffixes == [".csv"] else {"sep": "\t", "quoting": 3}  # behind tabs, a quote is text
     names = {} if header else {"header": None}
     return {"path": kind, "keep_default_na": False, "converters": dict.fromkeys(texts, str), **commas, **names}
+
+
+def _check_names(files: Sequence[str], said: str, **options: Any) -> None:
+    """Refuse rows that have more fields than the first line has names. pandas takes the first fields for the names of rows, and each
+    column then has the values of the next one.
+    """
+    import pandas
+
+    for file in files:
+        table = pandas.read_csv(file, nrows=1, **options)
+        fit = isinstance(table.index, pandas.RangeIndex)
+        require(fit, f"{said} has rows with more fields than its first line has names: {', '.join(map(str, table.columns))}")
 
 
 def column_names(table: Any) -> list[str]:

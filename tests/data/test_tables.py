@@ -60,6 +60,15 @@ def test_what_is_missing_or_cannot_be_read_is_refused(write_text, tmp_path, name
         load_table("no.txt", "val_path", split_key="val_split")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_rows_with_more_fields_than_names_are_refused_not_moved_by_a_column(write_text, name, streaming):
+    rows = "text,label\nfine, yes,good\nno, never,bad\n"
+    path = write_text(rows.replace(",", "\t") if name == "a.tsv" else rows, name)
+    with pytest.raises(ConfigError, match=rf"^data\.path={re.escape(path)} has rows with more fields than .*text, label"):
+        load_table(path, streaming=streaming)
+
+
 def test_labels_are_numbered_by_name():
     import datasets
 
