@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ class ChatFormat:
         self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')})")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # as in transformers; jinja2's is for HTML
         try:
             self.template = environment.from_string(template)
         except jinja2.TemplateError as error:

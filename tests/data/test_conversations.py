@@ -61,6 +61,14 @@ def test_white_space_around_a_content_is_what_the_template_makes_of_it(tokenizer
     assert tokenizer.decode(format.encode(said)[0]) == format.template.render(messages=said, eos_token="<eos>")
 
 
+def test_json_in_a_template_is_that_of_transformers():
+    """Not jinja2's, which is for HTML: it writes ``\\u00e9``, ``\\u003c`` and ``\\u0027``, and sorts the keys."""
+    calls, tokenizer = [{"name": "né<'>", "a": 1}], train_tokenizer("char", [LETTERS], marks=["eos"])
+    template = "{% for m in messages %}{{ m.content }}{{ m.calls | tojson }}{{ eos_token }}{% endfor %}"
+    ids, counted = ChatFormat(template, tokenizer).encode([{"role": "assistant", "content": "ok", "calls": calls}])
+    assert tokenizer.decode(ids[counted]) == """ok[{"name": "né<'>", "a": 1}]<eos>"""
+
+
 def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tmp_path):
     theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
     theirs.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
