@@ -54,8 +54,10 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.special = {token["content"]: token["id"] for token in json.loads(tokenizer.to_dict()["json"])["added_tokens"]}
         texts = {id: text for text, id in self.special.items()}
-        self.marks = {f"{name}_token": texts[id] for name, id in tokenizer.mark_ids.items()}
-        require_marks(tokenizer, "eos")  # which ends an answer
+        named = {role: text for role, text in tokenizer.special_tokens.items() if text in self.special}  # before names we know
+        self.marks = {f"{name}_token": texts[id] for name, id in tokenizer.mark_ids.items()} | named
+        if "eos_token" not in self.marks:  # which ends an answer
+            require_marks(tokenizer, "eos")
         names = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
         self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')})")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)

@@ -80,6 +80,17 @@ def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tm
     assert ids[counted].tolist()[-1] == end and theirs.decode(ids[counted][:-1].tolist()) == "2"
 
 
+def test_the_marks_of_a_template_are_those_that_the_tokenizers_folder_names(tmp_path):
+    theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
+    theirs.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, "pad_token": "<absent>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer = load_tokenizer(tmp_path)
+    ids, _ = ChatFormat("{{ bos_token }}{{ pad_token }}" + TEMPLATE, tokenizer).encode(CHAT[2:3])
+    assert tokenizer.decode(ids) == "<|im_start|>assistant: 2<|im_end|>\n"
+
+
 BROKEN = ["{% for m in messages %}", "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
 CHANGED = ["{% for m in messages %}{{ m.content | upper }}{{ eos_token }}{% endfor %}", "{{ messages[0].content | length }}"]
 UNSAFE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"]
