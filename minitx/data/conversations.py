@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ def chat(
     )
     splits = [_conversations(table, messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
-    made_by = tokenizer_of(tokenizer, bpe_vocab_size, texts, learned_marks(tokenizer))
+    made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
     format, name = ChatFormat(template or made_by.chat_template or TEMPLATE, made_by), f"data.path={path}"
     train, val = (_rows(part, format, context_len, packing, name) for part in splits)
     return task_of(name, train, val, made_by, bucket)

@@ -144,6 +144,14 @@ def test_the_template_is_that_of_the_tokenizers_folder_unless_one_is_given(path,
     assert fingerprint(stored) == fingerprint(tokenizer), "the ids are the same"
 
 
+@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
+def test_a_learned_tokenizer_knows_what_a_given_template_writes(path, tokenizer):
+    task = chat(
+        path=path, tokenizer=tokenizer, template="{% for m in messages %}«Q» {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    assert task.tokenizer.decode(task.train[0]["input_ids"]).count("«Q» ") > 0
+
+
 ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_column"), ({"messages": CHAT[:1]}, "path")]
 
 
