@@ -163,7 +163,13 @@ def chat(
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
     format, name = ChatFormat(template or made_by.chat_template or TEMPLATE, made_by), f"data.path={path}"
     train, val = (_rows(part, format, context_len, packing, name) for part in splits)
-    return task_of(name, train, val, made_by, bucket)
+    return task_of(name, train, val, made_by, _ends(train, format), bucket)
+
+
+def _ends(rows: DocumentRows, format: ChatFormat) -> list[int]:
+    """The special tokens that end the answers of these rows."""
+    ids, counted = rows.pieces.values, np.append(rows.counted.values, False)  # type: ignore[union-attr]
+    return np.intersect1d(ids[counted[:-1] & ~counted[1:]], [*format.special.values()]).tolist()
 
 
 def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str) -> DocumentRows:

@@ -114,7 +114,8 @@ def test_conversations_become_a_task_and_those_without_an_answer_are_left_out_an
     with caplog.at_level("INFO"):
         task = chat(path=path, tokenizer="char", context_len=47, packing=packing)
     assert sum(int(message.split()[2]) for message in caplog.messages if "without an answer" in message) == 4
-    assert task.kind == "language_model" and task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
+    assert task.kind == "language_model"
+    assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "eos_id": task.tokenizer.mark_ids["eos"]}
     answers = []
     for which in ("train", "val"):
         split = as_split(task, which)
@@ -150,6 +151,16 @@ def test_a_learned_tokenizer_knows_what_a_given_template_writes(path, tokenizer)
         path=path, tokenizer=tokenizer, template="{% for m in messages %}«Q» {{ m.content }}{{ eos_token }}{% endfor %}"
     )
     assert task.tokenizer.decode(task.train[0]["input_ids"]).count("«Q» ") > 0
+
+
+def test_what_ends_an_answer_ends_generation(write_text):
+    path = write_text("\n".join([json.dumps({"messages": CHAT})] * 3), "a.jsonl")
+    theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
+    theirs.add_special_tokens(["<|im_end|>", "<|eom|>"])
+    ends = tuple(map(theirs.token_to_id, ("<|im_end|>", "<|eom|>")))
+    for end, wanted in (("<|im_end|>", ends[0]), ("{{ '<|im_end|>' if loop.last else '<|eom|>' }}", ends)):
+        template = "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}"
+        assert chat(path=path, tokenizer=Tokenizer(theirs.to_str()), template=template).model_fields["eos_id"] == wanted
 
 
 ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_column"), ({"messages": CHAT[:1]}, "path")]
