@@ -26,6 +26,7 @@ from minitx.config.schema import require
 from minitx.data.batches import Address, ValSource
 from minitx.data.task import Batch, Task, as_split, num_targets
 from minitx.generation import beam_search, generate
+from minitx.generation.decoding import of_config
 from minitx.nn.modes import evaluating
 from minitx.training.build import Caller, network_of, rows_of_batch, to_float64
 from minitx.training.devices import whole_state
@@ -262,8 +263,10 @@ def _answers(network: nn.Module, task: Task, source: Rows, options: EvaluationCo
     """What the network writes for every validation row, as text."""
     assert task.tokenizer is not None
     answer_to = generate if options.num_beams == 1 else partial(beam_search, num_beams=options.num_beams)
+    last = of_config(network, "max_len") if of_config(network, "position") == "learned" else None
     for batch in _batches(network, source, options):
         longest = 2 * batch["labels"].shape[1]
+        longest = longest if last is None else min(longest, last)
         answers = answer_to(network, batch["input_ids"], key_mask=batch.get("key_mask"), max_new_tokens=longest)
         yield from (task.tokenizer.decode(answer.tolist()) for answer in answers)
 
