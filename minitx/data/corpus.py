@@ -493,7 +493,7 @@ def tokenised(
 
     Returns:
         The ids of training and of validation, the tokenizer, and the record in the JSON file. ``record["splits"][split]`` has
-        the numbers of ``tokens``, ``characters``, ``bytes`` (UTF-8) and ``unknown`` characters. ``record["floors"]`` is
+        the numbers of ``tokens``, ``characters``, ``bytes`` (UTF-8) and ``unknown`` tokens. ``record["floors"]`` is
         ``ngram_floors`` of the splits.
 
     Raises:
@@ -528,7 +528,7 @@ def cached(
     """Return the ids of training and of validation at ``path``, the tokenizer, and the record in the JSON file.
 
     If the files are missing, damaged or do not fit each other, ``build`` writes them again. ``source`` is the name of the text
-    in the log, which warns of characters that the tokenizer does not know.
+    in the log, which warns of what the tokenizer does not know.
     """
     found, beside = None, path.with_suffix(".json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is made again
@@ -542,8 +542,10 @@ def cached(
             file.write(json.dumps(record).encode())
         found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
     if unknown := record["splits"]["train"].get("unknown"):
-        share = f"{unknown / record['splits']['train']['characters']:.2g}"
-        logger.warning("a share of %s of the characters of %s is not in the tokenizer: each becomes <unk>", share, source)
+        share = f"{unknown / record['splits']['train']['tokens']:.2g}"
+        logger.warning(
+            "a share of %s of the tokens of %s is <unk>: the tokenizer does not know these characters", share, source
+        )
     return found
 
 
@@ -559,8 +561,7 @@ def write_ids(
     """Write the ids of the texts of ``train`` and then of ``val`` to ``path``. Return the record of them."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     counts = {split: {"tokens": 0, "characters": 0, "bytes": 0, "unknown": 0} for split in ("train", "val")}
-    knows_all = tokenizer.characters is None
-    digest = hashlib.sha256()
+    digest, unknown = hashlib.sha256(), -1 if tokenizer.unknown_id is None else tokenizer.unknown_id
     with replacing(path) as file:
         for split, counted in counts.items():
             texts = iter(splits[split])
@@ -569,7 +570,7 @@ def write_ids(
                 counted["tokens"] += len(written)
                 counted["characters"] += sum(map(len, batch))
                 counted["bytes"] += sum(len(text.encode()) for text in batch)
-                counted["unknown"] += 0 if knows_all else int(np.count_nonzero(written == 0))
+                counted["unknown"] += int(np.count_nonzero(written == unknown))
                 digest.update(written.tobytes())
                 file.write(written.tobytes())
     about = {"format": FORMAT, "tokenizer": tokenizer.to_dict(), "tokens_sha256": digest.hexdigest()}

@@ -186,6 +186,22 @@ def test_characters_that_a_given_tokenizer_does_not_know_are_told_at_each_start(
         assert [" 0.5 " in message for message in caplog.messages if "<unk>" in message] == [True] * (tokenizer is given)
 
 
+@pytest.mark.parametrize("kind", ["WordPiece", "Unigram"])
+def test_tokens_that_say_unknown_are_told_of_tokenizers_of_others(read_tokens, kind, caplog):
+    from tokenizers import Tokenizer as Model
+    from tokenizers import models, pre_tokenizers
+
+    words = ["[UNK]", "ab", "<unk>"]
+    model = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]") if kind == "WordPiece" else None
+    theirs = Model(model or models.Unigram([(word, -1.0) for word in words], unk_id=0))
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    read_tokens("ab ей\n" * 50, tokenizer=Tokenizer(theirs.to_str()))
+    assert [" 0.5 " in message for message in caplog.messages if "<unk>" in message] == [True]
+    caplog.clear()
+    read_tokens("ab <unk>\n" * 50, tokenizer="bpe", bpe_vocab_size=300)  # a word of the text
+    assert not [message for message in caplog.messages if "<unk>" in message]
+
+
 def test_a_cache_that_fits_is_used_again_and_a_changed_source_is_read_anew(read_tokens, cache, builds):
     first, second = read_tokens(TEXT), read_tokens(TEXT)
     assert (len(builds), first[3], text_of(first)) == (1, second[3], text_of(second))
