@@ -200,6 +200,7 @@ def test_extreme_filters_make_sampling_greedy():
     for one in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-9}):
         assert as_lists(generate(model, ids, max_new_tokens=9, sampler=Sampler(**{"temperature": 2.0, **one}))) == greedy
     assert as_lists(generate(model, ids, max_new_tokens=9, sampler=Sampler(temperature=2.0))) != greedy
+    assert apply_temperature(torch.tensor([1.0, 2.0]), 1e-50).softmax(-1).tolist() == [0.0, 1.0]  # 0 in float32
 
 
 def test_a_stop_id_ends_its_row_alone_and_is_left_out():
@@ -427,6 +428,7 @@ WRONG_BEAMS = {
     "num_beams=1.5": {"num_beams": 1.5},
     "num_beams=0": {"num_beams": 0},
     "length_penalty=inf": {"length_penalty": math.inf},
+    "length_penalty=-1000": {"length_penalty": -1000},
     "repetition_penalty=-1": {"repetition_penalty": -1},
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,16 +111,22 @@ def check_reads_alike(
 
 
 def reader_of_ids(stored: Stored) -> Any:
-    """Wrap a model of the user's for ``generate``: ids (B, L) in, logits (B, L, V) out.
+    """Wrap a model of the user's for ``generate``: ids (B, L) in, logits (B, L, V) out. It ends a text as transformers would.
 
     Raises:
         ConfigError: in a call, if the model does not return such logits for ``input_ids``.
     """
+    assert stored.tokenizer is not None
+    size = stored.tokenizer.vocab_size
 
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.network, self.caller = stored.network, Caller(stored.network)
+            network: Any = unwrapped(stored.network)
+            ends = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
+            known = [id for id in (ends if isinstance(ends, list) else [ends]) if id in range(size)]
+            self.config = SimpleNamespace(eos_id=known)  # GPT-2's config names 50256 for every vocabulary
 
         def forward(self, input_ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
             logits = self.caller({"input_ids": input_ids})

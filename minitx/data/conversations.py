@@ -6,6 +6,8 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -53,12 +55,15 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.special = {token["content"]: token["id"] for token in json.loads(tokenizer.to_dict()["json"])["added_tokens"]}
         texts = {id: text for text, id in self.special.items()}
-        self.marks = {f"{name}_token": texts[id] for name, id in tokenizer.mark_ids.items()}
-        require_marks(tokenizer, "eos")  # which ends an answer
+        named = {role: text for role, text in tokenizer.special_tokens.items() if text in self.special}  # before names we know
+        self.marks = {f"{name}_token": texts[id] for name, id in tokenizer.mark_ids.items()} | named
+        if "eos_token" not in self.marks:  # which ends an answer
+            require_marks(tokenizer, "eos")
         names = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
         self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')})")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # as in transformers; jinja2's is for HTML
         try:
             self.template = environment.from_string(template)
         except jinja2.TemplateError as error:
@@ -155,10 +160,16 @@ def chat(
     )
     splits = [_conversations(table, messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
-    made_by = tokenizer_of(tokenizer, bpe_vocab_size, texts, learned_marks(tokenizer))
+    made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
     format, name = ChatFormat(template or made_by.chat_template or TEMPLATE, made_by), f"data.path={path}"
     train, val = (_rows(part, format, context_len, packing, name) for part in splits)
-    return task_of(name, train, val, made_by, bucket)
+    return task_of(name, train, val, made_by, _ends(train, format), bucket)
+
+
+def _ends(rows: DocumentRows, format: ChatFormat) -> list[int]:
+    """The special tokens that end the answers of these rows."""
+    ids, counted = rows.pieces.values, np.append(rows.counted.values, False)  # type: ignore[union-attr]
+    return np.intersect1d(ids[counted[:-1] & ~counted[1:]], [*format.special.values()]).tolist()
 
 
 def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str) -> DocumentRows:

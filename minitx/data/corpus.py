@@ -41,7 +41,7 @@ KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
 PIECE = 1 << 22
 """Characters of a file that are in memory at once."""
 
-FORMAT = 3
+FORMAT = 4
 TEXTS_AT_ONCE = 1000
 CHARACTERS_TO_LEARN_FROM = 1 << 26
 """The most characters that ``bpe`` learns from, in pieces spread evenly over a longer text."""
@@ -365,7 +365,7 @@ def _pieces(path: str | None) -> Iterator[str]:
 
 
 def lines_of(pieces: Iterable[str]) -> Iterator[str]:
-    """Yield the text of ``pieces`` in parts that can be encoded separately, with the same tokens.
+    """Yield the text of ``pieces`` in parts that can be encoded separately, with the same tokens (``encoder_of_lines``).
 
     A part ends at a newline between two lines that are not blank, because byte-level BPE never merges across it.
 
@@ -380,6 +380,22 @@ def lines_of(pieces: Iterable[str]) -> Iterator[str]:
             yield from whole
             held = [rest]
     yield from filter(None, _parts("".join(held)))
+
+
+def encoder_of_lines(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[np.ndarray]]:
+    """Return the function that encodes the parts of ``lines_of``. Tokenizers such as Llama's begin each text with a space, which no
+    line of a text has: they read a part behind the end of another, whose tokens are then left out.
+    """
+    before, together = tokenizer.encode("a\n"), tokenizer.encode("a\na")
+    if np.array_equal(together, np.concatenate([before, tokenizer.encode("a")])):
+        return tokenizer.encode_batch
+
+    def encode(parts: Sequence[str]) -> list[np.ndarray]:
+        found = tokenizer.encode_batch([f"a\n{part}" for part in parts])
+        stays = [np.array_equal(ids[: len(before)], before) for ids in found]  # else a token spans both
+        return [ids[len(before) :] if ok else tokenizer.encode(part) for part, ids, ok in zip(parts, found, stays, strict=True)]
+
+    return encode
 
 
 def _parts(text: str) -> list[str]:
@@ -477,7 +493,7 @@ def tokenised(
 
     Returns:
         The ids of training and of validation, the tokenizer, and the record in the JSON file. ``record["splits"][split]`` has
-        the numbers of ``tokens``, ``characters``, ``bytes`` (UTF-8) and ``unknown`` characters. ``record["floors"]`` is
+        the numbers of ``tokens``, ``characters``, ``bytes`` (UTF-8) and ``unknown`` tokens. ``record["floors"]`` is
         ``ngram_floors`` of the splits.
 
     Raises:
@@ -498,7 +514,7 @@ def tokenised(
         pieces = islice(read_text(path, 0, cut), 0, None, every)
         made_by = tokenizer_of(known or tokenizer, bpe_vocab_size, lines_of(pieces), marks)
         splits = {"train": lines_of(read_text(path, 0, cut)), "val": lines_of(read_text(path, cut))}
-        record = write_ids(file, made_by, splits, made_by.encode_batch)
+        record = write_ids(file, made_by, splits, encoder_of_lines(made_by))
         require(corpus_stem(path) == stem, f"{said} changed while it was read; start again")
         return {**record, "floors": ngram_floors(*token_arrays(file, record), made_by.vocab_size)}
 
@@ -512,7 +528,7 @@ def cached(
     """Return the ids of training and of validation at ``path``, the tokenizer, and the record in the JSON file.
 
     If the files are missing, damaged or do not fit each other, ``build`` writes them again. ``source`` is the name of the text
-    in the log, which warns of characters that the tokenizer does not know.
+    in the log, which warns of what the tokenizer does not know.
     """
     found, beside = None, path.with_suffix(".json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is made again
@@ -526,8 +542,10 @@ def cached(
             file.write(json.dumps(record).encode())
         found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
     if unknown := record["splits"]["train"].get("unknown"):
-        share = f"{unknown / record['splits']['train']['characters']:.2g}"
-        logger.warning("a share of %s of the characters of %s is not in the tokenizer: each becomes <unk>", share, source)
+        share = f"{unknown / record['splits']['train']['tokens']:.2g}"
+        logger.warning(
+            "a share of %s of the tokens of %s is <unk>: the tokenizer does not know these characters", share, source
+        )
     return found
 
 
@@ -543,8 +561,7 @@ def write_ids(
     """Write the ids of the texts of ``train`` and then of ``val`` to ``path``. Return the record of them."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     counts = {split: {"tokens": 0, "characters": 0, "bytes": 0, "unknown": 0} for split in ("train", "val")}
-    knows_all = tokenizer.characters is None
-    digest = hashlib.sha256()
+    digest, unknown = hashlib.sha256(), -1 if tokenizer.unknown_id is None else tokenizer.unknown_id
     with replacing(path) as file:
         for split, counted in counts.items():
             texts = iter(splits[split])
@@ -553,7 +570,7 @@ def write_ids(
                 counted["tokens"] += len(written)
                 counted["characters"] += sum(map(len, batch))
                 counted["bytes"] += sum(len(text.encode()) for text in batch)
-                counted["unknown"] += 0 if knows_all else int(np.count_nonzero(written == 0))
+                counted["unknown"] += int(np.count_nonzero(written == unknown))
                 digest.update(written.tobytes())
                 file.write(written.tobytes())
     about = {"format": FORMAT, "tokenizer": tokenizer.to_dict(), "tokens_sha256": digest.hexdigest()}

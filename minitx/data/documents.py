@@ -158,14 +158,21 @@ def hf(
     else:
         (first, documents), made_by, counted = _tokenised(*made, val_fraction, cache_dir, split, val_split)
         train = DocumentRows(first, **options)
-    val = DocumentRows(documents, **options)
-    return task_of(name, train, val, made_by, bucket and not streaming, bits_per(int(val.lengths.sum()), counted))
+    val, end = DocumentRows(documents, **options), int(with_marks(made_by, [""])[0][-1])
+    return task_of(name, train, val, made_by, [end], bucket and not streaming, bits_per(int(val.lengths.sum()), counted))
 
 
 def task_of(
-    name: str, train: Any, val: DocumentRows, tokenizer: Tokenizer, bucket: bool, bits: dict[str, float] | None = None
+    name: str,
+    train: Any,
+    val: DocumentRows,
+    tokenizer: Tokenizer,
+    ends: Sequence[int],
+    bucket: bool,
+    bits: dict[str, float] | None = None,
 ) -> Task:
-    """Return the task of language modelling on rows of documents. ``bits`` is ``Task.bits_per``."""
+    """Return the task of language modelling on rows of documents, which end with one of ``ends``. ``bits`` is ``Task.bits_per``."""
+    eos_id = {"eos_id": ends[0] if len(ends) == 1 else tuple(ends)} if ends else {}
     return Task(
         name=name,
         kind="language_model",
@@ -175,7 +182,7 @@ def task_of(
         pad={"document_ids": -1},
         bucket=bucket,
         tokenizer=tokenizer,
-        model_fields={"vocab_size": tokenizer.vocab_size},
+        model_fields={"vocab_size": tokenizer.vocab_size, **eos_id},
         bits_per=bits or {},
     )
 

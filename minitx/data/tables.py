@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape, glob
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.schema import first_line, require
 
+log = logging.getLogger(__name__)
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 Rows = tuple[np.ndarray, np.ndarray]
 """The rows of training and of validation."""
@@ -105,7 +108,14 @@ def load_table(
                 quiet.callback(datasets.enable_progress_bars)
                 datasets.disable_progress_bars()
         try:
+            if local.is_dir():
+                files, reading = _of_folder(local, subset, said, **reader)
+                options |= reading
+            if "sep" in options:  # of csv
+                _check_names(files, said, **{key: options[key] for key in ("sep", "quoting", "header") if key in options})
             return datasets.load_dataset(**options)
+        except ConfigError:
+            raise
         except Exception as error:  # datasets raises many kinds
             error = error.__cause__ if isinstance(error.__cause__, Exception) else error
             said = f"data.{split_key}={split}" if "split" in str(error).lower() else said
@@ -121,11 +131,49 @@ def _reader(
     require(known, f"{said} must be of one of the kinds {', '.join(KINDS)}, got {', '.join(suffixes)}")
     require(any(Path(file).stat().st_size for file in files), f"{said} is empty")
     kind = kind or KINDS[suffixes[0]]
+    return {"path": kind, **_reading(kind, "," if suffixes == [".csv"] else "\t", texts, header)}
+
+
+def _of_folder(
+    folder: Path, subset: str | None, said: str, *, texts: Sequence[str | int] = (), header: bool = True, **_: Any
+) -> tuple[list[str], dict[str, Any]]:
+    """The files that ``datasets`` takes of a folder, and how it is to read them. A warning names files that it leaves."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(str(folder), subset)
+    by_split = {str(split): [*map(str, files)] for split, files in (builder.config.data_files or {}).items()}
+    files, kind = [*chain.from_iterable(by_split.values())], str(builder.name)
+    if kind not in KINDS.values():
+        return files, {}
+    taken, beside = {Path(file).resolve() for file in files}, sorted(folder.glob("[!.]*.*"))
+    left = [file.name for file in beside if file.suffix.lower() in KINDS and file.resolve() not in taken]
+    if left:
+        log.warning("%s: %d files are read, and %d are not: %s", said, len(taken), len(left), ", ".join(left[:3]))
+    reading = _reading(kind, getattr(builder.config, "sep", ","), texts, header)
+    if "header" in reading:  # a None that datasets does not hand on from a folder
+        reading |= {"path": kind, "name": None, "data_files": {split: [*map(escape, of)] for split, of in by_split.items()}}
+    return files, reading
+
+
+def _reading(kind: str, sep: str, texts: Sequence[str | int], header: bool) -> dict[str, Any]:
+    """How the reader ``kind`` of ``datasets`` is to read its files."""
     if kind != "csv":
-        return {"path": kind, **({"encoding": "utf-8-sig"} if kind == "text" else {})}
-    commas = {} if suffixes == [".csv"] else {"sep": "\t", "quoting": 3}  # behind tabs, a quote is text
+        return {"encoding": "utf-8-sig"} if kind == "text" else {}
+    quotes = {"quoting": 3} if sep == "\t" else {}  # behind tabs, a quote is text
     names = {} if header else {"header": None}
-    return {"path": kind, "keep_default_na": False, "converters": dict.fromkeys(texts, str), **commas, **names}
+    return {"keep_default_na": False, "converters": dict.fromkeys(texts, str), "sep": sep, **quotes, **names}
+
+
+def _check_names(files: Sequence[str], said: str, **options: Any) -> None:
+    """Refuse rows that have more fields than the first line has names. pandas takes the first fields for the names of rows, and each
+    column then has the values of the next one.
+    """
+    import pandas
+
+    for file in files:
+        table = pandas.read_csv(file, nrows=1, **options)
+        fit = isinstance(table.index, pandas.RangeIndex)
+        require(fit, f"{said} has rows with more fields than its first line has names: {', '.join(map(str, table.columns))}")
 
 
 def column_names(table: Any) -> list[str]:

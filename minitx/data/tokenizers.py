@@ -151,6 +151,14 @@ class Tokenizer:
         return [piece(id) for id in self._checked(ids)]
 
     @functools.cached_property
+    def unknown_id(self) -> int | None:
+        """The id of characters that the tokenizer does not know, or None if it knows all."""
+        model = json.loads(self._model.to_str())["model"]
+        name = model.get("unk_token")
+        found = model.get("unk_id") if name is None else self._model.token_to_id(name)
+        return None if found in self.mark_ids.values() else found  # an end mark that nothing unknown becomes
+
+    @functools.cached_property
     def _decoder(self) -> str:
         """The settings of the decoder, as they stand in the JSON."""
         return str(json.loads(self._model.to_str())["decoder"])

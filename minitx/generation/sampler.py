@@ -87,7 +87,7 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
     Ackley et al. 1985, "A learning algorithm for Boltzmann machines".
     """
-    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    return (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, torch.finfo(logits.dtype).tiny)  # 0 / 0 is no number
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:

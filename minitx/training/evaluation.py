@@ -26,6 +26,7 @@ from minitx.config.schema import require
 from minitx.data.batches import Address, ValSource
 from minitx.data.task import Batch, Task, as_split, num_targets
 from minitx.generation import beam_search, generate
+from minitx.generation.decoding import of_config
 from minitx.nn.modes import evaluating
 from minitx.training.build import Caller, network_of, rows_of_batch, to_float64
 from minitx.training.devices import whole_state
@@ -159,7 +160,7 @@ def evaluate(
             return Evaluation(_of_sums(network, source, options, objective), dict(task.baselines()) if task else {})
         nll, counts, right = _losses(network, source, options)
         if task.kind == "seq2seq":
-            return _of_answers(network, task, source, options, ratio_interval(nll, counts))
+            return _of_answers(network, task, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
         return Evaluation(_of_labels(task, nll, counts, right), task.baselines())
 
 
@@ -241,9 +242,11 @@ def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[s
     return {**bits, "loss": loss, "next_token_accuracy": accuracy}
 
 
-def _of_answers(network: nn.Module, task: Task, source: Rows, options: EvaluationConfig, loss: Metric) -> Evaluation:
-    """What generated answers are worth, and the loss beside them."""
-    answers = list(_answers(network, task, source, options))
+def _of_answers(
+    network: nn.Module, task: Task, source: Rows, options: EvaluationConfig, loss: Metric, longest: int
+) -> Evaluation:
+    """What generated answers of at most ``longest`` tokens are worth, and the loss beside them."""
+    answers = list(_answers(network, task, source, options, longest))
     pairs = task.val_examples[: len(answers)]
     sources, references = [source for source, _ in pairs], [str(reference) for _, reference in pairs]
     hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
@@ -258,12 +261,13 @@ def _of_answers(network: nn.Module, task: Task, source: Rows, options: Evaluatio
     return found
 
 
-def _answers(network: nn.Module, task: Task, source: Rows, options: EvaluationConfig) -> Iterator[str]:
+def _answers(network: nn.Module, task: Task, source: Rows, options: EvaluationConfig, longest: int) -> Iterator[str]:
     """What the network writes for every validation row, as text."""
     assert task.tokenizer is not None
     answer_to = generate if options.num_beams == 1 else partial(beam_search, num_beams=options.num_beams)
+    if of_config(network, "position") == "learned":
+        longest = min(longest, of_config(network, "max_len"))
     for batch in _batches(network, source, options):
-        longest = 2 * batch["labels"].shape[1]
         answers = answer_to(network, batch["input_ids"], key_mask=batch.get("key_mask"), max_new_tokens=longest)
         yield from (task.tokenizer.decode(answer.tolist()) for answer in answers)
 

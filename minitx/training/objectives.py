@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -214,7 +215,8 @@ def build_objective(node: Any) -> Objective:
     both are flattened to (targets, classes) and (targets,).
 
     Raises:
-        ConfigError: the target cannot be built, the loss averages, or has weights that are to be trained.
+        ConfigError: the target cannot be built, the loss averages, ignores another label than -100, or has weights that are to be
+            trained.
     """
     found = build_callable(node, "objective", arguments=2) if is_part(node) else node
     if not callable(found):
@@ -229,6 +231,10 @@ def build_objective(node: Any) -> Objective:
             raise ConfigError(
                 f"objective.reduction={reduction} must be sum: minitx divides by the targets of the whole step, over all devices"
             )
+        if (ignored := getattr(found, "ignore_index", IGNORED)) != IGNORED:
+            raise ConfigError(
+                f"objective.ignore_index={ignored} must be {IGNORED}: labels of {IGNORED} are those that do not count"
+            )
         return TorchLoss(found)
     return found
 
@@ -239,26 +245,39 @@ _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 class TorchLoss(nn.Module):
     """A loss of torch as an objective."""
 
-    def __init__(self, loss: nn.Module) -> None:
+    def __init__(self, loss: Any) -> None:
         super().__init__()
         self.loss = loss
+        if not isinstance(loss, _OF_CLASSES):  # one number for each label, of which those of -100 do not count
+            self.loss = copy(loss)
+            self.loss.reduction = "none"
 
     def forward(self, logits: Tensor, batch: Batch) -> Sums:
-        """Return the loss of (logits, labels).
+        """Return the loss of (logits, labels), over the labels that are not -100.
 
         Raises:
-            ConfigError: the shapes of logits and labels differ, and the loss is not one over classes.
+            ConfigError: the shapes of logits and labels differ, and the loss is not one over classes; or it has one number for
+                several labels, and some of them are -100.
         """
         labels = batch["labels"]
-        if isinstance(self.loss, _OF_CLASSES) and logits.dim() == labels.dim() + 1:
-            logits, labels = logits.flatten(0, -2), labels.flatten()
-        elif not isinstance(self.loss, _OF_CLASSES) and logits.shape != labels.shape:
+        if isinstance(self.loss, _OF_CLASSES):
+            whole = logits.dim() == labels.dim() + 1
+            return {"loss": self.loss(*((logits.flatten(0, -2), labels.flatten()) if whole else (logits, labels)))}
+        if logits.shape != labels.shape:
             shapes = f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
             raise ConfigError(
                 f"objective: {type(self.loss).__name__} compares each logit with its label, but got logits of shape {shapes}: "
                 "the model must return logits in the shape of the labels"
             )
-        return {"loss": self.loss(logits, labels)}
+        ignored = labels == IGNORED
+        each = self.loss(logits, labels.masked_fill(ignored, 0))
+        if each.shape == labels.shape:
+            each = each.masked_fill(ignored, 0.0)
+        elif bool(ignored.any()):
+            raise ConfigError(
+                f"objective: {type(self.loss).__name__} takes the labels of a row together, so none can be {IGNORED}"
+            )
+        return {"loss": each.sum()}
 
 
 @torch.no_grad()

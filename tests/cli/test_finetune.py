@@ -2,14 +2,17 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 import torch
 import transformers
 
+from minitx.cli.inputs import reader_of_ids
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
+from minitx.generation.decoding import eos_ids
 from minitx.interop import load_hf, release_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
 from minitx.training.checkpoints import load_model, read_checkpoint, write_checkpoint
@@ -73,6 +76,13 @@ def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_tru
     assert "1 layer, 3 heads" in output("view", f"ckpt_path={LAST}", "text=the Word was God", "device=cpu")
     if more:
         assert "1 layer, 3 heads, 3 steps" in output("view", "ckpt_path=run", "row=0")
+
+
+@pytest.mark.parametrize(("named", "found"), [(3, (3,)), ([2, 99, 5], (2, 5)), (None, ())])
+def test_a_model_of_transformers_ends_a_text_where_its_config_says(named, found):
+    config = transformers.GPT2Config(vocab_size=11, n_embd=4, n_layer=1, n_head=1, bos_token_id=None, eos_token_id=named)
+    stored = SimpleNamespace(network=transformers.GPT2LMHeadModel(config), tokenizer=train_tokenizer("char", ["abcdefghij"]))
+    assert eos_ids(reader_of_ids(stored)) == found
 
 
 def test_conversations_are_written_with_the_template_of_the_folder_of_the_model(cli, theirs, place):

@@ -61,6 +61,14 @@ def test_white_space_around_a_content_is_what_the_template_makes_of_it(tokenizer
     assert tokenizer.decode(format.encode(said)[0]) == format.template.render(messages=said, eos_token="<eos>")
 
 
+def test_json_in_a_template_is_that_of_transformers():
+    """Not jinja2's, which is for HTML: it writes ``\\u00e9``, ``\\u003c`` and ``\\u0027``, and sorts the keys."""
+    calls, tokenizer = [{"name": "né<'>", "a": 1}], train_tokenizer("char", [LETTERS], marks=["eos"])
+    template = "{% for m in messages %}{{ m.content }}{{ m.calls | tojson }}{{ eos_token }}{% endfor %}"
+    ids, counted = ChatFormat(template, tokenizer).encode([{"role": "assistant", "content": "ok", "calls": calls}])
+    assert tokenizer.decode(ids[counted]) == """ok[{"name": "né<'>", "a": 1}]<eos>"""
+
+
 def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tmp_path):
     theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
     theirs.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
@@ -70,6 +78,17 @@ def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tm
     start, end = (theirs.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert (ids == start).sum() == (ids == end).sum() == 3, "what a message says is text"
     assert ids[counted].tolist()[-1] == end and theirs.decode(ids[counted][:-1].tolist()) == "2"
+
+
+def test_the_marks_of_a_template_are_those_that_the_tokenizers_folder_names(tmp_path):
+    theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
+    theirs.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, "pad_token": "<absent>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer = load_tokenizer(tmp_path)
+    ids, _ = ChatFormat("{{ bos_token }}{{ pad_token }}" + TEMPLATE, tokenizer).encode(CHAT[2:3])
+    assert tokenizer.decode(ids) == "<|im_start|>assistant: 2<|im_end|>\n"
 
 
 BROKEN = ["{% for m in messages %}", "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
@@ -95,7 +114,8 @@ def test_conversations_become_a_task_and_those_without_an_answer_are_left_out_an
     with caplog.at_level("INFO"):
         task = chat(path=path, tokenizer="char", context_len=47, packing=packing)
     assert sum(int(message.split()[2]) for message in caplog.messages if "without an answer" in message) == 4
-    assert task.kind == "language_model" and task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
+    assert task.kind == "language_model"
+    assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "eos_id": task.tokenizer.mark_ids["eos"]}
     answers = []
     for which in ("train", "val"):
         split = as_split(task, which)
@@ -123,6 +143,24 @@ def test_the_template_is_that_of_the_tokenizers_folder_unless_one_is_given(path,
     stored = from_dict(load_tokenizer(tmp_path).to_dict())  # as in a checkpoint
     assert tokenizer.decode(chat(path=path, tokenizer=stored).train[0]["input_ids"]).startswith("[bc]user: ")
     assert fingerprint(stored) == fingerprint(tokenizer), "the ids are the same"
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
+def test_a_learned_tokenizer_knows_what_a_given_template_writes(path, tokenizer):
+    task = chat(
+        path=path, tokenizer=tokenizer, template="{% for m in messages %}«Q» {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    assert task.tokenizer.decode(task.train[0]["input_ids"]).count("«Q» ") > 0
+
+
+def test_what_ends_an_answer_ends_generation(write_text):
+    path = write_text("\n".join([json.dumps({"messages": CHAT})] * 3), "a.jsonl")
+    theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
+    theirs.add_special_tokens(["<|im_end|>", "<|eom|>"])
+    ends = tuple(map(theirs.token_to_id, ("<|im_end|>", "<|eom|>")))
+    for end, wanted in (("<|im_end|>", ends[0]), ("{{ '<|im_end|>' if loop.last else '<|eom|>' }}", ends)):
+        template = "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}"
+        assert chat(path=path, tokenizer=Tokenizer(theirs.to_str()), template=template).model_fields["eos_id"] == wanted
 
 
 ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_column"), ({"messages": CHAT[:1]}, "path")]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from minitx.config import ConfigError
 from minitx.data import corpus, text
 from minitx.data.corpus import data_dir, lines_of, ngram_floors, read_text, replacing
-from minitx.data.tokenizers import fingerprint, train_tokenizer
+from minitx.data.tokenizers import Tokenizer, fingerprint, train_tokenizer
 from tests.data.conftest import POEM
 
 UNREADABLE = {b"abcd\xffef": " at byte 4;", b"\xef\xbb\xbf\x80": " at byte 3;", "ab".encode("utf-16-be"): "NUL"}
@@ -44,6 +44,31 @@ def test_lines_join_to_the_text_and_do_not_change_its_tokens(text):
     assert "".join(parts) == text
     assert [i for part in parts for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
     assert list(lines_of(text)) == parts  # a character at a time
+
+
+SPACE = {"llama": "▁", "metaspace": "▁", "byte_level": "Ġ"}
+
+
+@pytest.mark.parametrize("kind", SPACE)
+def test_lines_of_a_text_begin_with_no_space_of_the_tokenizer(read_tokens, kind):
+    """As in ``tokenizers`` of the whole text, but for its first space."""
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    letters, newline = f"{SPACE[kind]}abc", "Ċ" if kind == "byte_level" else "\n"
+    theirs = Model(models.BPE({word: i for i, word in enumerate([*letters, newline, letters[:2]])}, [tuple(letters[:2])]))
+    if kind == "llama":
+        theirs.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        theirs.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    elif kind == "metaspace":
+        theirs.pre_tokenizer, theirs.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    else:
+        theirs.pre_tokenizer, theirs.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+    text, tokenizer = "abc a b\nab ca\n\n ba\nc\n" * 4, Tokenizer(theirs.to_str())
+    train, val, *_ = read_tokens(text, tokenizer=tokenizer, val_fraction=0.5)
+    for found, part in ((train.array, text[: len(text) // 2]), (val.array, text[len(text) // 2 :])):
+        assert tokenizer.decode(found) == part
+        assert found[1:].tolist() == tokenizer.encode(part)[1 - len(found) :].tolist()
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(read_tokens, write_text, monkeypatch):
@@ -159,6 +184,22 @@ def test_characters_that_a_given_tokenizer_does_not_know_are_told_at_each_start(
         assert text_of(found)[:4] == ("ab\ufffd\ufffd" if tokenizer is given else "abé!")
         assert (fingerprint(found[2]) == fingerprint(given)) == (tokenizer is given)
         assert [" 0.5 " in message for message in caplog.messages if "<unk>" in message] == [True] * (tokenizer is given)
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "Unigram"])
+def test_tokens_that_say_unknown_are_told_of_tokenizers_of_others(read_tokens, kind, caplog):
+    from tokenizers import Tokenizer as Model
+    from tokenizers import models, pre_tokenizers
+
+    words = ["[UNK]", "ab", "<unk>"]
+    model = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]") if kind == "WordPiece" else None
+    theirs = Model(model or models.Unigram([(word, -1.0) for word in words], unk_id=0))
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    read_tokens("ab ей\n" * 50, tokenizer=Tokenizer(theirs.to_str()))
+    assert [" 0.5 " in message for message in caplog.messages if "<unk>" in message] == [True]
+    caplog.clear()
+    read_tokens("ab <unk>\n" * 50, tokenizer="bpe", bpe_vocab_size=300)  # a word of the text
+    assert not [message for message in caplog.messages if "<unk>" in message]
 
 
 def test_a_cache_that_fits_is_used_again_and_a_changed_source_is_read_anew(read_tokens, cache, builds):

@@ -80,7 +80,7 @@ def test_every_document_is_in_one_split(path, load, marks):
     ids = task.tokenizer.mark_ids
     begin, end = ids.get("bos", ids.get("eos")), ids.get("eos", ids.get("bos"))
     assert all((row["input_ids"][0], row["labels"][-1]) == (begin, end) for row in task.train)
-    assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size}
+    assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "eos_id": end}
 
 
 def test_bits_per_byte_count_every_end_and_a_second_run_reads_the_cache(path, load, monkeypatch):

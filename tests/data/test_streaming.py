@@ -162,7 +162,8 @@ def test_rows_without_text_are_told_once(write_text, caplog):
 def test_a_stream_takes_a_given_tokenizer_or_learns_one(folder, tmp_path, monkeypatch):
     given = train_tokenizer("char", ["abc0123456789"], marks=("eos",))
     task = load(folder, tokenizer=given)
-    assert task.tokenizer is given and task.model_fields == {"vocab_size": given.vocab_size}
+    end = given.mark_ids["eos"]
+    assert task.tokenizer is given and task.model_fields == {"vocab_size": given.vocab_size, "eos_id": end}
     read, not_blank = [], documents.not_blank
 
     def noted(texts, column):

@@ -39,6 +39,25 @@ def test_several_files_are_one_table_in_the_order_of_their_names(tmp_path, write
     assert load_table(path, streaming=True).num_shards == 3
 
 
+@pytest.mark.parametrize(("name", "header"), [("a.csv", True), ("a.tsv", True), ("a.tsv", False), ("a.txt", True)])
+def test_a_folder_is_read_as_its_files_are(write_text, tmp_path, name, header):
+    content = {"a.csv": "text,id\nNA,1\n007,2\n", "a.tsv": 'text\tid\n"one\t1\ntwo\t2\n', "a.txt": "\ufeffone\ntwo"}[name]
+    (tmp_path / "data").mkdir()
+    path, options = write_text(content, f"data/{name}"), {"texts": ["text"], "header": header}
+    assert load_table(str(tmp_path / "data"), **options)[:] == load_table(path, **options)[:] != {}
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(write_text, tmp_path, caplog):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        write_text(name, f"data/{name}")
+    assert list(load_table(str(folder))["text"]) == ["a.txt", "b.txt"] and not caplog.messages
+    write_text("{}", "data/other.jsonl")
+    load_table(str(folder))
+    assert caplog.messages == [f"data.path={folder}: 2 files are read, and 1 are not: other.jsonl"]
+
+
 @pytest.mark.parametrize("name", ["reviews [1].txt", "[all]/a.txt", "really?.txt", "*.txt"])
 def test_a_file_with_the_signs_of_a_pattern_in_its_name_is_read(write_text, tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -58,6 +77,15 @@ def test_what_is_missing_or_cannot_be_read_is_refused(write_text, tmp_path, name
         load_table(path)
     with pytest.raises(ConfigError, match=r"^data\.val_path=no\.txt"):
         load_table("no.txt", "val_path", split_key="val_split")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_rows_with_more_fields_than_names_are_refused_not_moved_by_a_column(write_text, name, streaming):
+    rows = "text,label\nfine, yes,good\nno, never,bad\n"
+    path = write_text(rows.replace(",", "\t") if name == "a.tsv" else rows, name)
+    with pytest.raises(ConfigError, match=rf"^data\.path={re.escape(path)} has rows with more fields than .*text, label"):
+        load_table(path, streaming=streaming)
 
 
 def test_labels_are_numbered_by_name():

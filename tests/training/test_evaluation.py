@@ -21,9 +21,11 @@ from minitx.training.evaluation import Evaluation, evaluate, ratio_interval, sha
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
 DATES = {"_target_": "minitx.data.dates", "locales": ("en", "de"), "train_size": 53, "val_size": 17, "batch_size": 6}
 CLASSES = {"_target_": "minitx.data.classify", "tokenizer": "char", "batch_size": 16, "val_fraction": 0.5}
+PAIRS = {"_target_": "minitx.data.pairs", "tokenizer": "char", "max_source_len": 12, "max_target_len": 12, "val_fraction": 0.5}
 MASKED = {"_target_": "minitx.data.masked", "batch_size": 4, "context_len": 11}
 TASKS = {  # data, their file, model
     "seq2seq": (DATES, None, {"architecture": "encoder_decoder", "position": "rotary"}),
+    "short seq2seq": (PAIRS, "pairs.tsv", {"architecture": "encoder_decoder", "position": "learned", "max_len": 12}),
     "classify": (CLASSES, "classes.tsv", {"architecture": "encoder", "head": "sequence", "position": "rotary"}),
     "masked_lm": (MASKED, "text.txt", {"architecture": "encoder"}),
 }
@@ -39,6 +41,7 @@ def ready(make_config, tmp_path):
             data, file, model = TASKS[task]
             lines = ["text\tlabel", *(f"word {n * n}\t{'abc'[n % 3]}" for n in range(211))]
             (tmp_path / "classes.tsv").write_text("\n".join(lines))
+            (tmp_path / "pairs.tsv").write_text("\n".join(f"{n}\t{'ab' * (n % 5 + 1)}" for n in range(67)))
             data = {**data, "path": str(tmp_path / file)} if file else data
             config = dataclasses.replace(config, data=data, model=node(build_model, **SMALL, **model))
         data = open_data(config)
@@ -86,10 +89,10 @@ def test_several_labels_a_row_of_a_classification_count_one_by_one():
     assert (found.value, found.count) == (pytest.approx(7 / 9), 9)
 
 
-@pytest.mark.parametrize("task", [None, "classify", "seq2seq"])
+@pytest.mark.parametrize("task", [None, "classify", "seq2seq", "short seq2seq"])
 def test_the_size_of_a_batch_changes_no_metric(ready, task):
     found = []
-    for size in (3, 8):
+    for size in (1, 8):
         network, data = ready(task, val_batch_size=size)
         part = next(network.train().children()).eval()
         found.append(evaluate(network, data))
@@ -158,6 +161,11 @@ def test_a_classifier_that_always_says_one_thing_scores_its_share(ready):
     found = evaluate(network, data)
     assert found.metrics["accuracy"].value == pytest.approx(float((labels == 1).double().mean()))
     assert {"majority_accuracy", "bag_of_words_accuracy"} <= set(found.baselines)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_answers_end_where_a_table_of_positions_ends(ready, num_beams):
+    assert evaluate(*ready("short seq2seq"), EvaluationConfig(num_beams=num_beams)).metrics["exact_match"].count > 9
 
 
 def test_generated_answers_are_held_against_references_and_wrong_ones_are_shown_first(ready, monkeypatch):

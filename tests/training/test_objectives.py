@@ -62,7 +62,9 @@ def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
 
 def test_an_objective_that_is_no_sum_is_refused():
     weight = torch.nn.Bilinear(1, 1, 1), "Bilinear has a weight weight, which no optimizer trains"
-    for objective, said in ((3, "objective=int must be callable"), weight, (torch.nn.MSELoss(), "reduction=mean must be")):
+    zero = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=0), "ignore_index=0 must be -100"  # divided by all labels
+    mean = torch.nn.MSELoss(), "reduction=mean must be"
+    for objective, said in ((3, "objective=int must be callable"), weight, mean, zero):
         with pytest.raises(ConfigError, match=said):
             build_objective(objective)
 
@@ -161,6 +163,23 @@ def test_a_loss_of_numbers_needs_logits_in_the_shape_of_the_labels(logits, label
     with pytest.raises(ConfigError, match=r"^objective: L1Loss compares each logit with its label"):
         objective(torch.zeros(logits), {"labels": torch.zeros(labels)})
     assert float(objective(torch.zeros(logits), {"labels": torch.ones(logits)})["loss"]) == math.prod(logits)
+
+
+@pytest.mark.parametrize("name", ["MSELoss", "L1Loss", "HuberLoss", "BCEWithLogitsLoss", "KLDivLoss", "SoftMarginLoss"])
+def test_a_loss_of_numbers_leaves_out_labels_that_do_not_count(name):
+    given, objective = torch.nn.Parameter(torch.randn(2, 3).double()), getattr(torch.nn, name)(reduction="sum")
+    labels, counted = torch.rand(2, 3).double(), torch.tensor([[True, False, True], [True, False, False]])
+    loss = build_objective(objective)(given, {"labels": labels.masked_fill(~counted, -100)})["loss"]
+    wanted = objective(given[counted], labels[counted])
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(x, given)[0] for x in (loss, wanted)))
+
+
+def test_a_loss_of_whole_rows_refuses_a_label_that_does_not_count():
+    objective = build_objective(torch.nn.MultiLabelSoftMarginLoss(reduction="sum"))
+    assert float(objective(torch.zeros(2, 3), {"labels": torch.ones(2, 3)})["loss"]) == pytest.approx(2 * math.log(2))
+    with pytest.raises(ConfigError, match="MultiLabelSoftMarginLoss takes the labels of a row together"):
+        objective(torch.zeros(2, 3), {"labels": torch.tensor([[1, 0, 1], [0, 1, -100]]).float()})
 
 
 def test_what_an_objective_returns_is_a_number_or_numbers_by_name_with_loss_among_them():
