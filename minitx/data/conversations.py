@@ -79,7 +79,7 @@ class ChatFormat:
         shown = [{**message, "content": SLOT.format(i)} for i, message in enumerate(messages)]
         text = self._render(shown, add_generation_prompt)
         contents = iter(_as_written(text, self._render(messages, add_generation_prompt), messages))
-        ids, counted, in_answer = list[np.ndarray](), list[np.ndarray](), False
+        sections, counted, in_answer = [""], list[bool](), False  # texts, with a special token between two; each character
         for part in [*self.parts.split(text), None]:
             slot = re.fullmatch(SLOT.format("([0-9]+)"), part or "")
             if in_answer and (slot or part is None):
@@ -88,10 +88,13 @@ class ChatFormat:
                 continue
             in_answer = in_answer or (slot is not None and messages[int(slot[1])]["role"] == "assistant")
             said = next(contents) if slot else part
-            ids.append(np.array([self.special[part]]) if part in self.special else self.tokenizer.encode(said))
-            counted.append(np.full(len(ids[-1]), in_answer))
-            in_answer = in_answer and part not in self.special
-        return np.concatenate(ids).astype(np.uint32), np.concatenate(counted)
+            counted += [in_answer] * len(said)
+            if part in self.special:
+                sections, in_answer = [*sections, part, ""], False
+            else:
+                sections[-1] += said
+        ids, places = self.tokenizer.encode_sections(sections)
+        return ids, np.array([any(counted[start : max(end, start + 1)]) for start, end in places])
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         names = {"bos_token": "", **self.marks, "messages": messages, "add_generation_prompt": add_generation_prompt}

@@ -117,6 +117,47 @@ class Tokenizer:
                 raise ConfigError(f"{said}: {more}")
         return found
 
+    def encode_sections(self, sections: Sequence[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Return the ids of texts with special tokens between them, and the characters (start, end) of each id in all sections joined.
+
+        The ids are those of the whole: a tokenizer that begins a text with a space does so once. Where a text has the name of a
+        special token, which stays text, each section is encoded alone.
+
+        Args:
+            sections: text, special token, text, and so on to the last text. A text may be "".
+
+        Raises:
+            ConfigError: see ``encode``.
+        """
+        if not any(name in text for text in sections[::2] for name in self._special):
+            found = self._of_whole.encode("".join(sections), add_special_tokens=False)
+            return np.array(found.ids, dtype=np.uint32), found.offsets
+        ids, places, before = list[np.ndarray](), list[tuple[int, int]](), 0
+        for i, section in enumerate(sections):
+            if i % 2:
+                ids.append(np.array([self._model.token_to_id(section)]))
+                places.append((before, before + len(section)))
+            else:
+                ids.append(self.encode(section))
+                places += [
+                    (before + start, before + end)
+                    for start, end in self._model.encode(section, add_special_tokens=False).offsets
+                ]
+            before += len(section)
+        return np.concatenate(ids).astype(np.uint32), places
+
+    @functools.cached_property
+    def _special(self) -> list[str]:
+        """The names of the tokens that were added to the model."""
+        return [token.content for token in self._model.get_added_tokens_decoder().values()]
+
+    @functools.cached_property
+    def _of_whole(self) -> tokenizers.Tokenizer:
+        """The model, for texts in which the name of a special token is that token."""
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_str(self._model.to_str())
+
     def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
         """Return the text of ``ids``.
 

@@ -169,7 +169,8 @@ def test_the_sentences_have_the_numbers_of_the_records_and_fit_the_first_screen(
         said[1],
     )
     assert re.search(
-        r"was 2\.\d+ times smaller with AdamW \(2\.\d+–\d\.?\d*\) and (9\.\d+|10\.\d) times with SGD \(\d+(\.\d)?–\d+\.?\d*\);", said[2]
+        r"was 2\.\d+ times smaller with AdamW \(2\.\d+–\d\.?\d*\) and (9\.\d+|10\.\d) times with SGD \(\d+(\.\d)?–\d+\.?\d*\);",
+        said[2],
     )
     assert re.search(r"; d_k = 8: 1\.\d+ and 2\.\d+\. Smaller learning rates for W_Q and W_K undo this\.$", said[2])
 

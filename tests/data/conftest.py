@@ -59,3 +59,22 @@ def offline_datasets(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+SPACE = {"llama": "▁", "metaspace": "▁", "byte_level": "Ġ"}
+
+
+def beginning_with_a_space(kind, letters):
+    """A model of ``tokenizers`` that begins a text with a space, which it merges with the first of ``letters``."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    known = [SPACE[kind], *(letters.replace("\n", "Ċ") if kind == "byte_level" else letters)]
+    model = Tokenizer(models.BPE({word: i for i, word in enumerate([*known, "".join(known[:2])])}, [tuple(known[:2])]))
+    if kind == "llama":
+        model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        model.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    elif kind == "metaspace":
+        model.pre_tokenizer, model.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    else:
+        model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+    return model

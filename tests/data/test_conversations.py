@@ -11,7 +11,7 @@ from minitx.data import chat
 from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.data.task import as_split
 from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, load_tokenizer, train_tokenizer
-from tests.data.conftest import batch_of
+from tests.data.conftest import SPACE, batch_of, beginning_with_a_space
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 LETTERS = "".join(map(chr, range(32, 127))) + "\né"
@@ -49,6 +49,28 @@ def test_templates_of_others_are_read(tokenizer):
     assert tokenizer.decode(ids) == "<bos><|im_start|>user\n1+1?<eos>\n<|im_start|>assistant\n2<eos>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids[counted]) == "2<eos>"
     assert format.encode(CHAT)[0].tolist().count(tokenizer.mark_ids["bos"]) == 1
+
+
+@pytest.mark.parametrize("kind", SPACE)
+@pytest.mark.parametrize("answer", ["<|{{ m.role }}|>\n{{ m.content }}", "{{ m.role }}: {{ m.content }}", " {{ m.content }}"])
+def test_tokens_are_those_that_transformers_gives_the_whole(kind, answer, tmp_path):
+    """Also of a tokenizer that begins a text with a space, and of a token that joins a template's space and a content."""
+    transformers = pytest.importorskip("transformers")
+    theirs = beginning_with_a_space(kind, LETTERS.replace(" ", "").replace("a", "").replace("é", "").replace("n", "an"))
+    theirs.add_special_tokens(["</s>", "[INST]"])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}" + answer
+    template += "{{ eos_token }}{% endif %}{% endfor %}\n"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    said, ours = turns("user: 1+1?", "assistant: a 2", "user: a", "assistant: a"), load_tokenizer(str(tmp_path))
+    ids, counted = ChatFormat(ours.chat_template, ours).encode(said)
+    wanted = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(said, return_dict=False)
+    assert ids.tolist() == wanted
+    texts = [
+        ours.decode(part).strip() for part in np.split(ids[counted], np.flatnonzero(ids[counted] == ours.mark_ids["eos"]) + 1)
+    ]
+    assert texts == ["a 2</s>", "a</s>", ""]
 
 
 @pytest.mark.parametrize(

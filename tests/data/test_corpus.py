@@ -17,7 +17,7 @@ from minitx.config import ConfigError
 from minitx.data import corpus, text
 from minitx.data.corpus import data_dir, lines_of, ngram_floors, read_text, replacing
 from minitx.data.tokenizers import Tokenizer, fingerprint, train_tokenizer
-from tests.data.conftest import POEM
+from tests.data.conftest import POEM, SPACE, beginning_with_a_space
 
 UNREADABLE = {b"abcd\xffef": " at byte 4;", b"\xef\xbb\xbf\x80": " at byte 3;", "ab".encode("utf-16-be"): "NUL"}
 
@@ -46,24 +46,10 @@ def test_lines_join_to_the_text_and_do_not_change_its_tokens(text):
     assert list(lines_of(text)) == parts  # a character at a time
 
 
-SPACE = {"llama": "▁", "metaspace": "▁", "byte_level": "Ġ"}
-
-
 @pytest.mark.parametrize("kind", SPACE)
 def test_lines_of_a_text_begin_with_no_space_of_the_tokenizer(read_tokens, kind):
     """As in ``tokenizers`` of the whole text, but for its first space."""
-    from tokenizers import Tokenizer as Model
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
-
-    letters, newline = f"{SPACE[kind]}abc", "Ċ" if kind == "byte_level" else "\n"
-    theirs = Model(models.BPE({word: i for i, word in enumerate([*letters, newline, letters[:2]])}, [tuple(letters[:2])]))
-    if kind == "llama":
-        theirs.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        theirs.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    elif kind == "metaspace":
-        theirs.pre_tokenizer, theirs.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    else:
-        theirs.pre_tokenizer, theirs.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+    theirs = beginning_with_a_space(kind, "abc\n")
     text, tokenizer = "abc a b\nab ca\n\n ba\nc\n" * 4, Tokenizer(theirs.to_str())
     train, val, *_ = read_tokens(text, tokenizer=tokenizer, val_fraction=0.5)
     for found, part in ((train.array, text[: len(text) // 2]), (val.array, text[len(text) // 2 :])):
