@@ -398,6 +398,15 @@ class BestCheckpoint(ModelCheckpoint):
         super().__init__(dirpath=folder, filename="best", enable_version_counter=False, **options)
         self.needed = needed
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the best value so far, also where the folder was moved or copied. In a new folder ``best.ckpt`` begins anew."""
+        here, before = Path(str(self.dirpath)) / "best.ckpt", state_dict["best_model_path"]
+        if before and here.is_file():
+            score = {"best_k_models": {str(here): state_dict["best_model_score"]}, "kth_best_model_path": str(here)}
+            super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(here)})
+        elif before:
+            log.warning("best.ckpt begins anew in this folder: the best one so far, %s, is not here", before)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:
             super().on_validation_end(trainer, pl_module)

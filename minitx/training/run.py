@@ -347,7 +347,6 @@ _NOTICES = (
     "in eval mode at the start of training",  # the run says it in its own words
     "isinstance.*LeafSpec.*is deprecated",
     "on_before_batch_transfer` in `LightningModule",  # that of the module is the one to use
-    "dirpath has changed from",
     "found in cache.*precision",
     "sync_dist=True",  # what is logged is the sum over ranks already
     "FSDP2-wrapped module.*view tensor",  # no block works in place

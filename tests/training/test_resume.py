@@ -155,14 +155,15 @@ def test_a_run_does_not_go_on_where_the_same_ids_are_other_characters(make_confi
             train(again, tmp_path / f"then {letter}")
 
 
-def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path):
+def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run_also_where_its_folder_was_moved(make_config, tmp_path):
     options = {"trainer__ckpt_every": 100, "trainer__val_every": 2, "trainer__max_steps": 4, "optimizer__lr": 3.0}
     config = make_config(**options, schedule=node(constant))
     train(config, tmp_path / "whole")
     with pytest.raises(StoppedError):
         train_with(config, tmp_path / "cut", Before(3, stop))
-    train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    best = [last(tmp_path / name, "best") for name in ("whole", "cut")]
+    (tmp_path / "cut").rename(tmp_path / "moved")
+    train(resumed(config, tmp_path / "moved"), tmp_path / "moved")
+    best = [last(tmp_path / name, "best") for name in ("whole", "moved")]
     losses = [row["val_loss"] for row in read_metrics(tmp_path / "whole" / "metrics.csv") if row["val_loss"]]
     assert losses[0] < losses[1]  # the best one came early, before the stop
     assert best[0]["global_step"] == best[1]["global_step"] == 2
