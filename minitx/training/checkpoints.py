@@ -196,13 +196,18 @@ def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_free(folder: Path, ckpt_path: str | None) -> None:
-    """Check, in the first process, that a new run replaces no other.
+    """Check, in the first process, that a run replaces no other.
 
     Raises:
-        ConfigError: the folder holds a run, and ``ckpt_path`` is None.
+        ConfigError: the folder holds a run, and ``ckpt_path`` is no file in it.
     """
-    if ckpt_path is None and (folder / "metrics.csv").exists() and not rank():
-        raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
+    if rank() or not (folder / "metrics.csv").exists():
+        return
+    if ckpt_path is None or (ckpt_path != "last" and not Path(ckpt_path).resolve().is_relative_to(folder.resolve())):
+        other = "" if ckpt_path is None else f", which ckpt_path={ckpt_path} does not belong to"
+        raise ConfigError(
+            f"output_dir={folder} holds a run already{other}; continue it with ckpt_path=last, or choose another folder"
+        )
 
 
 # --- starting from stored weights

@@ -62,7 +62,7 @@ def train(
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
             model and checkpoint have been checked. It must hold no run, unless ``config.ckpt_path`` is a checkpoint to continue
-            from, or ``last``: the one in this folder.
+            from in this folder, or ``last``: the last one.
         files: other text files to write to the folder, by name (``config.yaml``, ``command.txt``).
         model, data, objective: objects to use instead of those of the config. Without ``data``, also a model of your own is
             trained on ``config.data``, by default the King James text. Read a checkpoint of such a model with

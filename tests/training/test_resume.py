@@ -189,10 +189,14 @@ def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_fo
     config = make_config(**options)
     train(config, tmp_path / "first")
     shutil.copytree(tmp_path / "first", tmp_path / "again")
-    train(resumed(config, tmp_path / "first"), tmp_path / "again")
+    train(resumed(config, tmp_path / "again"), tmp_path / "again")
     assert_same_state(tmp_path / "again", tmp_path / "first")
     train(resumed(make_config(trainer__max_steps=9, **options), tmp_path / "first"), tmp_path / "second")
     assert [row["step"] for row in read_metrics(tmp_path / "second" / "metrics.csv")] == [7, 8, 9]
+    with pytest.raises(
+        ConfigError, match=r"second holds a run already, which ckpt_path=\S+first\S+ does not belong to; continue"
+    ):
+        train(resumed(config, tmp_path / "first"), tmp_path / "second")
 
 
 def test_a_run_that_goes_on_to_more_steps_has_the_rates_of_the_longer_schedule_from_its_first_step_on(make_config, tmp_path):
