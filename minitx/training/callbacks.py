@@ -355,11 +355,12 @@ class LastCheckpoint(StepCallback, Checkpoint):
             self._install()  # in place of Lightning's own handler, which would start a collective in the middle of another
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if step == trainer.max_steps:
+        if 0 < trainer.max_steps <= step:  # several optimizers make several updates at once
             trainer.should_stop = True
-        every = trainer.val_check_batch
-        due = trainer.should_stop or (every is not None and (trainer.fit_loop.total_batch_idx + 1) % every == 0)
-        if not (due and trainer.enable_validation):  # else after the validation
+        loop: Any = trainer.fit_loop.epoch_loop
+        is_empty = loop.val_loop.max_batches == [0]
+        # what Lightning asks after the callbacks, which has no public name
+        if is_empty or not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # else after the validation
             self._save_or_stop(trainer, agree=step % self.agree_every == 0 or trainer.world_size == 1)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -370,8 +371,11 @@ class LastCheckpoint(StepCallback, Checkpoint):
         any_process = partial(trainer.strategy.reduce_boolean_decision, all=False)
         late = agree and any_process(time.monotonic() - self.saved_at >= self.seconds)
         stop = agree and any_process(self._received is not None)
-        if self.path is not None and (late or stop or trainer.should_stop or trainer.global_step % self.every == 0):
-            self._save(trainer, self.path)
+        if self.path is not None:
+            due = trainer.global_step // self.every > self._steps_before // self.every
+            ends = trainer.should_stop and trainer.fit_loop._can_stop_early
+            if due or late or stop or ends:
+                self._save(trainer, self.path)
         if stop:
             raise StoppedError(self._received or signal.SIGTERM, trainer.global_step)
 
