@@ -113,7 +113,10 @@ class TrainingModule(L.LightningModule):
         self.step_sums: Sums = {}
         self.step_targets: Tensor | int = 0
         self.grad_norm: Tensor | float = 0.0
-        self._missing = 1.0  # the last step of an epoch of the user's data may have fewer micro-batches
+        self._micro = 0  # micro-batches of this step so far
+        self._missing = (
+            1.0  # the last step of an epoch of the user's data, or the first of a resumed run, may have fewer of them
+        )
         self._validation: Sums = {}
         self._said_dropped = self._checked_sum = False
 
@@ -173,9 +176,9 @@ class TrainingModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, rank, world = self.trainer.accumulate_grad_batches, self.trainer.global_rank, self.trainer.world_size
-        micro = batch_idx % accumulate
+        micro, self._micro = self._micro, self._micro + 1
         is_last = batch_idx + 1 == self.trainer.num_training_batches or self.trainer.is_last_batch  # an epoch ends a step
-        set_gradient_sync(self.network, micro == accumulate - 1 or is_last)
+        set_gradient_sync(self.network, (batch_idx + 1) % accumulate == 0 or is_last)
         seed_device(self.device, hash_seed(self.seed, self.global_step, micro, rank))
         sums = self.sums(batch)
         whole = batch.get("num_targets")  # of the whole step, over all micro-batches and processes
@@ -193,6 +196,7 @@ class TrainingModule(L.LightningModule):
         return share * (accumulate if whole is None else world * accumulate)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._micro = 0
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self._missing != 1.0:
             torch._foreach_mul_(local_parts(gradients), self._missing)

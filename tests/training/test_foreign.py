@@ -77,6 +77,20 @@ def test_a_step_has_the_mean_loss_and_gradient_of_its_batches_an_incomplete_accu
     torch.testing.assert_close(last(tmp_path)["state_dict"]["network.weight"], ours.weight.detach(), rtol=1e-12, atol=0)
 
 
+def test_a_run_that_goes_on_with_more_micro_batches_has_the_mean_of_those_that_its_first_step_reads(tmp_path):
+    fit(tmp_path, Squares(), max_steps=1)
+    ours = nn.Linear(3, 2).double()
+    ours.load_state_dict({name.removeprefix("network."): weight for name, weight in last(tmp_path)["state_dict"].items()})
+    data = Squares()
+    fit(tmp_path, data, max_steps=2, accumulate=2, ckpt_path="last")  # the second batch of the epoch ends a step of one batch
+    batch = next(iter(data.train_dataloader()))
+    loss = squared(ours(batch["input"]), batch) / batch["labels"].numel()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()]).item()
+    row = read_metrics(tmp_path / "metrics.csv")[-1]
+    assert (row["train_loss"], row["grad_norm"]) == pytest.approx((loss.item(), norm), rel=1e-12)
+
+
 def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
     data = Squares()
     ids = torch.tensor([[1, -100], [-100, -100], [0, 1], [1, 0]])
