@@ -333,6 +333,10 @@ def evaluate_splits(
     from minitx.training.module import TrainingModule
 
     options, metrics = config.evaluation, dict(trainer.callback_metrics)
+    if options.at_end and isinstance(module, TrainingModule):  # before the test, which may load the best weights
+        network = unsharded(module.network, config, state)
+        if trainer.is_global_zero:
+            report(evaluate(network, data, options, module.objective), folder)
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
         logged = (
@@ -343,10 +347,6 @@ def evaluate_splits(
         found = dict(trainer.callback_metrics)
         log.info("test  %s", "  ".join(f"{name} {float(value):.4f}" for name, value in found.items()))
         metrics |= found
-    if options.at_end and isinstance(module, TrainingModule):
-        network = unsharded(module.network, config, state)
-        if trainer.is_global_zero:
-            report(evaluate(network, data, options, module.objective), folder)
     return metrics
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import json
 import math
 import warnings
 
@@ -364,11 +365,14 @@ def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_f
     rows, model = Squares().rows, nn.Linear(3, 2)
     task, batch = Task(name="mine", train=rows[:4], val=rows[4:5], test=rows[5:]), default_collate(rows[5:])
     for which in ("last", "best"):
-        test = EvaluationConfig(test=which)
+        test = EvaluationConfig(test=which, at_end=True)
         result = fit(tmp_path / which, task, model=copy.deepcopy(model), evaluation=test, val_every=1, max_steps=9)
         loaded = load_model(tmp_path / which / "checkpoints" / f"{which}.ckpt", model=copy.deepcopy(model).double())[0]
         wanted = squared(loaded(batch["input"]), batch).item() / 4
         assert result["metrics"]["test_loss"] == pytest.approx(wanted, rel=1e-9)
+        at_end = json.loads((tmp_path / which / "evaluation.json").read_text(encoding="utf-8"))["metrics"]["loss"]["value"]
+        assert at_end == pytest.approx(result["val_loss"], rel=1e-9)  # of the last weights
+    assert last(tmp_path / "best", "best")["global_step"] < 9
     with pytest.raises(ConfigError, match=r"^evaluation\.test=best: the data have no test split"):
         fit(tmp_path / "none", dataclasses.replace(task, test=None), evaluation=test)
 
