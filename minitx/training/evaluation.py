@@ -330,6 +330,8 @@ def evaluate_splits(
     Raises:
         ConfigError: the best weights are to be tested, and there are none.
     """
+    from lightning.pytorch.callbacks import WeightAveraging
+
     from minitx.training.module import TrainingModule
 
     options, metrics = config.evaluation, dict(trainer.callback_metrics)
@@ -343,6 +345,9 @@ def evaluate_splits(
             f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
         )
         require(best is None or best.exists(), logged)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging):  # it would load the weights that were trained beside the averaged ones
+                callback._average_model = None
         trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
         found = dict(trainer.callback_metrics)
         log.info("test  %s", "  ".join(f"{name} {float(value):.4f}" for name, value in found.items()))

@@ -361,12 +361,17 @@ def test_epochs_count_the_rows_of_a_task(tmp_path):
         fit(tmp_path / "drawn", drawn, max_epochs=5, **options)
 
 
-def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_for(tmp_path):
+AVERAGED = {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.2}
+
+
+@pytest.mark.parametrize("parts", [{}, {"ema": AVERAGED}], ids=["plain", "averaged"])
+def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_for(tmp_path, parts):
     rows, model = Squares().rows, nn.Linear(3, 2)
     task, batch = Task(name="mine", train=rows[:4], val=rows[4:5], test=rows[5:]), default_collate(rows[5:])
     for which in ("last", "best"):
         test = EvaluationConfig(test=which, at_end=True)
-        result = fit(tmp_path / which, task, model=copy.deepcopy(model), evaluation=test, val_every=1, max_steps=9)
+        options = {"evaluation": test, "callbacks": CallbacksConfig(progress=False, parts=parts), "monitor_mode": "max"}
+        result = fit(tmp_path / which, task, model=copy.deepcopy(model), val_every=2, max_steps=9, **options)
         loaded = load_model(tmp_path / which / "checkpoints" / f"{which}.ckpt", model=copy.deepcopy(model).double())[0]
         wanted = squared(loaded(batch["input"]), batch).item() / 4
         assert result["metrics"]["test_loss"] == pytest.approx(wanted, rel=1e-9)
