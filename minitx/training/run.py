@@ -195,7 +195,7 @@ def build_trainer(
         "overfit_batches": int(options.overfit and not addressed),
         "gradient_clip_val": None if is_ours else options.clip,
         "log_every_n_steps": 1 if is_ours else options.log_every,
-        "deterministic": options.deterministic,
+        "deterministic": options.deterministic or None,  # False would undo what the user has set
         "use_distributed_sampler": not addressed,
         "logger": [MetricsFile(folder / "metrics.csv", done, COLUMNS if is_ours else None), *loggers],
         "callbacks": list(callbacks),

@@ -10,7 +10,7 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import of_digits
+from extra import of_digits, train_with
 
 import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
@@ -178,6 +178,23 @@ def test_pixels_in_float32_train_a_network_in_float64(make_config, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+@pytest.mark.parametrize("before", [True, False])
+def test_a_run_leaves_threads_and_deterministic_kernels_as_they_were(make_config, tmp_path, before):
+    threads, found = torch.get_num_threads(), []
+    torch.use_deterministic_algorithms(before)
+    look = L.callbacks.LambdaCallback(
+        on_train_end=lambda *_: found.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()))
+    )
+    try:
+        for name, asked in {"with": {"threads": threads + 1, "deterministic": True}, "without": {}}.items():
+            config = make_config(trainer__max_steps=1, **{f"trainer__{key}": value for key, value in asked.items()})
+            train_with(config, tmp_path / name, look)
+            assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (threads, before)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == [(threads + 1, True), (threads, before)]
+
+
 def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
     (tmp_path / "evaluation.json").symlink_to("/dev/full")
     (tmp_path / "probes.jsonl").symlink_to("/dev/full")
