@@ -204,8 +204,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a metrics file. An empty cell is None. An incomplete last line, written during a crash, is left out."""
     with path.open(newline="", encoding="utf-8") as file:
         rows: Iterable[dict[str, str]] = list(csv.DictReader(line for line in file if line.endswith("\n")))
+    whole = ("step", "tokens")  # a LightningModule of the user's may log tokens of its own, as any number
     return [
-        {name: (None if text == "" else int(text) if name in ("step", "tokens") else float(text)) for name, text in row.items()}
+        {
+            name: None if text == "" else int(text) if name in whole and text.isdecimal() else float(text)
+            for name, text in row.items()
+        }
         for row in rows
     ]
 

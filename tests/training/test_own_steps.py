@@ -52,6 +52,7 @@ class Own(L.LightningModule):
         x, y = batch
         loss = nn.functional.mse_loss(self(x), y)
         self.log(name, loss, prog_bar=True)
+        self.log("tokens", x.numel() / 2)
         return loss
 
     def training_step(self, batch, batch_idx):
