@@ -182,11 +182,14 @@ def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Ite
         source.prepare_data()
         source.setup("validate")
         batches = source.val_dataloader()
+    hooks = None if isinstance(source, ValSource) else source  # as Lightning calls them
     for found in batches:
-        batch = caller.batch_of(found)
-        rows = int(min(left, len(batch["labels"])))
+        batch = caller.batch_of(hooks.on_before_batch_transfer(found, 0) if hooks else found)
         caller.check(batch)
-        yield {name: tensor.to(device) for name, tensor in rows_of_batch(batch, slice(rows)).items()}
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        batch = hooks.on_after_batch_transfer(batch, 0) if hooks else batch
+        rows = int(min(left, len(batch["labels"])))
+        yield rows_of_batch(batch, slice(rows))
         left -= rows
         if left == 0:
             return

@@ -81,6 +81,8 @@ def train(
         config = in_steps(config, opened)
         network = start_from(config.init_from, build_network(config, opened, model))
         module = build_module(config, opened, network, objective)
+        for message in _NOTICES_OF_OURS if isinstance(module, TrainingModule) else ():
+            warnings.filterwarnings("ignore", message=f".*{message}")
         state = stored_state(config, opened, network)
         done = check_resumed(config, state)
         callbacks = build_callbacks(config, module, opened, folder, state)
@@ -346,13 +348,18 @@ _NOTICES = (
     "dataloader is not resumable",  # the run says it in its own words
     "in eval mode at the start of training",  # the run says it in its own words
     "isinstance.*LeafSpec.*is deprecated",
-    "on_before_batch_transfer` in `LightningModule",  # that of the module is the one to use
     "found in cache.*precision",
     "sync_dist=True",  # what is logged is the sum over ranks already
     "FSDP2-wrapped module.*view tensor",  # no block works in place
     "WeightAveraging callback with a model that overrides",  # configure_model shards; otherwise it does nothing
     "WeightAveraging callback, but loading a checkpoint outside",  # the averaged weights are tested
 )
+
+
+_NOTICES_OF_OURS = (
+    "overridden `on_before_batch_transfer` in",  # both hooks of a batch are called
+)
+"""What Lightning says of our own module without reason. Of a LightningModule of the user's it may be right."""
 
 
 @contextmanager

@@ -337,6 +337,27 @@ def test_batches_that_are_pairs_and_models_that_return_a_dict_give_the_same_run(
     assert evaluate(model, data, objective=squared).metrics["loss"].value == pytest.approx(result["val_loss"], rel=1e-12)
 
 
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
+def test_what_a_data_module_does_to_a_batch_is_done_in_training_validation_and_evaluation(tmp_path, monkeypatch, hook):
+    monkeypatch.setattr(Squares, hook, lambda self, batch, index: {**batch, "input": 3 * batch["input"]}, raising=False)
+    data, model = Squares(), nn.Linear(3, 2)
+    result = fit(tmp_path / "run", data, model=model, evaluation=EvaluationConfig(at_end=True))
+    batch = default_collate(data.rows)
+    wanted = squared(model(3 * batch["input"]), batch).item() / 14
+    at_end = json.loads((tmp_path / "run" / "evaluation.json").read_text(encoding="utf-8"))["metrics"]["loss"]["value"]
+    assert [result["val_loss"], at_end] == pytest.approx([wanted, wanted], rel=1e-12)
+
+
+def test_a_data_module_with_a_hook_for_batches_is_checked_as_any(tmp_path, monkeypatch):
+    monkeypatch.setattr(Squares, "on_before_batch_transfer", lambda self, batch, index: batch, raising=False)
+    data = Squares()
+    data.rows = [tuple(row.values()) for row in data.rows]
+    fit(tmp_path / "pairs", data)
+    data.rows = [{"input_ids": torch.tensor([1, 0]), "key_mask": torch.tensor([True, False]), "labels": 1}] * 4
+    with pytest.raises(ConfigError, match=r"^model: Reads\.forward does not name key_mask"):
+        fit(tmp_path / "padded", data, model=Reads(), objective=None)
+
+
 # --- counts, metrics and splits
 
 
