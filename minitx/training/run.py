@@ -349,7 +349,6 @@ _NOTICES = (
     "in eval mode at the start of training",  # the run says it in its own words
     "isinstance.*LeafSpec.*is deprecated",
     "found in cache.*precision",
-    "sync_dist=True",  # what is logged is the sum over ranks already
     "FSDP2-wrapped module.*view tensor",  # no block works in place
     "WeightAveraging callback with a model that overrides",  # configure_model shards; otherwise it does nothing
     "WeightAveraging callback, but loading a checkpoint outside",  # the averaged weights are tested
@@ -358,6 +357,7 @@ _NOTICES = (
 
 _NOTICES_OF_OURS = (
     "overridden `on_before_batch_transfer` in",  # both hooks of a batch are called
+    "sync_dist=True",  # what is logged is the sum over ranks already
 )
 """What Lightning says of our own module without reason. Of a LightningModule of the user's it may be right."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import extra
 import lightning.pytorch as L
@@ -180,6 +181,15 @@ def test_its_checkpoint_holds_no_objects_and_its_weights_load(tmp_path):
 def test_arguments_of_lightning_that_no_key_replaces_reach_it(tmp_path):
     extra = {"limit_train_batches": 3, "num_sanity_val_steps": 1, "gradient_clip_algorithm": "value"}
     assert fit(tmp_path, max_epochs=2, extra=extra)["steps"] == 6
+
+
+def test_lightnings_warning_that_what_it_logs_is_of_one_process_alone_is_shown(tmp_path):
+    class Told(Own):
+        def on_train_end(self):
+            warnings.warn("It is recommended to use `self.log('val/loss', ..., sync_dist=True)`", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="sync_dist=True"):
+        fit(tmp_path, Told, max_epochs=1)
 
 
 TASK = Task(name="mine", train=[{"input": torch.zeros(5), "labels": 1}], val=[{"input": torch.zeros(5), "labels": 1}])
