@@ -230,9 +230,11 @@ class TrainingModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         sums = self.sums(batch)
-        found = {**sums, "loss": sums.get("nll", sums["loss"]), "count": num_targets(batch["labels"])}
-        for name, value in found.items():
-            self._validation[name] = value.to(widest_float(self.device)) + self._validation.get(name, 0)
+        count = num_targets(batch["labels"])
+        found = {**sums, "loss": sums.get("nll", sums["loss"]), "count": count}
+        for name, value in found.items():  # an objective of the user's may count the row that fills up a process without rows
+            own = torch.where(count > 0, value, 0).to(widest_float(self.device))
+            self._validation[name] = own + self._validation.get(name, 0)
 
     test_step = validation_step
 

@@ -11,6 +11,8 @@ from extra import last, losses_of
 from torch import nn
 
 from minitx.config import ConfigError
+from minitx.data.batches import Address, ValSource
+from minitx.data.task import Task, as_split
 from minitx.training.loggers import read_metrics, read_probes
 from minitx.training.module import Latch, TrainingModule, hash_seed
 from minitx.training.objectives import CrossEntropy
@@ -74,6 +76,19 @@ def fit(rows, accumulate, *, network=None, **options):
         )  # fmt: skip
         trainer.fit(module, loader, loader)
     return module, seen
+
+
+def test_the_row_that_fills_up_a_process_without_rows_does_not_count_also_where_an_objective_knows_no_ignored_label():
+    rows = [{"input": torch.full((1,), float(i)), "labels": i} for i in range(3)]
+    task = Task(name="ages", train=rows, val=rows)
+    totals = []
+    for ranks in (1, 2):
+        source = ValSource(as_split(task, "val"), batch_size=2, world=ranks)
+        module = TrainingModule(nn.Identity(), lambda x, batch: (x[:, 0] + 1 - batch["labels"]).square().sum(), None, None)
+        for step, rank in itertools.product(range(len(source)), range(ranks)):
+            module.validation_step(source[Address(step, rank=rank)], step)
+        totals.append({name: float(value) for name, value in module._validation.items()})
+    assert totals == [{"loss": 3.0, "count": 3.0}] * 2
 
 
 def test_every_split_of_a_step_gives_the_loss_over_its_tokens_and_its_gradient():
