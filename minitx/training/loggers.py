@@ -284,6 +284,11 @@ def summary(trainer: L.Trainer, config: RunConfig, module: L.LightningModule, da
     text = [f"{name:9}  {said}" for name, said in lines.items() if said is not None]
     if config.ckpt_path is not None and not isinstance(data, DataModule):
         text.append("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
+    if trainer.world_size > 1 and not isinstance(data, DataModule):
+        processes = f"{trainer.world_size} processes"
+        text.append(
+            f"rows that do not divide among {processes} are filled up with others, which count twice, in validation, too"
+        )
     return "\n".join(text)
 
 

@@ -14,6 +14,7 @@ from extra import of_digits, train_with
 
 import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
+from minitx.training import loggers
 from minitx.training.evaluation import Evaluation, report
 from minitx.training.loggers import MetricsFile, add_records, describe_device, read_metrics, summarise
 from minitx.training.run import train
@@ -106,6 +107,14 @@ def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, ca
     assert all(part in said for part, said in zip(parts, lines["training"].split(" · "), strict=True)), lines["training"]
     assert "without ffn|feed" in lines["training"]
     assert (lines["steps"], lines["folder"]) == ("6, validation every 3", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_of_several_processes_says_that_rows_of_ones_own_loader_may_count_twice(make_config, tmp_path, devices):
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy="ddp", **options)
+    said = loggers.summary(trainer, make_config(), L.LightningModule(), L.LightningDataModule(), tmp_path)
+    assert ("rows that do not divide among 2 processes are filled up with others" in said) == (devices == 2)
 
 
 @pytest.mark.parametrize(("load", "threads", "is_said"), [(2.0, 2, True), (0.2, 2, False), (9.0, 1, False), (0.2, 3, True)])
