@@ -65,6 +65,12 @@ class NonFiniteError(RuntimeError):
         )
 
 
+_ONE_LOADER = (
+    "data: val_dataloader and test_dataloader must give one loader each, got several: a network has one loss of validation. "
+    "Join the data sets (torch.utils.data.ConcatDataset), or train a LightningModule"
+)
+
+
 class TrainingModule(L.LightningModule):
     """Trains ``network`` on batches of tensors.
 
@@ -161,6 +167,7 @@ class TrainingModule(L.LightningModule):
         return batch
 
     def on_train_start(self) -> None:
+        require(len(self.trainer.num_val_batches) < 2, _ONE_LOADER)
         # a resumed run may have another number of steps, and its optimizer comes with the next rate of the old schedule
         for schedule in [one.scheduler for one in self.trainer.lr_scheduler_configs]:
             if isinstance(schedule, LambdaLR):
@@ -228,7 +235,8 @@ class TrainingModule(L.LightningModule):
         if step is not None:
             raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        require(not dataloader_idx, _ONE_LOADER)
         sums = self.sums(batch)
         count = num_targets(batch["labels"])
         found = {**sums, "loss": sums.get("nll", sums["loss"]), "count": count}

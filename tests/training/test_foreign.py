@@ -145,10 +145,13 @@ def test_what_needs_labels_our_blocks_or_our_data_is_refused_by_name(tmp_path):
     probe = CallbacksConfig(probe=ProbeConfig(every=1))
     nameless, three = Squares(keys=("input", "target")), Squares()
     three.rows = [(*row.values(), 1) for row in three.rows]
+    several = Squares()
+    several.val_dataloader = lambda: [Squares.val_dataloader(several)] * 2
     said = r"data: a batch must be a mapping of tensors with labels, or a pair \(inputs, labels\)"
     for key, data, changes in (
         (said, nameless, {}),
         (said, three, {}),
+        ("data: val_dataloader and test_dataloader must give one loader each", several, {}),
         ("trainer.strategy", Squares(), {"strategy": "sharded"}),
         ("callbacks.probe.every", Squares(), {"callbacks": probe}),
     ):
