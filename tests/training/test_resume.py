@@ -210,6 +210,19 @@ def test_a_run_that_goes_on_to_more_steps_has_the_rates_of_the_longer_schedule_f
     assert rates["cut"][4:] == rates["whole"][4:] and len(rates["cut"]) == 8
 
 
+def annealed(optimizer, max_steps):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max_steps)
+
+
+def test_a_schedule_whose_state_has_the_number_of_steps_does_not_go_on_to_another(make_config, tmp_path):
+    options = {"trainer__ckpt_every": 2, "schedule": node(annealed)}
+    train(make_config(trainer__max_steps=4, **options), tmp_path)
+    train(resumed(make_config(trainer__max_steps=4, **options), tmp_path), tmp_path)
+    with pytest.raises(ConfigError, match=r"goes on with its own schedule, which is that of trainer\.max_steps=4: leave"):
+        train(resumed(make_config(trainer__max_steps=8, **options), tmp_path), tmp_path)
+    assert len(read_metrics(tmp_path / "metrics.csv")) == 4
+
+
 def test_a_checkpoint_holds_plain_data_and_one_of_another_model_is_refused(make_config, tmp_path):
     config = make_config(trainer__ckpt_every=6, probe__every=3)
     train(config, tmp_path / "first")
