@@ -94,8 +94,8 @@ class StepLog(StepCallback):
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        ranks = 1 if "num_targets" in batch else trainer.world_size  # else this process's own, and others have as many
-        self.tokens = self.tokens + module.step_targets * ranks
+        counted: Any = module.step_targets  # of all processes, if the batch has them
+        self.tokens = self.tokens + (counted if "num_targets" in batch else sum_over_rows(trainer, counted))
         self._open, self.unit = (step, dict.fromkeys(batch)), unit_of(batch["labels"])
         if step % self.log_every == 0 or step in (1, trainer.max_steps):
             self._write(trainer, module, step, batch)
