@@ -63,7 +63,9 @@ def _make(folder: Path, files: Mapping[str, str]) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         clean_up(folder / "checkpoints")
         for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            new = folder / f"{name}.new"  # a crash or a full disk leaves the old file or the new one
+            new.write_text(text, encoding="utf-8")
+            new.replace(folder / name)
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
     return made
@@ -230,9 +232,13 @@ def add_records(path: Path, *records: Mapping[str, Any]) -> None:
 def drop_records(path: Path, step: int) -> None:
     """Remove the records after ``step``, at which a run resumes. At step 0, remove all."""
     kept = [record for record in read_records(path) if record["step"] <= step > 0]
-    path.unlink(missing_ok=True)
+    new = path.with_suffix(".new")  # a crash leaves the old file or the new one
+    new.unlink(missing_ok=True)
     if kept:
-        add_records(path, *kept)
+        add_records(new, *kept)
+        new.replace(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def finite(value: float | None) -> float | None:

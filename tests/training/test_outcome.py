@@ -72,6 +72,19 @@ def test_a_crash_while_the_file_is_written_anew_loses_no_row(tmp_path, monkeypat
         assert path.read_bytes() == before
 
 
+def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they_were(tmp_path, monkeypatch):
+    config, probes = tmp_path / "config.yaml", tmp_path / "probes.jsonl"
+    config.write_text("old", encoding="utf-8")
+    config.with_name("config.yaml.new").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match="No space left on device"), loggers.run_folder(tmp_path, {config.name: "new"}):
+        pass
+    add_records(probes, {"step": 1}, {"step": 2})
+    monkeypatch.setattr(loggers, "add_records", None)
+    with pytest.raises(TypeError):
+        loggers.drop_records(probes, 1)
+    assert config.read_text(encoding="utf-8") == "old" and len(loggers.read_records(probes)) == 2
+
+
 def summary(folder, *rows, **facts):
     write(folder / "metrics.csv", rows)
     plain = {"steps": 2, "floors": FLOORS, "nonfinite_step": None, "num_parameters": 3, "metrics": {}}
