@@ -235,6 +235,11 @@ class TrainingModule(L.LightningModule):
         if step is not None:
             raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
 
+    def on_validation_start(self) -> None:
+        if isinstance(self.trainer.strategy, Sharded):  # as DDP does: each process has statistics (batch norm) of its own rows
+            for buffer in self.network.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         require(not dataloader_idx, _ONE_LOADER)
         sums = self.sums(batch)
