@@ -235,6 +235,9 @@ class TrainingModule(L.LightningModule):
         if step is not None:
             raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.raise_if_nonfinite()  # on an accelerator, the steps since the last row made no update: the earlier checkpoint stays
+
     def on_validation_start(self) -> None:
         if isinstance(self.trainer.strategy, Sharded):  # as DDP does: each process has statistics (batch norm) of its own rows
             for buffer in self.network.buffers():

@@ -7,14 +7,14 @@ import math
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import last, losses_of
+from extra import last, losses_of, train_with
 from torch import nn
 
 from minitx.config import ConfigError
 from minitx.data.batches import Address, ValSource
 from minitx.data.task import Task, as_split
 from minitx.training.loggers import read_metrics, read_probes
-from minitx.training.module import Latch, TrainingModule, hash_seed
+from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import CrossEntropy
 from minitx.training.run import quiet_lightning, train
 
@@ -134,6 +134,19 @@ def test_the_latch_skips_every_update_from_the_first_bad_one_on_and_remembers_it
     assert [torch.equal(weights, seen[1]) for weights in seen] == [False, True, True, True, True]
     assert latch.first_bad_step() == 2
     assert int(optimizer.state[parameter]["step"]) == 2
+
+
+def test_no_checkpoint_is_written_of_steps_that_made_no_update(make_config, tmp_path):
+    """On an accelerator the latch is read at rows only: here it is set after the fourth update, as if it had not been read then."""
+
+    class Late(L.Callback):
+        def on_train_batch_end(self, trainer, module, *arguments):
+            if trainer.global_step == 4:
+                module.latch._step = torch.tensor(3)
+
+    with pytest.raises(NonFiniteError, match="in step 4"):
+        train_with(make_config(trainer__ckpt_every=1, trainer__log_every=10), tmp_path, Late())
+    assert last(tmp_path)["global_step"] == 3
 
 
 def test_every_step_micro_batch_and_rank_draws_from_a_stream_of_its_own():
