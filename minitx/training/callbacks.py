@@ -94,8 +94,8 @@ class StepLog(StepCallback):
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        ranks = 1 if "num_targets" in batch else trainer.world_size  # else this process's own, and others have as many
-        self.tokens = self.tokens + module.step_targets * ranks
+        counted: Any = module.step_targets  # of all processes, if the batch has them
+        self.tokens = self.tokens + (counted if "num_targets" in batch else sum_over_rows(trainer, counted))
         self._open, self.unit = (step, dict.fromkeys(batch)), unit_of(batch["labels"])
         if step % self.log_every == 0 or step in (1, trainer.max_steps):
             self._write(trainer, module, step, batch)
@@ -355,11 +355,12 @@ class LastCheckpoint(StepCallback, Checkpoint):
             self._install()  # in place of Lightning's own handler, which would start a collective in the middle of another
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if step == trainer.max_steps:
+        if 0 < trainer.max_steps <= step:  # several optimizers make several updates at once
             trainer.should_stop = True
-        every = trainer.val_check_batch
-        due = trainer.should_stop or (every is not None and (trainer.fit_loop.total_batch_idx + 1) % every == 0)
-        if not (due and trainer.enable_validation):  # else after the validation
+        loop: Any = trainer.fit_loop.epoch_loop
+        is_empty = loop.val_loop.max_batches == [0]
+        # what Lightning asks after the callbacks, which has no public name
+        if is_empty or not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # else after the validation
             self._save_or_stop(trainer, agree=step % self.agree_every == 0 or trainer.world_size == 1)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -370,8 +371,11 @@ class LastCheckpoint(StepCallback, Checkpoint):
         any_process = partial(trainer.strategy.reduce_boolean_decision, all=False)
         late = agree and any_process(time.monotonic() - self.saved_at >= self.seconds)
         stop = agree and any_process(self._received is not None)
-        if self.path is not None and (late or stop or trainer.should_stop or trainer.global_step % self.every == 0):
-            self._save(trainer, self.path)
+        if self.path is not None:
+            due = trainer.global_step // self.every > self._steps_before // self.every
+            ends = trainer.should_stop and trainer.fit_loop._can_stop_early
+            if due or late or stop or ends:
+                self._save(trainer, self.path)
         if stop:
             raise StoppedError(self._received or signal.SIGTERM, trainer.global_step)
 
@@ -397,6 +401,15 @@ class BestCheckpoint(ModelCheckpoint):
         options: dict[str, Any] = {"monitor": monitor, "mode": mode, "save_on_train_epoch_end": False}
         super().__init__(dirpath=folder, filename="best", enable_version_counter=False, **options)
         self.needed = needed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the best value so far, also where the folder was moved or copied. In a new folder ``best.ckpt`` begins anew."""
+        here, before = Path(str(self.dirpath)) / "best.ckpt", state_dict["best_model_path"]
+        if before and here.is_file():
+            score = {"best_k_models": {str(here): state_dict["best_model_score"]}, "kth_best_model_path": str(here)}
+            super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(here)})
+        elif before:
+            log.warning("best.ckpt begins anew in this folder: the best one so far, %s, is not here", before)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:

@@ -195,14 +195,34 @@ def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): weight for name, weight in state if name.startswith(prefix)}
 
 
-def check_free(folder: Path, ckpt_path: str | None) -> None:
-    """Check, in the first process, that a new run replaces no other.
+def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load every weight of ``network``.
 
     Raises:
-        ConfigError: the folder holds a run, and ``ckpt_path`` is None.
+        RuntimeError: a tensor is missing, unexpected or of another shape. ValueError: the network shares a tensor between two names,
+            for which ``weights`` have two values, so that one would be lost.
     """
-    if ckpt_path is None and (folder / "metrics.csv").exists() and not rank():
-        raise ConfigError(f"output_dir={folder} holds a run already; continue it with ckpt_path=last, or choose another folder")
+    network.load_state_dict(weights)
+    first: dict[int, str] = {}
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        other = first.setdefault(id(tensor), name)
+        if other != name and not torch.allclose(weights[other], weights[name], rtol=0, atol=0, equal_nan=True):
+            raise ValueError(f"{other} and {name} are one tensor of the model, and two different ones among the weights")
+
+
+def check_free(folder: Path, ckpt_path: str | None) -> None:
+    """Check, in the first process, that a run replaces no other.
+
+    Raises:
+        ConfigError: the folder holds a run, and ``ckpt_path`` is no file in it.
+    """
+    if rank() or not (folder / "metrics.csv").exists():
+        return
+    if ckpt_path is None or (ckpt_path != "last" and not Path(ckpt_path).resolve().is_relative_to(folder.resolve())):
+        other = "" if ckpt_path is None else f", which ckpt_path={ckpt_path} does not belong to"
+        raise ConfigError(
+            f"output_dir={folder} holds a run already{other}; continue it with ckpt_path=last, or choose another folder"
+        )
 
 
 # --- starting from stored weights
@@ -308,7 +328,7 @@ def start_from(init_from: InitFrom, network: Network) -> Network:
         check_scale_of(init_from, wanted)
     try:
         weights, shape, _ = load_start(init_from)
-        network.load_state_dict(weights)
+        load_weights(network, weights)
         if init_from.fold_scale and shape is not None and wanted is not None:
             for layer in network.modules():  # the scale of the weights, then the wanted one
                 if isinstance(scale := getattr(layer, "scale", None), ScoreScale):
@@ -479,7 +499,7 @@ def load_stored(
         tokenizer = None if state["tokenizer"] is None else tokenizers.from_dict(state["tokenizer"])
         if model is None:
             model = network_of(values["model"])
-        model.load_state_dict(network_weights(checkpoint))
+        load_weights(model, network_weights(checkpoint))
     except ConfigError:
         raise
     except Exception as error:  # an unknown field, weights of other shapes, a tokenizer of another kind

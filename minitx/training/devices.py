@@ -250,19 +250,25 @@ def flush_denormal(wanted: bool = True) -> Iterator[None]:
 
 @contextmanager
 def machine(options: TrainerConfig) -> Iterator[None]:
-    """A context that checks the devices of a run and sets this process up for them.
+    """A context that checks the devices of a run and sets this process up for them. Threads and kernels are then as they were before.
 
     Raises:
         ConfigError: see ``check_count``.
     """
     check_count(options)
+    threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     on_cpu = device_type(options) == "cpu"
     if on_cpu:
         keep_freed_memory()
-    with onednn_products(on_cpu), flush_denormal(options.flush_denormal and on_cpu):
-        yield
+    try:
+        with onednn_products(on_cpu), flush_denormal(options.flush_denormal and on_cpu):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(is_exact, warn_only=warn_only)  # Lightning's trainer sets it
 
 
 # --- compiling

@@ -183,11 +183,14 @@ def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Ite
         source.prepare_data()
         source.setup("validate")
         batches = source.val_dataloader()
+    hooks = None if isinstance(source, ValSource) else source  # as Lightning calls them
     for found in batches:
-        batch = caller.batch_of(found)
-        rows = int(min(left, len(batch["labels"])))
+        batch = caller.batch_of(hooks.on_before_batch_transfer(found, 0) if hooks else found)
         caller.check(batch)
-        yield {name: tensor.to(device) for name, tensor in rows_of_batch(batch, slice(rows)).items()}
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        batch = hooks.on_after_batch_transfer(batch, 0) if hooks else batch
+        rows = int(min(left, len(batch["labels"])))
+        yield rows_of_batch(batch, slice(rows))
         left -= rows
         if left == 0:
             return
@@ -334,23 +337,28 @@ def evaluate_splits(
     Raises:
         ConfigError: the best weights are to be tested, and there are none.
     """
+    from lightning.pytorch.callbacks import WeightAveraging
+
     from minitx.training.module import TrainingModule
 
     options, metrics = config.evaluation, dict(trainer.callback_metrics)
+    if options.at_end and isinstance(module, TrainingModule):  # before the test, which may load the best weights
+        network = unsharded(module.network, config, state)
+        if trainer.is_global_zero:
+            report(evaluate(network, data, options, module.objective), folder)
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
         logged = (
             f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
         )
         require(best is None or best.exists(), logged)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging):  # it would load the weights that were trained beside the averaged ones
+                callback._average_model = None
         trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
         found = dict(trainer.callback_metrics)
         log.info("test  %s", "  ".join(f"{name} {float(value):.4f}" for name, value in found.items()))
         metrics |= found
-    if options.at_end and isinstance(module, TrainingModule):
-        network = unsharded(module.network, config, state)
-        if trainer.is_global_zero:
-            report(evaluate(network, data, options, module.objective), folder)
     return metrics
 
 

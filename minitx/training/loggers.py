@@ -63,7 +63,9 @@ def _make(folder: Path, files: Mapping[str, str]) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         clean_up(folder / "checkpoints")
         for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            new = folder / f"{name}.new"  # a crash or a full disk leaves the old file or the new one
+            new.write_text(text, encoding="utf-8")
+            new.replace(folder / name)
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
     return made
@@ -204,8 +206,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a metrics file. An empty cell is None. An incomplete last line, written during a crash, is left out."""
     with path.open(newline="", encoding="utf-8") as file:
         rows: Iterable[dict[str, str]] = list(csv.DictReader(line for line in file if line.endswith("\n")))
+    whole = ("step", "tokens")  # a LightningModule of the user's may log tokens of its own, as any number
     return [
-        {name: (None if text == "" else int(text) if name in ("step", "tokens") else float(text)) for name, text in row.items()}
+        {
+            name: None if text == "" else int(text) if name in whole and text.isdecimal() else float(text)
+            for name, text in row.items()
+        }
         for row in rows
     ]
 
@@ -226,9 +232,13 @@ def add_records(path: Path, *records: Mapping[str, Any]) -> None:
 def drop_records(path: Path, step: int) -> None:
     """Remove the records after ``step``, at which a run resumes. At step 0, remove all."""
     kept = [record for record in read_records(path) if record["step"] <= step > 0]
-    path.unlink(missing_ok=True)
+    new = path.with_suffix(".new")  # a crash leaves the old file or the new one
+    new.unlink(missing_ok=True)
     if kept:
-        add_records(path, *kept)
+        add_records(new, *kept)
+        new.replace(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def finite(value: float | None) -> float | None:
@@ -280,6 +290,11 @@ def summary(trainer: L.Trainer, config: RunConfig, module: L.LightningModule, da
     text = [f"{name:9}  {said}" for name, said in lines.items() if said is not None]
     if config.ckpt_path is not None and not isinstance(data, DataModule):
         text.append("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
+    if trainer.world_size > 1 and not isinstance(data, DataModule):
+        processes = f"{trainer.world_size} processes"
+        text.append(
+            f"rows that do not divide among {processes} are filled up with others, which count twice, in validation, too"
+        )
     return "\n".join(text)
 
 

@@ -20,6 +20,7 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -62,6 +63,12 @@ class NonFiniteError(RuntimeError):
             f"loss or gradient is not finite in step {self.step + 1} (loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}); "
             "the update was not made. Lower optimizer.lr, set trainer.clip, or let on_nonfinite=record end such runs"
         )
+
+
+_ONE_LOADER = (
+    "data: val_dataloader and test_dataloader must give one loader each, got several: a network has one loss of validation. "
+    "Join the data sets (torch.utils.data.ConcatDataset), or train a LightningModule"
+)
 
 
 class TrainingModule(L.LightningModule):
@@ -113,7 +120,10 @@ class TrainingModule(L.LightningModule):
         self.step_sums: Sums = {}
         self.step_targets: Tensor | int = 0
         self.grad_norm: Tensor | float = 0.0
-        self._missing = 1.0  # the last step of an epoch of the user's data may have fewer micro-batches
+        self._micro = 0  # micro-batches of this step so far
+        self._missing = (
+            1.0  # the last step of an epoch of the user's data, or the first of a resumed run, may have fewer of them
+        )
         self._validation: Sums = {}
         self._said_dropped = self._checked_sum = False
 
@@ -141,12 +151,23 @@ class TrainingModule(L.LightningModule):
         """Return the logits of a batch."""
         return self.caller(batch)
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def setup(self, stage: str) -> None:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if is_overridden("on_before_batch_transfer", data):  # Lightning would call it instead of ours
+            hook = data.on_before_batch_transfer
+            own = hook.args[0] if isinstance(hook, partial) else hook  # of an earlier run with these data
+            data.on_before_batch_transfer = partial(self._after, own)
+
+    def _after(self, own: Callable[[Any, int], Any], batch: Any, dataloader_idx: int) -> Batch:
+        return self.on_before_batch_transfer(own(batch, dataloader_idx), dataloader_idx)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
         batch = self.caller.batch_of(batch)
         self.caller.check(batch)  # here, where reading a mask does not wait for the device
         return batch
 
     def on_train_start(self) -> None:
+        require(len(self.trainer.num_val_batches) < 2, _ONE_LOADER)
         # a resumed run may have another number of steps, and its optimizer comes with the next rate of the old schedule
         for schedule in [one.scheduler for one in self.trainer.lr_scheduler_configs]:
             if isinstance(schedule, LambdaLR):
@@ -173,9 +194,9 @@ class TrainingModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, rank, world = self.trainer.accumulate_grad_batches, self.trainer.global_rank, self.trainer.world_size
-        micro = batch_idx % accumulate
+        micro, self._micro = self._micro, self._micro + 1
         is_last = batch_idx + 1 == self.trainer.num_training_batches or self.trainer.is_last_batch  # an epoch ends a step
-        set_gradient_sync(self.network, micro == accumulate - 1 or is_last)
+        set_gradient_sync(self.network, (batch_idx + 1) % accumulate == 0 or is_last)
         seed_device(self.device, hash_seed(self.seed, self.global_step, micro, rank))
         sums = self.sums(batch)
         whole = batch.get("num_targets")  # of the whole step, over all micro-batches and processes
@@ -193,6 +214,7 @@ class TrainingModule(L.LightningModule):
         return share * (accumulate if whole is None else world * accumulate)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._micro = 0
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self._missing != 1.0:
             torch._foreach_mul_(local_parts(gradients), self._missing)
@@ -213,11 +235,22 @@ class TrainingModule(L.LightningModule):
         if step is not None:
             raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.raise_if_nonfinite()  # on an accelerator, the steps since the last row made no update: the earlier checkpoint stays
+
+    def on_validation_start(self) -> None:
+        if isinstance(self.trainer.strategy, Sharded):  # as DDP does: each process has statistics (batch norm) of its own rows
+            for buffer in self.network.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        require(not dataloader_idx, _ONE_LOADER)
         sums = self.sums(batch)
-        found = {**sums, "loss": sums.get("nll", sums["loss"]), "count": num_targets(batch["labels"])}
-        for name, value in found.items():
-            self._validation[name] = value.to(widest_float(self.device)) + self._validation.get(name, 0)
+        count = num_targets(batch["labels"])
+        found = {**sums, "loss": sums.get("nll", sums["loss"]), "count": count}
+        for name, value in found.items():  # an objective of the user's may count the row that fills up a process without rows
+            own = torch.where(count > 0, value, 0).to(widest_float(self.device))
+            self._validation[name] = own + self._validation.get(name, 0)
 
     test_step = validation_step
 
@@ -320,7 +353,9 @@ def build_module(
         check_head(built, network, ours.head if ours else "none")
     head_dim = ours.width_per_head if ours else 1
     first = build_optimizer(network, config.optimizer, head_dim)  # what they refuse is said before the run has a folder
-    build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
+    schedule = build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
+    if config.ckpt_path is not None and not isinstance(schedule, LambdaLR):
+        check_length(config)
     if isinstance(first, Muon) and config.trainer.strategy == "sharded":
         raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
     if isinstance(data, DataModule) and isinstance(built, CrossEntropy):
@@ -342,6 +377,22 @@ def build_module(
         shard=config.trainer.shard,
         monitor=config.trainer.monitor,
     )
+
+
+def check_length(config: RunConfig) -> None:
+    """Refuse to go on with another number of steps where the state of the schedule in the checkpoint has the old one.
+
+    Raises:
+        ConfigError: ``trainer.max_steps`` or ``max_epochs`` is another, and the target of the schedule gets the number of steps.
+    """
+    if config.schedule.get("max_steps") is not None or "max_steps" not in named_by(config.schedule, "schedule"):
+        return
+    saved, wanted = read_checkpoint(str(config.ckpt_path))["minitx"]["config"]["trainer"], to_dict(config.trainer)
+    for name in ("max_steps", "max_epochs"):
+        said = f"ckpt_path={config.ckpt_path} goes on with its own schedule, which is that of trainer.{name}={saved[name]}"
+        require(
+            saved[name] == wanted[name], f"{said}: leave it as it was, or start a new run from the weights with init_from.path"
+        )
 
 
 def check_own_steps(config: RunConfig, data: L.LightningDataModule, name: str, objective: Any) -> None:

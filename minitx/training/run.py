@@ -62,7 +62,7 @@ def train(
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
             model and checkpoint have been checked. It must hold no run, unless ``config.ckpt_path`` is a checkpoint to continue
-            from, or ``last``: the one in this folder.
+            from in this folder, or ``last``: the last one.
         files: other text files to write to the folder, by name (``config.yaml``, ``command.txt``).
         model, data, objective: objects to use instead of those of the config. Without ``data``, also a model of your own is
             trained on ``config.data``, by default the King James text. Read a checkpoint of such a model with
@@ -81,6 +81,8 @@ def train(
         config = in_steps(config, opened)
         network = start_from(config.init_from, build_network(config, opened, model))
         module = build_module(config, opened, network, objective)
+        for message in _NOTICES_OF_OURS if isinstance(module, TrainingModule) else ():
+            warnings.filterwarnings("ignore", message=f".*{message}")
         state = stored_state(config, opened, network)
         done = check_resumed(config, state)
         callbacks = build_callbacks(config, module, opened, folder, state)
@@ -195,7 +197,7 @@ def build_trainer(
         "overfit_batches": int(options.overfit and not addressed),
         "gradient_clip_val": None if is_ours else options.clip,
         "log_every_n_steps": 1 if is_ours else options.log_every,
-        "deterministic": options.deterministic,
+        "deterministic": options.deterministic or None,  # False would undo what the user has set
         "use_distributed_sampler": not addressed,
         "logger": [MetricsFile(folder / "metrics.csv", done, COLUMNS if is_ours else None), *loggers],
         "callbacks": list(callbacks),
@@ -346,13 +348,18 @@ _NOTICES = (
     "dataloader is not resumable",  # the run says it in its own words
     "in eval mode at the start of training",  # the run says it in its own words
     "isinstance.*LeafSpec.*is deprecated",
-    "on_before_batch_transfer` in `LightningModule",  # that of the module is the one to use
-    "dirpath has changed from",
     "found in cache.*precision",
-    "sync_dist=True",  # what is logged is the sum over ranks already
     "FSDP2-wrapped module.*view tensor",  # no block works in place
     "WeightAveraging callback with a model that overrides",  # configure_model shards; otherwise it does nothing
+    "WeightAveraging callback, but loading a checkpoint outside",  # the averaged weights are tested
 )
+
+
+_NOTICES_OF_OURS = (
+    "overridden `on_before_batch_transfer` in",  # both hooks of a batch are called
+    "sync_dist=True",  # what is logged is the sum over ranks already
+)
+"""What Lightning says of our own module without reason. Of a LightningModule of the user's it may be right."""
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """No moment can lose a checkpoint, and no damaged, foreign or malicious one is believed or executed."""
 
+import dataclasses
 import os
 import shutil
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from minitx.config import ConfigError
+from minitx.nn import DecoderLM
 from minitx.training.callbacks import LastCheckpoint
-from minitx.training.checkpoints import FORMAT, CheckpointError, newest_valid, read_checkpoint, write_checkpoint
+from minitx.training.checkpoints import FORMAT, CheckpointError, load_model, newest_valid, read_checkpoint, write_checkpoint
 from minitx.training.run import AtomicCheckpointIO, train
 
 SMALL = {"minitx": {"model": {"_target_": "torch.nn.Linear"}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
@@ -115,6 +117,18 @@ def test_a_first_checkpoint_that_cannot_be_written_does_not_speak_of_an_earlier_
     monkeypatch.setattr(torch, "save", fails)
     with pytest.raises(CheckpointError, match=r"could not be written: No space left on device$"):
         write_checkpoint(SMALL, tmp_path / "last.ckpt")
+
+
+def test_two_weights_of_a_checkpoint_are_not_loaded_into_one_tensor_that_a_model_shares(make_config, tmp_path):
+    train(make_config(trainer__max_steps=1, trainer__ckpt_every=1, model__tie_embeddings=False), tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    tied = dataclasses.replace(load_model(path)[0].config, tie_embeddings=True)
+    said = r"embeddings\.token\.weight and head\.weight are one tensor of the model, and two different ones"
+    with pytest.raises(ConfigError, match=said):
+        load_model(path, model=DecoderLM(tied))
+    with pytest.raises(ConfigError, match=rf"^init_from\.path=\S+ does not fit the model: {said}"):
+        train(make_config(init_from__path=str(path)), tmp_path / "next")
+    assert not (tmp_path / "next").exists()
 
 
 def test_a_checkpoint_is_written_when_the_last_one_is_old(make_config, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import json
 import math
 import warnings
 
@@ -77,6 +78,20 @@ def test_a_step_has_the_mean_loss_and_gradient_of_its_batches_an_incomplete_accu
     torch.testing.assert_close(last(tmp_path)["state_dict"]["network.weight"], ours.weight.detach(), rtol=1e-12, atol=0)
 
 
+def test_a_run_that_goes_on_with_more_micro_batches_has_the_mean_of_those_that_its_first_step_reads(tmp_path):
+    fit(tmp_path, Squares(), max_steps=1)
+    ours = nn.Linear(3, 2).double()
+    ours.load_state_dict({name.removeprefix("network."): weight for name, weight in last(tmp_path)["state_dict"].items()})
+    data = Squares()
+    fit(tmp_path, data, max_steps=2, accumulate=2, ckpt_path="last")  # the second batch of the epoch ends a step of one batch
+    batch = next(iter(data.train_dataloader()))
+    loss = squared(ours(batch["input"]), batch) / batch["labels"].numel()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()]).item()
+    row = read_metrics(tmp_path / "metrics.csv")[-1]
+    assert (row["train_loss"], row["grad_norm"]) == pytest.approx((loss.item(), norm), rel=1e-12)
+
+
 def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
     data = Squares()
     ids = torch.tensor([[1, -100], [-100, -100], [0, 1], [1, 0]])
@@ -130,10 +145,13 @@ def test_what_needs_labels_our_blocks_or_our_data_is_refused_by_name(tmp_path):
     probe = CallbacksConfig(probe=ProbeConfig(every=1))
     nameless, three = Squares(keys=("input", "target")), Squares()
     three.rows = [(*row.values(), 1) for row in three.rows]
+    several = Squares()
+    several.val_dataloader = lambda: [Squares.val_dataloader(several)] * 2
     said = r"data: a batch must be a mapping of tensors with labels, or a pair \(inputs, labels\)"
     for key, data, changes in (
         (said, nameless, {}),
         (said, three, {}),
+        ("data: val_dataloader and test_dataloader must give one loader each", several, {}),
         ("trainer.strategy", Squares(), {"strategy": "sharded"}),
         ("callbacks.probe.every", Squares(), {"callbacks": probe}),
     ):
@@ -322,6 +340,27 @@ def test_batches_that_are_pairs_and_models_that_return_a_dict_give_the_same_run(
     assert evaluate(model, data, objective=squared).metrics["loss"].value == pytest.approx(result["val_loss"], rel=1e-12)
 
 
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
+def test_what_a_data_module_does_to_a_batch_is_done_in_training_validation_and_evaluation(tmp_path, monkeypatch, hook):
+    monkeypatch.setattr(Squares, hook, lambda self, batch, index: {**batch, "input": 3 * batch["input"]}, raising=False)
+    data, model = Squares(), nn.Linear(3, 2)
+    result = fit(tmp_path / "run", data, model=model, evaluation=EvaluationConfig(at_end=True))
+    batch = default_collate(data.rows)
+    wanted = squared(model(3 * batch["input"]), batch).item() / 14
+    at_end = json.loads((tmp_path / "run" / "evaluation.json").read_text(encoding="utf-8"))["metrics"]["loss"]["value"]
+    assert [result["val_loss"], at_end] == pytest.approx([wanted, wanted], rel=1e-12)
+
+
+def test_a_data_module_with_a_hook_for_batches_is_checked_as_any(tmp_path, monkeypatch):
+    monkeypatch.setattr(Squares, "on_before_batch_transfer", lambda self, batch, index: batch, raising=False)
+    data = Squares()
+    data.rows = [tuple(row.values()) for row in data.rows]
+    fit(tmp_path / "pairs", data)
+    data.rows = [{"input_ids": torch.tensor([1, 0]), "key_mask": torch.tensor([True, False]), "labels": 1}] * 4
+    with pytest.raises(ConfigError, match=r"^model: Reads\.forward does not name key_mask"):
+        fit(tmp_path / "padded", data, model=Reads(), objective=None)
+
+
 # --- counts, metrics and splits
 
 
@@ -346,15 +385,23 @@ def test_epochs_count_the_rows_of_a_task(tmp_path):
         fit(tmp_path / "drawn", drawn, max_epochs=5, **options)
 
 
-def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_for(tmp_path):
+AVERAGED = {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.2}
+
+
+@pytest.mark.parametrize("parts", [{}, {"ema": AVERAGED}], ids=["plain", "averaged"])
+def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_for(tmp_path, parts):
     rows, model = Squares().rows, nn.Linear(3, 2)
     task, batch = Task(name="mine", train=rows[:4], val=rows[4:5], test=rows[5:]), default_collate(rows[5:])
     for which in ("last", "best"):
-        test = EvaluationConfig(test=which)
-        result = fit(tmp_path / which, task, model=copy.deepcopy(model), evaluation=test, val_every=1, max_steps=9)
+        test = EvaluationConfig(test=which, at_end=True)
+        options = {"evaluation": test, "callbacks": CallbacksConfig(progress=False, parts=parts), "monitor_mode": "max"}
+        result = fit(tmp_path / which, task, model=copy.deepcopy(model), val_every=2, max_steps=9, **options)
         loaded = load_model(tmp_path / which / "checkpoints" / f"{which}.ckpt", model=copy.deepcopy(model).double())[0]
         wanted = squared(loaded(batch["input"]), batch).item() / 4
         assert result["metrics"]["test_loss"] == pytest.approx(wanted, rel=1e-9)
+        at_end = json.loads((tmp_path / which / "evaluation.json").read_text(encoding="utf-8"))["metrics"]["loss"]["value"]
+        assert at_end == pytest.approx(result["val_loss"], rel=1e-9)  # of the last weights
+    assert last(tmp_path / "best", "best")["global_step"] < 9
     with pytest.raises(ConfigError, match=r"^evaluation\.test=best: the data have no test split"):
         fit(tmp_path / "none", dataclasses.replace(task, test=None), evaluation=test)
 

@@ -7,12 +7,14 @@ import math
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import last, losses_of
+from extra import last, losses_of, train_with
 from torch import nn
 
 from minitx.config import ConfigError
+from minitx.data.batches import Address, ValSource
+from minitx.data.task import Task, as_split
 from minitx.training.loggers import read_metrics, read_probes
-from minitx.training.module import Latch, TrainingModule, hash_seed
+from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import CrossEntropy
 from minitx.training.run import quiet_lightning, train
 
@@ -76,6 +78,19 @@ def fit(rows, accumulate, *, network=None, **options):
     return module, seen
 
 
+def test_the_row_that_fills_up_a_process_without_rows_does_not_count_also_where_an_objective_knows_no_ignored_label():
+    rows = [{"input": torch.full((1,), float(i)), "labels": i} for i in range(3)]
+    task = Task(name="ages", train=rows, val=rows)
+    totals = []
+    for ranks in (1, 2):
+        source = ValSource(as_split(task, "val"), batch_size=2, world=ranks)
+        module = TrainingModule(nn.Identity(), lambda x, batch: (x[:, 0] + 1 - batch["labels"]).square().sum(), None, None)
+        for step, rank in itertools.product(range(len(source)), range(ranks)):
+            module.validation_step(source[Address(step, rank=rank)], step)
+        totals.append({name: float(value) for name, value in module._validation.items()})
+    assert totals == [{"loss": 3.0, "count": 3.0}] * 2
+
+
 def test_every_split_of_a_step_gives_the_loss_over_its_tokens_and_its_gradient():
     ids, labels = rows = uneven_rows()
     whole, seen = fit(rows, 1)
@@ -119,6 +134,19 @@ def test_the_latch_skips_every_update_from_the_first_bad_one_on_and_remembers_it
     assert [torch.equal(weights, seen[1]) for weights in seen] == [False, True, True, True, True]
     assert latch.first_bad_step() == 2
     assert int(optimizer.state[parameter]["step"]) == 2
+
+
+def test_no_checkpoint_is_written_of_steps_that_made_no_update(make_config, tmp_path):
+    """On an accelerator the latch is read at rows only: here it is set after the fourth update, as if it had not been read then."""
+
+    class Late(L.Callback):
+        def on_train_batch_end(self, trainer, module, *arguments):
+            if trainer.global_step == 4:
+                module.latch._step = torch.tensor(3)
+
+    with pytest.raises(NonFiniteError, match="in step 4"):
+        train_with(make_config(trainer__ckpt_every=1, trainer__log_every=10), tmp_path, Late())
+    assert last(tmp_path)["global_step"] == 3
 
 
 def test_every_step_micro_batch_and_rank_draws_from_a_stream_of_its_own():

@@ -10,10 +10,11 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 import torch
-from extra import of_digits
+from extra import of_digits, train_with
 
 import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
+from minitx.training import loggers
 from minitx.training.evaluation import Evaluation, report
 from minitx.training.loggers import MetricsFile, add_records, describe_device, read_metrics, summarise
 from minitx.training.run import train
@@ -71,6 +72,19 @@ def test_a_crash_while_the_file_is_written_anew_loses_no_row(tmp_path, monkeypat
         assert path.read_bytes() == before
 
 
+def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they_were(tmp_path, monkeypatch):
+    config, probes = tmp_path / "config.yaml", tmp_path / "probes.jsonl"
+    config.write_text("old", encoding="utf-8")
+    config.with_name("config.yaml.new").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match="No space left on device"), loggers.run_folder(tmp_path, {config.name: "new"}):
+        pass
+    add_records(probes, {"step": 1}, {"step": 2})
+    monkeypatch.setattr(loggers, "add_records", None)
+    with pytest.raises(TypeError):
+        loggers.drop_records(probes, 1)
+    assert config.read_text(encoding="utf-8") == "old" and len(loggers.read_records(probes)) == 2
+
+
 def summary(folder, *rows, **facts):
     write(folder / "metrics.csv", rows)
     plain = {"steps": 2, "floors": FLOORS, "nonfinite_step": None, "num_parameters": 3, "metrics": {}}
@@ -106,6 +120,14 @@ def test_a_run_says_model_device_data_steps_and_folder(make_config, tmp_path, ca
     assert all(part in said for part, said in zip(parts, lines["training"].split(" · "), strict=True)), lines["training"]
     assert "without ffn|feed" in lines["training"]
     assert (lines["steps"], lines["folder"]) == ("6, validation every 3", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_of_several_processes_says_that_rows_of_ones_own_loader_may_count_twice(make_config, tmp_path, devices):
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy="ddp", **options)
+    said = loggers.summary(trainer, make_config(), L.LightningModule(), L.LightningDataModule(), tmp_path)
+    assert ("rows that do not divide among 2 processes are filled up with others" in said) == (devices == 2)
 
 
 @pytest.mark.parametrize(("load", "threads", "is_said"), [(2.0, 2, True), (0.2, 2, False), (9.0, 1, False), (0.2, 3, True)])
@@ -178,6 +200,23 @@ def test_pixels_in_float32_train_a_network_in_float64(make_config, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+@pytest.mark.parametrize("before", [True, False])
+def test_a_run_leaves_threads_and_deterministic_kernels_as_they_were(make_config, tmp_path, before):
+    threads, found = torch.get_num_threads(), []
+    torch.use_deterministic_algorithms(before)
+    look = L.callbacks.LambdaCallback(
+        on_train_end=lambda *_: found.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()))
+    )
+    try:
+        for name, asked in {"with": {"threads": threads + 1, "deterministic": True}, "without": {}}.items():
+            config = make_config(trainer__max_steps=1, **{f"trainer__{key}": value for key, value in asked.items()})
+            train_with(config, tmp_path / name, look)
+            assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (threads, before)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == [(threads + 1, True), (threads, before)]
+
+
 def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
     (tmp_path / "evaluation.json").symlink_to("/dev/full")
     (tmp_path / "probes.jsonl").symlink_to("/dev/full")

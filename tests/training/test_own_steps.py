@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import extra
 import lightning.pytorch as L
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, SamplesConfig
 from minitx.config.training import StopAtConfig
 from minitx.data.task import Task
+from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import read_metrics
@@ -51,6 +53,7 @@ class Own(L.LightningModule):
         x, y = batch
         loss = nn.functional.mse_loss(self(x), y)
         self.log(name, loss, prog_bar=True)
+        self.log("tokens", x.numel() / 2)
         return loss
 
     def training_step(self, batch, batch_idx):
@@ -123,10 +126,12 @@ def test_a_run_resumes_where_its_epochs_ended(tmp_path, kind, every):
     assert read_metrics(tmp_path / "run" / "metrics.csv") == read_metrics(tmp_path / "whole" / "metrics.csv")
 
 
+STOP = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val/loss", "patience": 1, "min_delta": 9.0}
+
+
 def test_what_it_logs_is_in_the_files_and_decides_the_best_weights(tmp_path, caplog):
     caplog.set_level("INFO")
-    stop = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val/loss", "patience": 1, "min_delta": 9.0}
-    options = {"callbacks": CallbacksConfig(progress=True, parts={"early": stop}), "evaluation": EvaluationConfig(test="best")}
+    options = {"callbacks": CallbacksConfig(progress=True, parts={"early": STOP}), "evaluation": EvaluationConfig(test="best")}
     result = fit(tmp_path, max_epochs=5, monitor="val/loss", **options)
     rows = read_metrics(tmp_path / "metrics.csv")
     losses = [row["val/loss"] for row in rows if row["val/loss"] is not None]
@@ -140,6 +145,25 @@ def test_without_the_monitored_metric_there_is_no_best_checkpoint_and_the_log_sa
     fit(tmp_path, max_epochs=1)
     assert "no best.ckpt: trainer.monitor=val_loss is not logged; what is logged: " in caplog.text
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+EARLY = {"callbacks": CallbacksConfig(progress=False, parts={"early": STOP}), "extra": {"min_steps": 24}}
+SAVED = [
+    (Manual, {"max_epochs": 3, "val_every": 0, "ckpt_every": 10}, [10, 20, 30]),  # no validation after the first two epochs
+    (Own, {"max_epochs": 5, "val_every": 6, "ckpt_every": 4, **EARLY}, [4, 8, 12, 16, 20, 24]),  # it would stop after step 12
+    (Manual, {"max_steps": 17, "val_every": 0}, [6, 13, 18]),  # one update or two at once; the last come with a validation
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "steps"), SAVED)
+def test_checkpoints_are_written_when_they_are_due_wherever_validations_and_updates_fall(
+    tmp_path, monkeypatch, kind, options, steps
+):
+    saved, save = [], LastCheckpoint._save
+    monkeypatch.setattr(LastCheckpoint, "_save", lambda *args: (saved.append(args[1].global_step), save(*args)))
+    fit(tmp_path, kind, **{"ckpt_every": 6, **options})
+    assert saved == steps
+    assert read_metrics(tmp_path / "metrics.csv")[-1]["val/loss"] is not None
 
 
 def test_its_checkpoint_holds_no_objects_and_its_weights_load(tmp_path):
@@ -157,6 +181,15 @@ def test_its_checkpoint_holds_no_objects_and_its_weights_load(tmp_path):
 def test_arguments_of_lightning_that_no_key_replaces_reach_it(tmp_path):
     extra = {"limit_train_batches": 3, "num_sanity_val_steps": 1, "gradient_clip_algorithm": "value"}
     assert fit(tmp_path, max_epochs=2, extra=extra)["steps"] == 6
+
+
+def test_lightnings_warning_that_what_it_logs_is_of_one_process_alone_is_shown(tmp_path):
+    class Told(Own):
+        def on_train_end(self):
+            warnings.warn("It is recommended to use `self.log('val/loss', ..., sync_dist=True)`", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="sync_dist=True"):
+        fit(tmp_path, Told, max_epochs=1)
 
 
 TASK = Task(name="mine", train=[{"input": torch.zeros(5), "labels": 1}], val=[{"input": torch.zeros(5), "labels": 1}])

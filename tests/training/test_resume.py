@@ -155,14 +155,15 @@ def test_a_run_does_not_go_on_where_the_same_ids_are_other_characters(make_confi
             train(again, tmp_path / f"then {letter}")
 
 
-def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run(make_config, tmp_path):
+def test_the_best_checkpoint_of_a_resumed_run_is_that_of_the_whole_run_also_where_its_folder_was_moved(make_config, tmp_path):
     options = {"trainer__ckpt_every": 100, "trainer__val_every": 2, "trainer__max_steps": 4, "optimizer__lr": 3.0}
     config = make_config(**options, schedule=node(constant))
     train(config, tmp_path / "whole")
     with pytest.raises(StoppedError):
         train_with(config, tmp_path / "cut", Before(3, stop))
-    train(resumed(config, tmp_path / "cut"), tmp_path / "cut")
-    best = [last(tmp_path / name, "best") for name in ("whole", "cut")]
+    (tmp_path / "cut").rename(tmp_path / "moved")
+    train(resumed(config, tmp_path / "moved"), tmp_path / "moved")
+    best = [last(tmp_path / name, "best") for name in ("whole", "moved")]
     losses = [row["val_loss"] for row in read_metrics(tmp_path / "whole" / "metrics.csv") if row["val_loss"]]
     assert losses[0] < losses[1]  # the best one came early, before the stop
     assert best[0]["global_step"] == best[1]["global_step"] == 2
@@ -188,10 +189,14 @@ def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_fo
     config = make_config(**options)
     train(config, tmp_path / "first")
     shutil.copytree(tmp_path / "first", tmp_path / "again")
-    train(resumed(config, tmp_path / "first"), tmp_path / "again")
+    train(resumed(config, tmp_path / "again"), tmp_path / "again")
     assert_same_state(tmp_path / "again", tmp_path / "first")
     train(resumed(make_config(trainer__max_steps=9, **options), tmp_path / "first"), tmp_path / "second")
     assert [row["step"] for row in read_metrics(tmp_path / "second" / "metrics.csv")] == [7, 8, 9]
+    with pytest.raises(
+        ConfigError, match=r"second holds a run already, which ckpt_path=\S+first\S+ does not belong to; continue"
+    ):
+        train(resumed(config, tmp_path / "first"), tmp_path / "second")
 
 
 def test_a_run_that_goes_on_to_more_steps_has_the_rates_of_the_longer_schedule_from_its_first_step_on(make_config, tmp_path):
@@ -203,6 +208,19 @@ def test_a_run_that_goes_on_to_more_steps_has_the_rates_of_the_longer_schedule_f
             train(config if steps == lengths[0] else resumed(config, tmp_path / name), tmp_path / name)
         rates[name] = [row["lr"] for row in read_metrics(tmp_path / name / "metrics.csv")]
     assert rates["cut"][4:] == rates["whole"][4:] and len(rates["cut"]) == 8
+
+
+def annealed(optimizer, max_steps):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max_steps)
+
+
+def test_a_schedule_whose_state_has_the_number_of_steps_does_not_go_on_to_another(make_config, tmp_path):
+    options = {"trainer__ckpt_every": 2, "schedule": node(annealed)}
+    train(make_config(trainer__max_steps=4, **options), tmp_path)
+    train(resumed(make_config(trainer__max_steps=4, **options), tmp_path), tmp_path)
+    with pytest.raises(ConfigError, match=r"goes on with its own schedule, which is that of trainer\.max_steps=4: leave"):
+        train(resumed(make_config(trainer__max_steps=8, **options), tmp_path), tmp_path)
+    assert len(read_metrics(tmp_path / "metrics.csv")) == 4
 
 
 def test_a_checkpoint_holds_plain_data_and_one_of_another_model_is_refused(make_config, tmp_path):
