@@ -208,7 +208,6 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             (DeepSeek V3.2) is refused, too.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from transformers.masking_utils import sdpa_mask
 
     outermost = list(_outermost(model, PreTrainedModel)) if isinstance(model, nn.Module) else []
     if not outermost:
@@ -217,7 +216,7 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         raise ValueError(f"{type(model).__name__} is adopted already: release_hf gives it back")
     layers = _attention_layers(model)
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, _mask_of_call)
     adoption = Adoption(_copy_configs(model))
     for module in layers.values():
         module.core = AdoptedCore(adoption, backend=backend)
@@ -365,6 +364,14 @@ def _copy_configs(model: nn.Module) -> list[tuple[Any, Any]]:
                 pairs[id(value)] = copy.deepcopy(value, memo), value
                 setattr(module, name, pairs[id(value)][0])
     return list(pairs.values())
+
+
+def _mask_of_call(*, config: Any = None, allow_is_causal_skip: bool = True, **options: Any) -> Tensor | None:
+    """The mask that transformers builds for ``sdpa``. A causal one is not left out where layers share keys: they may drop queries (Gemma 4)."""
+    from transformers.masking_utils import sdpa_mask
+
+    shares_keys = bool(getattr(config, "num_kv_shared_layers", 0))
+    return sdpa_mask(**options, config=config, allow_is_causal_skip=allow_is_causal_skip and not shares_keys)
 
 
 def _attention(

@@ -22,7 +22,7 @@ from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale
 from minitx.training.devices import parallelize
-from tests.interop.families import BESIDE, NAMES, QUICK, REFUSED, build, inputs_of, output_of
+from tests.interop.families import BESIDE, DECODERS, NAMES, QUICK, REFUSED, build, inputs_of, output_of
 
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in NAMES]
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
@@ -272,6 +272,27 @@ def test_caches_of_every_kind_and_beams_give_what_the_model_gives(name, implemen
     adopt_hf(model)
     for beams, ids in zip((1, 3), wanted, strict=True):
         assert torch.equal(model.generate(**inputs, **options, num_beams=beams), ids)
+
+
+@pytest.mark.parametrize("num_logits", [1, 3])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_layers_that_share_keys_and_drop_queries_stay_causal(is_static, num_logits):
+    sizes = {**DECODERS["Gemma3"], "num_hidden_layers": 3, "global_head_dim": 8, "vocab_size_per_layer_input": 99}
+    layers = ["sliding_attention", "full_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(
+        **sizes, layer_types=layers, num_kv_shared_layers=1, hidden_size_per_layer_input=4, attn_implementation="eager"
+    )
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    ids = torch.randint(3, 99, (2, 11))
+
+    def last_logits():
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16) if is_static else None
+        with torch.no_grad():
+            return model(ids, past_key_values=cache, logits_to_keep=num_logits).logits
+
+    wanted = last_logits()
+    adopt_hf(model)
+    torch.testing.assert_close(last_logits(), wanted, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
