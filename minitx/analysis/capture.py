@@ -275,7 +275,8 @@ def _mask_of_queries(kind: type[nn.Module]) -> str | None:
     names = inspect.signature(kind.forward).parameters
     if "decoder_key_mask" in names:
         return "decoder_key_mask"
-    return "attention_mask" if {"input_ids", "attention_mask", "encoder_hidden_states"} <= names.keys() else None
+    has_other_states = not {"encoder_hidden_states", "cross_attention_states"}.isdisjoint(names)
+    return "attention_mask" if has_other_states and {"input_ids", "attention_mask"} <= names.keys() else None
 
 
 def chosen_modules(model: nn.Module, what: str, layers: Layers) -> dict[str, nn.Module]:

@@ -220,7 +220,9 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     adoption = Adoption(_copy_configs(model))
     for module in layers.values():
         module.core = AdoptedCore(adoption, backend=backend)
-        if not set(OTHER_STATES).isdisjoint(inspect.signature(module.forward).parameters):
+        arguments = inspect.signature(module.forward).parameters
+        module.core.is_cross = "cross_attention_states" in arguments  # always, also where a cache has them (Mllama)
+        if not set(OTHER_STATES).isdisjoint(arguments):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_attention, with_kwargs=True))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -398,8 +400,8 @@ def _attention(
             f"{type(module).__name__} hands {chosen[0]} to its attention function, which no core takes: release_hf"
         )
     core: AdoptedCore = module.core
-    if is_causal is None:  # a decoder that always gets a mask from transformers need not say that it is causal (NLLB-MoE)
-        is_causal = module.is_causal or (getattr(module, "is_decoder", False) and not core.is_cross)
+    if is_causal is None:  # a module that always gets a mask from transformers need not say it (NLLB-MoE, Mllama)
+        is_causal = getattr(module, "is_causal", False) or (getattr(module, "is_decoder", False) and not core.is_cross)
     causal = bool(is_causal)
     mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, causal, query.shape[2], key)
     key, value = key[:, :, :S], value[:, :, :S]

@@ -22,7 +22,7 @@ from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale
 from minitx.training.devices import parallelize
-from tests.interop.families import BESIDE, DECODERS, NAMES, QUICK, REFUSED, build, inputs_of, output_of
+from tests.interop.families import BESIDE, DECODERS, GROUPED, NAMES, QUICK, REFUSED, build, inputs_of, output_of
 
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in NAMES]
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
@@ -147,6 +147,39 @@ def test_the_decoder_of_a_model_without_sdpa_sees_no_later_token():
     torch.testing.assert_close(got, wanted)
     assert list(seen.kinds.values()) == ["self", "causal", "cross"]
     assert not seen["model.decoder.layers.0.self_attn.core"][0].triu(1).any()
+
+
+def mllama():
+    """A model whose modules do not say whether they are causal, with pictures in its second layer, and its inputs."""
+    text = {**GROUPED, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 4}
+    vision |= {"image_size": 8, "patch_size": 4, "max_num_tiles": 2, "vision_output_dim": 64}
+    vision |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1], [1, 2]]}
+    config = transformers.MllamaConfig(
+        text_config=text, vision_config=vision, image_token_index=98, attn_implementation="eager"
+    )
+    model = transformers.MllamaForConditionalGeneration(config).eval()
+    for gate in ("cross_attn_attn_gate", "cross_attn_mlp_gate"):
+        nn.init.ones_(getattr(model.model.language_model.layers[1], gate))
+    inputs = inputs_of("Llama", pad="left")[0] | {"pixel_values": torch.randn(2, 1, 2, 3, 8, 8)}
+    inputs |= {"aspect_ratio_ids": torch.tensor([[2], [1]]), "aspect_ratio_mask": torch.tensor([[[1, 1]], [[1, 0]]])}
+    return model, inputs | {"cross_attention_mask": inputs["aspect_ratio_mask"][:, None].expand(-1, 11, -1, -1)}
+
+
+def test_a_model_with_pictures_in_layers_of_their_own_is_cross_attention_there_also_with_a_cache():
+    model, inputs = mllama()
+    real = inputs["attention_mask"].bool()
+    wanted = answer_to(model, inputs).logits
+    written = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    with watch(adopt_hf(model), lambda look: look.real_queries) as seen:
+        logits = answer_to(model, inputs).logits
+    assert_near(logits[real], wanted[real])
+    kinds = {"vision": "self", "self_attn": "causal", "cross_attn": "cross"}
+    assert all(next(kind for part, kind in kinds.items() if part in name) == found for name, found in seen.kinds.items())
+    assert all(torch.equal(records[0], real) for name, records in seen.items() if "language" in name)
+    with capture(model) as seen:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=3, do_sample=False), written)
+    assert seen.kinds["model.language_model.layers.1.cross_attn.core"] == "cross"
 
 
 def test_a_model_inside_another_can_be_adopted_alone():
