@@ -144,7 +144,8 @@ class Adoption:
             if real is not None and real.shape != keys:  # of other keys, for example of pictures
                 real = None
             real = None if real is None else real.to(tensor.device)
-            mask = TransformersMask(tensor[..., : keys[1]], is_causal, real)
+            visible = tensor if tensor.dtype == torch.bool else tensor > torch.finfo(tensor.dtype).min / 2
+            mask = TransformersMask(visible[..., : keys[1]], is_causal, real)
         if running.depth and not torch.compiler.is_compiling():
             running.masks.append((tensor, key_mask, (is_causal, keys), mask))
         return mask
@@ -450,7 +451,8 @@ def _mask_and_bias(
     if causal and not core.is_cross and key_mask is not None and key_mask.shape[1] >= L:  # else it is of other keys
         S = min(S, key_mask.shape[1])
     bias = None if position_bias is None else position_bias[..., :S]
+    mask = adoption.mask(attention_mask, causal, (B, S), core.is_cross)
     if attention_mask.dtype == torch.bool:
-        return adoption.mask(attention_mask, causal, (B, S), core.is_cross), bias, S
+        return mask, bias, S
     added = attention_mask[..., :S]
-    return None, added if bias is None else bias + added, S
+    return mask, added if bias is None else bias + added, S

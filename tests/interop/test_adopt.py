@@ -458,6 +458,20 @@ def test_padding_of_a_text_is_known_after_a_model_of_pictures_has_run():
     }
 
 
+def test_keys_that_a_mask_of_floats_hides_are_hidden_from_the_statistics():
+    model, records = adopt_hf(build("Llama")), []
+    ids, real = (inputs_of("Llama", pad="right")[0][name] for name in ("input_ids", "attention_mask"))
+    visible = torch.ones(11, 11, dtype=torch.bool).tril() & real.bool()[:, None, None]
+    for mask in (visible, torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)):
+        with torch.no_grad(), capture(model) as seen:
+            model(ids, mask)
+        assert set(seen.kinds.values()) == {"causal"}
+        records.append([calls[0] for calls in seen.values()])
+    for wanted, found in zip(*records, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert found["max_logit"].max() < 100
+
+
 def test_calls_of_two_threads_at_once_have_each_their_own_padding_and_attentions():
     model, other = adopt_hf(build("Llama")), []
     inputs, _ = inputs_of("Llama", pad="left")
