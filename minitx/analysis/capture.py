@@ -190,12 +190,14 @@ def before_calls(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -
 
 @contextmanager
 def rows_of_blocks(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
-    """Note B and L of the blocks, by name, while they run: inside of a block, OPT flattens (B, L, E) to (B·L, E)."""
+    """Note B and L of the blocks, by name, while they run: inside of a block, OPT flattens (B, L, E) to (B·L, E). The pictures of
+    Qwen-VL come as one row (L, E).
+    """
     rows: dict[str, tuple[int, int]] = {}
 
     def enter(name: str, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden = next(value for value in (*args, *options.values()) if isinstance(value, Tensor))
-        rows[name] = hidden.shape[0], hidden.shape[1]
+        rows[name] = (hidden.shape[0], hidden.shape[1]) if hidden.dim() > 2 else (1, hidden.shape[0])
 
     with before_calls(modules_of(model, "residual"), enter):
         yield rows
