@@ -713,6 +713,16 @@ def test_weights_that_make_more_than_the_queries_are_refused_and_left_as_they_we
     assert all(module.core.scale is None for module in adopted_cores(model).values())
 
 
+def test_queries_that_make_a_bias_of_the_scores_too_are_refused():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.Wav2Vec2BertConfig(**sizes, position_embeddings_type="relative_key", conv_depthwise_kernel_size=3)
+    model, inputs = adopt_hf(transformers.Wav2Vec2BertModel(config).eval()), {"input_features": torch.randn(2, 9, 160)}
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="its queries and nothing else"):
+        fold_scale(model, inputs=inputs)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
 def keys_not_proportional(model):
     model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda module, args, out: out + 1)
 
