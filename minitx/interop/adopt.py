@@ -12,10 +12,12 @@ Nothing depends on the name of a model. An attention module is a module whose ``
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -297,7 +299,8 @@ def _attention_layers(model: nn.Module) -> dict[str, Any]:
     """Return the attention modules of ``model`` by name. Raise a ValueError if some attention cannot be replaced."""
     layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
     known = {*layers, "", *(around for name in layers for around in _around(name))}
-    others = [name for name, module in model.named_modules() if name not in known and _attends_by_itself(type(module))]
+    rest = [(name, type(module)) for name, module in model.named_modules() if name not in known]
+    others = [name for name, kind in rest if _attends_by_itself(kind)]  # type: ignore[arg-type]
     if others or not layers:
         where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
         raise ValueError(
@@ -339,13 +342,21 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
     return any(isinstance(forward.__globals__.get(name), AttentionInterface) for name in _names_of(forward.__code__))
 
 
+@cache
 def _attends_by_itself(kind: type[nn.Module]) -> bool:
-    """Whether methods of a class take a mask (not that of padding alone, as routers of experts do) and compute a softmax."""
-    methods = (inspect.unwrap(method) for _, method in inspect.getmembers(kind, callable))
-    codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
+    """Whether methods of a class compute a softmax, and take a mask (not that of padding alone, as routers of experts do) or multiply
+    twice with ``@``, as SAM does.
+
+    ``__init__`` does not count: a loss has options that are named after masks.
+    """
+    methods = [vars(base)[name] for base in kind.__mro__ for name in vars(base) if name != "__init__"]
+    unwrapped = [inspect.unwrap(method) for method in methods if callable(method)]
+    codes = [method.__code__ for method in unwrapped if isinstance(method, FunctionType)]
     arguments = {name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
     takes_mask = any(name.endswith("mask") and name != "padding_mask" for name in arguments)
-    return takes_mask and any({"softmax", "scaled_dot_product_attention"} & set(_names_of(code)) for code in codes)
+    attends = [code for code in codes if {"softmax", "scaled_dot_product_attention"} & set(_names_of(code))]
+    products = [sum(step.argrepr == "@" for step in dis.get_instructions(code)) for code in attends]
+    return (takes_mask and bool(attends)) or max(products, default=0) > 1
 
 
 def _names_of(code: CodeType) -> Iterator[str]:

@@ -134,6 +134,22 @@ def test_a_model_whose_attention_does_not_pass_through_the_interface_is_refused(
         adopt_hf(nn.Linear(2, 3))
 
 
+def test_a_layer_that_attends_by_itself_without_a_mask_is_refused_and_a_loss_about_masks_is_not():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    picture = {**sizes, "mlp_dim": 48, "image_size": 32, "patch_size": 8, "output_channels": 32, "window_size": 2}
+    prompt = {"hidden_size": 32, "image_size": 32, "patch_size": 8, "mask_input_channels": 4}
+    config = transformers.SamConfig(
+        vision_config=picture, prompt_encoder_config=prompt, mask_decoder_config={**sizes, "mlp_dim": 48}
+    )
+    for implementation in ("eager", "sdpa"):
+        model = transformers.SamModel._from_config(config, attn_implementation=implementation)
+        with pytest.raises(ValueError, match=r"vision_encoder\.layers\.0\.attn in SamModel does not pass through"):
+            adopt_hf(model)
+    sizes |= {"intermediate_size": 48, "image_size": 16, "patch_size": 4, "num_blocks": 1, "num_queries": 3}
+    eomt = transformers.EomtForUniversalSegmentation(transformers.EomtConfig(**sizes))
+    assert len(adopted_cores(adopt_hf(eomt))) == 2  # its loss matches masks by a softmax
+
+
 def test_the_decoder_of_a_model_without_sdpa_sees_no_later_token():
     sizes = {"d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_sparse_step": 0}
     layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_sparse_step": 0}
