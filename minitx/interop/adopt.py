@@ -15,6 +15,7 @@ import copy
 import dis
 import inspect
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -209,6 +210,9 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             of one of its layers, does not pass through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J,
             LongT5), so that no other function can take its place. A later call that selects keys with ``indices``
             (DeepSeek V3.2) is refused, too.
+
+    Warns:
+        UserWarning: some layers are torch's own ``nn.MultiheadAttention`` (the pooling head of SigLIP), which stay as they are.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -239,6 +243,12 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     if still:
         release_hf(model)
         raise ValueError(f"{still[0]} of {type(model).__name__} cannot change its attention: transformers left it as it was")
+    if torchs := [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]:
+        warnings.warn(
+            f"{', '.join(torchs)} of {type(model).__name__} is torch's nn.MultiheadAttention: it stays as it is, is not recorded, and keeps "
+            "its scale. swap_attention(model), before adopt_hf, gives it our core, too",
+            stacklevel=2,
+        )
     return model
 
 

@@ -20,9 +20,9 @@ from minitx.analysis.capture import watch
 from minitx.analysis.statistics import real_keys
 from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores
-from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale
+from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale, swap_attention
 from minitx.training.devices import parallelize
-from tests.interop.families import BESIDE, DECODERS, GROUPED, NAMES, QUICK, REFUSED, build, inputs_of, output_of
+from tests.interop.families import BESIDE, DECODERS, GROUPED, NAMES, PICTURES, QUICK, REFUSED, build, inputs_of, output_of
 
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in NAMES]
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
@@ -148,6 +148,18 @@ def test_a_layer_that_attends_by_itself_without_a_mask_is_refused_and_a_loss_abo
     sizes |= {"intermediate_size": 48, "image_size": 16, "patch_size": 4, "num_blocks": 1, "num_queries": 3}
     eomt = transformers.EomtForUniversalSegmentation(transformers.EomtConfig(**sizes))
     assert len(adopted_cores(adopt_hf(eomt))) == 2  # its loss matches masks by a softmax
+
+
+def test_attention_of_torch_in_a_model_is_named_in_a_warning_and_taken_after_swap_attention():
+    config = transformers.SiglipVisionConfig(**PICTURES["SiglipVision"] | {"vision_use_head": True})
+    model, inputs = transformers.SiglipVisionModel(config).eval(), inputs_of("SiglipVision")[0]
+    with torch.no_grad():
+        wanted = model(**inputs).pooler_output
+        with pytest.warns(UserWarning, match=r"^head\.attention of SiglipVisionModel is torch's.*swap_attention"):
+            adopt_hf(model)
+        with capture(adopt_hf(swap_attention(release_hf(model)))) as seen:
+            assert_near(model(**inputs).pooler_output, wanted)
+    assert list(seen.kinds.values()) == ["self", "self", "cross"]
 
 
 def test_the_decoder_of_a_model_without_sdpa_sees_no_later_token():
