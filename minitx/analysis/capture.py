@@ -328,6 +328,12 @@ def layer_of(name: str, blocks: Iterable[str] = ()) -> str:
     return numbered[0] if numbered else name
 
 
+def home_of(model: nn.Module, name: str) -> str:
+    """Return the innermost model of transformers around the module ``name``: the pictures of a model of text have their own."""
+    around = [name[:end] for end, letter in enumerate(name) if letter == "."]
+    return next((path for path in reversed(around) if hasattr(type(model.get_submodule(path)), "base_model_prefix")), "")
+
+
 def chosen_names(names: Sequence[str], layers: Layers, layer_of_name: Mapping[str, str] | None = None) -> list[str]:
     """Return the names that ``layers`` selects, in the order of ``names``. ``layers`` are numbers of layers, or parts of names.
 
@@ -394,7 +400,7 @@ def refuse_compiled(model: nn.Module) -> None:
             raise RuntimeError(f"{said}: capture the plain module")
 
 
-def warn_of_calls(seen: Seen, shown: str) -> None:
+def warn_of_calls(seen: Mapping[str, list[Any]], shown: str) -> None:
     """Warn of cores that ran several times, as layers with shared weights do. ``shown`` is the call that somebody looks at."""
     if many := [f"{name} ({len(calls)} times)" for name, calls in seen.items() if len(calls) > 1]:
         warnings.warn(

@@ -24,6 +24,7 @@ from minitx.analysis.capture import (
     capture,
     chosen_modules,
     chosen_names,
+    home_of,
     layer_of,
     modules_of,
     places_of,
@@ -491,11 +492,5 @@ def _block_calls(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[tuple[s
 
     with before_calls(modules_of(model, "residual"), enter):
         model(**inputs)
-    homes = [_home(model, name) for name, _ in calls]
+    homes = [home_of(model, name) for name, _ in calls]
     return [call for call, home in zip(calls, homes, strict=True) if home == homes[-1]]
-
-
-def _home(model: nn.Module, name: str) -> str:
-    """The innermost model of transformers around the module ``name``: the pictures of a model of text have their own."""
-    around = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    return next((path for path in reversed(around) if hasattr(type(model.get_submodule(path)), "base_model_prefix")), "")

@@ -250,6 +250,28 @@ def test_a_model_with_pictures_records_their_blocks_and_the_lens_reads_those_of_
     torch.testing.assert_close(logit_lens(model, **inputs), wanted)
 
 
+@pytest.mark.parametrize("name", ["Llava", "Qwen2VL"])
+def test_a_snapshot_of_a_model_with_pictures_has_the_layers_of_the_text_and_says_so(name):
+    model, inputs = with_pictures(name)
+    with pytest.warns(UserWarning, match=r"read other tokens than input_ids, such as pictures, and are left out"):
+        snapshot = take_snapshot(model, inputs, layers=[0, 2, 3])
+    assert [(layer.name.split(".")[1], layer.weights.shape) for layer in snapshot.maps] == [
+        ("language_model", (2, 4, 8, 8))
+    ] * 2
+    assert {head.layer for head in head_scores(snapshot).heads} == {layer.name for layer in snapshot.maps}
+    with pytest.raises(ValueError, match=r"no attention core of .* ran that reads input_ids"):
+        take_snapshot(model, inputs, layers=0)
+
+
+def test_a_row_of_layers_that_read_different_tokens_is_refused():
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2}
+    model = adopt_hf(transformers.SwinModel(transformers.SwinConfig(**sizes)).eval())
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    with pytest.raises(ValueError, match=r"has 8 rows of 4 queries and 4 keys, and pixel_values has 32 of 4: layers that read"):
+        head_scores(take_snapshot(model, inputs))
+    assert head_scores(take_snapshot(model, inputs, layers=[0])).heads
+
+
 def test_the_lens_of_a_model_without_a_head_is_refused():
     model, inputs = adopted("Bert")
     with pytest.raises(ValueError, match="returns no logits"):
