@@ -190,12 +190,14 @@ def before_calls(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -
 
 @contextmanager
 def rows_of_blocks(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
-    """Note B and L of the blocks, by name, while they run: inside of a block, OPT flattens (B, L, E) to (B·L, E)."""
+    """Note B and L of the blocks, by name, while they run: inside of a block, OPT flattens (B, L, E) to (B·L, E). The pictures of
+    Qwen-VL come as one row (L, E).
+    """
     rows: dict[str, tuple[int, int]] = {}
 
     def enter(name: str, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden = next(value for value in (*args, *options.values()) if isinstance(value, Tensor))
-        rows[name] = hidden.shape[0], hidden.shape[1]
+        rows[name] = (hidden.shape[0], hidden.shape[1]) if hidden.dim() > 2 else (1, hidden.shape[0])
 
     with before_calls(modules_of(model, "residual"), enter):
         yield rows
@@ -275,7 +277,8 @@ def _mask_of_queries(kind: type[nn.Module]) -> str | None:
     names = inspect.signature(kind.forward).parameters
     if "decoder_key_mask" in names:
         return "decoder_key_mask"
-    return "attention_mask" if {"input_ids", "attention_mask", "encoder_hidden_states"} <= names.keys() else None
+    has_other_states = not {"encoder_hidden_states", "cross_attention_states"}.isdisjoint(names)
+    return "attention_mask" if has_other_states and {"input_ids", "attention_mask"} <= names.keys() else None
 
 
 def chosen_modules(model: nn.Module, what: str, layers: Layers) -> dict[str, nn.Module]:
@@ -323,6 +326,12 @@ def layer_of(name: str, blocks: Iterable[str] = ()) -> str:
     name = next((block for block in blocks if f"{name}.".startswith(f"{block}.".lstrip("."))), name)
     numbered = re.match(r"(.*\.)?\d+(?=\.|$)", name)
     return numbered[0] if numbered else name
+
+
+def home_of(model: nn.Module, name: str) -> str:
+    """Return the innermost model of transformers around the module ``name``: the pictures of a model of text have their own."""
+    around = [name[:end] for end, letter in enumerate(name) if letter == "."]
+    return next((path for path in reversed(around) if hasattr(type(model.get_submodule(path)), "base_model_prefix")), "")
 
 
 def chosen_names(names: Sequence[str], layers: Layers, layer_of_name: Mapping[str, str] | None = None) -> list[str]:
@@ -391,7 +400,7 @@ def refuse_compiled(model: nn.Module) -> None:
             raise RuntimeError(f"{said}: capture the plain module")
 
 
-def warn_of_calls(seen: Seen, shown: str) -> None:
+def warn_of_calls(seen: Mapping[str, list[Any]], shown: str) -> None:
     """Warn of cores that ran several times, as layers with shared weights do. ``shown`` is the call that somebody looks at."""
     if many := [f"{name} ({len(calls)} times)" for name, calls in seen.items() if len(calls) > 1]:
         warnings.warn(

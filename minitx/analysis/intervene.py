@@ -6,6 +6,7 @@ the old value, or a record of another run.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from minitx.analysis.capture import (
     capture,
     chosen_modules,
     chosen_names,
+    home_of,
     layer_of,
     modules_of,
     places_of,
@@ -434,7 +436,7 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
     The output of the last block is replaced by that of each block before, so the final norm and the head are applied to the
     residual stream after each block (nostalgebraist 2020, "interpreting GPT: the logit lens"). A block that is applied several
     times counts each time. Blocks may sit in other modules. Blocks of another stream than the last block's are left out: for an
-    encoder–decoder, those of the encoder.
+    encoder–decoder, those of the encoder; for a model of transformers that reads pictures with a model of their own, those of it.
 
     Raises:
         ValueError: the model has no block, none runs, or the residual stream changes its shape between them; or the model has
@@ -481,12 +483,14 @@ def _refuse_layers_after(model: nn.Module, last: str) -> None:
 
 
 def _block_calls(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """The name and the input of each block that ``model(**inputs)`` calls, in the order of the calls."""
+    """The name and the input of each block that ``model(**inputs)`` calls, in the order of the calls, beside the last in one model."""
     calls: list[tuple[str, Tensor]] = []
 
     def enter(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((name, (args[0] if args else kwargs["x" if "x" in kwargs else "hidden_states"]).clone()))
+        hidden = args[0] if args else kwargs[next(iter(inspect.signature(block.forward).parameters))]
+        calls.append((name, hidden.clone()))
 
     with before_calls(modules_of(model, "residual"), enter):
         model(**inputs)
-    return calls
+    homes = [home_of(model, name) for name, _ in calls]
+    return [call for call, home in zip(calls, homes, strict=True) if home == homes[-1]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Asked, read_answers
-from minitx.analysis.capture import Layers, Look, warn_of_calls, watch
+from minitx.analysis.capture import Layers, Look, home_of, warn_of_calls, watch
 from minitx.analysis.statistics import over_tiles
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
@@ -108,7 +109,7 @@ class Snapshot:
         """Return one row of the batch without its padding (B = 1).
 
         Raises:
-            ValueError: the row does not exist.
+            ValueError: the row does not exist, or the layers read different tokens (Swin).
         """
         if not 0 <= row < self.num_rows:
             raise ValueError(f"row={row} must be one of the batch's 0 to {self.num_rows - 1}")
@@ -116,6 +117,12 @@ class Snapshot:
         maps = []
         for layer in self.maps:
             q, k = real[layer.queries], real[layer.keys]
+            (B, _, *sizes) = layer.weights.shape
+            if (B, sizes) != (self.num_rows, [len(q), len(k)]):
+                raise ValueError(
+                    f"{layer.name} has {B} rows of {sizes[0]} queries and {sizes[1]} keys, and {layer.queries} has {self.num_rows} of "
+                    f"{len(q)}: layers that read other tokens need snapshots of their own (layers=)"
+                )
             cut = {name: getattr(layer, name)[row : row + 1][:, :, q][..., k] for name in ("weights", "visible")}
             maps.append(replace(layer, **cut, max_logit=layer.max_logit[row : row + 1][:, :, q]))
         tokens = {axis: [list(compress(rows[row], real[axis].tolist()))] for axis, rows in self.tokens.items()}
@@ -149,7 +156,8 @@ def take_snapshot(
         ValueError, RuntimeError: as in ``capture``; texts that do not fit the ids; or no attention ran.
 
     Warns:
-        UserWarning: a core ran several times (ALBERT, universal Transformers). The snapshot has its last call.
+        UserWarning: a core ran several times (ALBERT, universal Transformers). The snapshot has its last call. Or a part of a model
+            of transformers reads other tokens than the ids (the pictures of LLaVA). The snapshot leaves it out.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -162,26 +170,38 @@ def take_snapshot(
     device = next(iter(inputs.values())).device
     with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
         output = model(**inputs)
-    warn_of_calls(seen, "last")
     rows = read_answers(output, asked) if asked is not None else None
     source = next((axis for axis in (SOURCE, PIXELS) if axis in inputs), next(iter(inputs)))
+    ran = {name: records for name, records in seen.items() if records}
+    others = [name for name in ran if source == SOURCE and not _takes_ids(model, home_of(model, name))]
+    shown = {name: records for name, records in ran.items() if name not in others}
+    warn_of_calls(shown, "last")
     maps, told = [], dict[str, Tensor]()
-    for name, records in seen.items():
-        if not records:
-            continue
+    for name, records in shown.items():
         kind = seen.kinds[name]
         queries = TARGET if TARGET in inputs and kind != "self" else source
-        keys = queries if kind != "cross" else "key" if "key" in inputs else source
+        of_pictures = PIXELS if PIXELS in inputs and TARGET not in inputs else source
+        keys = queries if kind != "cross" else "key" if "key" in inputs else of_pictures
         weights, visible, max_logit, real_queries = (tensor.cpu() for tensor in records[-1])
         maps.append(AttentionMap(name, kind, queries, keys, weights, visible, max_logit))
         if kind != "cross":
             told[queries] = real_queries
     if not maps:
-        raise ValueError(f"no attention core of {type(model).__name__} ran")
+        raise ValueError(f"no attention core of {type(model).__name__} ran{f' that reads {SOURCE}' if others else ''}")
+    if others:
+        warnings.warn(
+            f"{', '.join(others)} read other tokens than {SOURCE}, such as pictures, and are left out: capture records them",
+            stacklevel=2,
+        )
     found = _assembled(maps, inputs, told, tokens or {}, step, title)
     if rows is None or asked is None or asked.axis not in found.tokens:
         return found
     return replace(found, answers=Answers(asked.axis, rows))
+
+
+def _takes_ids(model: nn.Module, home: str) -> bool:
+    """Whether the part ``home`` of a model that is given ids reads ids. The whole does."""
+    return not home or SOURCE in inspect.signature(model.get_submodule(home).forward).parameters
 
 
 def _assembled(

@@ -12,10 +12,13 @@ Nothing depends on the name of a model. An attention module is a module whose ``
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -144,7 +147,8 @@ class Adoption:
             if real is not None and real.shape != keys:  # of other keys, for example of pictures
                 real = None
             real = None if real is None else real.to(tensor.device)
-            mask = TransformersMask(tensor[..., : keys[1]], is_causal, real)
+            visible = tensor if tensor.dtype == torch.bool else tensor > torch.finfo(tensor.dtype).min / 2
+            mask = TransformersMask(visible[..., : keys[1]], is_causal, real)
         if running.depth and not torch.compiler.is_compiling():
             running.masks.append((tensor, key_mask, (is_causal, keys), mask))
         return mask
@@ -206,9 +210,11 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             of one of its layers, does not pass through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J,
             LongT5), so that no other function can take its place. A later call that selects keys with ``indices``
             (DeepSeek V3.2) is refused, too.
+
+    Warns:
+        UserWarning: some layers are torch's own ``nn.MultiheadAttention`` (the pooling head of SigLIP), which stay as they are.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from transformers.masking_utils import sdpa_mask
 
     outermost = list(_outermost(model, PreTrainedModel)) if isinstance(model, nn.Module) else []
     if not outermost:
@@ -217,11 +223,13 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         raise ValueError(f"{type(model).__name__} is adopted already: release_hf gives it back")
     layers = _attention_layers(model)
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, _mask_of_call)
     adoption = Adoption(_copy_configs(model))
     for module in layers.values():
         module.core = AdoptedCore(adoption, backend=backend)
-        if not set(OTHER_STATES).isdisjoint(inspect.signature(module.forward).parameters):
+        arguments = inspect.signature(module.forward).parameters
+        module.core.is_cross = "cross_attention_states" in arguments  # always, also where a cache has them (Mllama)
+        if not set(OTHER_STATES).isdisjoint(arguments):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_attention, with_kwargs=True))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -235,6 +243,12 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     if still:
         release_hf(model)
         raise ValueError(f"{still[0]} of {type(model).__name__} cannot change its attention: transformers left it as it was")
+    if torchs := [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]:
+        warnings.warn(
+            f"{', '.join(torchs)} of {type(model).__name__} is torch's nn.MultiheadAttention: it stays as it is, is not recorded, and keeps "
+            "its scale. swap_attention(model), before adopt_hf, gives it our core, too",
+            stacklevel=2,
+        )
     return model
 
 
@@ -295,7 +309,8 @@ def _attention_layers(model: nn.Module) -> dict[str, Any]:
     """Return the attention modules of ``model`` by name. Raise a ValueError if some attention cannot be replaced."""
     layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
     known = {*layers, "", *(around for name in layers for around in _around(name))}
-    others = [name for name, module in model.named_modules() if name not in known and _attends_by_itself(type(module))]
+    rest = [(name, type(module)) for name, module in model.named_modules() if name not in known]
+    others = [name for name, kind in rest if _attends_by_itself(kind)]  # type: ignore[arg-type]
     if others or not layers:
         where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
         raise ValueError(
@@ -337,13 +352,21 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
     return any(isinstance(forward.__globals__.get(name), AttentionInterface) for name in _names_of(forward.__code__))
 
 
+@cache
 def _attends_by_itself(kind: type[nn.Module]) -> bool:
-    """Whether methods of a class take a mask (not that of padding alone, as routers of experts do) and compute a softmax."""
-    methods = (inspect.unwrap(method) for _, method in inspect.getmembers(kind, callable))
-    codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
+    """Whether methods of a class compute a softmax, and take a mask (not that of padding alone, as routers of experts do) or multiply
+    twice with ``@``, as SAM does.
+
+    ``__init__`` does not count: a loss has options that are named after masks.
+    """
+    methods = [vars(base)[name] for base in kind.__mro__ for name in vars(base) if name != "__init__"]
+    unwrapped = [inspect.unwrap(method) for method in methods if callable(method)]
+    codes = [method.__code__ for method in unwrapped if isinstance(method, FunctionType)]
     arguments = {name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
     takes_mask = any(name.endswith("mask") and name != "padding_mask" for name in arguments)
-    return takes_mask and any({"softmax", "scaled_dot_product_attention"} & set(_names_of(code)) for code in codes)
+    attends = [code for code in codes if {"softmax", "scaled_dot_product_attention"} & set(_names_of(code))]
+    products = [sum(step.argrepr == "@" for step in dis.get_instructions(code)) for code in attends]
+    return (takes_mask and bool(attends)) or max(products, default=0) > 1
 
 
 def _names_of(code: CodeType) -> Iterator[str]:
@@ -365,6 +388,14 @@ def _copy_configs(model: nn.Module) -> list[tuple[Any, Any]]:
                 pairs[id(value)] = copy.deepcopy(value, memo), value
                 setattr(module, name, pairs[id(value)][0])
     return list(pairs.values())
+
+
+def _mask_of_call(*, config: Any = None, allow_is_causal_skip: bool = True, **options: Any) -> Tensor | None:
+    """The mask that transformers builds for ``sdpa``. A causal one is not left out where layers share keys: they may drop queries (Gemma 4)."""
+    from transformers.masking_utils import sdpa_mask
+
+    shares_keys = bool(getattr(config, "num_kv_shared_layers", 0))
+    return sdpa_mask(**options, config=config, allow_is_causal_skip=allow_is_causal_skip and not shares_keys)
 
 
 def _attention(
@@ -391,8 +422,8 @@ def _attention(
             f"{type(module).__name__} hands {chosen[0]} to its attention function, which no core takes: release_hf"
         )
     core: AdoptedCore = module.core
-    if is_causal is None:  # a decoder that always gets a mask from transformers need not say that it is causal (NLLB-MoE)
-        is_causal = module.is_causal or (getattr(module, "is_decoder", False) and not core.is_cross)
+    if is_causal is None:  # a module that always gets a mask from transformers need not say it (NLLB-MoE, Mllama)
+        is_causal = getattr(module, "is_causal", False) or (getattr(module, "is_decoder", False) and not core.is_cross)
     causal = bool(is_causal)
     mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, causal, query.shape[2], key)
     key, value = key[:, :, :S], value[:, :, :S]
@@ -441,7 +472,8 @@ def _mask_and_bias(
     if causal and not core.is_cross and key_mask is not None and key_mask.shape[1] >= L:  # else it is of other keys
         S = min(S, key_mask.shape[1])
     bias = None if position_bias is None else position_bias[..., :S]
+    mask = adoption.mask(attention_mask, causal, (B, S), core.is_cross)
     if attention_mask.dtype == torch.bool:
-        return adoption.mask(attention_mask, causal, (B, S), core.is_cross), bias, S
+        return mask, bias, S
     added = attention_mask[..., :S]
-    return None, added if bias is None else bias + added, S
+    return mask, added if bias is None else bias + added, S

@@ -118,14 +118,15 @@ def _folds_of(
     without = ""
     for name, layer in layers.items():
         query, key, value = calls[name].query, calls[name].key, calls[name].value
-        if (of_query := _source_of(layer, query, (key, value))) is None:
+        rest = [part for part in (value, calls[name].attn_bias, calls[name].sinks) if isinstance(part, Tensor)]
+        if (of_query := _source_of(layer, query, (key, *rest))) is None:
             raise ValueError(
                 f"cannot fold the scale of {name}: no projection or norm of its own makes its queries and nothing else"
             )
         share = math.sqrt(abs(ratios[name]))
         queries[name] = [replace(of_query, ratio=ratios[name])]
         both[name] = [replace(of_query, ratio=math.copysign(share, ratios[name]))]
-        if (of_key := _source_of(layer, key, (query, value))) is not None:
+        if (of_key := _source_of(layer, key, (query, *rest))) is not None:
             both[name].append(replace(of_key, ratio=share))
         elif ratios[name] != 1:  # its keys may be those of another layer
             without = without or f"no projection or norm of {name} makes its keys and nothing else"
@@ -168,7 +169,7 @@ def _ratio_of(name: str, layer: Any, call: AttentionCall, to: str | float, facto
 
 
 @torch.enable_grad()
-def _source_of(layer: nn.Module, made: Tensor, others: tuple[Tensor, Tensor]) -> Fold | None:
+def _source_of(layer: nn.Module, made: Tensor, others: tuple[Tensor, ...]) -> Fold | None:
     """The last module of ``layer`` that makes the queries (or keys) and nothing of ``others``, and to whose parameters they are
     proportional.
 
@@ -178,7 +179,7 @@ def _source_of(layer: nn.Module, made: Tensor, others: tuple[Tensor, Tensor]) ->
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if not made.requires_grad or not parameters:
         return None
-    wanted, rest = _combination(made), _combination(others[0]) + _combination(others[1])
+    wanted, rest = _combination(made), torch.stack([_combination(other) for other in others]).sum()
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     of_wanted, of_others = (
         dict(zip(parameters, torch.autograd.grad(value, parameters, **options), strict=True)) for value in (wanted, rest)

@@ -211,6 +211,67 @@ def test_the_last_row_of_the_lens_is_the_answer_bit_for_bit(name):
             assert torch.equal(lens[0], model(**inputs).logits)
 
 
+def with_pictures(name):
+    """A model of text and pictures, and its inputs. Llava flattens its pictures to one row, Qwen2-VL to a matrix."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {
+        **sizes,
+        "vocab_size": 99,
+        "num_key_value_heads": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    ids, shape = torch.tensor([[3, 5, 5, 5, 5, 7, 8, 9], [3, 5, 5, 5, 5, 7, 8, 2]]), (2, 3, 8, 8)
+    if name == "Llava":
+        vision = {**sizes, "model_type": "pixtral", "image_size": 8, "patch_size": 4, "head_dim": 8}
+        options = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "image_token_index": 5}
+        inputs = {"pixel_values": torch.randn(shape), "image_sizes": torch.tensor([[8, 8], [8, 8]])}
+        config = transformers.LlavaConfig(text_config={**text, "model_type": "llama"}, vision_config=vision, **options)
+        return adopt_hf(transformers.LlavaForConditionalGeneration(config).eval()), {"input_ids": ids, **inputs}
+    text["rope_parameters"] |= {"mrope_section": [1, 1, 2]}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 1}
+    marks = {"image_token_id": 5, "video_token_id": 97, "vision_start_token_id": 3, "vision_end_token_id": 7}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config={**vision, "temporal_patch_size": 2}, **marks)
+    inputs = {"pixel_values": torch.randn(8, 96), "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])}
+    inputs |= {"mm_token_type_ids": (ids == 5).int()}
+    return adopt_hf(transformers.Qwen2VLForConditionalGeneration(config).eval()), {"input_ids": ids, **inputs}
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen2VL"])
+def test_a_model_with_pictures_records_their_blocks_and_the_lens_reads_those_of_the_text(name):
+    model, inputs = with_pictures(name)
+    streams, parts = (records_of(model, **inputs, what=what) for what in ("residual", "feedforward"))
+    assert [stream.shape for [stream] in streams.values()] == [(1, 8, 32)] * 2 + [(2, 8, 32)] * 2
+    assert [part.shape for [part] in parts.values()] == [(1, 8, 32)] * 2 + [(2, 8, 32)] * 2
+    with torch.no_grad():
+        states = model(**inputs, output_hidden_states=True).hidden_states
+        wanted = torch.stack([model.lm_head(model.model.language_model.norm(states[1])), model(**inputs).logits])
+    torch.testing.assert_close(logit_lens(model, **inputs), wanted)
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen2VL"])
+def test_a_snapshot_of_a_model_with_pictures_has_the_layers_of_the_text_and_says_so(name):
+    model, inputs = with_pictures(name)
+    with pytest.warns(UserWarning, match=r"read other tokens than input_ids, such as pictures, and are left out"):
+        snapshot = take_snapshot(model, inputs, layers=[0, 2, 3])
+    assert [(layer.name.split(".")[1], layer.weights.shape) for layer in snapshot.maps] == [
+        ("language_model", (2, 4, 8, 8))
+    ] * 2
+    assert {head.layer for head in head_scores(snapshot).heads} == {layer.name for layer in snapshot.maps}
+    with pytest.raises(ValueError, match=r"no attention core of .* ran that reads input_ids"):
+        take_snapshot(model, inputs, layers=0)
+
+
+def test_a_row_of_layers_that_read_different_tokens_is_refused():
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2}
+    model = adopt_hf(transformers.SwinModel(transformers.SwinConfig(**sizes)).eval())
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    with pytest.raises(ValueError, match=r"has 8 rows of 4 queries and 4 keys, and pixel_values has 32 of 4: layers that read"):
+        head_scores(take_snapshot(model, inputs))
+    assert head_scores(take_snapshot(model, inputs, layers=[0])).heads
+
+
 def test_the_lens_of_a_model_without_a_head_is_refused():
     model, inputs = adopted("Bert")
     with pytest.raises(ValueError, match="returns no logits"):

@@ -39,6 +39,7 @@ ENCODERS = {
     "DistilBert": {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 99, "pad_token_id": 0},
 }  # fmt: skip
 PICTURES = dict.fromkeys(("ViT", "DeiT", "Dinov2", "SiglipVision", "CLIPVision"), PICTURE)
+PICTURES["SiglipVision"] = {**PICTURE, "vision_use_head": False}
 PAIRS = {"T5": T5, "MT5": T5, "UMT5": T5, "Bart": BART, "MBart": BART, "Pegasus": BART, "Marian": BART, "Blenderbot": BART}
 REFUSED = {
     "Falcon": SMALL, "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99},

@@ -20,9 +20,9 @@ from minitx.analysis.capture import watch
 from minitx.analysis.statistics import real_keys
 from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores
-from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale
+from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale, swap_attention
 from minitx.training.devices import parallelize
-from tests.interop.families import BESIDE, NAMES, QUICK, REFUSED, build, inputs_of, output_of
+from tests.interop.families import BESIDE, DECODERS, GROUPED, NAMES, PICTURES, QUICK, REFUSED, build, inputs_of, output_of
 
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in NAMES]
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
@@ -134,6 +134,34 @@ def test_a_model_whose_attention_does_not_pass_through_the_interface_is_refused(
         adopt_hf(nn.Linear(2, 3))
 
 
+def test_a_layer_that_attends_by_itself_without_a_mask_is_refused_and_a_loss_about_masks_is_not():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    picture = {**sizes, "mlp_dim": 48, "image_size": 32, "patch_size": 8, "output_channels": 32, "window_size": 2}
+    prompt = {"hidden_size": 32, "image_size": 32, "patch_size": 8, "mask_input_channels": 4}
+    config = transformers.SamConfig(
+        vision_config=picture, prompt_encoder_config=prompt, mask_decoder_config={**sizes, "mlp_dim": 48}
+    )
+    for implementation in ("eager", "sdpa"):
+        model = transformers.SamModel._from_config(config, attn_implementation=implementation)
+        with pytest.raises(ValueError, match=r"vision_encoder\.layers\.0\.attn in SamModel does not pass through"):
+            adopt_hf(model)
+    sizes |= {"intermediate_size": 48, "image_size": 16, "patch_size": 4, "num_blocks": 1, "num_queries": 3}
+    eomt = transformers.EomtForUniversalSegmentation(transformers.EomtConfig(**sizes))
+    assert len(adopted_cores(adopt_hf(eomt))) == 2  # its loss matches masks by a softmax
+
+
+def test_attention_of_torch_in_a_model_is_named_in_a_warning_and_taken_after_swap_attention():
+    config = transformers.SiglipVisionConfig(**PICTURES["SiglipVision"] | {"vision_use_head": True})
+    model, inputs = transformers.SiglipVisionModel(config).eval(), inputs_of("SiglipVision")[0]
+    with torch.no_grad():
+        wanted = model(**inputs).pooler_output
+        with pytest.warns(UserWarning, match=r"^head\.attention of SiglipVisionModel is torch's.*swap_attention"):
+            adopt_hf(model)
+        with capture(adopt_hf(swap_attention(release_hf(model)))) as seen:
+            assert_near(model(**inputs).pooler_output, wanted)
+    assert list(seen.kinds.values()) == ["self", "self", "cross"]
+
+
 def test_the_decoder_of_a_model_without_sdpa_sees_no_later_token():
     sizes = {"d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_sparse_step": 0}
     layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_sparse_step": 0}
@@ -147,6 +175,39 @@ def test_the_decoder_of_a_model_without_sdpa_sees_no_later_token():
     torch.testing.assert_close(got, wanted)
     assert list(seen.kinds.values()) == ["self", "causal", "cross"]
     assert not seen["model.decoder.layers.0.self_attn.core"][0].triu(1).any()
+
+
+def mllama():
+    """A model whose modules do not say whether they are causal, with pictures in its second layer, and its inputs."""
+    text = {**GROUPED, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 4}
+    vision |= {"image_size": 8, "patch_size": 4, "max_num_tiles": 2, "vision_output_dim": 64}
+    vision |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1], [1, 2]]}
+    config = transformers.MllamaConfig(
+        text_config=text, vision_config=vision, image_token_index=98, attn_implementation="eager"
+    )
+    model = transformers.MllamaForConditionalGeneration(config).eval()
+    for gate in ("cross_attn_attn_gate", "cross_attn_mlp_gate"):
+        nn.init.ones_(getattr(model.model.language_model.layers[1], gate))
+    inputs = inputs_of("Llama", pad="left")[0] | {"pixel_values": torch.randn(2, 1, 2, 3, 8, 8)}
+    inputs |= {"aspect_ratio_ids": torch.tensor([[2], [1]]), "aspect_ratio_mask": torch.tensor([[[1, 1]], [[1, 0]]])}
+    return model, inputs | {"cross_attention_mask": inputs["aspect_ratio_mask"][:, None].expand(-1, 11, -1, -1)}
+
+
+def test_a_model_with_pictures_in_layers_of_their_own_is_cross_attention_there_also_with_a_cache():
+    model, inputs = mllama()
+    real = inputs["attention_mask"].bool()
+    wanted = answer_to(model, inputs).logits
+    written = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    with watch(adopt_hf(model), lambda look: look.real_queries) as seen:
+        logits = answer_to(model, inputs).logits
+    assert_near(logits[real], wanted[real])
+    kinds = {"vision": "self", "self_attn": "causal", "cross_attn": "cross"}
+    assert all(next(kind for part, kind in kinds.items() if part in name) == found for name, found in seen.kinds.items())
+    assert all(torch.equal(records[0], real) for name, records in seen.items() if "language" in name)
+    with capture(model) as seen:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=3, do_sample=False), written)
+    assert seen.kinds["model.language_model.layers.1.cross_attn.core"] == "cross"
 
 
 def test_a_model_inside_another_can_be_adopted_alone():
@@ -272,6 +333,27 @@ def test_caches_of_every_kind_and_beams_give_what_the_model_gives(name, implemen
     adopt_hf(model)
     for beams, ids in zip((1, 3), wanted, strict=True):
         assert torch.equal(model.generate(**inputs, **options, num_beams=beams), ids)
+
+
+@pytest.mark.parametrize("num_logits", [1, 3])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_layers_that_share_keys_and_drop_queries_stay_causal(is_static, num_logits):
+    sizes = {**DECODERS["Gemma3"], "num_hidden_layers": 3, "global_head_dim": 8, "vocab_size_per_layer_input": 99}
+    layers = ["sliding_attention", "full_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(
+        **sizes, layer_types=layers, num_kv_shared_layers=1, hidden_size_per_layer_input=4, attn_implementation="eager"
+    )
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    ids = torch.randint(3, 99, (2, 11))
+
+    def last_logits():
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16) if is_static else None
+        with torch.no_grad():
+            return model(ids, past_key_values=cache, logits_to_keep=num_logits).logits
+
+    wanted = last_logits()
+    adopt_hf(model)
+    torch.testing.assert_close(last_logits(), wanted, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -402,6 +484,20 @@ def test_padding_of_a_text_is_known_after_a_model_of_pictures_has_run():
         True: (ids > 0).tolist(),
         False: None,
     }
+
+
+def test_keys_that_a_mask_of_floats_hides_are_hidden_from_the_statistics():
+    model, records = adopt_hf(build("Llama")), []
+    ids, real = (inputs_of("Llama", pad="right")[0][name] for name in ("input_ids", "attention_mask"))
+    visible = torch.ones(11, 11, dtype=torch.bool).tril() & real.bool()[:, None, None]
+    for mask in (visible, torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)):
+        with torch.no_grad(), capture(model) as seen:
+            model(ids, mask)
+        assert set(seen.kinds.values()) == {"causal"}
+        records.append([calls[0] for calls in seen.values()])
+    for wanted, found in zip(*records, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert found["max_logit"].max() < 100
 
 
 def test_calls_of_two_threads_at_once_have_each_their_own_padding_and_attentions():
@@ -643,6 +739,16 @@ def test_weights_that_make_more_than_the_queries_are_refused_and_left_as_they_we
         fold_scale(model)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(module.core.scale is None for module in adopted_cores(model).values())
+
+
+def test_queries_that_make_a_bias_of_the_scores_too_are_refused():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.Wav2Vec2BertConfig(**sizes, position_embeddings_type="relative_key", conv_depthwise_kernel_size=3)
+    model, inputs = adopt_hf(transformers.Wav2Vec2BertModel(config).eval()), {"input_features": torch.randn(2, 9, 160)}
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="its queries and nothing else"):
+        fold_scale(model, inputs=inputs)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
 def keys_not_proportional(model):
