@@ -119,8 +119,8 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
         common: overrides for every cell.
 
     Raises:
-        ConfigError: two cells are the same, an arm and a factor set the same key, or the grid does not contain the run that a
-            cell starts from.
+        ConfigError: two cells are the same, two of arm, factors, seed, threshold and ``common`` set the same key, or the grid does
+            not contain the run that a cell starts from.
     """
     found, blocks = dict[Place, Cell](), dict[Place, int]()
     studies = grid.chosen()
@@ -130,9 +130,11 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
         for place in _places(name, study):
             require(place not in found, f"{where} names a seed or a level twice: {place}")
             factors = dict(place.factors)
-            levels = [override for factor, of_level in study.factors.items() for override in of_level[factors[factor]]]
-            both = settings(grid.arms[place.arm]).keys() & settings(levels).keys()
-            require(not both, f"ablation.arms.{place.arm} and the factors of {where} both set {', '.join(sorted(both))}")
+            listed = [of_level[factors[factor]] for factor, of_level in study.factors.items()]
+            levels = [*itertools.chain(*listed)]
+            _check_apart(f"ablation.arms.{place.arm} and the factors of {where} both set {{}}", grid.arms[place.arm], levels)
+            for i, of_level in enumerate(listed):
+                _check_apart(f"two factors of {where} set {{}}", of_level, itertools.chain(*listed[:i]))
             first = None
             if study.start is not None:
                 shared = tuple(pair for pair in place.factors if pair[0] in grid.studies[study.start.study].factors)
@@ -140,11 +142,20 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
                 require(first in found, f"{where}.start: the grid has no run {first}")
             first_rate = [f"optimizer.lr={study.threshold.first[place.arm]:g}"] if study.threshold else []
             seed = f"seed={place.seed + NEW_DATA if first else place.seed}"
+            own, said = (*grid.arms[place.arm], *levels), f"{where}: arm {place.arm} or a factor sets {{}}, which"
+            _check_apart(f"{said} the seeds and the threshold of the study set", own, (*first_rate, seed))
+            _check_apart(f"{said} the command line sets for every run", own, common)
+            _check_apart(f"{where}.base sets {{}}, which its seeds set", study.base, [seed])
             overrides = (*study.base, *grid.arms[place.arm], *levels, *first_rate, seed, *common)
             start, keeps = found[first] if first else None, (name, place.arm) in starts
             found[place] = Cell(place, overrides, start, keeps, study.threshold)
             blocks[place] = max(study.seeds.index(place.seed), blocks[first] if first else 0)
     return sorted(found.values(), key=lambda cell: blocks[cell.place])
+
+
+def _check_apart(said: str, overrides: Iterable[str], others: Iterable[str]) -> None:
+    both = settings(overrides).keys() & settings(others).keys()
+    require(not both, said.replace("{}", ", ".join(sorted(both))))
 
 
 def _places(name: str, study: StudyConfig) -> Iterator[Place]:

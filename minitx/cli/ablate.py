@@ -44,7 +44,9 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     from minitx.ablation.measures import check_measures
 
     common = [text for text in overrides if not text.lstrip("+~").startswith(_NOT_FOR_CELLS)]
-    chosen = cells(grid, common=[*common, "callbacks.progress=false", "trainer.threads=1"])
+    chosen = cells(grid, common=["callbacks.progress=false", "trainer.threads=1", *common])
+    if any(text.lstrip("+").startswith("seed=") for text in overrides):
+        log.info("seed= is not for a grid: ablation.studies.NAME.seeds are the seeds of its runs")
     folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder  # it stands in stored commands
     if grid.report_only:
         if not (folder / "cells.jsonl").exists():

@@ -26,6 +26,7 @@ MAIN = StudyConfig(base=("experiment=x", "trainer.max_steps=7"), arms=("a", "b")
 FIRST = StudyConfig(base=("trainer.max_steps=2",), arms=("a", "b"), factors={"init": INIT}, seeds=(3, 5, 9))
 SECOND = dataclasses.replace(MAIN, start=StartConfig(study="first", arm="b"))
 SIDE = StudyConfig(base=("experiment=y", "trainer.max_steps=2"), arms=("b",), seeds=(3, 4))
+THRESHOLD = dataclasses.replace(SIDE, threshold=ThresholdConfig(first={"b": 0.1}))
 
 
 def grid(**changes):
@@ -83,10 +84,15 @@ def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_th
     (lambda: two_phases(first=dataclasses.replace(FIRST, start=StartConfig(study="second", arm="a"), factors=FACTORS)),
      "studies: second, first start from each other"),
     (lambda: grid(arms={"a": ("optimizer.lr=1",), "b": ("+data.seed=3",)}), r"arms\.a and the factors of ablation\.studies\.main both set"),
+    (lambda: grid(arms={"a": ("seed=1",), "b": ("seed=2",)}), r"arm a or a factor sets seed, which the seeds and the threshold"),
+    (lambda: grid(arms={**ARMS, "b": ("++optimizer.lr=1",)}, studies={"one": THRESHOLD}), r"b or a factor sets optimizer\.lr, which the seeds"),
+    (lambda: grid(arms={**ARMS, "b": ("model.dropout=0.1",)}), r"arm b or a factor sets model\.dropout, which the command line"),
+    (lambda: grid(studies={"one": dataclasses.replace(SIDE, base=("trainer.max_steps=1", "seed=3"))}), r"one\.base sets seed"),
+    (lambda: grid(studies={"one": dataclasses.replace(SIDE, factors={"x": INIT, "y": INIT})}), r"two factors of .*one set model\.init"),
 ])  # fmt: skip
-def test_a_grid_with_a_run_twice_or_a_first_phase_that_is_not_there_is_refused(wrong, message):
+def test_a_grid_with_a_run_or_a_key_twice_or_a_first_phase_that_is_not_there_is_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
-        cells(wrong())
+        cells(wrong(), common=["model.dropout=0.2"])
 
 
 def test_the_name_of_a_cell_depends_on_its_place_its_overrides_and_its_start():
