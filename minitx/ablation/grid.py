@@ -66,12 +66,14 @@ class Cell:
         own, load = settings(self.overrides), list[str]()
         if self.start is not None:
             path = str(self.start.weights(grid))
-            load = [f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true"]
-        elif node := next((node for node in ("init_from", "model") if own.get(f"{node}.fold_scale") == "true"), None):
+            load = [f"init_from.path={_quoted(path)}", "init_from.fold_scale=true"]
+        elif node := next(
+            (node for node in ("init_from", "model") if own.get(f"{node}.fold_scale", "").lower() == "true"), None
+        ):
             path = own.get(f"{node}.path", f"${{{node}.path}}").strip("\"'")  # an experiment may name it
         else:
             return list(self.overrides)
-        check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(path)}}}"
+        check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {_quoted(path)}}}"
         return [*self.overrides, *load, check]
 
     def steps(self) -> int:
@@ -93,6 +95,11 @@ class Cell:
             "command": command_of(self.words(grid)),
             "start": self.start.hash if self.start else None,
         }
+
+
+def _quoted(path: str) -> str:
+    """In quotes, as Hydra reads them. It knows no escapes but that of the quote."""
+    return '"' + path.replace('"', r"\"") + '"'
 
 
 def settings(overrides: Iterable[str]) -> dict[str, str]:

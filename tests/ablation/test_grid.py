@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import minitx.ablation.grid as module
 from minitx.ablation import design
@@ -69,12 +70,14 @@ def test_a_cell_comes_after_the_one_that_it_starts_from_which_shares_seed_and_fa
 
 def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_the_same_function(tmp_path):
     cell = next(cell for cell in cells(two_phases()) if cell.start)
-    path = tmp_path / "it's mine" / "cells" / cell.start.hash / "checkpoints" / "last.ckpt"
-    words = shlex.split(cell.describe(tmp_path / "it's mine")["command"])
+    folder = tmp_path / "it's größer\\小"
+    path = folder / "cells" / cell.start.hash / "checkpoints" / "last.ckpt"
+    words = shlex.split(cell.describe(folder)["command"])
     assert words[:2] == ["python", "scripts/train.py"]
     assert words[2:-3] == list(cell.overrides)
     assert words[-3:-1] == [f'init_from.path="{path}"', "init_from.fold_scale=true"]
     assert words[-1].startswith("+callbacks.same_start=") and str(path) in words[-1]
+    assert OverridesParser.create().parse_override(words[-3]).value() == str(path)
     assert cell.describe(tmp_path)["start"] == cell.start.hash
 
 
@@ -93,6 +96,11 @@ def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_th
 def test_a_grid_with_a_run_or_a_key_twice_or_a_first_phase_that_is_not_there_is_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
         cells(wrong(), common=["model.dropout=0.2"])
+
+
+@pytest.mark.parametrize("word", ["model.fold_scale=true", "+init_from.fold_scale=True"])
+def test_a_run_that_folds_the_scale_of_given_weights_checks_that_it_is_the_same_function(word):
+    assert Cell(Place("main", "a", (), 1), (word,)).words(Path("x"))[-1].startswith("+callbacks.same_start=")
 
 
 def test_the_name_of_a_cell_depends_on_its_place_its_overrides_and_its_start():
