@@ -29,6 +29,7 @@ from minitx.config.schema import require
 from minitx.training import rank
 
 CONFIGS = "pkg://minitx.configs"
+_GRIDS = set[Path]()  # the folders of the grids of this call
 log = logging.getLogger("minitx")
 
 
@@ -38,6 +39,7 @@ def main() -> int:
     register_defaults()
 
     def program() -> None:
+        _GRIDS.clear()
         sys.argv[1:], config_dirs, shown = check_flags(sys.argv[1:])
         find_own_modules(config_dirs)
         if shown is not None:
@@ -62,6 +64,9 @@ def run_job(composed: DictConfig) -> float | None:
             from minitx.cli.ablate import run_ablation
 
             run_ablation(grid, folder, command_words(), command())
+            said = f"output_dir={folder} is the folder of another grid of this sweep (-m), whose report this one would replace"
+            require(folder not in _GRIDS, f"{said}: set one with ${{…}} in it, such as output_dir=runs/${{hydra:job.num}}")
+            _GRIDS.add(folder)
             return None
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)

@@ -110,6 +110,18 @@ def test_a_job_of_a_sweep_that_cannot_be_resolved_leaves_no_folder(cli, place):
 
 def test_flags_may_stand_anywhere(cli, place, monkeypatch):
     (place / "conf").mkdir()
+def test_grids_of_one_sweep_have_a_folder_each(cli, place, monkeypatch):
+    monkeypatch.setattr(
+        "minitx.cli.ablate.run_ablation", lambda grid, folder, *_: seen.append(folder.relative_to(place).as_posix())
+    )
+    seen = []
+    words = ("-m", "experiment=scaling_ablation", "ablation=smoke", "model.num_heads=1,2")
+    said = cli(*words)
+    assert said.code == 2 and "is the folder of another grid of this sweep" in said.err
+    assert cli(*words, "output_dir=g${hydra:job.num}").code == 0
+    assert seen == ["runs/scaling_ablation/smoke", "g0", "g1"]
+
+
     seen = []
     result = {**RESULT, "val_loss": 1.0, "metrics": {"val_loss": 1.0}}
     monkeypatch.setattr("minitx.cli.train.run_training", lambda config, *_: seen.append(config.seed) or result)
