@@ -89,16 +89,18 @@ def test_runs_that_begin_in_one_second_get_a_folder_each(place, monkeypatch):
         folder.mkdir(parents=True)
 
 
-def test_a_sweep_with_a_bad_job_says_so_and_runs_the_others(cli, place):
-    said = cli("-m", *TINY, "trainer.max_steps=1", "model.num_heads=3,2")
+def test_a_sweep_with_bad_jobs_says_so_of_each_and_runs_the_others(cli, place, caplog):
+    said = cli("-m", *TINY, "trainer.max_steps=1", "model.num_heads=3,2,5")
     assert said.code == 2
     assert "num_heads=3" in said.err
+    failed = [message.partition(" is not")[0] for message in caplog.messages if " failed: " in message]
+    assert failed == ["job 0 failed: model.embed_dim=8", "job 2 failed: model.embed_dim=8"]
     assert len(list(place.rglob("metrics.csv"))) == 1
     assert [path.name for path in place.iterdir()] == ["runs"]
 
 
-@pytest.mark.parametrize("typed", ["model=nonsense,char_small", "model.num_head=1,2", "model.num_heads=3,5"])
-def test_a_sweep_in_which_every_job_has_a_mistake_leaves_no_folder(cli, place, typed):
+@pytest.mark.parametrize("typed", ["model=nonsense,char_small", "model.num_head=1,2", "model.num_heads=3,5", "seed=range(3,3)"])
+def test_a_sweep_in_which_every_job_has_a_mistake_or_without_jobs_leaves_no_folder(cli, place, typed):
     assert cli(*TINY, "-m", typed).code == 2
     assert list(place.iterdir()) == []
 
@@ -108,8 +110,6 @@ def test_a_job_of_a_sweep_that_cannot_be_resolved_leaves_no_folder(cli, place):
     assert sorted(path.name for path in (place / "swept").iterdir()) == ["1", "multirun.yaml"]
 
 
-def test_flags_may_stand_anywhere(cli, place, monkeypatch):
-    (place / "conf").mkdir()
 def test_grids_of_one_sweep_have_a_folder_each(cli, place, monkeypatch):
     monkeypatch.setattr(
         "minitx.cli.ablate.run_ablation", lambda grid, folder, *_: seen.append(folder.relative_to(place).as_posix())
@@ -122,6 +122,8 @@ def test_grids_of_one_sweep_have_a_folder_each(cli, place, monkeypatch):
     assert seen == ["runs/scaling_ablation/smoke", "g0", "g1"]
 
 
+def test_flags_may_stand_anywhere(cli, place, monkeypatch):
+    (place / "conf").mkdir()
     seen = []
     result = {**RESULT, "val_loss": 1.0, "metrics": {"val_loss": 1.0}}
     monkeypatch.setattr("minitx.cli.train.run_training", lambda config, *_: seen.append(config.seed) or result)
