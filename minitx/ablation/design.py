@@ -123,6 +123,12 @@ class StudyConfig(Config):
             _known("arms", self.arms, self.threshold.first, "threshold.first")
         words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]
         require(not words, f"factors.{RATE} has the level {words[:1]}; the name of a learning rate is a positive number")
+        rates = self.factors.get(RATE, {})
+        require(len({*map(float, rates)}) == len(rates), f"factors.{RATE} names a rate twice: {', '.join(rates)}")
+        for level, overrides in rates.items():
+            for rate in (text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("optimizer.lr=")):
+                fits = not _is_rate(rate) or float(rate) == float(level)
+                require(fits, f"factors.{RATE}.{level} has optimizer.lr={rate}: the report would call it {level}")
         there = {"arm": self.arms, "seed": [str(seed) for seed in self.seeds], **self.factors}
         for skip in self.skip:
             require(bool(skip), "skip=[{}] would leave out every run: name factors")

@@ -207,6 +207,9 @@ def read(hint: Any, value: Any, key: str) -> Any:
         return _read_tuple(parts or (Any, ...), value, key)
     if origin is Mapping:
         require(isinstance(value, Mapping), f"{key}={_shown(value)!s:.60} must be a group of keys")
+        names = [*map(str, value)]  # YAML reads 0.001 and "0.001" as two names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        require(twice is None, f"{key} has {twice} twice")
         return {str(name): read(parts[1], entry, f"{key}.{name}") for name, entry in value.items()}
     if dataclasses.is_dataclass(hint):
         if isinstance(value, typing.cast(type, hint)):
