@@ -134,7 +134,11 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     starts = {(study.start.study, study.start.arm) for study in studies.values() if study.start}
     for name, study in sorted(studies.items(), key=lambda item: len(grid.phases(item[0]))):
         where = f"ablation.studies.{name}"
-        for place in _places(name, study):
+        places = [*_places(name, study)]
+        require(
+            bool(places), f"{where} has no run: it needs arms, seeds, and a level of each factor that skip does not leave out"
+        )
+        for place in places:
             require(place not in found, f"{where} names a seed or a level twice: {place}")
             factors = dict(place.factors)
             listed = [of_level[factors[factor]] for factor, of_level in study.factors.items()]

@@ -90,6 +90,7 @@ def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_th
     (lambda: grid(arms={"a": ("seed=1",), "b": ("seed=2",)}), r"arm a or a factor sets seed, which the seeds and the threshold"),
     (lambda: grid(arms={**ARMS, "b": ("++optimizer.lr=1",)}, studies={"one": THRESHOLD}), r"b or a factor sets optimizer\.lr, which the seeds"),
     (lambda: grid(arms={**ARMS, "b": ("model.dropout=0.1",)}), r"arm b or a factor sets model\.dropout, which the command line"),
+    (lambda: grid(studies={"one": dataclasses.replace(SIDE, seeds=())}), r"studies\.one has no run"),
     (lambda: grid(studies={"one": dataclasses.replace(SIDE, base=("trainer.max_steps=1", "seed=3"))}), r"one\.base sets seed"),
     (lambda: grid(studies={"one": dataclasses.replace(SIDE, factors={"x": INIT, "y": INIT})}), r"two factors of .*one set model\.init"),
 ])  # fmt: skip
@@ -183,6 +184,10 @@ def compared(study="main", arms=("a", "b"), expected=None, law=None):
     ({"factors": {"lr": {"0.001": (), "1e-3": ()}}}, "factors.lr names a rate twice: 0.001, 1e-3"),
     ({"factors": {"lr": {"0.001": ("optimizer.lr=1e-2",)}}}, "factors.lr.0.001 has optimizer.lr=1e-2: the report would call it 0.001"),
     ({"factors": {"lr": {"0.001": ("a=1",), 0.001: ("a=2",)}}}, "factors.lr has 0.001 twice"),
+    ({"factors": {"seed": INIT}}, "factors.arm and factors.seed stand for the arms and seeds"),
+    ({"scores": ("time", "time")}, "scores=['time', 'time'] names a score twice"),
+    ({"options": {"a": 1}}, "options={'a': 1} are for a module"),
+    ({"comparisons": 2 * compared()["comparisons"]}, "comparisons[1] is there twice"),
     ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),
     ({"skip": ({},)}, "skip=[{}] would leave out every run"),
     (compared(law="lr"), "comparisons[0].law.factor=lr must be a condition whose levels are positive numbers"),
