@@ -146,7 +146,8 @@ def check_digest(path: Path) -> None:
 
 def newest_valid(folder: Path) -> Path | None:
     """Return the newest intact checkpoint in ``folder``, or None."""
-    for path in sorted(folder.glob("*.ckpt"), key=lambda p: p.stat().st_mtime, reverse=True):
+    files = filter(Path.is_file, folder.glob("*.ckpt"))
+    for path in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
         try:
             _read(path)
         except ConfigError:
