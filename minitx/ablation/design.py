@@ -121,8 +121,16 @@ class StudyConfig(Config):
             searches = not self.scores and RATE not in self.factors
             require(searches, f"threshold searches the rate: no scores and no factor {RATE}")
             _known("arms", self.arms, self.threshold.first, "threshold.first")
+        require(not {"arm", "seed"} & {*self.factors}, "factors.arm and factors.seed stand for the arms and seeds of the study")
+        require(len({*self.scores}) == len(self.scores), f"scores={list(self.scores)} names a score twice")
         words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]
         require(not words, f"factors.{RATE} has the level {words[:1]}; the name of a learning rate is a positive number")
+        rates = self.factors.get(RATE, {})
+        require(len({*map(float, rates)}) == len(rates), f"factors.{RATE} names a rate twice: {', '.join(rates)}")
+        for level, overrides in rates.items():
+            for rate in (text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("optimizer.lr=")):
+                fits = not _is_rate(rate) or float(rate) == float(level)
+                require(fits, f"factors.{RATE}.{level} has optimizer.lr={rate}: the report would call it {level}")
         there = {"arm": self.arms, "seed": [str(seed) for seed in self.seeds], **self.factors}
         for skip in self.skip:
             require(bool(skip), "skip=[{}] would leave out every run: name factors")
@@ -270,6 +278,7 @@ class AblationConfig(Config):
     def check(self) -> None:
         fits = self.launcher == "slurm" or not self.launcher_options
         require(fits, f"launcher_options={dict(self.launcher_options)} are for launcher=slurm; launcher=local takes none")
+        require(self.about is not None or not self.options, f"options={dict(self.options)} are for a module: name it in about")
         require(self.ratio_margin > 1, f"ratio_margin={self.ratio_margin:g} must be above 1")
         _known("only", self.only, self.studies, "ablation.studies")
         for name, study in self.studies.items():
@@ -278,6 +287,7 @@ class AblationConfig(Config):
                 _known(f"studies.{name}.start.study", [study.start.study], self.studies, "ablation.studies")
         for i, comparison in enumerate(self.comparisons):
             self._check_comparison(f"comparisons[{i}]", comparison)
+            require(comparison not in self.comparisons[:i], f"comparisons[{i}] is there twice")
         for name, prediction in self.predictions.items():
             for i, expected in enumerate(prediction.expect):
                 self._check_expected(f"predictions.{name}.expect[{i}]", expected)

@@ -66,12 +66,14 @@ class Cell:
         own, load = settings(self.overrides), list[str]()
         if self.start is not None:
             path = str(self.start.weights(grid))
-            load = [f"init_from.path={json.dumps(path)}", "init_from.fold_scale=true"]
-        elif node := next((node for node in ("init_from", "model") if own.get(f"{node}.fold_scale") == "true"), None):
+            load = [f"init_from.path={_quoted(path)}", "init_from.fold_scale=true"]
+        elif node := next(
+            (node for node in ("init_from", "model") if own.get(f"{node}.fold_scale", "").lower() == "true"), None
+        ):
             path = own.get(f"{node}.path", f"${{{node}.path}}").strip("\"'")  # an experiment may name it
         else:
             return list(self.overrides)
-        check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {json.dumps(path)}}}"
+        check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {_quoted(path)}}}"
         return [*self.overrides, *load, check]
 
     def steps(self) -> int:
@@ -93,6 +95,11 @@ class Cell:
             "command": command_of(self.words(grid)),
             "start": self.start.hash if self.start else None,
         }
+
+
+def _quoted(path: str) -> str:
+    """In quotes, as Hydra reads them. It knows no escapes but that of the quote."""
+    return '"' + path.replace('"', r"\"") + '"'
 
 
 def settings(overrides: Iterable[str]) -> dict[str, str]:
@@ -119,20 +126,26 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
         common: overrides for every cell.
 
     Raises:
-        ConfigError: two cells are the same, an arm and a factor set the same key, or the grid does not contain the run that a
-            cell starts from.
+        ConfigError: two cells are the same, two of arm, factors, seed, threshold and ``common`` set the same key, or the grid does
+            not contain the run that a cell starts from.
     """
     found, blocks = dict[Place, Cell](), dict[Place, int]()
     studies = grid.chosen()
     starts = {(study.start.study, study.start.arm) for study in studies.values() if study.start}
     for name, study in sorted(studies.items(), key=lambda item: len(grid.phases(item[0]))):
         where = f"ablation.studies.{name}"
-        for place in _places(name, study):
+        places = [*_places(name, study)]
+        require(
+            bool(places), f"{where} has no run: it needs arms, seeds, and a level of each factor that skip does not leave out"
+        )
+        for place in places:
             require(place not in found, f"{where} names a seed or a level twice: {place}")
             factors = dict(place.factors)
-            levels = [override for factor, of_level in study.factors.items() for override in of_level[factors[factor]]]
-            both = settings(grid.arms[place.arm]).keys() & settings(levels).keys()
-            require(not both, f"ablation.arms.{place.arm} and the factors of {where} both set {', '.join(sorted(both))}")
+            listed = [of_level[factors[factor]] for factor, of_level in study.factors.items()]
+            levels = [*itertools.chain(*listed)]
+            _check_apart(f"ablation.arms.{place.arm} and the factors of {where} both set {{}}", grid.arms[place.arm], levels)
+            for i, of_level in enumerate(listed):
+                _check_apart(f"two factors of {where} set {{}}", of_level, itertools.chain(*listed[:i]))
             first = None
             if study.start is not None:
                 shared = tuple(pair for pair in place.factors if pair[0] in grid.studies[study.start.study].factors)
@@ -140,11 +153,20 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
                 require(first in found, f"{where}.start: the grid has no run {first}")
             first_rate = [f"optimizer.lr={study.threshold.first[place.arm]:g}"] if study.threshold else []
             seed = f"seed={place.seed + NEW_DATA if first else place.seed}"
+            own, said = (*grid.arms[place.arm], *levels), f"{where}: arm {place.arm} or a factor sets {{}}, which"
+            _check_apart(f"{said} the seeds and the threshold of the study set", own, (*first_rate, seed))
+            _check_apart(f"{said} the command line sets for every run", own, common)
+            _check_apart(f"{where}.base sets {{}}, which its seeds set", study.base, [seed])
             overrides = (*study.base, *grid.arms[place.arm], *levels, *first_rate, seed, *common)
             start, keeps = found[first] if first else None, (name, place.arm) in starts
             found[place] = Cell(place, overrides, start, keeps, study.threshold)
             blocks[place] = max(study.seeds.index(place.seed), blocks[first] if first else 0)
     return sorted(found.values(), key=lambda cell: blocks[cell.place])
+
+
+def _check_apart(said: str, overrides: Iterable[str], others: Iterable[str]) -> None:
+    both = settings(overrides).keys() & settings(others).keys()
+    require(not both, said.replace("{}", ", ".join(sorted(both))))
 
 
 def _places(name: str, study: StudyConfig) -> Iterator[Place]:

@@ -16,7 +16,7 @@ A record is one line of ``cells.jsonl``:
 ``steps, cap``       updates made, and ``trainer.max_steps``
 ``loss``             training loss of each step, 5 significant digits, null where it is not finite
 ``accuracy``         training accuracy of each step, or null where the objective counts none
-``nonfinite_step``   the step whose loss or gradient was not finite, or null
+``nonfinite_step``   the step whose loss or gradient was not finite, or null; after the last, if only the validation was not
 ``val_loss, val_accuracy``  of the validation after the last step, or null
 ``floors``           losses to compare with (``unigram``, ``bigram``) by name, in nats; {} where the task has none
 ``digest``           SHA-256 of the training losses as float64, to compare runs bit for bit

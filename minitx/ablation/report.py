@@ -31,12 +31,19 @@ from minitx.ablation.intervals import mean_interval, median
 from minitx.ablation.judge import RATIOS, Finding, Findings, answers, slopes
 from minitx.analysis.canvas import DPI, png, svg
 from minitx.config import ConfigError
+from minitx.config.schema import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUMBERS = ("steps", "cap", "val_loss", "val_accuracy", "nonfinite_step", "low", "high", "start_error", "parameters", "digest")
 """The numbers of a result in the table of runs."""
+
+FACTS = ("study", "arm", "seed", "status", "reason", "seconds", "command")
+"""The other columns of that table, which also has one for each factor."""
+
+PARTS = ("sentences", "figure", "sections", "limits")
+"""What a module ``about`` may define."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +85,16 @@ def module_of(grid: AblationConfig) -> Any:
     """Return the module ``about``, or None.
 
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: it cannot be imported, or defines none of ``PARTS``.
     """
     if grid.about is None:
         return None
     try:
-        return importlib.import_module(grid.about)
+        found = importlib.import_module(grid.about)
     except (ImportError, TypeError, ValueError) as error:  # also of a name that cannot be one
-        raise ConfigError(f"about={grid.about} cannot be imported: {error}") from error
+        raise ConfigError(f"ablation.about={grid.about} cannot be imported: {error}") from error
+    require(any(hasattr(found, part) for part in PARTS), f"ablation.about={grid.about} defines none of {', '.join(PARTS)}")
+    return found
 
 
 def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -> list[str]:
@@ -170,7 +179,8 @@ def _write_cells(findings: Findings, path: Path) -> None:
 
     rows = []
     for run in findings.runs.all:
-        row: dict[str, Any] = {"study": run.study, "arm": run.arm, **dict(run.factors), "seed": run.seed}
+        levels = {f"factor {name}" if name in (*FACTS, *NUMBERS) else name: level for name, level in run.factors}
+        row: dict[str, Any] = {"study": run.study, "arm": run.arm, **levels, "seed": run.seed}
         row |= {"status": run.status, **{name: run.record.get(name) for name in ("reason", "seconds", "command")}}
         if run.status == "done":
             row |= {name: run.result.get(name) for name in NUMBERS} | run.result.get("measures", {})

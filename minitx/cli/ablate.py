@@ -26,7 +26,7 @@ from minitx.ablation.report import module_of, write_report
 from minitx.cli.command_line import CellsFailedError, sentence
 from minitx.cli.compose import compose_cell, compose_config
 from minitx.cli.launch import ProgramStoppedError, run_training
-from minitx.config import ConfigError
+from minitx.config import CONFIG_DIR, ConfigError
 
 log = logging.getLogger("minitx")
 
@@ -44,12 +44,14 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     from minitx.ablation.measures import check_measures
 
     common = [text for text in overrides if not text.lstrip("+~").startswith(_NOT_FOR_CELLS)]
-    chosen = cells(grid, common=[*common, "callbacks.progress=false", "trainer.threads=1"])
+    chosen = cells(grid, common=["callbacks.progress=false", "trainer.threads=1", *common])
+    if any(text.lstrip("+").startswith("seed=") for text in overrides):
+        log.info("seed= is not for a grid: ablation.studies.NAME.seeds are the seeds of its runs")
     folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder  # it stands in stored commands
     if grid.report_only:
         if not (folder / "cells.jsonl").exists():
             raise ConfigError(f"output_dir={folder} has no cells.jsonl: run the grid first, without ablation.report_only=true")
-        report(grid, chosen, read_records(folder / "cells.jsonl"), folder)  # whatever code made them
+        report(grid, chosen, stored_records(chosen, folder / "cells.jsonl"), folder)
         return
     module_of(grid)
     check_measures(grid)
@@ -92,6 +94,26 @@ def check(chosen: Sequence[Cell]) -> None:
             raise ConfigError(f"{place}: other runs start from its weights, so trainer.ckpt_every must not be 0")
         if config.trainer.world_size > 1:
             raise ConfigError(f"{place}: a run of a grid uses one device; trainer.devices must be 1")
+
+
+def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
+    """Return the records in ``path``, whatever code made them. Those of ``chosen`` come last, and so count.
+
+    A line says how many runs have only records with other overrides, which the grid had before.
+    """
+
+    def own(overrides: Sequence[str]) -> tuple[str, ...]:
+        return tuple(word for word in overrides if not word.startswith(CONFIG_DIR))
+
+    now, names = {own(cell.overrides) for cell in chosen}, {cell.hash for cell in chosen}
+    records = sorted(read_records(path), key=lambda record: (own(record["overrides"]) in now, record["cell"] in names))
+    done = Runs.of([cell.place for cell in chosen], records)
+    other = [run for run in done.all if run.status == "done" and own(run.record["overrides"]) not in now]
+    if other:
+        log.warning(
+            "%d of %d runs have other overrides than the grid has now; the first: %s", len(other), len(chosen), other[0]
+        )
+    return records
 
 
 def report(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Record], folder: Path) -> None:

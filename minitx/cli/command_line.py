@@ -25,7 +25,7 @@ from minitx import __version__
 from minitx.cli.compose import GROUPS
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
 from minitx.config import ConfigError, RunConfig, from_dict
-from minitx.config.schema import Config, defaults, nearest, require
+from minitx.config.schema import Config, defaults, first_line, nearest, require
 
 T = TypeVar("T")
 
@@ -40,8 +40,11 @@ class CellsFailedError(RuntimeError):
 def exit_code(program: Callable[[], Any]) -> int:
     """Run ``program`` and return its exit code. The sentence of an exception is written to stderr.
 
-    If the reader of stdout goes away (``train.py ... | head``), the program goes on without a word.
+    If the reader of stdout goes away (``train.py ... | head``), the program goes on without a word; also if a stream is closed.
     """
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:  # closed by whoever started the program
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     code = _code_of(program)
     try:
         sys.stdout.flush()
@@ -83,9 +86,12 @@ class _Flags(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"minitx {__version__}")
         for names in ("--help -h", "--hydra-help", "--multirun -m", "--run -r", "--resolve", "--shell-completion -sc"):
             self.add_argument(*names.split(), action="store_true")
-        for names in ("--cfg -c", "--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+        self.add_argument(
+            "--info", "-i", nargs="?", choices=("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+        )
+        for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
             self.add_argument(*names.split())
-        self.add_argument("--info", "-i", nargs="?")
 
     def error(self, message: str) -> NoReturn:
         dashed = message.partition("unrecognized arguments: --")[2]
@@ -98,8 +104,11 @@ def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[st
     ``--help`` or ``--cfg job`` asks for the config of ``train``, its overrides.
 
     Raises:
-        ConfigError: a flag is unknown.
+        ConfigError: a flag is unknown, or a word is not UTF-8 text in the locale of this process.
     """
+    for word in arguments:
+        is_text = word == word.encode(errors="ignore").decode()
+        require(is_text, f"{word!a} is not UTF-8 text; in a locale without UTF-8, PYTHONUTF8=1 reads it")
     given = _Flags().parse_intermixed_args(list(arguments))
     flags = [word for word in arguments if word not in given.overrides]
     is_shown = given.config_name is None and (given.help or given.cfg == "job")
@@ -139,14 +148,18 @@ def _compose_error(error: BaseException) -> str:
     """Hydra's and OmegaConf's messages, shortened to what was typed and what is allowed."""
     text = str(error)
     if isinstance(error, OverrideParseException):
-        if "=" not in error.override:
+        name, is_pair, _ = error.override.partition("=")
+        if not is_pair:
             return f"{error.override} is not key=value; --help shows the keys"
-        quotes = "a value with one of =,:()[]{}^ or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
+        if not re.fullmatch(r"[+~]*\w([.]?[\w@:/$-])*", name):
+            return f"{error.override} cannot be read: {name!r} cannot be a key; --help shows the keys"
+        quotes = "a value with one of =,:()[]{}^~#&;!<>` or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
         return f"{error.override} cannot be read: {quotes}"
     if text.startswith("Config group override"):  # which one, Hydra does not say
         groups = "|".join((*GROUPS, "logger", "callbacks", "experiment", "ablation", "debug"))
-        typed = [word for word in sys.argv[1:] if re.fullmatch(rf"({groups})=(null|true|false|[\d.]*|{{.*}})", word)]
-        return f"{' '.join(typed)} names no option; ~GROUP drops a group, as '- override /GROUP: null' does in the defaults of a config"
+        typed = [word for word in sys.argv[1:] if re.fullmatch(rf"({groups})=(null|true|false|[\d.]*|{{.*}})|=.*", word)]
+        advice = "logger=[] and callbacks=[] choose none, ~GROUP drops another group"
+        return f"{' '.join(typed)} names no option; {advice}, as '- override /GROUP: null' does in the defaults of a config"
     missing_key = re.search(r"Could not override '([^']+)'", text)
     if missing_key:
         option, _, package = missing_key[1].partition("@")
@@ -164,6 +177,8 @@ def _compose_error(error: BaseException) -> str:
     full_key = re.search(r"full_key: (\S+)", text)
     if full_key and text.startswith("Missing mandatory value"):
         return f"{full_key[1]} is missing: add {full_key[1]}=VALUE"
+    if error.__cause__ is not None and text.startswith("Error merging override"):
+        text = text.strip().splitlines()[0] + f": {first_line(error.__cause__)}"
     first, *more = text.strip().splitlines() or [type(error).__name__]
     if first.endswith(":") or first.startswith(("Error merging", "Ambiguous value")):
         first = " ".join([first, *more[:1]])
@@ -202,8 +217,8 @@ class StoredConfig(Config):
 
 def checkpoint_of(path: str) -> str:
     """Return the last checkpoint of a run's folder, and any other path as it is."""
-    last = Path(path, "checkpoints", "last.ckpt")
-    return str(last) if last.is_file() else path
+    last = os.path.join(path, "checkpoints", "last.ckpt")
+    return last if os.path.isfile(last) else path  # False also for a list that is longer than a path may be
 
 
 def run_program(cls: type[T], usage: str, program: Callable[[T], None], *, flag: str = "") -> int:
@@ -271,7 +286,7 @@ def check_output(path: str) -> None:
         ConfigError: the message names the path.
     """
     require(Path(path).absolute().parent.is_dir(), f"output={path} is in a folder that does not exist")
-    require(not Path(path).is_dir(), f"output={path} is a folder, but must name a file")
+    require(not os.path.isdir(path), f"output={path} is a folder, but must name a file")
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from minitx.config.schema import require
 from minitx.training import rank
 
 CONFIGS = "pkg://minitx.configs"
+_GRIDS = set[Path]()  # the folders of the grids of this call
 log = logging.getLogger("minitx")
 
 
@@ -38,6 +39,7 @@ def main() -> int:
     register_defaults()
 
     def program() -> None:
+        _GRIDS.clear()
         sys.argv[1:], config_dirs, shown = check_flags(sys.argv[1:])
         find_own_modules(config_dirs)
         if shown is not None:
@@ -45,7 +47,8 @@ def main() -> int:
         try:
             hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")(run_job)()
         finally:
-            SweepFolder.remove()
+            is_empty = SweepFolder.remove()
+        require(not is_empty, "the sweep has no job: a range or glob in it has no values")
 
     return exit_code(program)
 
@@ -61,6 +64,9 @@ def run_job(composed: DictConfig) -> float | None:
         if grid is not None:
             from minitx.cli.ablate import run_ablation
 
+            said = f"output_dir={folder} is the folder of another grid of this sweep (-m), whose report this one would replace"
+            require(folder not in _GRIDS, f"{said}: set one with ${{…}} in it, such as output_dir=runs/${{hydra:job.num}}")
+            _GRIDS.add(folder)
             run_ablation(grid, folder, command_words(), command())
             return None
         if needs_launch(config.trainer):
@@ -76,6 +82,7 @@ def run_job(composed: DictConfig) -> float | None:
                 made.rmdir()  # if nothing is in it
         if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
             raise KeyboardInterrupt from error  # else Hydra adds a line of its own, and goes on with the next job of a sweep
+        log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra tells of the first alone
         raise
 
 
@@ -100,18 +107,21 @@ class SweepFolder(Callback):
         HydraConfig.instance().set_config(config)
 
     @staticmethod
-    def remove() -> None:
-        """Remove the folder of the sweep, which Hydra creates first, if no job has left anything in it."""
+    def remove() -> bool:
+        """Remove the folder of the sweep, which Hydra creates first, if no job has left anything in it. Return whether it did."""
+        is_empty = False
         if HydraConfig.initialized():
             folder = Path(HydraConfig.get().sweep.dir)
             HydraConfig.instance().cfg = None
-            if [path.name for path in folder.glob("*")] == ["multirun.yaml"]:
+            is_empty = [path.name for path in folder.glob("*")] == ["multirun.yaml"]
+            if is_empty:
                 (folder / "multirun.yaml").unlink()
                 here = Path.cwd()
                 made = [place for place in (folder, *folder.parents) if here in place.absolute().parents]
                 with suppress(OSError):  # a folder above it that holds something else
                     for empty in made:
                         empty.rmdir()
+        return is_empty
 
 
 def own_config_dirs() -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import minitx.ablation.grid as module
 from minitx.ablation import design
@@ -26,6 +27,7 @@ MAIN = StudyConfig(base=("experiment=x", "trainer.max_steps=7"), arms=("a", "b")
 FIRST = StudyConfig(base=("trainer.max_steps=2",), arms=("a", "b"), factors={"init": INIT}, seeds=(3, 5, 9))
 SECOND = dataclasses.replace(MAIN, start=StartConfig(study="first", arm="b"))
 SIDE = StudyConfig(base=("experiment=y", "trainer.max_steps=2"), arms=("b",), seeds=(3, 4))
+THRESHOLD = dataclasses.replace(SIDE, threshold=ThresholdConfig(first={"b": 0.1}))
 
 
 def grid(**changes):
@@ -68,12 +70,14 @@ def test_a_cell_comes_after_the_one_that_it_starts_from_which_shares_seed_and_fa
 
 def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_the_same_function(tmp_path):
     cell = next(cell for cell in cells(two_phases()) if cell.start)
-    path = tmp_path / "it's mine" / "cells" / cell.start.hash / "checkpoints" / "last.ckpt"
-    words = shlex.split(cell.describe(tmp_path / "it's mine")["command"])
+    folder = tmp_path / "it's größer\\小"
+    path = folder / "cells" / cell.start.hash / "checkpoints" / "last.ckpt"
+    words = shlex.split(cell.describe(folder)["command"])
     assert words[:2] == ["python", "scripts/train.py"]
     assert words[2:-3] == list(cell.overrides)
     assert words[-3:-1] == [f'init_from.path="{path}"', "init_from.fold_scale=true"]
     assert words[-1].startswith("+callbacks.same_start=") and str(path) in words[-1]
+    assert OverridesParser.create().parse_override(words[-3]).value() == str(path)
     assert cell.describe(tmp_path)["start"] == cell.start.hash
 
 
@@ -83,10 +87,21 @@ def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_th
     (lambda: two_phases(first=dataclasses.replace(FIRST, start=StartConfig(study="second", arm="a"), factors=FACTORS)),
      "studies: second, first start from each other"),
     (lambda: grid(arms={"a": ("optimizer.lr=1",), "b": ("+data.seed=3",)}), r"arms\.a and the factors of ablation\.studies\.main both set"),
+    (lambda: grid(arms={"a": ("seed=1",), "b": ("seed=2",)}), r"arm a or a factor sets seed, which the seeds and the threshold"),
+    (lambda: grid(arms={**ARMS, "b": ("++optimizer.lr=1",)}, studies={"one": THRESHOLD}), r"b or a factor sets optimizer\.lr, which the seeds"),
+    (lambda: grid(arms={**ARMS, "b": ("model.dropout=0.1",)}), r"arm b or a factor sets model\.dropout, which the command line"),
+    (lambda: grid(studies={"one": dataclasses.replace(SIDE, seeds=())}), r"studies\.one has no run"),
+    (lambda: grid(studies={"one": dataclasses.replace(SIDE, base=("trainer.max_steps=1", "seed=3"))}), r"one\.base sets seed"),
+    (lambda: grid(studies={"one": dataclasses.replace(SIDE, factors={"x": INIT, "y": INIT})}), r"two factors of .*one set model\.init"),
 ])  # fmt: skip
-def test_a_grid_with_a_run_twice_or_a_first_phase_that_is_not_there_is_refused(wrong, message):
+def test_a_grid_with_a_run_or_a_key_twice_or_a_first_phase_that_is_not_there_is_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
-        cells(wrong())
+        cells(wrong(), common=["model.dropout=0.2"])
+
+
+@pytest.mark.parametrize("word", ["model.fold_scale=true", "+init_from.fold_scale=True"])
+def test_a_run_that_folds_the_scale_of_given_weights_checks_that_it_is_the_same_function(word):
+    assert Cell(Place("main", "a", (), 1), (word,)).words(Path("x"))[-1].startswith("+callbacks.same_start=")
 
 
 def test_the_name_of_a_cell_depends_on_its_place_its_overrides_and_its_start():
@@ -166,6 +181,13 @@ def compared(study="main", arms=("a", "b"), expected=None, law=None):
     ({"measures": ("loss_at_9",)}, "measures=['loss_at_9'] need a score of loss or accuracy"),
     ({"threshold": ThresholdConfig(first={"a": 1.0, "b": 1.0}), "factors": {}}, "threshold searches the rate: no scores and no factor lr"),
     ({"threshold": ThresholdConfig(first={"a": 1.0}), "scores": (), "factors": {}}, "arms=['b'] not found; threshold.first has a"),
+    ({"factors": {"lr": {"0.001": (), "1e-3": ()}}}, "factors.lr names a rate twice: 0.001, 1e-3"),
+    ({"factors": {"lr": {"0.001": ("optimizer.lr=1e-2",)}}}, "factors.lr.0.001 has optimizer.lr=1e-2: the report would call it 0.001"),
+    ({"factors": {"lr": {"0.001": ("a=1",), 0.001: ("a=2",)}}}, "factors.lr has 0.001 twice"),
+    ({"factors": {"seed": INIT}}, "factors.arm and factors.seed stand for the arms and seeds"),
+    ({"scores": ("time", "time")}, "scores=['time', 'time'] names a score twice"),
+    ({"options": {"a": 1}}, "options={'a': 1} are for a module"),
+    ({"comparisons": 2 * compared()["comparisons"]}, "comparisons[1] is there twice"),
     ({"skip": ({"init": ("lecunn",)},)}, "skip.init=['lecunn'] not found; it has lecun, gpt2"),
     ({"skip": ({},)}, "skip=[{}] would leave out every run"),
     (compared(law="lr"), "comparisons[0].law.factor=lr must be a condition whose levels are positive numbers"),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from minitx.ablation.grid import cells
+from minitx.ablation.records import Runs
 from minitx.cli import ablate
 from minitx.cli.compose import compose_grid
 from minitx.config import ConfigError
+from tests.ablation import made_up
 
 SMOKE = ["experiment=scaling_ablation", "ablation=smoke"]
 
@@ -37,6 +42,7 @@ def test_what_computes_a_grid_and_its_own_seed_reach_no_run_and_all_else_reaches
 @pytest.mark.parametrize(("word", "message"), [
     ("ablation.report_only=true", r"no cells\.jsonl: run the grid first"),
     ("ablation.about=minitx.ablation.scalling", r"about=minitx\.ablation\.scalling cannot be imported"),
+    ("ablation.about=os", "about=os defines none of sentences, figure"),
     ("ablation.about=.x", r"about=\.x cannot be imported"),
     ("ablation.studies.recall.factors.head_dim.128=['model.num_headz=2']", r"recall, arm \w+, head_dim 128, lr [\d.]+: .*num_headz"),
     ("ablation.studies.recall.base=[]", r"ablation\.studies\.recall\.base must set trainer\.max_steps"),
@@ -45,3 +51,21 @@ def test_a_grid_that_cannot_be_run_or_shown_makes_no_folder(tmp_path, word, mess
     with pytest.raises(ConfigError, match=message):
         ablate.run_ablation(compose_grid([*SMOKE, word]), tmp_path / "grid", SMOKE, "train.py")
     assert not (tmp_path / "grid").exists()
+
+
+def test_a_report_alone_is_about_the_grid_as_it_is_now_and_says_what_it_was_before(tmp_path, caplog):
+    before, now = (cells(made_up.grid("text", arms={"inv_sqrt": (), "unscaled": (word,)})) for word in ("a=1", "a=2"))
+    path = tmp_path / "cells.jsonl"
+
+    def write(*lists):
+        rows = [{**cell.describe(tmp_path), "status": "done", "result": {"now": of is now}} for of in lists for cell in of]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    write(now, before)  # changed, and changed back
+    runs = Runs.of([cell.place for cell in now], ablate.stored_records(now, path))
+    changed = runs.select("text", "unscaled")
+    assert all(run.result["now"] for run in changed) and not caplog.messages
+    write(before)
+    ablate.stored_records(now, path)
+    counted = f"{len(changed)} of {len(now)} runs have other overrides than the grid has now"
+    assert caplog.messages == [f"{counted}; the first: {changed[0]}"]

@@ -102,6 +102,12 @@ def test_the_error_of_a_window_is_that_of_the_keys_that_it_drops(run, monkeypatc
     assert measured(folder)["attention_error"] == pytest.approx(error, rel=1e-4) and error > 1e-3
 
 
+def test_a_run_whose_last_update_broke_it_is_not_finite(run):
+    folder, trained = run("broken", "trainer.max_steps=1", "optimizer.lr=1e30", "schedule.warmup_steps=0")
+    assert (trained["nonfinite_step"], trained["val_loss"]) == (None, None)
+    assert result_of(folder, trained, 1)["nonfinite_step"] == 2
+
+
 @pytest.mark.parametrize(("words", "message"), [
     ([callback("Measures", lengths=[17])], "lengths: 17 is beyond model.max_len=16 of position=learned"),
     ([callback("Measures", attention=True), "model.position=alibi"], "the model has alibi"),

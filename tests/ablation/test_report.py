@@ -130,14 +130,20 @@ def test_a_grid_without_records_has_a_page_that_says_so(tmp_path):
 
 
 def test_a_study_without_a_rate_and_a_measure_have_rows(tmp_path):
-    """A question with arms alone: no rate is tuned, and a measure is compared."""
-    truth, fields = Truth(losses={(SCALED, ""): 2.0, (UNSCALED, ""): 2.5}), {"factors": {}, "measures": ("attention_cost",)}
+    """No rate is tuned, a measure is compared, and a factor has the name of a number."""
+    factors = {"steps": {"long": ()}}
+    truth, fields = (
+        Truth(losses={(SCALED, ""): 2.0, (UNSCALED, ""): 2.5}),
+        {"factors": factors, "measures": ("attention_cost",)},
+    )
     found = made_up.findings("text", truth=truth, fields=fields, words={"attention_cost": "cost of a pass"})
     for run in found.runs.all:
         run.record["result"]["measures"] = {"attention_cost": float(run.seed)}
     said = write_report(judge(found.grid, found.runs), tmp_path, meta={})
     assert re.search(r"Validation loss, .*: MORE, difference 0\.5", said[0])
     assert "cost of a pass" in text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    table = pandas.read_csv(tmp_path / "cells.csv").query("study == 'text'")
+    assert ({*table["factor steps"]}, {*table["steps"]}) == ({"long"}, {120})
 
 
 # --- figures

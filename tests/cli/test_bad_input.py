@@ -30,8 +30,15 @@ COMPOSED = {
     "optimizer.lr=0": "optimizer.lr=0.0 must be positive",
     "optimizer.rules=[{match:'('}]": "optimizer.rules[0].match=(",
     "schedule=linear schedule.decay_fraction=0.1": "schedule.decay_fraction is not a key",
+    "+model._scale=2": "model._scale is not a key",
+    "+model._args_=[2]": "model._args_=[2]",
+    "+optimizer._args_=2": "optimizer._args_=2 must be a list",
+    "callbacks.probe={_target_:minitx.config.ProbeConfig}": "callbacks.probe has a _target_",
+    "trainer.max_steps={_target_:x}": "trainer.max_steps has a _target_",
+    "trainer.extra=[1]": "Cannot merge DictConfig with ListConfig",
     # values
     "model.scale=null": "unscaled",
+    "model.window=[]": "model.window=[]",
     "seed=???": "seed",
     "experiment=classify": "data.path is missing",
     "experiment=scaling_ablation ablation.launcher=slurn": "did you mean slurm?",
@@ -41,6 +48,13 @@ COMPOSED = {
     "--config-dir=nowhere": "nowhere",
     "ckpt_path=runs/lr=1/last.ckpt": "ckpt_path=runs/lr=1/last.ckpt",
     "seed=${seed}": "seed",
+    "data.path=~/a": "^~#",
+    "output_dir=\udcff": r"'output_dir=\udcff' is not UTF-8 text",
+    "--cfg nonsense": "choose from 'job'",
+    "init_from.path='~no.such.user/a'": "init_from.path=~no.such.user/a is not a file",
+    "model..num_heads=3": "'model..num_heads' cannot be a key",
+    "=3": "=3 names no option",
+    "callbacks=null": "callbacks=[] choose none",
 }
 
 # found in files, machine or model: STEP stands before what was typed
@@ -63,6 +77,9 @@ OTHERS = {
     # a checkpoint or a run, and what is asked of it
     "evaluate {text} output=no/such/found.json": "output=no/such/found.json",
     "evaluate {text} device=toaster": "device=toaster",
+    "evaluate {text} data.tokenizer=bpe": "data.tokenizer has no effect",
+    "evaluate {text} num_beams=2": "num_beams=2 has no effect",
+    "generate {text} prompt=God length_penalty=2": "length_penalty=2.0 has no effect",
     "generate {text} prompt=God top_k=[": "top_k=[",
     "generate {text} prompt=God top_k=5": "top_k=5",
     "generate {text} prompt=God stop=ab": "stop=",
@@ -78,6 +95,9 @@ OTHERS = {
     "view {text} text=e compare={runs}/bytes/checkpoints/last.ckpt": "vocab_size",
     "view {dates} text=7 max_new_tokens=99": "max_new_tokens=99",
     "view ckpt_path={runs}/lookup row=13": "row=13",
+    "view --play output=play.gif": "output=play.gif must end in .html",
+    "view ckpt_path=" + "a.ckpt,b.ckpt," * 500 + " text=e": "ckpt_path=a.ckpt is not a file",
+    "evaluate ckpt_path=" + "a" * 300: "is not a file",
     "export {text} output=out model_type=bert": "Bert",
     "export {text} output=out chat_template=lost.jinja": "chat_template=lost.jinja",
 }

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import shlex
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import yaml
 
 import minitx
-from minitx.cli.command_line import quoted
+from minitx.cli.command_line import exit_code, quoted
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
@@ -89,16 +90,18 @@ def test_runs_that_begin_in_one_second_get_a_folder_each(place, monkeypatch):
         folder.mkdir(parents=True)
 
 
-def test_a_sweep_with_a_bad_job_says_so_and_runs_the_others(cli, place):
-    said = cli("-m", *TINY, "trainer.max_steps=1", "model.num_heads=3,2")
+def test_a_sweep_with_bad_jobs_says_so_of_each_and_runs_the_others(cli, place, caplog):
+    said = cli("-m", *TINY, "trainer.max_steps=1", "model.num_heads=3,2,5")
     assert said.code == 2
     assert "num_heads=3" in said.err
+    failed = [message.partition(" is not")[0] for message in caplog.messages if " failed: " in message]
+    assert failed == ["job 0 failed: model.embed_dim=8", "job 2 failed: model.embed_dim=8"]
     assert len(list(place.rglob("metrics.csv"))) == 1
     assert [path.name for path in place.iterdir()] == ["runs"]
 
 
-@pytest.mark.parametrize("typed", ["model=nonsense,char_small", "model.num_head=1,2", "model.num_heads=3,5"])
-def test_a_sweep_in_which_every_job_has_a_mistake_leaves_no_folder(cli, place, typed):
+@pytest.mark.parametrize("typed", ["model=nonsense,char_small", "model.num_head=1,2", "model.num_heads=3,5", "seed=range(3,3)"])
+def test_a_sweep_in_which_every_job_has_a_mistake_or_without_jobs_leaves_no_folder(cli, place, typed):
     assert cli(*TINY, "-m", typed).code == 2
     assert list(place.iterdir()) == []
 
@@ -106,6 +109,18 @@ def test_a_sweep_in_which_every_job_has_a_mistake_leaves_no_folder(cli, place, t
 def test_a_job_of_a_sweep_that_cannot_be_resolved_leaves_no_folder(cli, place):
     assert cli("-m", *TINY, "trainer.max_steps=1", "hydra.sweep.dir=swept", "seed=${seed},1").code == 2
     assert sorted(path.name for path in (place / "swept").iterdir()) == ["1", "multirun.yaml"]
+
+
+def test_grids_of_one_sweep_have_a_folder_each(cli, place, monkeypatch):
+    monkeypatch.setattr(
+        "minitx.cli.ablate.run_ablation", lambda grid, folder, *_: seen.append(folder.relative_to(place).as_posix())
+    )
+    seen = []
+    words = ("-m", "experiment=scaling_ablation", "ablation=smoke", "model.num_heads=1,2")
+    said = cli(*words)
+    assert said.code == 2 and "is the folder of another grid of this sweep" in said.err
+    assert cli(*words, "output_dir=g${hydra:job.num}").code == 0
+    assert seen == ["runs/scaling_ablation/smoke", "g0", "g1"]
 
 
 def test_flags_may_stand_anywhere(cli, place, monkeypatch):
@@ -132,6 +147,13 @@ def test_a_reader_that_goes_away_is_no_error_and_the_run_goes_on(tmp_path):
         assert said.read() == ""
     assert process.wait(PATIENCE) == 0
     assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])
+def test_a_stream_that_is_closed_from_the_start_is_no_error(monkeypatch, stream):
+    monkeypatch.setattr(sys, stream, None)
+    assert exit_code(lambda: [sys.stdin.isatty(), sys.stdout.write(""), sys.stderr.write("")]) == 0
+    getattr(sys, stream).close()
 
 
 def test_a_signal_ends_the_whole_sweep(cli, monkeypatch):

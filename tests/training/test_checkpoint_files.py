@@ -73,6 +73,7 @@ def test_the_newest_whole_one_is_offered(path):
     for age, name in ((2e9, older), (3e9, best)):
         shutil.copy(path, name)
         os.utime(name, (age, age))
+    path.with_name("lost.ckpt").symlink_to("nowhere")
     path.write_bytes(path.read_bytes()[:99])
     assert_refused(path, "cut short", f"go on from the newest whole one beside it with ckpt_path={best}")
     path.unlink()
