@@ -121,9 +121,8 @@ class TrainingModule(L.LightningModule):
         self.step_targets: Tensor | int = 0
         self.grad_norm: Tensor | float = 0.0
         self._micro = 0  # micro-batches of this step so far
-        self._missing = (
-            1.0  # the last step of an epoch of the user's data, or the first of a resumed run, may have fewer of them
-        )
+        # the last step of an epoch of the user's data, or the first of a resumed run, may have fewer of them
+        self._missing = 1.0
         self._validation: Sums = {}
         self._said_dropped = self._checked_sum = False
 
@@ -136,13 +135,11 @@ class TrainingModule(L.LightningModule):
         steps = self.trainer.estimated_stepping_batches
         if not 0 < steps < math.inf:
             raise ConfigError(f"trainer.max_epochs={self.trainer.max_epochs} needs data with a length: set trainer.max_steps")
-        self.trainer.fit_loop.epoch_loop.max_steps = int(
-            steps
-        )  # callbacks count in steps, also where the run ends after epochs
+        # callbacks count in steps, also where the run ends after epochs
+        self.trainer.fit_loop.epoch_loop.max_steps = int(steps)
         schedule = self.make_schedule(optimizer, int(steps))
-        if isinstance(
-            schedule, ReduceLROnPlateau
-        ):  # stepped after a validation, before its checkpoint: Lightning's turn never comes
+        if isinstance(schedule, ReduceLROnPlateau):
+            # stepped after a validation, before its checkpoint: Lightning's turn never comes
             never = {"interval": "epoch", "frequency": sys.maxsize, "monitor": self.monitor}
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **never}}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -157,6 +154,12 @@ class TrainingModule(L.LightningModule):
             hook = data.on_before_batch_transfer
             own = hook.args[0] if isinstance(hook, partial) else hook  # of an earlier run with these data
             data.on_before_batch_transfer = partial(self._after, own)
+
+    def teardown(self, stage: str) -> None:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        hook = getattr(data, "on_before_batch_transfer", None)
+        if isinstance(hook, partial) and hook.func == self._after:
+            data.on_before_batch_transfer = hook.args[0]
 
     def _after(self, own: Callable[[Any, int], Any], batch: Any, dataloader_idx: int) -> Batch:
         return self.on_before_batch_transfer(own(batch, dataloader_idx), dataloader_idx)

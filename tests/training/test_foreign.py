@@ -356,6 +356,7 @@ def test_a_data_module_with_a_hook_for_batches_is_checked_as_any(tmp_path, monke
     data = Squares()
     data.rows = [tuple(row.values()) for row in data.rows]
     fit(tmp_path / "pairs", data)
+    assert data.on_before_batch_transfer("as it is", 0) == "as it is"  # afterwards
     data.rows = [{"input_ids": torch.tensor([1, 0]), "key_mask": torch.tensor([True, False]), "labels": 1}] * 4
     with pytest.raises(ConfigError, match=r"^model: Reads\.forward does not name key_mask"):
         fit(tmp_path / "padded", data, model=Reads(), objective=None)
