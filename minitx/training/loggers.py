@@ -291,10 +291,8 @@ def summary(trainer: L.Trainer, config: RunConfig, module: L.LightningModule, da
     if config.ckpt_path is not None and not isinstance(data, DataModule):
         text.append("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
     if trainer.world_size > 1 and not isinstance(data, DataModule):
-        processes = f"{trainer.world_size} processes"
-        text.append(
-            f"rows that do not divide among {processes} are filled up with others, which count twice, in validation, too"
-        )
+        said = f"rows that do not divide among {trainer.world_size} processes are filled up with others, which count twice"
+        text.append(f"{said}, in validation, too; of an iterable data set each process reads all rows that it is given")
     return "\n".join(text)
 
 
