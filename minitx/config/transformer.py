@@ -77,7 +77,7 @@ class TransformerConfig(Config):
         type_vocab_size: number of token types; 0: that of the data (none for text).
         pad_id: the padding token; null: that of the data.
         bos_id: the token that begins the target of an encoder-decoder; null: that of the data.
-        eos_id: the token that ends a text, or a list of them; null: that of the data.
+        eos_id: the token that ends a text, or a list of them, beside that of the data.
         embed_dim: E, the width of a token.
         num_heads: H, query heads.
         num_kv_heads: Hkv, key and value heads, a divisor of num_heads; null: num_heads.

@@ -573,6 +573,9 @@ def fitted(node: Part, data: L.LightningDataModule) -> dict[str, Any]:
             how = "is smaller than" if name == "vocab_size" else "differs from"
             raise ConfigError(f"model.{name}={given} {how} {what} of the data, {value}")
         found[name] = value if given is None or (given == 0 and not name.endswith("_id")) else given
+        if name == "eos_id" and given is not None:  # what ends the rows ends a text, also where the weights say something else
+            ends = dict.fromkeys(id for ids in (given, value) for id in (ids if isinstance(ids, tuple | list) else [ids]))
+            found[name] = tuple(ends) if len(ends) > 1 else value
     return {"_target_": node["_target_"], **to_dict(dataclasses.replace(model, **found))}
 
 

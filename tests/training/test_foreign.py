@@ -18,9 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, RunConfig, node
+from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.nn import build_model
-from minitx.training.build import Caller, build_network, set_training
+from minitx.training.build import Caller, build_network, fitted, set_training
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import read_metrics
@@ -250,6 +251,15 @@ def train_tokens(folder, model, rows, *, vocab_size=37, num_labels=2, **options)
     task = Task(**{"name": "mine", "train": rows, "val": rows, "model_fields": fields, **options})
     options = {"objective": None, "precision": "32-true", "max_steps": 2, "val_batch_size": 2}
     return fit(folder, task, model=model, batch_size=len(rows), **options)
+
+
+@pytest.mark.parametrize(("given", "of_data", "wanted"), [(None, 5, 5), (5, 5, 5), (3, 5, (3, 5)), ((3, 5), (5, 7), (3, 5, 7))])
+def test_what_ends_the_rows_ends_a_text_beside_what_the_weights_say(given, of_data, wanted):
+    task = Task(
+        name="mine", train=rows_of_tokens([3]), val=rows_of_tokens([3]), model_fields={"vocab_size": 37, "eos_id": of_data}
+    )
+    found = fitted(node(build_model, eos_id=given), DataModule(task, batch_size=1))
+    assert found["eos_id"] == (list(wanted) if isinstance(wanted, tuple) else wanted)
 
 
 class Reads(nn.Module):
