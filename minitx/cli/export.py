@@ -27,6 +27,7 @@ class ExportConfig(StoredConfig):
     chat_template: str | None = key(None, "a file with a chat template (jinja2); null: that of the run, if data=chat")
 
     def check(self) -> None:
+        require(bool(self.output), "output= must name a folder")
         folder = Path(self.output)
         require(not folder.exists() or folder.is_dir(), f"output={self.output} is a file, but must name a folder")
         require(not folder.exists() or not any(folder.iterdir()), f"output={self.output} is not empty: name a new folder")
@@ -43,6 +44,8 @@ def _export(config: ExportConfig) -> None:
 
     stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer, data = stored.tokenizer, stored.state["config"]["data"]
+    said = f"chat_template={config.chat_template} needs a tokenizer, and ckpt_path={config.ckpt_path} has none"
+    require(tokenizer is not None or config.chat_template is None, said)
     template = None if tokenizer is None else _template(data, tokenizer, config.chat_template)
     facts = _facts(config.checkpoint, stored.state["config"])
     options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "facts": facts}
@@ -50,11 +53,15 @@ def _export(config: ExportConfig) -> None:
     if hasattr(stored.network, "save_pretrained"):  # a model of transformers
         require(config.model_type is None, "model_type is for models of minitx.nn, not for a model of transformers")
         save = _save_theirs
-    try:
-        with writing("output", config.output):
+    with writing("output", config.output):
+        try:
             save(stored.network, Path(config.output), **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"ckpt_path={config.ckpt_path} cannot be exported: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"ckpt_path={config.ckpt_path} cannot be exported: {error}") from error
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError":  # of a full disk
+                raise
+            raise ConfigError(f"output={config.output} cannot be written: {error}") from error
     write(f"{config.output}\n")
 
 
@@ -89,8 +96,10 @@ def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     from minitx.training.checkpoints import read_checkpoint
     from minitx.training.loggers import read_metrics
 
-    step, data, metrics = read_checkpoint(path)["global_step"], config["data"], Path(path).parents[1] / "metrics.csv"
-    rows = [row for row in (read_metrics(metrics) if metrics.is_file() else []) if row["step"] == step]
+    step, data, folder = read_checkpoint(path)["global_step"], config["data"], Path(path).resolve().parent
+    metrics = folder.parent / "metrics.csv"  # of its run, not of whatever lies above a copy
+    is_there = folder.name == "checkpoints" and metrics.is_file()
+    rows = [row for row in (read_metrics(metrics) if is_there else []) if row["step"] == step]
     measured = {name: value for row in rows for name, value in row.items() if value is not None}
     source = f" ({Path(data['path']).name})" if data.get("path") else ""
     optimizer = config["optimizer"]

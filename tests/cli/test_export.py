@@ -1,10 +1,15 @@
 """``export.py``: a checkpoint becomes a folder that transformers reads without a line of ours."""
 
 import json
+import os
+import shutil
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.training.checkpoints import load_model
@@ -48,6 +53,15 @@ def test_the_readme_says_what_the_run_knows(output, last, runs, place):
     assert str(runs) not in text  # no path of this machine
 
 
+def test_a_checkpoint_that_was_copied_away_from_its_run_is_exported_without_what_lies_there(output, last, runs, place):
+    for name in ("last.ckpt", "link.ckpt"):
+        file = runs / "text" / "checkpoints" / "last.ckpt"
+        os.symlink(file, name) if name == "link.ckpt" else shutil.copy(file, name)
+        shutil.copy(runs / "text" / "metrics.csv", place.parent)
+        output("export", f"ckpt_path={name}", f"output=of_{name}")
+        assert ("validation loss" in Path(f"of_{name}", "README.md").read_text(encoding="utf-8")) == (name == "link.ckpt")
+
+
 def test_a_chat_template_is_that_of_the_run_or_of_a_file_and_gives_the_ids_of_the_training(cli, output, place):
     chat = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Three."}]
     (place / "chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 61)
@@ -72,6 +86,15 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(assert_refused, last, place):
     assert_refused("output=out is not empty", last("text"), "output=out", program="export")
     assert_refused("output=out/note.txt is a file", last("text"), "output=out/note.txt", program="export")
     assert [path.name for path in (place / "out").iterdir()] == ["note.txt"]
+
+
+def test_a_disk_that_is_full_and_a_template_without_a_tokenizer_are_said(assert_refused, last, place, monkeypatch):
+    (place / "chat.jinja").write_text("{{ messages }}", encoding="utf-8")
+    words = "output=out", "chat_template=chat.jinja"
+    assert_refused("chat_template=chat.jinja needs a tokenizer", last("digits"), *words, program="export")
+    for error in (OSError(28, "full"), SafetensorError("full")):
+        monkeypatch.setattr("minitx.interop.save_hf", Mock(side_effect=error))
+        assert_refused("error: output=out cannot be written: full", last("text"), "output=out", program="export")
 
 
 @pytest.mark.release
