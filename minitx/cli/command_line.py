@@ -40,8 +40,11 @@ class CellsFailedError(RuntimeError):
 def exit_code(program: Callable[[], Any]) -> int:
     """Run ``program`` and return its exit code. The sentence of an exception is written to stderr.
 
-    If the reader of stdout goes away (``train.py ... | head``), the program goes on without a word.
+    If the reader of stdout goes away (``train.py ... | head``), the program goes on without a word; also if a stream is closed.
     """
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:  # closed by whoever started the program
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     code = _code_of(program)
     try:
         sys.stdout.flush()
@@ -139,14 +142,18 @@ def _compose_error(error: BaseException) -> str:
     """Hydra's and OmegaConf's messages, shortened to what was typed and what is allowed."""
     text = str(error)
     if isinstance(error, OverrideParseException):
-        if "=" not in error.override:
+        name, is_pair, _ = error.override.partition("=")
+        if not is_pair:
             return f"{error.override} is not key=value; --help shows the keys"
-        quotes = "a value with one of =,:()[]{}^ or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
+        if not re.fullmatch(r"[+~]*\w([.]?[\w@:/$-])*", name):
+            return f"{error.override} cannot be read: {name!r} cannot be a key; --help shows the keys"
+        quotes = "a value with one of =,:()[]{}^~#&;!<>` or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
         return f"{error.override} cannot be read: {quotes}"
     if text.startswith("Config group override"):  # which one, Hydra does not say
         groups = "|".join((*GROUPS, "logger", "callbacks", "experiment", "ablation", "debug"))
-        typed = [word for word in sys.argv[1:] if re.fullmatch(rf"({groups})=(null|true|false|[\d.]*|{{.*}})", word)]
-        return f"{' '.join(typed)} names no option; ~GROUP drops a group, as '- override /GROUP: null' does in the defaults of a config"
+        typed = [word for word in sys.argv[1:] if re.fullmatch(rf"({groups})=(null|true|false|[\d.]*|{{.*}})|=.*", word)]
+        advice = "logger=[] and callbacks=[] choose none, ~GROUP drops another group"
+        return f"{' '.join(typed)} names no option; {advice}, as '- override /GROUP: null' does in the defaults of a config"
     missing_key = re.search(r"Could not override '([^']+)'", text)
     if missing_key:
         option, _, package = missing_key[1].partition("@")

@@ -41,6 +41,10 @@ COMPOSED = {
     "--config-dir=nowhere": "nowhere",
     "ckpt_path=runs/lr=1/last.ckpt": "ckpt_path=runs/lr=1/last.ckpt",
     "seed=${seed}": "seed",
+    "data.path=~/a": "^~#",
+    "model..num_heads=3": "'model..num_heads' cannot be a key",
+    "=3": "=3 names no option",
+    "callbacks=null": "callbacks=[] choose none",
 }
 
 # found in files, machine or model: STEP stands before what was typed

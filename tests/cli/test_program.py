@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import shlex
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import yaml
 
 import minitx
-from minitx.cli.command_line import quoted
+from minitx.cli.command_line import exit_code, quoted
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
@@ -146,6 +147,13 @@ def test_a_reader_that_goes_away_is_no_error_and_the_run_goes_on(tmp_path):
         assert said.read() == ""
     assert process.wait(PATIENCE) == 0
     assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])
+def test_a_stream_that_is_closed_from_the_start_is_no_error(monkeypatch, stream):
+    monkeypatch.setattr(sys, stream, None)
+    assert exit_code(lambda: [sys.stdin.isatty(), sys.stdout.write(""), sys.stderr.write("")]) == 0
+    getattr(sys, stream).close()
 
 
 def test_a_signal_ends_the_whole_sweep(cli, monkeypatch):
