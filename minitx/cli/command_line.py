@@ -25,7 +25,7 @@ from minitx import __version__
 from minitx.cli.compose import GROUPS
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
 from minitx.config import ConfigError, RunConfig, from_dict
-from minitx.config.schema import Config, defaults, nearest, require
+from minitx.config.schema import Config, defaults, first_line, nearest, require
 
 T = TypeVar("T")
 
@@ -171,6 +171,8 @@ def _compose_error(error: BaseException) -> str:
     full_key = re.search(r"full_key: (\S+)", text)
     if full_key and text.startswith("Missing mandatory value"):
         return f"{full_key[1]} is missing: add {full_key[1]}=VALUE"
+    if error.__cause__ is not None and text.startswith("Error merging override"):
+        text = text.strip().splitlines()[0] + f": {first_line(error.__cause__)}"
     first, *more = text.strip().splitlines() or [type(error).__name__]
     if first.endswith(":") or first.startswith(("Error merging", "Ambiguous value")):
         first = " ".join([first, *more[:1]])

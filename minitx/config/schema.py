@@ -130,6 +130,9 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     more = {key: value for key, value in values.items() if key not in fields}
     if rest is None:
         _check_names(more, fields, path, others=getattr(cls, "OTHER_NAMES", {}))
+    for key, value in values.items():
+        built = key in fields and is_part(value) and _is_closed(hints[key])
+        require(not built, f"{path}{key} has a _target_, but nothing is built there: give its keys or its value alone")
     given = {key: read(hints[key], value, f"{path}{key}") for key, value in values.items() if key in fields}
     if rest is not None:
         given[rest] = {**given.get(rest, {}), **read(hints[rest], more, path.rstrip("."))}
@@ -140,6 +143,18 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         return cls(**given)
     except ConfigError as error:
         raise ConfigError(f"{path}{error}") from None
+
+
+def _is_closed(hint: Any) -> bool:
+    """Whether a hint is of plain values and groups alone, so that a node has no place in it."""
+    parts = [part for part in get_args(hint) if not isinstance(part, Bound)]
+    if get_origin(hint) in (Annotated, tuple, *UNIONS):
+        return all(map(_is_closed, parts))
+    return (
+        get_origin(hint) is Literal
+        or hint in (int, float, bool, str, types.NoneType, Ellipsis)
+        or dataclasses.is_dataclass(hint)
+    )
 
 
 def read_call(

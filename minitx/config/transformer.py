@@ -222,6 +222,7 @@ class TransformerConfig(Config):
 
     def check(self) -> None:
         self._check_heads()
+        self._check_patterns()
         self._check_attention()
         self._check_architecture()
         needs(self, "rotary_scaling", "position", "rotary")
@@ -235,6 +236,10 @@ class TransformerConfig(Config):
             "choose another number of heads or set head_dim",
         )
         require(self.num_heads % self.kv_heads == 0, f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
+
+    def _check_patterns(self) -> None:
+        for name in ("window", "rotary_base", "rotary_factor"):
+            require(getattr(self, name) != (), f"{name}=[] is a pattern over the layers: it needs an entry")
 
     def _check_attention(self) -> None:
         """What an efficient core cannot do. Some of it would show only in the first step."""

@@ -28,6 +28,10 @@ LOADING = {"batch_size": 32, "num_workers": 0}
 """Keys of ``data`` that belong to every data set, and their defaults. The trainer reads them."""
 
 
+OF_HYDRA = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
+"""Keys of a node that are no arguments by name."""
+
+
 def target_of(node: Part, key: str) -> Any:
     """Return the function or class that ``node`` names. ``key`` is the path of the node, for messages.
 
@@ -51,7 +55,7 @@ def _near(node: Part) -> str:
 
 def arguments_of(node: Part) -> dict[str, Any]:
     """Return the keys of a node that are arguments, without ``_target_`` and other keys of Hydra."""
-    return {str(name): value for name, value in node.items() if not str(name).startswith("_")}
+    return {str(name): value for name, value in node.items() if name not in OF_HYDRA}
 
 
 def without_loading(node: Part) -> dict[str, Any]:
@@ -93,8 +97,10 @@ def check_node(
     Raises:
         ConfigError: the target does not exist, or an argument is unknown, of another type or missing.
     """
-    many = len(node.get("_args_", ()))
-    read_call(target_of(node, key), arguments_of(node), f"{key}.", given, positional + many, beside)
+    target, more = target_of(node, key), node.get("_args_", ())
+    require(isinstance(more, list | tuple), f"{key}._args_={more} must be a list")
+    require(not more or config_class_of(target) is None, f"{key}._args_={more}: the arguments of {node['_target_']} have names")
+    read_call(target, arguments_of(node), f"{key}.", given, positional + len(more), beside)
 
 
 def completed(node: Part, key: str) -> dict[str, Any]:
