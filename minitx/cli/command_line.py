@@ -86,9 +86,12 @@ class _Flags(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"minitx {__version__}")
         for names in ("--help -h", "--hydra-help", "--multirun -m", "--run -r", "--resolve", "--shell-completion -sc"):
             self.add_argument(*names.split(), action="store_true")
-        for names in ("--cfg -c", "--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+        self.add_argument(
+            "--info", "-i", nargs="?", choices=("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+        )
+        for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
             self.add_argument(*names.split())
-        self.add_argument("--info", "-i", nargs="?")
 
     def error(self, message: str) -> NoReturn:
         dashed = message.partition("unrecognized arguments: --")[2]
@@ -101,8 +104,11 @@ def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[st
     ``--help`` or ``--cfg job`` asks for the config of ``train``, its overrides.
 
     Raises:
-        ConfigError: a flag is unknown.
+        ConfigError: a flag is unknown, or a word is not UTF-8 text in the locale of this process.
     """
+    for word in arguments:
+        is_text = word == word.encode(errors="ignore").decode()
+        require(is_text, f"{word!a} is not UTF-8 text; in a locale without UTF-8, PYTHONUTF8=1 reads it")
     given = _Flags().parse_intermixed_args(list(arguments))
     flags = [word for word in arguments if word not in given.overrides]
     is_shown = given.config_name is None and (given.help or given.cfg == "job")
@@ -211,8 +217,8 @@ class StoredConfig(Config):
 
 def checkpoint_of(path: str) -> str:
     """Return the last checkpoint of a run's folder, and any other path as it is."""
-    last = Path(path, "checkpoints", "last.ckpt")
-    return str(last) if last.is_file() else path
+    last = os.path.join(path, "checkpoints", "last.ckpt")
+    return last if os.path.isfile(last) else path  # False also for a list that is longer than a path may be
 
 
 def run_program(cls: type[T], usage: str, program: Callable[[T], None], *, flag: str = "") -> int:
@@ -280,7 +286,7 @@ def check_output(path: str) -> None:
         ConfigError: the message names the path.
     """
     require(Path(path).absolute().parent.is_dir(), f"output={path} is in a folder that does not exist")
-    require(not Path(path).is_dir(), f"output={path} is a folder, but must name a file")
+    require(not os.path.isdir(path), f"output={path} is a folder, but must name a file")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def _view(config: ViewConfig) -> None:
 
     paths = {name: path for name in ("ckpt_path", "model", "compare") if (path := getattr(config, name))}
     asks_model = bool(config.model or config.knock_out or config.text is not None)  # and not what a run recorded
-    folders = [not asks_model and Path(path).is_dir() for path in paths.values()]
+    folders = [not asks_model and os.path.isdir(path) for path in paths.values()]
     kind = "run folder" if folders[0] else "checkpoint"
     require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind} as ckpt_path is")
     title, traces = (_recorded if folders[0] else _taken)(config, paths)
@@ -289,7 +290,7 @@ def _check_size(snapshot: Snapshot, count: int) -> None:
 
 
 def _files(path: str) -> list[str]:
-    return [checkpoint_of(path)] if Path(path).exists() else [checkpoint_of(part) for part in path.split(",") if part]
+    return [checkpoint_of(path)] if os.path.exists(path) else [checkpoint_of(part) for part in path.split(",") if part]
 
 
 def _names(paths: list[str]) -> list[str]:

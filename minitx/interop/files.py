@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ def find_folder(name: str | Path) -> Path:
         ImportError: ``huggingface_hub`` is needed and not installed.
         FileNotFoundError: the model cannot be downloaded and is not in the cache.
     """
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir() or not HUB_NAME.fullmatch(str(name)):
         return folder
     try:

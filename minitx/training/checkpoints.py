@@ -100,7 +100,7 @@ def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go
             also names the newest intact checkpoint in the folder.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # False also for a name that is longer than one may be
         raise ConfigError(f"{key}={path} is not a file that exists{_offer(path, key, verb)}")
     try:
         return _read(path)
@@ -226,7 +226,7 @@ def load_start(init_from: InitFrom) -> Start:
 def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
     from minitx.interop.files import find_folder
 
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if not place.exists():
         try:
             place = find_folder(path)

@@ -49,6 +49,9 @@ COMPOSED = {
     "ckpt_path=runs/lr=1/last.ckpt": "ckpt_path=runs/lr=1/last.ckpt",
     "seed=${seed}": "seed",
     "data.path=~/a": "^~#",
+    "output_dir=\udcff": r"'output_dir=\udcff' is not UTF-8 text",
+    "--cfg nonsense": "choose from 'job'",
+    "init_from.path='~no.such.user/a'": "init_from.path=~no.such.user/a is not a file",
     "model..num_heads=3": "'model..num_heads' cannot be a key",
     "=3": "=3 names no option",
     "callbacks=null": "callbacks=[] choose none",
@@ -89,6 +92,8 @@ OTHERS = {
     "view {text} text=e compare={runs}/bytes/checkpoints/last.ckpt": "vocab_size",
     "view {dates} text=7 max_new_tokens=99": "max_new_tokens=99",
     "view ckpt_path={runs}/lookup row=13": "row=13",
+    "view ckpt_path=" + "a.ckpt,b.ckpt," * 500 + " text=e": "ckpt_path=a.ckpt is not a file",
+    "evaluate ckpt_path=" + "a" * 300: "is not a file",
     "export {text} output=out model_type=bert": "Bert",
     "export {text} output=out chat_template=lost.jinja": "chat_template=lost.jinja",
 }
