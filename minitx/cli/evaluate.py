@@ -10,7 +10,7 @@ from typing import Any
 
 from minitx.cli.command_line import StoredConfig, check_output, key, run_program, write, writing
 from minitx.config import EvaluationConfig
-from minitx.config.schema import Count, Natural
+from minitx.config.schema import Count, Natural, require
 
 USAGE = "python scripts/evaluate.py ckpt_path=FILE [key=value ...]"
 
@@ -51,7 +51,11 @@ def _evaluate(config: EvaluateConfig) -> None:
     options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
     with onednn_products():  # as in training
         stored = open_stored(config.checkpoint, trust=config.trust, changes=changes)
+        said = "data.tokenizer has no effect: the tokenizer is that of the checkpoint"
+        require(stored.tokenizer is None or "tokenizer" not in config.data, said)
         data = stored.data()
+        answers = config.num_beams == 1 or getattr(getattr(data, "task", data), "kind", "") == "seq2seq"
+        require(answers, f"num_beams={config.num_beams} has no effect: it is for answers that an encoder-decoder writes")
         rows = config.batch_size or stored.config.trainer.val_batch_size or loading_of(stored.config.data)["batch_size"]
         found = evaluate(place(stored.network, config.device), data, options, stored.objective(), batch_size=rows)
     write("\n".join(found.lines()) + "\n")

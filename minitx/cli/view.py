@@ -101,6 +101,8 @@ class PlayConfig(Config):
     pages: str | None = key(None, "address of pages about minitx, for a link at the top; null: no link")
 
     def check(self) -> None:
+        is_page = Path(self.output).suffix.lower() in (".html", ".htm")
+        require(is_page, f"output={self.output} must end in .html")
         check_output(self.output)
 
 

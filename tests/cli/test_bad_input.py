@@ -77,6 +77,9 @@ OTHERS = {
     # a checkpoint or a run, and what is asked of it
     "evaluate {text} output=no/such/found.json": "output=no/such/found.json",
     "evaluate {text} device=toaster": "device=toaster",
+    "evaluate {text} data.tokenizer=bpe": "data.tokenizer has no effect",
+    "evaluate {text} num_beams=2": "num_beams=2 has no effect",
+    "generate {text} prompt=God length_penalty=2": "length_penalty=2.0 has no effect",
     "generate {text} prompt=God top_k=[": "top_k=[",
     "generate {text} prompt=God top_k=5": "top_k=5",
     "generate {text} prompt=God stop=ab": "stop=",
@@ -92,6 +95,7 @@ OTHERS = {
     "view {text} text=e compare={runs}/bytes/checkpoints/last.ckpt": "vocab_size",
     "view {dates} text=7 max_new_tokens=99": "max_new_tokens=99",
     "view ckpt_path={runs}/lookup row=13": "row=13",
+    "view --play output=play.gif": "output=play.gif must end in .html",
     "view ckpt_path=" + "a.ckpt,b.ckpt," * 500 + " text=e": "ckpt_path=a.ckpt is not a file",
     "evaluate ckpt_path=" + "a" * 300: "is not a file",
     "export {text} output=out model_type=bert": "Bert",
