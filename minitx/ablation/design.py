@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from minitx.config.schema import Config, Count, Finite, Natural, Positive, require
+from minitx.config.training import check_limit
 
 RATE = "lr"
 """The name of the tuned factor. Its levels are learning rates."""
@@ -32,6 +33,9 @@ class Solved(Config):
     metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
     value: Finite = 0.9
     window: Count = 16
+
+    def check(self) -> None:
+        check_limit(self.metric, self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,9 @@ class ThresholdConfig(Config):
     metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
     value: Finite = 0.9
     window: Count = 8
+
+    def check(self) -> None:
+        check_limit(self.metric, self.value)
 
 
 Score = Literal["time", "loss", "accuracy", "equal"]

@@ -51,6 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from minitx.ablation.design import RATE, Solved
+from minitx.config.schema import require
 
 Record = dict[str, Any]
 
@@ -120,12 +121,22 @@ class Runs:
         return [run for run in of_study if arm in ("", run.arm) and rate in ("", run.rate) and status in ("", run.status)]
 
 
-def read_records(path: Path) -> list[Record]:
-    """Read the records of a ``cells.jsonl``, or return [] without a file. An incomplete line, written during a crash, is left out."""
+KEYS = ("cell", "study", "arm", "factors", "seed", "overrides", "status", "result")
+"""What each record of a grid has."""
+
+
+def read_records(path: Path, keys: Iterable[str] = KEYS) -> list[Record]:
+    """Read the records of a ``cells.jsonl``, or return [] without a file. An incomplete line, written during a crash, is left out.
+
+    Raises:
+        ConfigError: a line is whole, and lacks one of ``keys``.
+    """
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], 1):
         with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
+            record = json.loads(line)
+            require(isinstance(record, dict) and record.keys() >= {*keys}, f"{path}: line {number} is no record of a run")
+            found.append(record)
     return found
 
 

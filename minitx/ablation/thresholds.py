@@ -129,7 +129,7 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUNS_FILE
-    known = {run["rate"]: run for run in read_records(path)}
+    known = {run["rate"]: run for run in read_records(path, keys=["rate", "stable"])}
     with quiet_lightning(), machine(config.trainer):
         runs = Runs(config, folder, rule)
 

@@ -27,6 +27,7 @@ from minitx.cli.command_line import CellsFailedError, sentence
 from minitx.cli.compose import compose_cell, compose_config
 from minitx.cli.launch import ProgramStoppedError, run_training
 from minitx.config import CONFIG_DIR, ConfigError
+from minitx.config.schema import require
 
 log = logging.getLogger("minitx")
 
@@ -56,6 +57,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     module_of(grid)
     check_measures(grid)
     check(chosen)
+    check_judged(grid, chosen)
     launch = Launch(folder / "launches.json", command)
     with stop_on_signals():
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +96,29 @@ def check(chosen: Sequence[Cell]) -> None:
             raise ConfigError(f"{place}: other runs start from its weights, so trainer.ckpt_every must not be 0")
         if config.trainer.world_size > 1:
             raise ConfigError(f"{place}: a run of a grid uses one device; trainer.devices must be 1")
+
+
+def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
+    """Check that the runs can have what is judged.
+
+    Raises:
+        ConfigError: a window is longer than the runs of its study, or no callback of them writes a measure.
+    """
+    solvers = {study.start.study for study in grid.chosen().values() if study.start is not None and study.start.solved}
+    for name, cell in {cell.place.study: cell for cell in reversed(chosen)}.items():
+        study, place, written = grid.studies[name], f"ablation.studies.{name}", set[str]()
+        rules = {"threshold": study.threshold, "solved": study.solved if "time" in study.scores or name in solvers else None}
+        for key, rule in rules.items():
+            said = f"{place}.{key}.window={rule and rule.window} is longer than its runs, of {cell.steps()} steps"
+            require(rule is None or rule.window <= cell.steps(), said)
+        for node in compose_cell(cell.overrides).callbacks.parts.values() if study.measures else ():
+            if node is not None and str(node["_target_"]).endswith(".Measures"):
+                written |= {f"loss_at_{length}" for length in node.get("lengths", ())}
+                written |= {"attention_error", "attention_cost"} if node.get("attention") else set()
+        missing = [measure for measure in study.measures if measure not in written]
+        require(
+            not missing, f"{place}.measures={missing}: no callback minitx.ablation.measures.Measures of the runs writes them"
+        )
 
 
 def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:

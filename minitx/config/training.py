@@ -82,6 +82,12 @@ def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") 
     return float(head_dim) ** float(matched[1])  # type: ignore[index]
 
 
+def check_limit(metric: str, value: float) -> None:
+    """Raise a ConfigError for a limit of an accuracy that every run or none reaches, such as 90 for 90 %."""
+    fits = metric != "train_accuracy" or 0 < value <= 1
+    require(fits, f"value={value:g} must lie in (0, 1], as metric=train_accuracy does")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StopAtConfig(Config):
     """Ends a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
@@ -97,6 +103,9 @@ class StopAtConfig(Config):
     value: Finite = 0.99
     window: Count = 16
     extra_steps: Natural = 0
+
+    def check(self) -> None:
+        check_limit(self.metric, self.value)
 
 
 REPLACED = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from glob import escape, glob
@@ -95,9 +96,15 @@ def load_table(
     is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else the name of a file: "reviews [1].csv"
     files = sorted(glob(str(local), recursive=True)) if is_pattern else [str(local)]
     if local.is_dir():
+        is_read = not set("*?[") & set(str(local.absolute()))  # datasets would read the folders that match the pattern
+        require(is_read, f"{said}: a folder with * ? or [ in its path cannot be read: give a file in it, or rename it")
         options["path"] = str(local)
     elif files and Path(files[0]).is_file():
-        options |= {"name": None, "data_files": {"train": [*map(escape, files)]}, **_reader(files, said, **reader)}
+        options |= {
+            "name": None,
+            "data_files": {"train": [escape(os.path.abspath(file)) for file in files]},
+            **_reader(files, said, **reader),
+        }
     elif not files or local.suffix.lower() in KINDS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{said} does not exist; a file, a folder or a name on the Hugging Face hub is wanted")
     with contextlib.ExitStack() as quiet:  # no bars and no logs for local files: their errors are reported here

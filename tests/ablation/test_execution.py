@@ -11,6 +11,7 @@ from pretend import Here, StoppedError, comparable, grid, ran, run
 
 from minitx.ablation.grid import cells
 from minitx.ablation.records import read_records
+from minitx.config import ConfigError
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,6 +80,13 @@ def test_a_line_cut_anywhere_costs_its_run_and_no_other(tmp_path, whole):
     path.write_bytes(b"".join(lines)[:-1])  # the line is whole and its end is missing
     assert run(tmp_path) == records
     assert len(ran(tmp_path)) == known + lost
+
+
+@pytest.mark.parametrize("line", ["3", "{}", '{"cell": "x", "study": "first"}'])
+def test_a_whole_line_that_is_no_record_is_named(tmp_path, line):
+    (tmp_path / "cells.jsonl").write_text(f"\n{line}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"cells\.jsonl: line 2 is no record of a run"):
+        run(tmp_path)
 
 
 def test_a_run_that_fails_is_recorded_and_named_and_tried_again_with_all_that_it_decides(tmp_path, whole, caplog):

@@ -67,6 +67,17 @@ def test_a_file_with_the_signs_of_a_pattern_in_its_name_is_read(write_text, tmp_
         assert [row["text"] for row in load_table(path, streaming=streaming)] == TEXTS
 
 
+@pytest.mark.parametrize("name", ["folder[1]", "folder?"])
+def test_a_folder_with_the_signs_of_a_pattern_in_its_path_is_not_taken_for_another(write_text, tmp_path, monkeypatch, name):
+    for folder, lines in ((name, TEXTS), ("folder1", ["other"])):
+        (tmp_path / folder).mkdir()
+        write_text("\n".join(lines), f"{folder}/a.txt")
+    with pytest.raises(ConfigError, match=rf"^data\.path={re.escape(str(tmp_path / name))}: a folder with \* \? or \["):
+        load_table(str(tmp_path / name))
+    monkeypatch.chdir(tmp_path / name)
+    assert list(load_table("a.txt")["text"]) == TEXTS
+
+
 @pytest.mark.parametrize("name", ["absent.txt", "absent/*.txt", "a.pdf", "empty.txt", "bad.jsonl", "a.txt", ""])
 def test_what_is_missing_or_cannot_be_read_is_refused(write_text, tmp_path, name):
     content = {"a.pdf": "x", "empty.txt": "", "bad.jsonl": "{nope", "a.txt": b"\xff\xfea\0"}.get(name)
