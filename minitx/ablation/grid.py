@@ -126,7 +126,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
         common: overrides for every cell.
 
     Raises:
-        ConfigError: two cells are the same, two of arm, factors, seed, threshold and ``common`` set the same key, or the grid does
+        ConfigError: two cells are the same, two of arm, factors, seeds, threshold and ``common`` set the same key, or the grid does
             not contain the run that a cell starts from.
     """
     found, blocks = dict[Place, Cell](), dict[Place, int]()
@@ -135,38 +135,37 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     for name, study in sorted(studies.items(), key=lambda item: len(grid.phases(item[0]))):
         where = f"ablation.studies.{name}"
         places = [*_places(name, study)]
-        require(
-            bool(places), f"{where} has no run: it needs arms, seeds, and a level of each factor that skip does not leave out"
-        )
+        require(bool(places), f"{where} has no run: it needs arms, seeds, and levels that skip does not leave out")
         for place in places:
             require(place not in found, f"{where} names a seed or a level twice: {place}")
-            factors = dict(place.factors)
-            listed = [of_level[factors[factor]] for factor, of_level in study.factors.items()]
-            levels = [*itertools.chain(*listed)]
-            _check_apart(f"ablation.arms.{place.arm} and the factors of {where} both set {{}}", grid.arms[place.arm], levels)
-            for i, of_level in enumerate(listed):
-                _check_apart(f"two factors of {where} set {{}}", of_level, itertools.chain(*listed[:i]))
-            first = None
+            factors, first = dict(place.factors), None
             if study.start is not None:
                 shared = tuple(pair for pair in place.factors if pair[0] in grid.studies[study.start.study].factors)
                 first = Place(study.start.study, study.start.arm, shared, place.seed)
                 require(first in found, f"{where}.start: the grid has no run {first}")
-            first_rate = [f"optimizer.lr={study.threshold.first[place.arm]:g}"] if study.threshold else []
-            seed = f"seed={place.seed + NEW_DATA if first else place.seed}"
-            own, said = (*grid.arms[place.arm], *levels), f"{where}: arm {place.arm} or a factor sets {{}}, which"
-            _check_apart(f"{said} the seeds and the threshold of the study set", own, (*first_rate, seed))
-            _check_apart(f"{said} the command line sets for every run", own, common)
-            _check_apart(f"{where}.base sets {{}}, which its seeds set", study.base, [seed])
-            overrides = (*study.base, *grid.arms[place.arm], *levels, *first_rate, seed, *common)
+            parts = {
+                "base": study.base,
+                f"arm {place.arm}": grid.arms[place.arm],
+                **{f"factor {factor}": of_level[factors[factor]] for factor, of_level in study.factors.items()},
+                "threshold": [f"optimizer.lr={study.threshold.first[place.arm]:g}"] if study.threshold else [],
+                "seeds": [f"seed={place.seed + NEW_DATA if first else place.seed}"],
+                "the command line": common,
+            }
+            _check_apart(where, parts)
+            overrides = tuple(itertools.chain(*parts.values()))
             start, keeps = found[first] if first else None, (name, place.arm) in starts
             found[place] = Cell(place, overrides, start, keeps, study.threshold)
             blocks[place] = max(study.seeds.index(place.seed), blocks[first] if first else 0)
     return sorted(found.values(), key=lambda cell: blocks[cell.place])
 
 
-def _check_apart(said: str, overrides: Iterable[str], others: Iterable[str]) -> None:
-    both = settings(overrides).keys() & settings(others).keys()
-    require(not both, said.replace("{}", ", ".join(sorted(both))))
+def _check_apart(where: str, parts: Mapping[str, Iterable[str]]) -> None:
+    """Of two parts that set one key, the first has no effect. That is what ``base`` is for, but a seed in it."""
+    keys = {name: {*settings(overrides)} for name, overrides in parts.items()}
+    keys["base"] &= {"seed"}
+    for one, other in itertools.combinations(keys, 2):
+        both = ", ".join(sorted(keys[one] & keys[other]))
+        require(not both, f"{where}: {one} and {other} both set {both}")
 
 
 def _places(name: str, study: StudyConfig) -> Iterator[Place]:

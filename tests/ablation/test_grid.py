@@ -86,13 +86,13 @@ def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_th
     (lambda: two_phases(first=dataclasses.replace(FIRST, seeds=(3, 5))), r"second\.start: the grid has no run first: b, init \w+, seed 9"),
     (lambda: two_phases(first=dataclasses.replace(FIRST, start=StartConfig(study="second", arm="a"), factors=FACTORS)),
      "studies: second, first start from each other"),
-    (lambda: grid(arms={"a": ("optimizer.lr=1",), "b": ("+data.seed=3",)}), r"arms\.a and the factors of ablation\.studies\.main both set"),
-    (lambda: grid(arms={"a": ("seed=1",), "b": ("seed=2",)}), r"arm a or a factor sets seed, which the seeds and the threshold"),
-    (lambda: grid(arms={**ARMS, "b": ("++optimizer.lr=1",)}, studies={"one": THRESHOLD}), r"b or a factor sets optimizer\.lr, which the seeds"),
-    (lambda: grid(arms={**ARMS, "b": ("model.dropout=0.1",)}), r"arm b or a factor sets model\.dropout, which the command line"),
+    (lambda: grid(arms={"a": ("optimizer.lr=1",), "b": ("+data.seed=3",)}), r"ablation\.studies\.main: arm a and factor \w+ both set"),
+    (lambda: grid(arms={"a": ("seed=1",), "b": ("seed=2",)}), r"arm a and seeds both set seed"),
+    (lambda: grid(arms={**ARMS, "b": ("++optimizer.lr=1",)}, studies={"one": THRESHOLD}), r"arm b and threshold both set optimizer\.lr"),
+    (lambda: grid(arms={**ARMS, "b": ("model.dropout=0.1",)}), r"arm b and the command line both set model\.dropout"),
     (lambda: grid(studies={"one": dataclasses.replace(SIDE, seeds=())}), r"studies\.one has no run"),
-    (lambda: grid(studies={"one": dataclasses.replace(SIDE, base=("trainer.max_steps=1", "seed=3"))}), r"one\.base sets seed"),
-    (lambda: grid(studies={"one": dataclasses.replace(SIDE, factors={"x": INIT, "y": INIT})}), r"two factors of .*one set model\.init"),
+    (lambda: grid(studies={"one": dataclasses.replace(SIDE, base=("trainer.max_steps=1", "seed=3"))}), r"one: base and seeds both set seed"),
+    (lambda: grid(studies={"one": dataclasses.replace(SIDE, factors={"x": INIT, "y": INIT})}), r"one: factor x and factor y both set model\.init"),
 ])  # fmt: skip
 def test_a_grid_with_a_run_or_a_key_twice_or_a_first_phase_that_is_not_there_is_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
