@@ -107,6 +107,18 @@ def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
     return Metric(value, value - Z95 * error, value + Z95 * error, int(total))
 
 
+def accuracy_interval(right: Tensor, counts: Tensor) -> Metric:
+    """Return ``ratio_interval`` of right answers, with ends between 0 and 1.
+
+    >>> accuracy_interval(torch.tensor([0, 0, 1]), torch.tensor([2, 2, 2])).low
+    0.0
+    """
+    found = ratio_interval(right, counts)
+    if found.low is None or found.high is None:
+        return found
+    return Metric(found.value, max(found.low, 0.0), min(found.high, 1.0), found.count)
+
+
 def share_interval(hits: int, trials: int) -> Metric:
     """Return a share with Wilson's interval.
 
@@ -235,8 +247,8 @@ def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[s
     """The metrics of a task that labels judge."""
     if task.kind == "classify":
         one_each = bool((counts == 1).all())  # else labels of a row belong together
-        return {"accuracy": share_interval(int(right.sum()), len(right)) if one_each else ratio_interval(right, counts)}
-    loss, accuracy = ratio_interval(nll, counts), ratio_interval(right, counts)
+        return {"accuracy": share_interval(int(right.sum()), len(right)) if one_each else accuracy_interval(right, counts)}
+    loss, accuracy = ratio_interval(nll, counts), accuracy_interval(right, counts)
     if task.kind == "masked_lm":
         low, high = (None if end is None else math.exp(end) for end in (loss.low, loss.high))
         perplexity = Metric(math.exp(loss.value), low, high, loss.count)
