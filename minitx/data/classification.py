@@ -13,7 +13,7 @@ from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, require
 from minitx.data.tables import Where, column_of, labels_of, load_splits, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
-from minitx.data.tokenizers import Tokenizer, require_marks
+from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
 MARKS = ("pad", "cls")
@@ -78,10 +78,12 @@ def classify(
     said = f"data.second_column={second_column} needs a tokenizer with an end mark or a class token between texts"
     require(not second_column or "eos" in marks or "cls" in marks, said)
     words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
+    rows = _rows(train, made_by, max_len)
+    count_unknown(made_by, (row["input_ids"] for row in rows), f"data.path={path}")
     return Task(
         name=f"data.path={path}",
         kind="classify",
-        train=_rows(train, made_by, max_len),
+        train=rows,
         val=_rows(val, made_by, max_len),
         longest=max_len,
         pad={"input_ids": pad_id},

@@ -17,7 +17,7 @@ from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
 from minitx.data.tables import Where, column_of, load_splits
 from minitx.data.task import Ragged, Task, VocabSize, hold_out, tokenizer_of
-from minitx.data.tokenizers import Tokenizer, require_marks
+from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +166,7 @@ def chat(
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
     format, name = ChatFormat(template or made_by.chat_template or TEMPLATE, made_by), f"data.path={path}"
     train, val = (_rows(part, format, context_len, packing, name) for part in splits)
+    count_unknown(made_by, [train.pieces.values], name)
     return task_of(name, train, val, made_by, _ends(train, format), bucket)
 
 

@@ -29,7 +29,7 @@ import torch
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.task import Batch, Draw, Split, Task, VocabSize, tokenizer_of
-from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict, require_marks
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict, require_marks, tell_unknown
 
 logger = logging.getLogger(__name__)
 
@@ -541,11 +541,8 @@ def cached(
         with replacing(beside) as file:
             file.write(json.dumps(record).encode())
         found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
-    if unknown := record["splits"]["train"].get("unknown"):
-        share = f"{unknown / record['splits']['train']['tokens']:.2g}"
-        logger.warning(
-            "a share of %s of the tokens of %s is <unk>: the tokenizer does not know these characters", share, source
-        )
+    written = record["splits"]["train"]
+    tell_unknown(written.get("unknown", 0), written["tokens"], source)
     return found
 
 

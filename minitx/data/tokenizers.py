@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from minitx.config.schema import first_line, require
 if TYPE_CHECKING:
     import tokenizers
 
+log = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 UNKNOWN = "<unk>"
@@ -229,6 +231,20 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
     if values.get("kind") != "tokenizers":
         raise ValueError(f"tokenizer kind={values.get('kind')} is not known; tokenizers is wanted")
     return Tokenizer(values["json"], values.get("chat_template"), values.get("special_tokens"))
+
+
+def tell_unknown(unknown: int, tokens: int, source: str) -> None:
+    """Say which share of the training tokens is the one for characters that a tokenizer does not know."""
+    if unknown:
+        share = f"{unknown / tokens:.2g}"
+        log.warning("a share of %s of the tokens of %s is <unk>: the tokenizer does not know these characters", share, source)
+
+
+def count_unknown(tokenizer: Tokenizer, rows: Iterable[Any], source: str) -> None:
+    """``tell_unknown`` of rows of ids."""
+    if tokenizer.unknown_id is not None:
+        ids = np.concatenate([np.asarray(row) for row in rows])
+        tell_unknown(int(np.count_nonzero(ids == tokenizer.unknown_id)), len(ids), source)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

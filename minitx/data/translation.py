@@ -15,7 +15,7 @@ from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.tables import Where, load_splits, load_table, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
-from minitx.data.tokenizers import Tokenizer, require_marks
+from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
 MARKS = ("pad", "bos", "eos")
@@ -127,6 +127,7 @@ def _task(
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain.from_iterable(both[0]), MARKS)
     pad_id, bos_id, eos_id = require_marks(made_by, *MARKS)
     (_, train), (kept_val, val) = (_rows(part, made_by, longest, short) for part in both)
+    count_unknown(made_by, (row[key] for row in train for key in ("input_ids", "labels")), name)
     count = sum(map(len, both))
     if left_out := count - len(train) - len(val):
         log.info("left out %d of %d pairs: longer than the config allows", left_out, count)

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from minitx.config import ConfigError
-from minitx.data import chat
+from minitx.data import chat, classify, pairs
 from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.data.task import as_split
 from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, load_tokenizer, train_tokenizer
@@ -198,3 +198,21 @@ def test_rows_that_are_no_conversations_are_refused(write_text, row, key):
 def test_a_tokenizer_without_an_end_mark_is_refused(path):
     with pytest.raises(ConfigError, match="eos"):
         chat(path=path, tokenizer=train_tokenizer("char", [LETTERS]))
+
+
+CHATS = [json.dumps({"messages": turns(f"user: я{n}", "assistant: я")}) for n in range(20)]
+TABLES = {
+    "a.jsonl": CHATS,
+    "a.tsv": [f"я{n}\tя" for n in range(20)],
+    "a.csv": ["text,label", *(f"я{n},{n % 2}" for n in range(20))],
+}
+
+
+@pytest.mark.parametrize(("load", "name"), [(chat, "a.jsonl"), (pairs, "a.tsv"), (classify, "a.csv")])
+@pytest.mark.parametrize(("known", "is_told"), [("abc", True), ("я0123456789abcdefghijklmnopqrstuvwxyz:\n ", False)])
+def test_characters_that_a_tokenizer_does_not_know_are_told_of_rows_of_every_kind(
+    write_text, caplog, load, name, known, is_told
+):
+    tokenizer = train_tokenizer("char", [known], vocab_size=0, marks=("pad", "bos", "eos"))
+    load(path=write_text("\n".join(TABLES[name]), name), tokenizer=tokenizer)
+    assert ("the tokenizer does not know these characters" in caplog.text) == is_told
