@@ -28,7 +28,7 @@ from minitx.training.checkpoints import start_from, tokenizer_of
 from minitx.training.devices import machine
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
 from minitx.training.nodes import build_all
-from minitx.training.run import build_trainer, quiet_lightning
+from minitx.training.run import build_trainer, quiet_lightning, quiet_ours
 
 RUNS_FILE = "runs.jsonl"
 """The runs of a threshold that is not finished, one per line, in the folder of its cell."""
@@ -131,6 +131,7 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
     path = folder / RUNS_FILE
     known = {run["rate"]: run for run in read_records(path, keys=["rate", "stable"])}
     with quiet_lightning(), machine(config.trainer):
+        quiet_ours()
         runs = Runs(config, folder, rule)
 
         def is_stable(rate: float) -> bool:

@@ -106,19 +106,24 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
     """
     solvers = {study.start.study for study in grid.chosen().values() if study.start is not None and study.start.solved}
     for name, cell in {cell.place.study: cell for cell in reversed(chosen)}.items():
-        study, place, written = grid.studies[name], f"ablation.studies.{name}", set[str]()
+        study, place = grid.studies[name], f"ablation.studies.{name}"
         rules = {"threshold": study.threshold, "solved": study.solved if "time" in study.scores or name in solvers else None}
         for key, rule in rules.items():
             said = f"{place}.{key}.window={rule and rule.window} is longer than its runs, of {cell.steps()} steps"
             require(rule is None or rule.window <= cell.steps(), said)
-        for node in compose_cell(cell.overrides).callbacks.parts.values() if study.measures else ():
-            if node is not None and str(node["_target_"]).endswith(".Measures"):
-                written |= {f"loss_at_{length}" for length in node.get("lengths", ())}
-                written |= {"attention_error", "attention_cost"} if node.get("attention") else set()
-        missing = [measure for measure in study.measures if measure not in written]
-        require(
-            not missing, f"{place}.measures={missing}: no callback minitx.ablation.measures.Measures of the runs writes them"
-        )
+        parts = compose_cell(cell.overrides).callbacks.parts.values() if study.measures else ()
+        writers = [node for node in parts if node is not None and str(node["_target_"]).endswith(".Measures")]
+        lengths = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
+        has_attention = any(node.get("attention") for node in writers)
+        missing = [
+            measure
+            for measure in study.measures
+            if not writers
+            or (measure.startswith("loss_at_") and measure not in lengths)
+            or (measure.startswith("attention_") and not has_attention)
+        ]
+        said = f"{place}.measures={missing}: no callback minitx.ablation.measures.Measures of the runs writes them"
+        require(not missing, said)
 
 
 def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:

@@ -81,8 +81,8 @@ def train(
         config = in_steps(config, opened)
         network = start_from(config.init_from, build_network(config, opened, model))
         module = build_module(config, opened, network, objective)
-        for message in _NOTICES_OF_OURS if isinstance(module, TrainingModule) else ():
-            warnings.filterwarnings("ignore", message=f".*{message}")
+        if isinstance(module, TrainingModule):
+            quiet_ours()
         state = stored_state(config, opened, network)
         done = check_resumed(config, state)
         callbacks = build_callbacks(config, module, opened, folder, state)
@@ -360,6 +360,12 @@ _NOTICES_OF_OURS = (
     "sync_dist=True",  # what is logged is the sum over ranks already
 )
 """What Lightning says of our own module without reason. Of a LightningModule of the user's it may be right."""
+
+
+def quiet_ours() -> None:
+    """Hide ``_NOTICES_OF_OURS``, until ``quiet_lightning`` ends."""
+    for message in _NOTICES_OF_OURS:
+        warnings.filterwarnings("ignore", message=f".*{message}")
 
 
 @contextmanager
