@@ -219,11 +219,17 @@ def check_free(folder: Path, ckpt_path: str | None) -> None:
     """
     if rank() or not (folder / "metrics.csv").exists():
         return
-    if ckpt_path is None or (ckpt_path != "last" and not Path(ckpt_path).resolve().is_relative_to(folder.resolve())):
+    if ckpt_path is None or (ckpt_path != "last" and not _is_in(folder, ckpt_path)):
         other = "" if ckpt_path is None else f", which ckpt_path={ckpt_path} does not belong to"
         raise ConfigError(
             f"output_dir={folder} holds a run already{other}; continue it with ckpt_path=last, or choose another folder"
         )
+
+
+def _is_in(folder: Path, path: str) -> bool:
+    """Whether a path leads into the folder of a run, in which ``checkpoints`` or a file may be a link to another disk."""
+    homes, places = (folder, folder / "checkpoints"), (Path(path), Path(path).parent)
+    return any(place.resolve().is_relative_to(home.resolve()) for home in homes for place in places)
 
 
 # --- starting from stored weights
