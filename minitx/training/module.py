@@ -20,7 +20,6 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -148,24 +147,9 @@ class TrainingModule(L.LightningModule):
         """Return the logits of a batch."""
         return self.caller(batch)
 
-    def setup(self, stage: str) -> None:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        if is_overridden("on_before_batch_transfer", data):  # Lightning would call it instead of ours
-            hook = data.on_before_batch_transfer
-            own = hook.args[0] if isinstance(hook, partial) else hook  # of an earlier run with these data
-            data.on_before_batch_transfer = partial(self._after, own)
-
-    def teardown(self, stage: str) -> None:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        hook = getattr(data, "on_before_batch_transfer", None)
-        if isinstance(hook, partial) and hook.func == self._after:
-            data.on_before_batch_transfer = hook.args[0]
-
-    def _after(self, own: Callable[[Any, int], Any], batch: Any, dataloader_idx: int) -> Batch:
-        return self.on_before_batch_transfer(own(batch, dataloader_idx), dataloader_idx)
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
-        batch = self.caller.batch_of(batch)
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Batch:
+        # not the public hook: that of the data, if it has one, would be called instead
+        batch = self.caller.batch_of(super()._on_before_batch_transfer(batch, dataloader_idx))
         self.caller.check(batch)  # here, where reading a mask does not wait for the device
         return batch
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import warnings
+from functools import partial
 
 import extra
 import lightning.pytorch as L
@@ -361,12 +362,11 @@ def test_what_a_data_module_does_to_a_batch_is_done_in_training_validation_and_e
     assert [result["val_loss"], at_end] == pytest.approx([wanted, wanted], rel=1e-12)
 
 
-def test_a_data_module_with_a_hook_for_batches_is_checked_as_any(tmp_path, monkeypatch):
-    monkeypatch.setattr(Squares, "on_before_batch_transfer", lambda self, batch, index: batch, raising=False)
+def test_a_data_module_with_a_hook_for_batches_is_checked_as_any(tmp_path):
     data = Squares()
+    data.on_before_batch_transfer = partial(lambda own, batch, index: batch, 1)
     data.rows = [tuple(row.values()) for row in data.rows]
     fit(tmp_path / "pairs", data)
-    assert data.on_before_batch_transfer("as it is", 0) == "as it is"  # afterwards
     data.rows = [{"input_ids": torch.tensor([1, 0]), "key_mask": torch.tensor([True, False]), "labels": 1}] * 4
     with pytest.raises(ConfigError, match=r"^model: Reads\.forward does not name key_mask"):
         fit(tmp_path / "padded", data, model=Reads(), objective=None)
