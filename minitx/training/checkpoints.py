@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
 from minitx.config.schema import first_line
@@ -206,8 +206,10 @@ def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
     network.load_state_dict(weights)
     first: dict[int, str] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
-        other = first.setdefault(id(tensor), name)
-        if other != name and not torch.allclose(weights[other], weights[name], rtol=0, atol=0, equal_nan=True):
+        if not isinstance(tensor, Tensor) or name not in weights:  # extra state, and names that the network translates
+            continue
+        other, kind = first.setdefault(id(tensor), name), tensor.dtype
+        if other != name and not torch.allclose(weights[other].to(kind), weights[name].to(kind), 0, 0, equal_nan=True):
             raise ValueError(f"{other} and {name} are one tensor of the model, and two different ones among the weights")
 
 
