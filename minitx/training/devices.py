@@ -287,7 +287,11 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
     """Return the sum of a value over the rows of all processes, on every process."""
     if trainer.world_size == 1:
         return value
-    return trainer.strategy.reduce(value.clone(), reduce_op="sum")  # which works in place
+    total = value.clone()
+    torch.distributed.all_reduce(
+        total
+    )  # trainer.strategy.reduce has a barrier before it, at which the host waits for the device
+    return total
 
 
 def sharded_parts(network: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
