@@ -201,8 +201,9 @@ def test_pixels_in_float32_train_a_network_in_float64(make_config, tmp_path):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_run_leaves_threads_and_deterministic_kernels_as_they_were(make_config, tmp_path, before):
+def test_a_run_leaves_threads_and_deterministic_kernels_as_they_were(make_config, tmp_path, monkeypatch, before):
     threads, found = torch.get_num_threads(), []
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)  # which deterministic kernels switch off
     torch.use_deterministic_algorithms(before)
     look = L.callbacks.LambdaCallback(
         on_train_end=lambda *_: found.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()))
@@ -212,6 +213,7 @@ def test_a_run_leaves_threads_and_deterministic_kernels_as_they_were(make_config
             config = make_config(trainer__max_steps=1, **{f"trainer__{key}": value for key, value in asked.items()})
             train_with(config, tmp_path / name, look)
             assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (threads, before)
+            assert torch.backends.cudnn.benchmark
     finally:
         torch.use_deterministic_algorithms(False)
     assert found == [(threads + 1, True), (threads, before)]
