@@ -340,9 +340,7 @@ def build_module(
         check_head(built, network, ours.head if ours else "none")
     head_dim = ours.width_per_head if ours else 1
     first = build_optimizer(network, config.optimizer, head_dim)  # what they refuse is said before the run has a folder
-    schedule = build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
-    if config.ckpt_path is not None and not isinstance(schedule, LambdaLR):
-        check_length(config)
+    build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
     if isinstance(first, Muon) and config.trainer.strategy == "sharded":
         raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
     if isinstance(data, DataModule) and isinstance(built, CrossEntropy):
@@ -364,22 +362,6 @@ def build_module(
         shard=config.trainer.shard,
         monitor=config.trainer.monitor,
     )
-
-
-def check_length(config: RunConfig) -> None:
-    """Refuse to go on with another number of steps where the state of the schedule in the checkpoint has the old one.
-
-    Raises:
-        ConfigError: ``trainer.max_steps`` or ``max_epochs`` is another, and the target of the schedule gets the number of steps.
-    """
-    if config.schedule.get("max_steps") is not None or "max_steps" not in named_by(config.schedule, "schedule"):
-        return
-    saved, wanted = read_checkpoint(str(config.ckpt_path))["minitx"]["config"]["trainer"], to_dict(config.trainer)
-    for name in ("max_steps", "max_epochs"):
-        said = f"ckpt_path={config.ckpt_path} goes on with its own schedule, which is that of trainer.{name}={saved[name]}"
-        require(
-            saved[name] == wanted[name], f"{said}: leave it as it was, or start a new run from the weights with init_from.path"
-        )
 
 
 def check_own_steps(config: RunConfig, data: L.LightningDataModule, name: str, objective: Any) -> None:

@@ -227,12 +227,20 @@ def annealed(optimizer, max_steps):
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max_steps)
 
 
+def later(optimizer, max_steps):
+    return annealed(optimizer, max_steps)
+
+
 def test_a_schedule_whose_state_has_the_number_of_steps_does_not_go_on_to_another(make_config, tmp_path):
     options = {"trainer__ckpt_every": 2, "schedule": node(annealed)}
     train(make_config(trainer__max_steps=4, **options), tmp_path)
     train(resumed(make_config(trainer__max_steps=4, **options), tmp_path), tmp_path)
     with pytest.raises(ConfigError, match=r"goes on with its own schedule, which is that of trainer\.max_steps=4: leave"):
         train(resumed(make_config(trainer__max_steps=8, **options), tmp_path), tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"goes on with its own schedule, and the config asks for another: schedule\._target_"
+    ):
+        train(resumed(make_config(trainer__max_steps=8, schedule=node(later)), tmp_path), tmp_path)
     assert len(read_metrics(tmp_path / "metrics.csv")) == 4
 
 
