@@ -28,7 +28,7 @@ from minitx.training.checkpoints import start_from, tokenizer_of
 from minitx.training.devices import machine
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
 from minitx.training.nodes import build_all
-from minitx.training.run import build_trainer, quiet_lightning, quiet_ours
+from minitx.training.run import build_trainer, quiet_lightning
 
 RUNS_FILE = "runs.jsonl"
 """The runs of a threshold that is not finished, one per line, in the folder of its cell."""
@@ -131,7 +131,6 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
     path = folder / RUNS_FILE
     known = {run["rate"]: run for run in read_records(path, keys=["rate", "stable"])}
     with quiet_lightning(), machine(config.trainer):
-        quiet_ours()
         runs = Runs(config, folder, rule)
 
         def is_stable(rate: float) -> bool:
@@ -201,6 +200,6 @@ class Runs:
         """The mean loss of the starting weights on the first ``window`` batches of training."""
         module, losses = self.module(self.config.optimizer["lr"]), []
         for batch in itertools.islice(self.data.train_dataloader(), self.rule.window):
-            batch = {name: value.to(module.device) for name, value in module.on_before_batch_transfer(batch, 0).items()}
+            batch = {name: value.to(module.device) for name, value in module._on_before_batch_transfer(batch).items()}
             losses.append(float(module.sums(batch)["loss"] / batch["num_targets"]))
         return math.fsum(losses) / len(losses)

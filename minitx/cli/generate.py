@@ -44,8 +44,7 @@ class GenerateConfig(StoredConfig):
         require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")
         beams = self.num_beams == 1 or self.temperature == 0.0
         require(beams, f"num_beams={self.num_beams} with temperature={self.temperature}: beam search draws nothing")
-        plain = GenerateConfig.__dataclass_fields__["length_penalty"].default
-        ranks = self.num_beams != 1 or self.length_penalty == plain
+        ranks = self.num_beams != 1 or self.length_penalty == GenerateConfig.length_penalty
         require(ranks, f"length_penalty={self.length_penalty} has no effect without beam search: set num_beams above 1")
         draws = self.num_samples == 1 or self.temperature != 0.0
         require(draws, f"num_samples={self.num_samples} needs temperature above 0: without draws all are the same")

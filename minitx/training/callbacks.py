@@ -358,7 +358,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
         if 0 < trainer.max_steps <= step:  # several optimizers make several updates at once
             trainer.should_stop = True
         loop: Any = trainer.fit_loop.epoch_loop
-        is_empty = loop.val_loop.max_batches == [0]
+        is_empty = {*loop.val_loop.max_batches} == {0}
         # what Lightning asks after the callbacks, which has no public name
         if is_empty or not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # else after the validation
             self._save_or_stop(trainer, agree=step % self.agree_every == 0 or trainer.world_size == 1)

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
-from minitx.config.schema import first_line
+from minitx.config.schema import first_line, require
 from minitx.config.training import MODEL, NODES
 from minitx.data import tokenizers
 from minitx.data.task import Task
@@ -32,7 +32,7 @@ from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.nn.scale import ScoreScale, fold_scale
 from minitx.training import rank
 from minitx.training.build import GIVEN, check_trusted, config_of, import_modules, load_data, network_of
-from minitx.training.nodes import arguments_of, completed
+from minitx.training.nodes import arguments_of, completed, named_by
 from minitx.training.objectives import Objective, build_objective
 
 if TYPE_CHECKING:
@@ -206,8 +206,10 @@ def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
     network.load_state_dict(weights)
     first: dict[int, str] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
-        other = first.setdefault(id(tensor), name)
-        if other != name and not torch.allclose(weights[other], weights[name], rtol=0, atol=0, equal_nan=True):
+        if not isinstance(tensor, Tensor) or name not in weights:  # extra state, and names that the network translates
+            continue
+        other, kind = first.setdefault(id(tensor), name), tensor.dtype
+        if other != name and not torch.allclose(weights[other].to(kind), weights[name].to(kind), 0, 0, equal_nan=True):
             raise ValueError(f"{other} and {name} are one tensor of the model, and two different ones among the weights")
 
 
@@ -219,11 +221,17 @@ def check_free(folder: Path, ckpt_path: str | None) -> None:
     """
     if rank() or not (folder / "metrics.csv").exists():
         return
-    if ckpt_path is None or (ckpt_path != "last" and not Path(ckpt_path).resolve().is_relative_to(folder.resolve())):
+    if ckpt_path is None or (ckpt_path != "last" and not _is_in(folder, ckpt_path)):
         other = "" if ckpt_path is None else f", which ckpt_path={ckpt_path} does not belong to"
         raise ConfigError(
             f"output_dir={folder} holds a run already{other}; continue it with ckpt_path=last, or choose another folder"
         )
+
+
+def _is_in(folder: Path, path: str) -> bool:
+    """Whether a path leads into the folder of a run, in which ``checkpoints`` or a file may be a link to another disk."""
+    homes, places = (folder, folder / "checkpoints"), (Path(path), Path(path).parent)
+    return any(place.resolve().is_relative_to(home.resolve()) for home in homes for place in places)
 
 
 # --- starting from stored weights
@@ -347,7 +355,7 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
 
     Raises:
         ConfigError: the file does not exist, is not a checkpoint of minitx, is beyond ``trainer.max_steps``, or is of another
-            model, optimizer or schedule. The message names the fields that differ.
+            model, optimizer or schedule, or of another number of steps (``check_length``). The message names what differs.
     """
     if config.ckpt_path is None:
         return 0
@@ -363,6 +371,9 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
                 f"{'; '.join(f'{name}.{key}' for key in changed)}. "
                 "Leave it as it was, or start a new run from the weights with init_from.path"
             )
+    lambdas = ["lr_lambdas" in each for each in checkpoint["lr_schedulers"]]
+    if state["prefix"] and not all(lambdas):  # the state of a LambdaLR has no number of steps
+        check_length(config, checkpoint["minitx"]["config"]["trainer"])
     known = [tokenizers.from_dict(each["tokenizer"]) for each in (checkpoint["minitx"], state) if each["tokenizer"]]
     if len({*map(tokenizers.fingerprint, known)}) > 1:  # as many ids may stand for other text
         raise ConfigError(
@@ -380,6 +391,19 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     if most is not None and step > most:
         raise ConfigError(f"ckpt_path={config.ckpt_path} is of step {step}, after trainer.max_steps={most}")
     return step if state["prefix"] else checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
+
+
+def check_length(config: RunConfig, saved: Mapping[str, Any]) -> None:
+    """Refuse to go on with another number of steps where the state of the schedule in the checkpoint may have the old one.
+
+    Raises:
+        ConfigError: ``trainer.max_steps`` or ``max_epochs`` is another, and the target of the schedule gets the number of steps.
+    """
+    takes_steps = config.schedule.get("max_steps") is None and "max_steps" in named_by(config.schedule, "schedule")
+    for name in ("max_steps", "max_epochs") if takes_steps else ():
+        said = f"ckpt_path={config.ckpt_path} goes on with its own schedule, which is that of trainer.{name}={saved[name]}"
+        advice = "leave it as it was, or start a new run from the weights with init_from.path"
+        require(saved[name] == getattr(config.trainer, name), f"{said}: {advice}")
 
 
 def changes_of(saved: Mapping[str, Any], wanted: Mapping[str, Any], key: str) -> list[str]:

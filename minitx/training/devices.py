@@ -257,7 +257,7 @@ def machine(options: TrainerConfig) -> Iterator[None]:
     """
     check_count(options)
     threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    warn_only, benchmark = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     on_cpu = device_type(options) == "cpu"
@@ -268,7 +268,8 @@ def machine(options: TrainerConfig) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(is_exact, warn_only=warn_only)  # Lightning's trainer sets it
+        torch.use_deterministic_algorithms(is_exact, warn_only=warn_only)  # Lightning's trainer sets it, and the next
+        torch.backends.cudnn.benchmark = benchmark
 
 
 # --- compiling
@@ -287,7 +288,11 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
     """Return the sum of a value over the rows of all processes, on every process."""
     if trainer.world_size == 1:
         return value
-    return trainer.strategy.reduce(value.clone(), reduce_op="sum")  # which works in place
+    total = value.clone()
+    torch.distributed.all_reduce(
+        total
+    )  # trainer.strategy.reduce has a barrier before it, at which the host waits for the device
+    return total
 
 
 def sharded_parts(network: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:

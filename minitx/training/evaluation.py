@@ -192,20 +192,39 @@ def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Ite
     if isinstance(source, ValSource):
         batches: Any = (source[Address(step)] for step in range(len(source)))
     else:
+        if source.trainer is None:  # a hook may ask it whether this is training
+            source.trainer = _bystander()
         source.prepare_data()
         source.setup("validate")
         batches = source.val_dataloader()
     hooks = None if isinstance(source, ValSource) else source  # as Lightning calls them
     for found in batches:
-        batch = caller.batch_of(hooks.on_before_batch_transfer(found, 0) if hooks else found)
+        batch = caller.batch_of(found if hooks is None else hooks.on_before_batch_transfer(found, 0))
         caller.check(batch)
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        batch = hooks.on_after_batch_transfer(batch, 0) if hooks else batch
+        if hooks is None:
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        else:
+            batch = hooks.on_after_batch_transfer(hooks.transfer_batch_to_device(batch, device, 0), 0)
         rows = int(min(left, len(batch["labels"])))
         yield rows_of_batch(batch, slice(rows))
         left -= rows
         if left == 0:
             return
+
+
+def _bystander() -> L.Trainer:
+    """A trainer in validation that runs nothing."""
+    import lightning.pytorch as L
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    from minitx.training.run import quiet_lightning
+
+    with quiet_lightning():
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, plugins=[LightningEnvironment()]
+        )
+    trainer.validating = True
+    return trainer
 
 
 def _of_sums(network: nn.Module, source: Rows, options: EvaluationConfig, objective: Objective) -> dict[str, Metric]:

@@ -20,7 +20,6 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -148,24 +147,9 @@ class TrainingModule(L.LightningModule):
         """Return the logits of a batch."""
         return self.caller(batch)
 
-    def setup(self, stage: str) -> None:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        if is_overridden("on_before_batch_transfer", data):  # Lightning would call it instead of ours
-            hook = data.on_before_batch_transfer
-            own = hook.args[0] if isinstance(hook, partial) else hook  # of an earlier run with these data
-            data.on_before_batch_transfer = partial(self._after, own)
-
-    def teardown(self, stage: str) -> None:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        hook = getattr(data, "on_before_batch_transfer", None)
-        if isinstance(hook, partial) and hook.func == self._after:
-            data.on_before_batch_transfer = hook.args[0]
-
-    def _after(self, own: Callable[[Any, int], Any], batch: Any, dataloader_idx: int) -> Batch:
-        return self.on_before_batch_transfer(own(batch, dataloader_idx), dataloader_idx)
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
-        batch = self.caller.batch_of(batch)
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Batch:
+        # not the public hook: that of the data, if it has one, would be called instead
+        batch = self.caller.batch_of(super()._on_before_batch_transfer(batch, dataloader_idx))
         self.caller.check(batch)  # here, where reading a mask does not wait for the device
         return batch
 
@@ -356,9 +340,7 @@ def build_module(
         check_head(built, network, ours.head if ours else "none")
     head_dim = ours.width_per_head if ours else 1
     first = build_optimizer(network, config.optimizer, head_dim)  # what they refuse is said before the run has a folder
-    schedule = build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
-    if config.ckpt_path is not None and not isinstance(schedule, LambdaLR):
-        check_length(config)
+    build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
     if isinstance(first, Muon) and config.trainer.strategy == "sharded":
         raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
     if isinstance(data, DataModule) and isinstance(built, CrossEntropy):
@@ -380,22 +362,6 @@ def build_module(
         shard=config.trainer.shard,
         monitor=config.trainer.monitor,
     )
-
-
-def check_length(config: RunConfig) -> None:
-    """Refuse to go on with another number of steps where the state of the schedule in the checkpoint has the old one.
-
-    Raises:
-        ConfigError: ``trainer.max_steps`` or ``max_epochs`` is another, and the target of the schedule gets the number of steps.
-    """
-    if config.schedule.get("max_steps") is not None or "max_steps" not in named_by(config.schedule, "schedule"):
-        return
-    saved, wanted = read_checkpoint(str(config.ckpt_path))["minitx"]["config"]["trainer"], to_dict(config.trainer)
-    for name in ("max_steps", "max_epochs"):
-        said = f"ckpt_path={config.ckpt_path} goes on with its own schedule, which is that of trainer.{name}={saved[name]}"
-        require(
-            saved[name] == wanted[name], f"{said}: leave it as it was, or start a new run from the weights with init_from.path"
-        )
 
 
 def check_own_steps(config: RunConfig, data: L.LightningDataModule, name: str, objective: Any) -> None:

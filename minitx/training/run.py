@@ -81,8 +81,8 @@ def train(
         config = in_steps(config, opened)
         network = start_from(config.init_from, build_network(config, opened, model))
         module = build_module(config, opened, network, objective)
-        if isinstance(module, TrainingModule):
-            quiet_ours()
+        if isinstance(module, TrainingModule):  # the sum over ranks already; of what a LightningModule logs it may be right
+            warnings.filterwarnings("ignore", message=".*sync_dist=True")
         state = stored_state(config, opened, network)
         done = check_resumed(config, state)
         callbacks = build_callbacks(config, module, opened, folder, state)
@@ -353,19 +353,6 @@ _NOTICES = (
     "WeightAveraging callback with a model that overrides",  # configure_model shards; otherwise it does nothing
     "WeightAveraging callback, but loading a checkpoint outside",  # the averaged weights are tested
 )
-
-
-_NOTICES_OF_OURS = (
-    "overridden `on_before_batch_transfer` in",  # both hooks of a batch are called
-    "sync_dist=True",  # what is logged is the sum over ranks already
-)
-"""What Lightning says of our own module without reason. Of a LightningModule of the user's it may be right."""
-
-
-def quiet_ours() -> None:
-    """Hide ``_NOTICES_OF_OURS``, until ``quiet_lightning`` ends."""
-    for message in _NOTICES_OF_OURS:
-        warnings.filterwarnings("ignore", message=f".*{message}")
 
 
 @contextmanager

@@ -6,11 +6,20 @@ import shutil
 
 import pytest
 import torch
+from torch import nn
 
 from minitx.config import ConfigError
 from minitx.nn import DecoderLM
 from minitx.training.callbacks import LastCheckpoint
-from minitx.training.checkpoints import FORMAT, CheckpointError, load_model, newest_valid, read_checkpoint, write_checkpoint
+from minitx.training.checkpoints import (
+    FORMAT,
+    CheckpointError,
+    load_model,
+    load_weights,
+    newest_valid,
+    read_checkpoint,
+    write_checkpoint,
+)
 from minitx.training.run import AtomicCheckpointIO, train
 
 SMALL = {"minitx": {"model": {"_target_": "torch.nn.Linear"}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
@@ -130,6 +139,26 @@ def test_two_weights_of_a_checkpoint_are_not_loaded_into_one_tensor_that_a_model
     with pytest.raises(ConfigError, match=rf"^init_from\.path=\S+ does not fit the model: {said}"):
         train(make_config(init_from__path=str(path)), tmp_path / "next")
     assert not (tmp_path / "next").exists()
+
+
+class Noted(nn.Linear):
+    """A layer with extra state, which is no tensor."""
+
+    def get_extra_state(self):
+        return None
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_a_tensor_with_two_names_is_compared_in_the_precision_of_the_model_and_other_state_is_left_alone():
+    model = nn.Sequential(Noted(2, 2), Noted(2, 2))
+    model[1].weight = model[0].weight
+    weights = {name: None if value is None else value.bfloat16() for name, value in model.state_dict().items()}
+    load_weights(model, {**weights, "0.weight": weights["0.weight"].float()})
+    torch.testing.assert_close(model[1].weight.detach(), weights["1.weight"].float())
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight are one tensor"):
+        load_weights(model, {**weights, "0.weight": weights["0.weight"] + 1})
 
 
 def test_a_checkpoint_is_written_when_the_last_one_is_old(make_config, tmp_path, monkeypatch):

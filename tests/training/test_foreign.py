@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import warnings
+from functools import partial
 
 import extra
 import lightning.pytorch as L
@@ -361,12 +362,25 @@ def test_what_a_data_module_does_to_a_batch_is_done_in_training_validation_and_e
     assert [result["val_loss"], at_end] == pytest.approx([wanted, wanted], rel=1e-12)
 
 
-def test_a_data_module_with_a_hook_for_batches_is_checked_as_any(tmp_path, monkeypatch):
-    monkeypatch.setattr(Squares, "on_before_batch_transfer", lambda self, batch, index: batch, raising=False)
+def test_hooks_for_batches_are_those_of_validation_in_an_evaluation_without_a_run():
+    class Hooked(Squares):
+        def transfer_batch_to_device(self, batch, device, index):
+            return {name: value.to(device) * (3 if name == "input" else 1) for name, value in batch.items()}
+
+        def on_after_batch_transfer(self, batch, index):
+            assert self.trainer.validating
+            return {name: value * (5 if self.trainer.training else 1) for name, value in batch.items()}
+
+    data, model = Hooked(), nn.Linear(3, 2).double()
+    wanted = squared(model(3 * default_collate(data.rows)["input"]), default_collate(data.rows)).item() / 14
+    assert evaluate(model, data, objective=squared).metrics["loss"].value == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_data_module_with_a_hook_for_batches_is_checked_as_any(tmp_path):
     data = Squares()
+    data.on_before_batch_transfer = partial(lambda own, batch, index: batch, 1)
     data.rows = [tuple(row.values()) for row in data.rows]
     fit(tmp_path / "pairs", data)
-    assert data.on_before_batch_transfer("as it is", 0) == "as it is"  # afterwards
     data.rows = [{"input_ids": torch.tensor([1, 0]), "key_mask": torch.tensor([True, False]), "labels": 1}] * 4
     with pytest.raises(ConfigError, match=r"^model: Reads\.forward does not name key_mask"):
         fit(tmp_path / "padded", data, model=Reads(), objective=None)

@@ -72,6 +72,7 @@ def test_a_crash_while_the_file_is_written_anew_loses_no_row(tmp_path, monkeypat
         assert path.read_bytes() == before
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
 def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they_were(tmp_path, monkeypatch):
     config, probes = tmp_path / "config.yaml", tmp_path / "probes.jsonl"
     config.write_text("old", encoding="utf-8")
@@ -199,10 +200,10 @@ def test_pixels_in_float32_train_a_network_in_float64(make_config, tmp_path):
         assert (tmp_path / "run" / name).stat().st_size > 0
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
 @pytest.mark.parametrize("before", [True, False])
-def test_a_run_leaves_threads_and_deterministic_kernels_as_they_were(make_config, tmp_path, before):
+def test_a_run_leaves_threads_and_deterministic_kernels_as_they_were(make_config, tmp_path, monkeypatch, before):
     threads, found = torch.get_num_threads(), []
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)  # which deterministic kernels switch off
     torch.use_deterministic_algorithms(before)
     look = L.callbacks.LambdaCallback(
         on_train_end=lambda *_: found.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()))
@@ -212,11 +213,13 @@ def test_a_run_leaves_threads_and_deterministic_kernels_as_they_were(make_config
             config = make_config(trainer__max_steps=1, **{f"trainer__{key}": value for key, value in asked.items()})
             train_with(config, tmp_path / name, look)
             assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (threads, before)
+            assert torch.backends.cudnn.benchmark
     finally:
         torch.use_deterministic_algorithms(False)
     assert found == [(threads + 1, True), (threads, before)]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
 def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
     (tmp_path / "evaluation.json").symlink_to("/dev/full")
     (tmp_path / "probes.jsonl").symlink_to("/dev/full")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import signal
 import warnings
 
 import extra
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, SamplesConfig
 from minitx.config.training import StopAtConfig
 from minitx.data.task import Task
-from minitx.training.callbacks import LastCheckpoint
+from minitx.training.callbacks import LastCheckpoint, StoppedError
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import read_metrics
@@ -164,6 +165,26 @@ def test_checkpoints_are_written_when_they_are_due_wherever_validations_and_upda
     fit(tmp_path, kind, **{"ckpt_every": 6, **options})
     assert saved == steps
     assert read_metrics(tmp_path / "metrics.csv")[-1]["val/loss"] is not None
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `DataLoader` across ranks is zero")
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_a_signal_stops_a_run_whose_validation_loaders_are_empty(tmp_path, loaders):
+    class Empty(Pairs):
+        def val_dataloader(self):
+            return [DataLoader([]) for _ in range(loaders)]
+
+    class Stopped(Manual):
+        def on_train_batch_end(self, *_):
+            if self.trainer.global_step > 2:
+                signal.raise_signal(signal.SIGTERM)
+
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            raise AssertionError
+
+    with pytest.raises(StoppedError):
+        fit(tmp_path, Stopped, Empty(), val_every=1, max_steps=18)
+    assert last(tmp_path)["global_step"] < 9
 
 
 def test_its_checkpoint_holds_no_objects_and_its_weights_load(tmp_path):

@@ -199,6 +199,19 @@ def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_fo
         train(resumed(config, tmp_path / "first"), tmp_path / "second")
 
 
+def test_a_run_goes_on_where_its_checkpoints_are_a_link_to_another_disk(make_config, tmp_path):
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    train(make_config(trainer__ckpt_every=2), folder)
+    (folder / "checkpoints").rename(disk)
+    (folder / "checkpoints").symlink_to(disk)
+    (tmp_path / "link.ckpt").symlink_to(disk / "last.ckpt")
+    for path in ("last", folder / "checkpoints" / "last.ckpt", disk / "last.ckpt", tmp_path / "link.ckpt"):
+        train(make_config(trainer__ckpt_every=2, ckpt_path=str(path)), folder)
+    (folder / "checkpoints" / "last.ckpt").rename(tmp_path / "other.ckpt")
+    (folder / "checkpoints" / "last.ckpt").symlink_to(tmp_path / "other.ckpt")
+    train(make_config(trainer__ckpt_every=2, ckpt_path="last"), folder)
+
+
 def test_a_run_that_goes_on_to_more_steps_has_the_rates_of_the_longer_schedule_from_its_first_step_on(make_config, tmp_path):
     """The optimizer in the checkpoint has the next rate of the old schedule, which ends at the tenth of the peak."""
     rates = {}
@@ -214,12 +227,20 @@ def annealed(optimizer, max_steps):
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max_steps)
 
 
+def later(optimizer, max_steps):
+    return annealed(optimizer, max_steps)
+
+
 def test_a_schedule_whose_state_has_the_number_of_steps_does_not_go_on_to_another(make_config, tmp_path):
     options = {"trainer__ckpt_every": 2, "schedule": node(annealed)}
     train(make_config(trainer__max_steps=4, **options), tmp_path)
     train(resumed(make_config(trainer__max_steps=4, **options), tmp_path), tmp_path)
     with pytest.raises(ConfigError, match=r"goes on with its own schedule, which is that of trainer\.max_steps=4: leave"):
         train(resumed(make_config(trainer__max_steps=8, **options), tmp_path), tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"goes on with its own schedule, and the config asks for another: schedule\._target_"
+    ):
+        train(resumed(make_config(trainer__max_steps=8, schedule=node(later)), tmp_path), tmp_path)
     assert len(read_metrics(tmp_path / "metrics.csv")) == 4
 
 

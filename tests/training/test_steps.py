@@ -18,6 +18,7 @@ from minitx.config.training import StopAtConfig
 from minitx.training import callbacks
 from minitx.training.callbacks import StepLog, StopAt, batch_flops
 from minitx.training.checkpoints import read_checkpoint
+from minitx.training.devices import sum_over_rows
 from minitx.training.loggers import read_metrics
 from minitx.training.module import TrainingModule
 from minitx.training.optimizers import constant
@@ -124,6 +125,13 @@ def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whol
     monkeypatch.setattr(callbacks, "sum_over_rows", lambda trainer, own: own + 33)  # the others have other numbers of targets
     log.on_step(trainer, module, 2, batch)
     assert log.state_dict() == {"tokens": 40 if whole else 43}
+
+
+def test_a_sum_over_processes_leaves_what_is_summed_and_does_not_wait_for_the_device(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda value: value.mul_(4))  # and no barrier, in no group
+    own = torch.tensor([1.0, 2.0])
+    assert sum_over_rows(SimpleNamespace(world_size=4), own).tolist() == [4.0, 8.0]
+    assert sum_over_rows(SimpleNamespace(world_size=1), own).tolist() == [1.0, 2.0]
 
 
 class Own(L.Callback):
