@@ -288,10 +288,8 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
     """Return the sum of a value over the rows of all processes, on every process."""
     if trainer.world_size == 1:
         return value
-    total = value.clone()
-    torch.distributed.all_reduce(
-        total
-    )  # trainer.strategy.reduce has a barrier before it, at which the host waits for the device
+    total = value.clone()  # trainer.strategy.reduce has a barrier before it, at which the host waits for the device
+    torch.distributed.all_reduce(total)
     return total
 
 
