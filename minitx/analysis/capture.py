@@ -196,11 +196,16 @@ def rows_of_blocks(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
     rows: dict[str, tuple[int, int]] = {}
 
     def enter(name: str, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        hidden = next(value for value in (*args, *options.values()) if isinstance(value, Tensor))
+        hidden = stream_of(args, options)
         rows[name] = (hidden.shape[0], hidden.shape[1]) if hidden.dim() > 2 else (1, hidden.shape[0])
 
     with before_calls(modules_of(model, "residual"), enter):
         yield rows
+
+
+def stream_of(args: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor:
+    """Return the residual stream that a block is called with: its first tensor. Blocks of others have many names for it."""
+    return next(value for value in (*args, *options.values()) if isinstance(value, Tensor))
 
 
 def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:

@@ -6,7 +6,6 @@ the old value, or a record of another run.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from minitx.analysis.capture import (
     modules_of,
     places_of,
     rows_of_blocks,
+    stream_of,
     warn_of_silence,
 )
 from minitx.analysis.heads import UNKNOWN, mean_interval
@@ -483,12 +483,11 @@ def _refuse_layers_after(model: nn.Module, last: str) -> None:
 
 
 def _block_calls(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """The name and the input of each block that ``model(**inputs)`` calls, in the order of the calls, beside the last in one model."""
+    """The name and the input of each block that ``model(**inputs)`` calls, in the order of the calls. Only of the model around the last one."""
     calls: list[tuple[str, Tensor]] = []
 
     def enter(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs[next(iter(inspect.signature(block.forward).parameters))]
-        calls.append((name, hidden.clone()))
+        calls.append((name, stream_of(args, kwargs).clone()))
 
     with before_calls(modules_of(model, "residual"), enter):
         model(**inputs)

@@ -142,7 +142,7 @@ def beam_search(
     [torch.Size([4])]
     """
     check_count("num_beams", num_beams)
-    if not -10 <= length_penalty <= 10:  # beyond, the norm of a long text leaves float32
+    if not -10 <= length_penalty <= 10:  # beyond, float32 cannot hold the norm of a long text
         raise ValueError(f"length_penalty={length_penalty} must be a number from -10 to 10")
     sampler = Sampler(repetition_penalty=repetition_penalty)
     prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}

@@ -87,7 +87,8 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
     Ackley et al. 1985, "A learning algorithm for Boltzmann machines".
     """
-    return (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, torch.finfo(logits.dtype).tiny)  # 0 / 0 is no number
+    least = torch.finfo(logits.dtype).tiny  # a temperature below it may be rounded to 0
+    return (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, least)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:

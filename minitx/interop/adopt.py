@@ -64,7 +64,7 @@ class Running(threading.local):
         weights_wanted: whether the call has ``output_attentions=True``.
         key_masks: which keys of the running model are real, bool (B, S), as its ``attention_mask`` says, and those of the other
             sequence. None: no padding.
-        masks: the masks of the running call. Its layers share them, with what a kernel has computed of a mask.
+        masks: the bool masks of the running call. Its layers share them, with what a kernel has computed of a mask.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Adoption:
             self.running.masks = []
 
     def mask(self, tensor: Tensor | None, is_causal: bool, keys: tuple[int, int], is_cross: bool) -> Mask | None:
-        """Return what transformers' mask of a layer means, for ``keys`` = (B, S). A call of the model has one object for a tensor."""
+        """Return what transformers' mask of a layer means, for ``keys`` = (B, S). A call of the model has one object for a bool tensor."""
         if tensor is None and not is_causal:
             return None
         running = self.running
@@ -149,7 +149,8 @@ class Adoption:
             real = None if real is None else real.to(tensor.device)
             visible = tensor if tensor.dtype == torch.bool else tensor > torch.finfo(tensor.dtype).min / 2
             mask = TransformersMask(visible[..., : keys[1]], is_causal, real)
-        if running.depth and not torch.compiler.is_compiling():
+        is_shared = tensor is None or tensor.dtype == torch.bool  # one of floats may be a layer's own (Doge)
+        if is_shared and running.depth and not torch.compiler.is_compiling():
             running.masks.append((tensor, key_mask, (is_causal, keys), mask))
         return mask
 

@@ -179,7 +179,7 @@ def _source_of(layer: nn.Module, made: Tensor, others: tuple[Tensor, ...]) -> Fo
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     if not made.requires_grad or not parameters:
         return None
-    wanted, rest = _combination(made), torch.stack([_combination(other) for other in others]).sum()
+    wanted, rest = _combination(made), torch.stack([*map(_combination, others)]).sum()
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     of_wanted, of_others = (
         dict(zip(parameters, torch.autograd.grad(value, parameters, **options), strict=True)) for value in (wanted, rest)

@@ -216,6 +216,7 @@ class KVCache:
     def reorder(self, rows: Tensor) -> None:
         """Replace each row i by the row ``rows[i]`` in every layer, for beam search. ``rows`` is int (B',)."""
         for layer in self.layers:
+            layer.length = self.length  # as in ``join``
             layer.reorder(rows)
         self.key_mask = None if self.key_mask is None else self.key_mask.index_select(0, rows)
         self.document_ids = None if self.document_ids is None else self.document_ids.index_select(0, rows)

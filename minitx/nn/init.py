@@ -124,8 +124,9 @@ def init_weights(
         raise ValueError(f"gains has unknown roles {unknown}; the roles are {', '.join(ROLES)}")
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module.weight, nn.Parameter):
+            where = f"{name}.weight".lstrip(".")
             raise ValueError(
-                f"{name}.weight is computed from other parameters: initialise the model before you wrap its layers"
+                f"{where} is computed from other parameters: wrap the layer after the model is made and initialised"
             )
     draw = _Drawer(SCHEMES[scheme], num_layers, gains or {}, generator)
     for module in model.modules():

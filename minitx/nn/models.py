@@ -26,7 +26,7 @@ __all__ = ["MODELS", "DecoderLM", "Encoder", "EncoderDecoder", "TransformerModel
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return one is other or (not one.is_meta and not other.is_meta and torch.equal(one, other))
+    return one is other or (one.device == other.device and not one.is_meta and torch.equal(one, other))
 
 
 class Shared(NamedTuple):
@@ -99,11 +99,13 @@ class TransformerModel(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        """Stay tied after ``load_state_dict(assign=True)``, if the names have equal values."""
+        """Stay tied after ``load_state_dict(assign=True)``, unless the names have different values."""
         for shared in self._ties() if local_metadata.get("assign_to_params_buffers") else ():
-            given = [prefix + name for name in shared if prefix + name in state_dict]
-            if len(given) > 1 and all(_equal(state_dict[given[0]], state_dict[name]) for name in given[1:]):
-                state_dict.update(dict.fromkeys(given, nn.Parameter(state_dict[given[0]])))
+            names = [prefix + name for name in shared]
+            given = [state_dict[name] for name in names if name in state_dict]
+            if given and all(_equal(given[0], other) for other in given[1:]):
+                # torch then asks for the gradients that the model's parameter asks for
+                state_dict.update(dict.fromkeys(names, nn.Parameter(given[0], requires_grad=False)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def make_cache(self, capacity: int) -> KVCache:
@@ -189,7 +191,7 @@ class TransformerModel(nn.Module):
         return masks
 
     def _positions(self, position_ids: Tensor, x: Tensor) -> list[Tensor | Rotation | None]:
-        """Return each layer's positions. Rotary layers with the same base and scaling share their angles."""
+        """Return each layer's positions. Rotary layers of the same sizes share their angles; those of a subclass have their own."""
         if self.config.position != "rotary":
             return [position_ids] * len(self.blocks)
         found: dict[Any, Rotation] = {}
@@ -199,7 +201,6 @@ class TransformerModel(nn.Module):
             if rotary is None:
                 positions.append(position_ids)
                 continue
-            # a subclass may compute other angles
             kind = (rotary.head_dim, rotary.base, rotary.scaling) if type(rotary) is Rotary else rotary
             if kind not in found:
                 found[kind] = rotary.rotation(position_ids, x.shape[0], x.shape[1], x.dtype)

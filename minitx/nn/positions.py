@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -224,9 +224,9 @@ def check_range(name: str, ids: Tensor, size: int) -> None:
             raise ValueError(f"{name} must be between 0 and {size - 1}, got {low} to {high}")
 
 
-def num_rows(table: Any) -> int:
-    """Return the number of rows of an embedding table, also inside of an adapter of PEFT, which does not lend its sizes."""
-    return getattr(table, "base_layer", table).num_embeddings
+def num_rows(table: nn.Module) -> int:
+    """Return the number of rows of an embedding table, also inside of adapters of PEFT, which do not lend its sizes."""
+    return next(module.num_embeddings for module in table.modules() if hasattr(module, "num_embeddings"))  # type: ignore[return-value]
 
 
 def position_ids_from(key_mask: Tensor | None, document_ids: Tensor | None, length: int, device: torch.device) -> Tensor:

@@ -500,6 +500,15 @@ def test_keys_that_a_mask_of_floats_hides_are_hidden_from_the_statistics():
         assert found["max_logit"].max() < 100
 
 
+def test_a_mask_of_floats_that_a_layer_makes_for_itself_is_not_kept_until_the_model_ends():
+    model, kept = transformers.DogeForCausalLM(transformers.DogeConfig(**GROUPED)).eval(), []
+    inputs = inputs_of("Llama", pad="left")[0]
+    real, wanted = inputs["attention_mask"].bool(), answer_to(model, inputs).logits
+    model.lm_head.register_forward_pre_hook(lambda *_: kept.append(list(model.adoption.running.masks)))
+    assert_near(answer_to(adopt_hf(model), inputs).logits[real], wanted[real])
+    assert kept == [[]]
+
+
 def test_calls_of_two_threads_at_once_have_each_their_own_padding_and_attentions():
     model, other = adopt_hf(build("Llama")), []
     inputs, _ = inputs_of("Llama", pad="left")

@@ -214,7 +214,7 @@ class Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors[: 2 + len(ctx.needs_input_grad)]
+        saved = ctx.saved_tensors[: 2 + len(ctx.needs_input_grad)]  # without those of the mask
         return None, *Gradients.apply(ctx.settings, ctx.needs_input_grad[4:], grad, *saved)  # type: ignore[no-untyped-call]
 
 
