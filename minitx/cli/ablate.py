@@ -113,15 +113,9 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
             require(rule is None or rule.window <= cell.steps(), said)
         parts = compose_cell(cell.overrides).callbacks.parts.values() if study.measures else ()
         writers = [node for node in parts if node is not None and str(node["_target_"]).endswith(".Measures")]
-        lengths = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
-        has_attention = any(node.get("attention") for node in writers)
-        missing = [
-            measure
-            for measure in study.measures
-            if not writers
-            or (measure.startswith("loss_at_") and measure not in lengths)
-            or (measure.startswith("attention_") and not has_attention)
-        ]
+        written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
+        written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
+        missing = [measure for measure in study.measures if measure not in written]
         said = f"{place}.measures={missing}: no callback minitx.ablation.measures.Measures of the runs writes them"
         require(not missing, said)
 
@@ -140,9 +134,8 @@ def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
     done = Runs.of([cell.place for cell in chosen], records)
     other = [run for run in done.all if run.status == "done" and own(run.record["overrides"]) not in now]
     if other:
-        log.warning(
-            "%d of %d runs have other overrides than the grid has now; the first: %s", len(other), len(chosen), other[0]
-        )
+        said = f"{len(other)} of {len(chosen)} runs have other overrides than the grid has now"
+        log.warning("%s; the first: %s", said, other[0])
     return records
 
 
