@@ -105,13 +105,14 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
         ConfigError: a window is longer than the runs of its study, or no callback of them writes a measure.
     """
     solvers = {study.start.study for study in grid.chosen().values() if study.start is not None and study.start.solved}
-    for name, cell in {cell.place.study: cell for cell in reversed(chosen)}.items():
-        study, place = grid.studies[name], f"ablation.studies.{name}"
+    for name, study in grid.chosen().items():
+        of_study, place = [cell for cell in chosen if cell.place.study == name], f"ablation.studies.{name}"
+        steps = min(cell.steps() for cell in of_study)
         rules = {"threshold": study.threshold, "solved": study.solved if "time" in study.scores or name in solvers else None}
         for key, rule in rules.items():
-            said = f"{place}.{key}.window={rule and rule.window} is longer than its runs, of {cell.steps()} steps"
-            require(rule is None or rule.window <= cell.steps(), said)
-        parts = compose_cell(cell.overrides).callbacks.parts.values() if study.measures else ()
+            said = f"{place}.{key}.window={rule and rule.window} is longer than its runs, of {steps} steps"
+            require(rule is None or rule.window <= steps, said)
+        parts = compose_cell(of_study[0].overrides).callbacks.parts.values() if study.measures else ()
         writers = [node for node in parts if node is not None and str(node["_target_"]).endswith(".Measures")]
         written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
         written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
