@@ -136,9 +136,11 @@ class Tokenizer:
         if self.characters is None and not any(name in text for text in sections[::2] for name in self._special):
             found = self._of_whole.encode("".join(sections), add_special_tokens=False)
             whole = np.array(found.ids, dtype=np.uint32)
-            if whole[self._never[whole]].tolist() == [id for id in given if self._never[id]]:
-                return whole, np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
-        ids, places, before = list[np.ndarray](), list[np.ndarray](), 0
+            places, marks = np.array(found.offsets, dtype=np.int64).reshape(-1, 2), self._never[whole]
+            places[marks, 1] = places[marks, 0] + 1  # without white space that it takes from the text behind it (rstrip)
+            if whole[marks].tolist() == [id for id in given if self._never[id]]:
+                return whole, places
+        ids, found_at, before = list[np.ndarray](), list[np.ndarray](), 0
         for i, section in enumerate(sections):
             ids.append(np.array(given[i // 2 : i // 2 + 1]) if i % 2 else self.encode(section))
             if i % 2:
@@ -147,9 +149,9 @@ class Tokenizer:
                 each = self._model.encode(section, add_special_tokens=False).offsets
             else:
                 each = np.arange(len(section))[:, None] + (0, 1)
-            places.append(before + np.array(each, dtype=np.int64).reshape(-1, 2))
+            found_at.append(before + np.array(each, dtype=np.int64).reshape(-1, 2))
             before += len(section)
-        return np.concatenate(ids).astype(np.uint32), np.concatenate(places)
+        return np.concatenate(ids).astype(np.uint32), np.concatenate(found_at)
 
     @functools.cached_property
     def _special(self) -> list[str]:

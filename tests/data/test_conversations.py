@@ -116,6 +116,15 @@ def test_a_content_is_no_special_token_also_where_the_normaliser_makes_it_its_na
     assert counted.tolist() == [False] * (len(ids) - 3) + [True] * 3
 
 
+def test_a_special_token_that_takes_the_space_behind_it_is_no_part_of_the_answer():
+    theirs = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate("ok ")}, []))
+    theirs.add_special_tokens([tokenizers.AddedToken("<|assistant|>", rstrip=True), "</s>"])
+    ours = Tokenizer(theirs.to_str())
+    ids, counted = ChatFormat("<|assistant|>{{ messages[0].content }}{{ eos_token }}", ours).encode(turns("assistant:  ok"))
+    assert [theirs.id_to_token(id) for id in ids] == ["<|assistant|>", "o", "k", "</s>"]
+    assert counted.tolist() == [False, True, True, True]
+
+
 def test_the_marks_of_a_template_are_those_that_the_tokenizers_folder_names(tmp_path):
     theirs = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS], vocab_size=300).to_dict()["json"])
     theirs.add_special_tokens(["<|im_start|>", "<|im_end|>"])
