@@ -148,7 +148,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
                 **{f"factor {factor}": of_level[factors[factor]] for factor, of_level in study.factors.items()},
                 "threshold": [f"optimizer.lr={study.threshold.first[place.arm]:g}"] if study.threshold else [],
                 "seeds": [f"seed={place.seed + NEW_DATA if first else place.seed}"],
-                "the command line": common,
+                "the command line or the lab itself": common,
             }
             _check_apart(where, parts)
             overrides = tuple(itertools.chain(*parts.values()))
