@@ -85,8 +85,7 @@ def _draw_by_rate(ax: Axes, grid: AblationConfig, heights: Mapping[Run, float], 
     ax.minorticks_off()
     if top in heights.values():
         ax.axhline(top, color=GREY, linewidth=6, alpha=0.15, zorder=0)
-        name = missing.replace(" ", "\n")
-        ax.text(1.01, top, name, transform=ax.get_yaxis_transform(), va="center", fontsize=7, color=INK)
+        ax.text(1.01, top, missing.replace(" ", "\n"), transform=ax.get_yaxis_transform(), va="center", fontsize=7, color=INK)
 
 
 def beside(arms: int, arm: int, seeds: int, seed: int) -> float:
@@ -129,10 +128,8 @@ def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -
         predicted.append(median / f.predicted if f.predicted else math.nan)
         bounds.append(median / f.bound if f.bound else math.nan)
     for ys, look, width in ((predicted, "-", 1.2), (bounds, "--", 1.0)):
-        if len(xs) > 1:
-            ax.plot(xs, ys, look, color=INK, linewidth=width)
-        else:  # one level makes no line
-            ax.plot([x * 2**way for x in xs for way in (-0.25, 0.25)], ys * 2, look, color=INK, linewidth=width)
+        line = (xs, ys) if len(xs) > 1 else ([xs[0] * 2**way for way in (-0.25, 0.25)], ys * 2)  # one level makes no line
+        ax.plot(*line, look, color=INK, linewidth=width)
     ax.set_xscale("log", base=2)
     log_ticks(ax)
     ax.set_xticks(xs, [f"{x:g}" for x in xs])

@@ -64,12 +64,11 @@ class Cell:
     def words(self, grid: Path) -> list[str]:
         """The overrides, with those that load the weights of ``start``. Where the scale is folded, the run checks that it starts as the same function."""
         own, load = settings(self.overrides), list[str]()
+        folded = (node for node in ("init_from", "model") if own.get(f"{node}.fold_scale", "").lower() == "true")
         if self.start is not None:
             path = str(self.start.weights(grid))
             load = [f"init_from.path={_quoted(path)}", "init_from.fold_scale=true"]
-        elif node := next(
-            (node for node in ("init_from", "model") if own.get(f"{node}.fold_scale", "").lower() == "true"), None
-        ):
+        elif node := next(folded, None):
             path = own.get(f"{node}.path", f"${{{node}.path}}").strip("\"'")  # an experiment may name it
         else:
             return list(self.overrides)
@@ -149,7 +148,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
                 **{f"factor {factor}": of_level[factors[factor]] for factor, of_level in study.factors.items()},
                 "threshold": [f"optimizer.lr={study.threshold.first[place.arm]:g}"] if study.threshold else [],
                 "seeds": [f"seed={place.seed + NEW_DATA if first else place.seed}"],
-                "the command line": common,
+                "the command line or the lab itself": common,
             }
             _check_apart(where, parts)
             overrides = tuple(itertools.chain(*parts.values()))

@@ -284,9 +284,8 @@ def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) ->
         return found.over(Span(finding.predicted, finding.predicted)) if finding.predicted else None
     if (over := expected.over) is None:
         return found
-    shared = {
-        factor: level for factor, level in finding.condition.items() if factor in findings.grid.studies[over.study].factors
-    }
+    factors = findings.grid.studies[over.study].factors
+    shared = {name: level for name, level in finding.condition.items() if name in factors}
     other = findings.find(over.study, finding.endpoint.name, over.arms, {**shared, **over.condition})
     return found.over(other[0].estimate) if len(other) == 1 else None
 

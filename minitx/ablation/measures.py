@@ -139,8 +139,7 @@ class Measures(L.Callback):
         config = from_dict(RunConfig, stored["config"])
         found = {}
         for length in self.lengths:
-            rows = config.evaluation.num_rows
-            rows = None if rows is None else max(1, rows * data.task.longest // length)
+            rows = config.evaluation.num_rows and max(1, config.evaluation.num_rows * data.task.longest // length)
             options = dataclasses.replace(config.evaluation, num_rows=rows)
             longer = dataclasses.replace(config, data={**config.data, "context_len": length})
             measured = evaluate(network, open_data(longer, tokenizer=data.task.tokenizer), options)

@@ -110,8 +110,7 @@ class Watch(StepCallback):
         if step < window:
             return
         mean = math.fsum(values[-window:]) / window
-        better = min if is_loss else max
-        self.worst = mean if self.worst is None or better(mean, self.worst) == self.worst else self.worst
+        self.worst = mean if self.worst is None else (max if is_loss else min)(self.worst, mean)
         self.failed = not (mean <= self.start + self.rule.value if is_loss else mean >= self.rule.value)
         trainer.should_stop = trainer.should_stop or self.failed
 

@@ -105,23 +105,18 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
         ConfigError: a window is longer than the runs of its study, or no callback of them writes a measure.
     """
     solvers = {study.start.study for study in grid.chosen().values() if study.start is not None and study.start.solved}
-    for name, cell in {cell.place.study: cell for cell in reversed(chosen)}.items():
-        study, place = grid.studies[name], f"ablation.studies.{name}"
+    for name, study in grid.chosen().items():
+        of_study, place = [cell for cell in chosen if cell.place.study == name], f"ablation.studies.{name}"
+        steps = min(cell.steps() for cell in of_study)
         rules = {"threshold": study.threshold, "solved": study.solved if "time" in study.scores or name in solvers else None}
         for key, rule in rules.items():
-            said = f"{place}.{key}.window={rule and rule.window} is longer than its runs, of {cell.steps()} steps"
-            require(rule is None or rule.window <= cell.steps(), said)
-        parts = compose_cell(cell.overrides).callbacks.parts.values() if study.measures else ()
+            said = f"{place}.{key}.window={rule and rule.window} is longer than its runs, of {steps} steps"
+            require(rule is None or rule.window <= steps, said)
+        parts = compose_cell(of_study[0].overrides).callbacks.parts.values() if study.measures else ()
         writers = [node for node in parts if node is not None and str(node["_target_"]).endswith(".Measures")]
-        lengths = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
-        has_attention = any(node.get("attention") for node in writers)
-        missing = [
-            measure
-            for measure in study.measures
-            if not writers
-            or (measure.startswith("loss_at_") and measure not in lengths)
-            or (measure.startswith("attention_") and not has_attention)
-        ]
+        written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
+        written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
+        missing = [measure for measure in study.measures if measure not in written]
         said = f"{place}.measures={missing}: no callback minitx.ablation.measures.Measures of the runs writes them"
         require(not missing, said)
 
@@ -140,9 +135,8 @@ def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
     done = Runs.of([cell.place for cell in chosen], records)
     other = [run for run in done.all if run.status == "done" and own(run.record["overrides"]) not in now]
     if other:
-        log.warning(
-            "%d of %d runs have other overrides than the grid has now; the first: %s", len(other), len(chosen), other[0]
-        )
+        said = f"{len(other)} of {len(chosen)} runs have other overrides than the grid has now"
+        log.warning("%s; the first: %s", said, other[0])
     return records
 
 

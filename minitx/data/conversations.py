@@ -94,7 +94,8 @@ class ChatFormat:
             else:
                 sections[-1] += said
         ids, places = self.tokenizer.encode_sections(sections)
-        return ids, np.array([any(counted[start : max(end, start + 1)]) for start, end in places])
+        before, (start, end) = np.cumsum([0, *counted, False]), places.T  # answers' characters before each
+        return ids, before[np.maximum(end, start + 1)] > before[start]
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         names = {"bos_token": "", **self.marks, "messages": messages, "add_generation_prompt": add_generation_prompt}

@@ -118,9 +118,12 @@ def load_table(
             if local.is_dir():
                 files, reading = _of_folder(local, subset, said, **reader)
                 options |= reading
-            if "sep" in options:  # of csv
+            table = datasets.load_dataset(**options)
+            # the names that datasets gives to names of rows; of a stream, it knows none
+            may_move = streaming or any(name.startswith("__index_level_") for name in table.column_names)
+            if "sep" in options and may_move:  # of csv
                 _check_names(files, said, **{key: options[key] for key in ("sep", "quoting", "header") if key in options})
-            return datasets.load_dataset(**options)
+            return table
         except ConfigError:
             raise
         except Exception as error:  # datasets raises many kinds

@@ -119,11 +119,12 @@ class Tokenizer:
                 raise ConfigError(f"{said}: {more}")
         return found
 
-    def encode_sections(self, sections: Sequence[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Return the ids of texts with special tokens between them, and the characters (start, end) of each id in all sections joined.
+    def encode_sections(self, sections: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids (N,) of texts with special tokens between them, and the characters (start, end) of each id in all sections
+        joined, shape (N, 2).
 
-        The ids are those of the whole: a tokenizer that begins a text with a space does so once. Where a text has the name of a
-        special token, which stays text, each section is encoded alone.
+        The ids are those of the whole: a tokenizer that begins a text with a space does so once. Each section is encoded alone where
+        a text has the name of a special token, which stays text, also in a form that a normaliser makes that name (``</S>``).
 
         Args:
             sections: text, special token, text, and so on to the last text. A text may be "".
@@ -131,27 +132,31 @@ class Tokenizer:
         Raises:
             ConfigError: see ``encode``.
         """
-        if not any(name in text for text in sections[::2] for name in self._special):
+        given = [self._model.token_to_id(name) for name in sections[1::2]]
+        if self.characters is None and not any(name in text for text in sections[::2] for name in self._special):
             found = self._of_whole.encode("".join(sections), add_special_tokens=False)
-            return np.array(found.ids, dtype=np.uint32), found.offsets
-        ids, places, before = list[np.ndarray](), list[tuple[int, int]](), 0
+            whole = np.array(found.ids, dtype=np.uint32)
+            places, marks = np.array(found.offsets, dtype=np.int64).reshape(-1, 2), self._never[whole]
+            places[marks, 1] = places[marks, 0] + 1  # without white space that it takes from the text behind it (rstrip)
+            if whole[marks].tolist() == [id for id in given if self._never[id]]:
+                return whole, places
+        ids, found_at, before = list[np.ndarray](), list[np.ndarray](), 0
         for i, section in enumerate(sections):
+            ids.append(np.array(given[i // 2 : i // 2 + 1]) if i % 2 else self.encode(section))
             if i % 2:
-                ids.append(np.array([self._model.token_to_id(section)]))
-                places.append((before, before + len(section)))
+                each: Any = [(0, len(section))]
+            elif self.characters is None:
+                each = self._model.encode(section, add_special_tokens=False).offsets
             else:
-                ids.append(self.encode(section))
-                places += [
-                    (before + start, before + end)
-                    for start, end in self._model.encode(section, add_special_tokens=False).offsets
-                ]
+                each = np.arange(len(section))[:, None] + (0, 1)
+            found_at.append(before + np.array(each, dtype=np.int64).reshape(-1, 2))
             before += len(section)
-        return np.concatenate(ids).astype(np.uint32), places
+        return np.concatenate(ids).astype(np.uint32), np.concatenate(found_at)
 
     @functools.cached_property
     def _special(self) -> list[str]:
-        """The names of the tokens that were added to the model."""
-        return [token.content for token in self._model.get_added_tokens_decoder().values()]
+        """The names of the tokens that a text has only as text."""
+        return [token.content for token in self._model.get_added_tokens_decoder().values() if token.special]
 
     @functools.cached_property
     def _of_whole(self) -> tokenizers.Tokenizer:

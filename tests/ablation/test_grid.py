@@ -89,7 +89,7 @@ def test_a_cell_of_the_second_phase_loads_the_first_one_and_checks_that_it_is_th
     (lambda: grid(arms={"a": ("optimizer.lr=1",), "b": ("+data.seed=3",)}), r"ablation\.studies\.main: arm a and factor \w+ both set"),
     (lambda: grid(arms={"a": ("seed=1",), "b": ("seed=2",)}), r"arm a and seeds both set seed"),
     (lambda: grid(arms={**ARMS, "b": ("++optimizer.lr=1",)}, studies={"one": THRESHOLD}), r"arm b and threshold both set optimizer\.lr"),
-    (lambda: grid(arms={**ARMS, "b": ("model.dropout=0.1",)}), r"arm b and the command line both set model\.dropout"),
+    (lambda: grid(arms={**ARMS, "b": ("model.dropout=0.1",)}), r"arm b and the command line or the lab itself both set model\.dropout"),
     (lambda: grid(studies={"one": dataclasses.replace(SIDE, seeds=())}), r"studies\.one has no run"),
     (lambda: grid(studies={"one": dataclasses.replace(SIDE, base=("trainer.max_steps=1", "seed=3"))}), r"one: base and seeds both set seed"),
     (lambda: grid(studies={"one": dataclasses.replace(SIDE, factors={"x": INIT, "y": INIT})}), r"one: factor x and factor y both set model\.init"),

@@ -46,6 +46,8 @@ def test_what_computes_a_grid_and_its_own_seed_reach_no_run_and_all_else_reaches
     ("ablation.about=.x", r"about=\.x cannot be imported"),
     ("ablation.studies.recall.factors.head_dim.128=['model.num_headz=2']", r"recall, arm \w+, head_dim 128, lr [\d.]+: .*num_headz"),
     ("ablation.studies.recall.solved.window=21", r"recall\.solved\.window=21 is longer than its runs, of 20 steps"),
+    ("ablation.arms.unscaled=['model.scale=unscaled','trainer.max_steps=9']", r"solved\.window=16 is longer than its runs, of 9 steps"),
+    ("ablation.arms.unscaled=['trainer.threads=2']", r"arm unscaled and the command line or the lab itself both set trainer\.threads"),
     ("ablation.studies.sgd.threshold.window=11", r"sgd\.threshold\.window=11 is longer than its runs, of 10 steps"),
     ("ablation.studies.recall.solved.value=90", r"recall\.solved\.value=90 must lie in \(0, 1\]"),
     ("+ablation.studies.text={base:['trainer.max_steps=500'],arms:[unscaled],scores:[loss],measures:[loss_at_9]}",

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers import models, normalizers
 
 from minitx.config import ConfigError
 from minitx.data import chat, classify, pairs
@@ -100,6 +101,28 @@ def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tm
     start, end = (theirs.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert (ids == start).sum() == (ids == end).sum() == 3, "what a message says is text"
     assert ids[counted].tolist()[-1] == end and theirs.decode(ids[counted][:-1].tolist()) == "2"
+
+
+@pytest.mark.parametrize("content", ["[inst]", "[INST]", "＜/s＞"])
+def test_a_content_is_no_special_token_also_where_the_normaliser_makes_it_its_name(content):
+    theirs = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate("[]</>instok")}, []))
+    theirs.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    theirs.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=True) for name in ("[inst]", "</s>")])
+    ours = Tokenizer(theirs.to_str())
+    format = ChatFormat("{% for m in messages %}[inst]{{ m.content }}{{ eos_token }}{% endfor %}", ours)
+    ids, counted = format.encode(turns(f"user: {content}", "assistant: ok"))
+    inst, eos = map(theirs.token_to_id, ("[inst]", "</s>"))
+    assert ids.tolist() == [inst, *ours.encode(content), eos, inst, *ours.encode("ok"), eos]
+    assert counted.tolist() == [False] * (len(ids) - 3) + [True] * 3
+
+
+def test_a_special_token_that_takes_the_space_behind_it_is_no_part_of_the_answer():
+    theirs = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate("ok ")}, []))
+    theirs.add_special_tokens([tokenizers.AddedToken("<|assistant|>", rstrip=True), "</s>"])
+    ours = Tokenizer(theirs.to_str())
+    ids, counted = ChatFormat("<|assistant|>{{ messages[0].content }}{{ eos_token }}", ours).encode(turns("assistant:  ok"))
+    assert [theirs.id_to_token(id) for id in ids] == ["<|assistant|>", "o", "k", "</s>"]
+    assert counted.tolist() == [False, True, True, True]
 
 
 def test_the_marks_of_a_template_are_those_that_the_tokenizers_folder_names(tmp_path):

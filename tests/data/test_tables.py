@@ -1,5 +1,6 @@
 """Where tables come from: files, several files, folders, the hub; and what is said where there is none."""
 
+import gzip
 import json
 import re
 
@@ -97,6 +98,16 @@ def test_rows_with_more_fields_than_names_are_refused_not_moved_by_a_column(writ
     path = write_text(rows.replace(",", "\t") if name == "a.tsv" else rows, name)
     with pytest.raises(ConfigError, match=rf"^data\.path={re.escape(path)} has rows with more fields than .*text, label"):
         load_table(path, streaming=streaming)
+
+
+def test_other_first_lines_and_packed_files_are_not_taken_for_such_rows(write_text, tmp_path):
+    rows = "text,label\nfine,good\n"
+    for content in ("text,__index_level_0__,label\nfine,1,good\n", gzip.compress(rows.encode())):
+        assert load_table(write_text(content, "a.csv"))["label"][:] == ["good"]
+    (tmp_path / "data").mkdir()
+    write_text("---\nconfigs:\n- config_name: default\n  data_files: b.csv\n  skiprows: 1\n---\n", "data/README.md")
+    write_text(f"a line before\n{rows}", "data/b.csv")
+    assert load_table(str(tmp_path / "data"))["label"][:] == ["good"]
 
 
 def test_labels_are_numbered_by_name():
