@@ -116,7 +116,8 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
         writers = [node for node in parts if node is not None and str(node["_target_"]).endswith(".Measures")]
         written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
         written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
-        missing = [measure for measure in study.measures if measure not in written]
+        own = [measure for measure in study.measures if writers and not measure.startswith(("loss_at_", "attention_"))]
+        missing = [measure for measure in study.measures if measure not in (*written, *own)]  # own: CONTRIBUTING.md
         said = f"{place}.measures={missing}: no callback minitx.ablation.measures.Measures of the runs writes them"
         require(not missing, said)
 
