@@ -512,9 +512,8 @@ def check_network(network: nn.Module, fields: Mapping[str, Any]) -> None:
     name, config = type(network).__name__, getattr(network, "config", None)
     for key, what in (("vocab_size", "the vocabulary"), ("num_labels", "the number of labels")):
         known, wanted = getattr(config, key, None), fields.get(key)
-        if key == "num_labels" and not is_of_transformers(
-            network
-        ):  # a wrapper may show the config of a part, with another head
+        # a wrapper may show the config of a part, with another head
+        if key == "num_labels" and not is_of_transformers(network):
             continue
         if known and wanted and known < wanted:
             raise ConfigError(f"model: {what} of {name}, {known:,}, is smaller than that of the data, {wanted:,}")
