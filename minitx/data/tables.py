@@ -92,28 +92,9 @@ def load_table(
         import datasets
     except ImportError:
         raise ConfigError(f"{said} needs the package datasets: pip install datasets") from None
-    options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming}
-    is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else the name of a file: "reviews [1].csv"
-    files = sorted(glob(str(local), recursive=True)) if is_pattern else [str(local)]
-    if local.is_dir():
-        is_read = not set("*?[") & set(str(local.absolute()))  # datasets would read the folders that match the pattern
-        require(is_read, f"{said}: a folder with * ? or [ in its path cannot be read: give a file in it, or rename it")
-        options["path"] = str(local)
-    elif files and Path(files[0]).is_file():
-        options |= {
-            "name": None,
-            "data_files": {"train": [escape(os.path.abspath(file)) for file in files]},
-            **_reader(files, said, **reader),
-        }
-    elif not files or local.suffix.lower() in KINDS or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError(f"{said} does not exist; a file, a folder or a name on the Hugging Face hub is wanted")
-    with contextlib.ExitStack() as quiet:  # no bars and no logs for local files: their errors are reported here
-        if local.is_dir() or "data_files" in options:
-            quiet.callback(datasets.logging.set_verbosity, datasets.logging.get_verbosity())
-            datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-            if not datasets.are_progress_bars_disabled():
-                quiet.callback(datasets.enable_progress_bars)
-                datasets.disable_progress_bars()
+    files, here = _files_of(path, said, **reader)
+    options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming, **here}
+    with _quiet() if here else contextlib.nullcontext():  # errors of local files are reported here
         try:
             if local.is_dir():
                 files, reading = _of_folder(local, subset, said, **reader)
@@ -130,6 +111,40 @@ def load_table(
             error = error.__cause__ if isinstance(error.__cause__, Exception) else error
             said = f"data.{split_key}={split}" if "split" in str(error).lower() else said
             raise ConfigError(f"{said} cannot be read: {first_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and no logs of ``datasets``."""
+    import datasets
+
+    level, has_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if has_bars:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if has_bars:
+            datasets.enable_progress_bars()
+
+
+def _files_of(path: str, said: str, **reader: Any) -> tuple[list[str], dict[str, Any]]:
+    """The files of a path on this machine, and what ``datasets`` is told of it; nothing of a name on the hub."""
+    local = Path(path).expanduser()
+    is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else the name of a file: "reviews [1].csv"
+    files = sorted(glob(str(local), recursive=True)) if is_pattern else [str(local)]
+    if local.is_dir():
+        is_read = not set("*?[") & set(str(local.absolute()))  # datasets would read the folders that match the pattern
+        require(is_read, f"{said}: a folder with * ? or [ in its path cannot be read: give a file in it, or rename it")
+        return files, {"path": str(local)}
+    if files and Path(files[0]).is_file():
+        named = {"train": [escape(os.path.abspath(file)) for file in files]}
+        return files, {"name": None, "data_files": named, **_reader(files, said, **reader)}
+    is_named = files and local.suffix.lower() not in KINDS and not path.startswith((".", "/", "~")) and path.count("/") < 2
+    require(bool(is_named), f"{said} does not exist; a file, a folder or a name on the Hugging Face hub is wanted")
+    return files, {}
 
 
 def _reader(
