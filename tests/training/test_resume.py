@@ -201,15 +201,17 @@ def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_fo
 
 def test_a_run_goes_on_where_its_checkpoints_are_a_link_to_another_disk(make_config, tmp_path):
     folder, disk = tmp_path / "run", tmp_path / "disk"
-    train(make_config(trainer__ckpt_every=2), folder)
+    train(make_config(trainer__max_steps=2, trainer__ckpt_every=2), folder)
     (folder / "checkpoints").rename(disk)
     (folder / "checkpoints").symlink_to(disk)
     (tmp_path / "link.ckpt").symlink_to(disk / "last.ckpt")
-    for path in ("last", folder / "checkpoints" / "last.ckpt", disk / "last.ckpt", tmp_path / "link.ckpt"):
-        train(make_config(trainer__ckpt_every=2, ckpt_path=str(path)), folder)
+    paths = ["last", str(folder / "checkpoints" / "last.ckpt"), str(disk / "last.ckpt"), str(tmp_path / "link.ckpt")]
+    for steps, path in enumerate(paths, 3):
+        train(make_config(trainer__max_steps=steps, trainer__ckpt_every=1, ckpt_path=path), folder)
     (folder / "checkpoints" / "last.ckpt").rename(tmp_path / "other.ckpt")
     (folder / "checkpoints" / "last.ckpt").symlink_to(tmp_path / "other.ckpt")
-    train(make_config(trainer__ckpt_every=2, ckpt_path="last"), folder)
+    train(make_config(trainer__max_steps=7, trainer__ckpt_every=1, ckpt_path="last"), folder)
+    assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_run_that_goes_on_to_more_steps_has_the_rates_of_the_longer_schedule_from_its_first_step_on(make_config, tmp_path):
