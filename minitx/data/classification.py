@@ -68,7 +68,7 @@ def classify(
         return list(zip(*(texts_of(table, column, key) for key, column in columns.items()), strict=True))
 
     where = Where(path, val_path, subset, split, val_split)
-    splits = load_splits(where, lambda table: hold_out(texts(table), val_fraction), texts=[*columns.values()])
+    splits = load_splits(where, lambda table: hold_out(texts(table), val_fraction), texts=[*columns.values(), label_column])
     labels, names = labels_of(splits, label_column)
     train, val = (_with_text(texts(table), own, text_column, path) for table, own in zip(splits, labels, strict=True))
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), MARKS)

@@ -246,9 +246,9 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     """
     columns: list[list[Any]] = []
     names = None
-    for table in tables:
-        values = list(table[column_of(table, column, "label_column")])
-        values = [value.strip() if isinstance(value, str) else value for value in values]
+    read = [[*table[column_of(table, column, "label_column")]] for table in tables]
+    read = _with_numbers([[value.strip() if isinstance(value, str) else value for value in values] for values in read], tables)
+    for table, values in zip(tables, read, strict=True):
         without = sum(value in (None, "") or value != value for value in values)  # NaN is not equal to itself
         require(not without, f"data.label_column={column} has {without} of {len(values)} rows without a label: remove them")
         other = next((value for value in values if not isinstance(value, int | str)), None)
@@ -266,3 +266,27 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     names = names or sorted(seen)
     number = {name: i for i, name in enumerate(names)}
     return [np.array([number[value] for value in values]) for values in columns], tuple(map(str, names))
+
+
+def _with_numbers(columns: list[list[Any]], tables: Sequence[Any]) -> list[list[Any]]:
+    """The columns, with numbers and truth values for the texts of csv files, unless two texts are one number (01 and 1)."""
+    known: list[dict[Any, Any]] = [
+        _numbers(values) if table.info.builder_name == "csv" else {} for table, values in zip(tables, columns, strict=True)
+    ]
+    whole = {text: number for numbers in known for text, number in numbers.items() if type(number) is int}
+    if len({*whole.values()}) < len(whole):
+        return columns
+    return [[numbers.get(value, value) for value in values] for numbers, values in zip(known, columns, strict=True)]
+
+
+def _numbers(values: Iterable[Any]) -> dict[Any, Any]:
+    """What the texts are, if all of them are numbers, or all of them truth values."""
+    import pandas
+
+    texts = [*{*values}]
+    if {str(text).lower() for text in texts} <= {"true", "false"}:
+        return {text: str(text).lower() == "true" for text in texts}
+    try:
+        return dict(zip(texts, pandas.to_numeric(pandas.Series(texts)).tolist(), strict=True))
+    except ValueError:
+        return {}

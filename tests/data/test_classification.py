@@ -40,6 +40,22 @@ def test_two_texts_share_a_row_and_a_file_of_its_own_validates(reviews, write_te
     assert [row["labels"] for row in task.val] == [3, 0]
 
 
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["01", "1", "2"], ("01", "1", "2")),
+        (["10", "9", "01"], ("1", "9", "10")),
+        (["true", "True", "false"], ("False", "True")),
+    ],
+)
+def test_two_labels_of_a_csv_file_that_are_one_number_are_two_classes(write_text, offline_datasets, labels, names):
+    path = write_text("\n".join(["text,label", *(f"word {n},{labels[n % 3]}" for n in range(40))]), "a.csv")
+    assert classify(path=path, tokenizer="char").label_names == names
+    path = write_text("text,label\none,0.5\ntwo,0.50\n", "a.csv")
+    with pytest.raises(ConfigError, match=r"must have words or whole numbers, got float \(0\.5\)"):
+        classify(path=path, tokenizer="char")
+
+
 def test_the_same_text_is_never_in_both_splits(write_text, offline_datasets):
     path = write_text("\n".join(["text,label", *(f"{n % 23},{n % 2}" for n in range(101))]), "a.csv")
     task = classify(path=path, tokenizer="char", val_fraction=0.4)
