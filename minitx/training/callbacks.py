@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
@@ -351,6 +351,11 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.saved_at = time.monotonic()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+                trainer.should_stop = True
+                said = "the run had ended here, and goes on only if its EarlyStopping is removed: %s"
+                log.warning(said, callback.stopping_reason_message)
         if self._previous and self._received is None:
             self._install()  # in place of Lightning's own handler, which would start a collective in the middle of another
 

@@ -1,5 +1,6 @@
 """The rows of ``metrics.csv``, the end of a run by a metric, and the checkpoints at the end."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -230,13 +231,19 @@ def test_the_best_checkpoint_is_that_of_all_validations_the_last_one_included(ma
     assert (last(tmp_path, "best")["global_step"], last(tmp_path)["global_step"]) == (best, 5)
 
 
-def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_beside_it(make_config, tmp_path, chosen):
+def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_beside_it(make_config, tmp_path, chosen, caplog):
     chosen(5.0, 1.0, 3.0, 2.0, *(4.0,) * 9)
     config = make_config(trainer__max_steps=99, trainer__val_every=1, trainer__ckpt_every=98)
     train_with(config, tmp_path, *preset("early_stopping"), *preset("top_k"))
     found = {path.name: read_checkpoint(path)["global_step"] for path in (tmp_path / "checkpoints").iterdir()}
     kept = {f"step={step}-val_loss={loss:.4f}.ckpt": step for step, loss in ((2, 1), (3, 3), (4, 2))}
     assert found == {"best.ckpt": 2, "last.ckpt": 7, **kept}
+    again = dataclasses.replace(config, ckpt_path="last")
+    train_with(again, tmp_path, *preset("early_stopping"), *preset("top_k"))
+    assert last(tmp_path)["global_step"] == 7 and "if its EarlyStopping is removed: Monitored metric" in caplog.text
+    with pytest.warns(UserWarning, match="EarlyStopping"):
+        train(dataclasses.replace(again, trainer=dataclasses.replace(again.trainer, max_steps=9)), tmp_path)
+    assert last(tmp_path)["global_step"] == 9
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
