@@ -50,6 +50,7 @@ class ChatFormat:
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         import jinja2
+        from jinja2.meta import find_undeclared_variables
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         self.tokenizer = tokenizer
@@ -66,6 +67,7 @@ class ChatFormat:
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # as in transformers; jinja2's is for HTML
         try:
             self.template = environment.from_string(template)
+            self.reads = find_undeclared_variables(environment.parse(template))
         except jinja2.TemplateError as error:
             raise ConfigError(f"data.template cannot be read: {first_line(error)}") from None
 
@@ -166,6 +168,9 @@ def chat(
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
     format, name = ChatFormat(template or made_by.chat_template or TEMPLATE, made_by), f"data.path={path}"
+    has_tools = any("tools" in table.column_names and any(table["tools"]) for table in tables)
+    said = f"{name} has a column tools, which the template reads and does not get: write the tools into a message, or remove the column"
+    require(not has_tools or "tools" not in format.reads, said)
     train, val = (_rows(part, format, context_len, packing, name) for part in splits)
     count_unknown(made_by, [train.pieces.values], name)
     return task_of(name, train, val, made_by, _ends(train, format), bucket)

@@ -218,6 +218,15 @@ def test_rows_that_are_no_conversations_are_refused(write_text, row, key):
         chat(path=path, tokenizer="char")
 
 
+def test_tools_that_a_template_reads_are_refused_because_it_does_not_get_them(write_text):
+    says = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    rows = [json.dumps({"messages": says, "tools": '[{"name": "sum"}]'})] * 8
+    options = {"path": write_text("\n".join(rows), "tools.jsonl"), "tokenizer": "char"}
+    chat(**options)
+    with pytest.raises(ConfigError, match="has a column tools, which the template reads and does not get"):
+        chat(**options, template="{% if tools %}{{ tools }}{% endif %}" + TEMPLATE)
+
+
 def test_a_tokenizer_without_an_end_mark_is_refused(path):
     with pytest.raises(ConfigError, match="eos"):
         chat(path=path, tokenizer=train_tokenizer("char", [LETTERS]))
