@@ -6,12 +6,13 @@ The function has the parameter names of ``scaled_dot_product_attention``::
                      softcap=None, sinks=None, dropout_p=0.0, need_weights=False): ...
 
 Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) and sinks (H,). ``attn_mask`` is a bool tensor that broadcasts to
-(B, H, L, S), True = may attend. ``attn_bias`` is a float tensor that broadcasts to (B, H, L, S).
+(B, H, L, S), True = may attend. ``attn_bias`` is a float tensor that broadcasts to (B, H, L, S); -inf in it hides a key. Query, key and
+value are views of (B, L, H, D), as a layer makes them.
 
 Leave out the parameters that the function does not support. The cases that need them are skipped and listed. A call that raises
-``NotImplementedError`` is listed as refused. In all other cases the output, the weights and the gradients are compared with those of
-``naive_attention`` in float64. The tolerance is twice the error of ``naive_attention`` in the same precision, plus a few roundings.
-From Python, call ``check_kernel``.
+``NotImplementedError`` is listed as refused. In all other cases the output, with and without gradients, the weights and the gradients
+are compared with those of ``naive_attention`` in float64; with dropout the spread of the output is. The tolerance is twice the error of
+``naive_attention`` in the same precision, plus a few roundings. From Python, call ``check_kernel``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def naive_attention(
         attn_mask: a bool tensor that broadcasts to (B, H, L, S), True = may attend. Default: nothing is hidden.
         is_causal: hide later keys. The last query sees all keys.
         scale: the factor on q·k. Default: 1/√D.
-        attn_bias: a float tensor that broadcasts to (B, H, L, S), added to the scores. Default: none.
+        attn_bias: a float tensor that broadcasts to (B, H, L, S), added to the scores; -inf hides a key. Default: none.
         softcap: t in t · tanh(score / t). Default: none.
         sinks: (H,), one more logit in the softmax of each head. Default: none.
 
@@ -69,8 +70,9 @@ def naive_attention(
     (B, H, L, D), (Hkv, S) = query.shape, key.shape[1:3]
     dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
     scale = D**-0.5 if scale is None else scale
-    allowed = torch.ones(B, H, L, S).tolist() if attn_mask is None else attn_mask.expand(B, H, L, S).tolist()
+    mask = torch.ones(B, H, L, S, dtype=torch.bool) if attn_mask is None else attn_mask.expand(B, H, L, S)
     bias = None if attn_bias is None else attn_bias.to(wide).expand(B, H, L, S)
+    allowed = (mask if bias is None else mask & (bias != -torch.inf)).tolist()
     outputs, weights = [], []
     for b, h in product(range(B), range(H)):
         keys, values = key[b, h // (H // Hkv)].to(wide), value[b, h // (H // Hkv)].to(wide)
@@ -128,13 +130,14 @@ def gradient_sizes(
 
 @dataclass(frozen=True)
 class Case:
-    """One call, with batch size 2 and head width 8. ``judged`` lists the results to compare. Default: all."""
+    """One call, with batch size 2. ``judged`` lists the results to compare. Default: all, with the gradients of options that require one."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     rows: int = 5
     keys: int = 5
     heads: tuple[int, int] = (4, 2)
+    width: int = 8
     value_width: int = 8
     spread: float = 1.0  # a factor on the scores
     nan_keys: int = 0  # how many keys and values are NaN
@@ -160,10 +163,13 @@ def cases() -> Iterator[Case]:
     empty = cells & (torch.arange(5) % 3 > 0).view(5, 1)  # queries 0 and 3 see nothing
     padding = (torch.arange(5) >= torch.tensor([[2], [0]]))[:, None, None]  # left padding in the first sequence of the batch
     bias, sinks = torch.randn(1, 4, 5, 5, generator=generator), torch.linspace(-2, 2, 4)
+    learned_bias = (4 * bias).round().div(4).requires_grad_()  # the same number in each dtype
     yield Case("plain")
     yield Case("as many key heads", heads=(4, 4))
     yield Case("multi-query", heads=(4, 1))
     yield Case("wide values", value_width=11)
+    yield Case("wide queries and keys", width=19)
+    yield Case("one key", keys=1)
     for scale in (1.0, 0.0, -0.5, 1e-3):
         yield Case(f"scale {scale:g}", {"scale": scale})
     yield Case("scale -0.5 and causal", {"scale": -0.5, "is_causal": True})
@@ -171,6 +177,7 @@ def cases() -> Iterator[Case]:
     yield Case("causal, decoding one", {"is_causal": True}, rows=1)
     yield Case("causal, decoding three", {"is_causal": True}, rows=3)
     yield Case("causal, several tiles", {"is_causal": True}, rows=3, keys=271)
+    yield Case("causal, several tiles of queries", {"is_causal": True}, rows=131, keys=131, heads=(1, 1))
     yield Case("mask (L, S)", {"attn_mask": cells[0, 0]})
     yield Case("mask per batch", {"attn_mask": cells[:, :1]})
     yield Case("mask per head", {"attn_mask": cells[:1]})
@@ -184,14 +191,19 @@ def cases() -> Iterator[Case]:
     # a kernel that replaces hidden scores by a large negative number fails here
     yield Case("low scores beside the mask", {"attn_mask": cells, "attn_bias": torch.full((5, 5), -2e9)}, judged=("output",))
     yield Case("bias", {"attn_bias": bias})
+    yield Case("bias per batch", {"attn_bias": torch.cat((bias, -bias))})
+    yield Case("bias of -inf", {"attn_bias": bias.masked_fill(~empty, -torch.inf)})
+    yield Case("bias with a gradient", {"attn_bias": learned_bias})
     yield Case("bias and mask", {"attn_bias": bias, "attn_mask": empty})
     yield Case("soft-cap", {"softcap": 1.5}, spread=3.0)
     yield Case("soft-cap and mask", {"softcap": 1.5, "attn_mask": empty})
     yield Case("soft-cap and bias", {"softcap": 1.5, "attn_bias": 3 * bias})
     yield Case("sinks", {"sinks": sinks})
+    yield Case("sinks with a gradient", {"sinks": torch.arange(-1.0, 3.0).requires_grad_()})
     yield Case("sinks and mask", {"sinks": sinks, "attn_mask": empty})
     yield Case("large scores", keys=67, spread=12.0)
     yield Case("weights and mask", {"need_weights": True, "attn_mask": empty})
+    yield Case("dropout", {"dropout_p": 0.25}, rows=67, keys=67, heads=(2, 1), judged=("spread",))
     yield Case("weights before dropout", {"need_weights": True, "dropout_p": 0.5}, judged=("weights",))
 
 
@@ -240,12 +252,25 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
     except Exception as error:  # any other exception is a fault of the kernel
         return Result(case.name, _short(dtype), "failed", f"raised {type(error).__name__}: {error}")
     scale = case.options.get("scale", query.shape[-1] ** -0.5)
+    if case.judged == ("spread",):
+        return _judge_dropout(case, dtype, got["output"], want)
     is_half = dtype in (torch.bfloat16, torch.float16)  # there the rounding of the result is larger
     sizes = {} if is_half else gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
     results = [_compare(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]
     failed = next((result for result in results if result.status == "failed"), None)
     return failed or max(results, key=lambda result: result.error / result.allowed)
+
+
+def _judge_dropout(case: Case, dtype: torch.dtype, output: Tensor, want: dict[str, Tensor]) -> Result:
+    """Compare the variance of Σ_j p_j m_j, the output for values of 1, with Σ_j p_j² dropout_p / (1 - dropout_p)."""
+    if output.shape != want["output"].shape:
+        return _compare(case, dtype, "output", output, want["output"], want["output"], 1.0)
+    share = case.options["dropout_p"]
+    variance = want["weights"].square().sum(-1, keepdim=True) * share / (1 - share)
+    error, allowed = abs(((output.double() - 1.0).square() / variance).mean().item() - 1.0), 0.5
+    status = "passed" if error <= allowed else "failed"
+    return Result(case.name, _short(dtype), status, "spread of the output", error, allowed)
 
 
 def _compare(case: Case, dtype: torch.dtype, name: str, got: Tensor | None, want: Tensor, low: Tensor, size: float) -> Result:
@@ -262,21 +287,33 @@ def _draw(case: Case, dtype: torch.dtype) -> list[Tensor]:
     """Draw query, key, value and the gradient of the output. They are the same in each dtype, except for rounding."""
     generator = torch.Generator().manual_seed(11)
     H, Hkv = case.heads
-    shapes = (H, case.rows, 8), (Hkv, case.keys, 8), (Hkv, case.keys, case.value_width), (H, case.rows, case.value_width)
+    L, S, D, Dv = case.rows, case.keys, case.width, case.value_width
+    shapes = (H, L, D), (Hkv, S, D), (Hkv, S, Dv), (H, L, Dv)
     query, key, value, cotangent = (torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
     key[:, :, : case.nan_keys] = value[:, :, : case.nan_keys] = torch.nan
-    return [tensor.to(dtype) for tensor in (query * case.spread, key, value, cotangent)]
+    value = torch.ones_like(value) if case.judged == ("spread",) else value
+    found = [tensor.to(dtype) for tensor in (query * case.spread, key, value, cotangent)]
+    return [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in found]  # (B, H, L, D), as views of (B, L, H, D)
 
 
-def _run(attention: Callable[..., Any], inputs: Sequence[Tensor], cotangent: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the output, the weights if there are any, and the gradients of query, key and value."""
-    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
-    result = attention(*leaves)
+def _run(attention: partial[Any], inputs: Sequence[Tensor], cotangent: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the output, the weights if there are any, the gradients of query, key, value and of options that require one, and
+    the output without gradients, of contiguous tensors."""
+    learned = {name: x for name, x in attention.keywords.items() if isinstance(x, Tensor) and x.requires_grad}
+    given = dict(zip(("query", "key", "value"), inputs, strict=True)) | learned
+    leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in given.items()}
+    query, key, value, *_ = leaves.values()
+    options = {name: leaves[name] for name in learned}
+    result = attention(query, key, value, **options)
     found = dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
     output = found["output"]
     if output.requires_grad and output.shape == cotangent.shape:
-        gradients = torch.autograd.grad(output, leaves, cotangent.to(output.dtype), materialize_grads=True)
-        found.update(zip(("gradient of query", "gradient of key", "gradient of value"), gradients, strict=True))
+        wanted = list(leaves.values())
+        gradients = torch.autograd.grad(output, wanted, cotangent.to(output.dtype), materialize_grads=True)
+        found.update(zip((f"gradient of {name}" for name in leaves), gradients, strict=True))
+    with torch.no_grad():
+        again = attention(*(tensor.detach().contiguous() for tensor in (query, key, value)), **options)
+    found["output without gradients"] = again[0] if isinstance(again, tuple) else again
     return {name: tensor.detach().cpu() for name, tensor in found.items()}
 
 

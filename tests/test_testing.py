@@ -25,6 +25,8 @@ def textbook(
         visible = visible.tril(S - L)
     if attn_mask is not None:
         visible = visible & attn_mask
+    if attn_bias is not None:
+        visible = visible & (attn_bias != -math.inf)
     some, unseen = visible.any(-1, keepdim=True), ~visible.any(-2).unsqueeze(-1)
     key, value = key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
     scale = 1 / math.sqrt(D) if scale is None else scale
@@ -67,6 +69,24 @@ FAULTS = {  # a case that must find it, and what in the textbook is replaced by 
         "    if softcap",
         "    scores = scores.detach() + (scores - scores.detach()) * 1.01\n    if softcap",
     ),
+    "scale of one width": ("wide queries and keys", "math.sqrt(D) if", "math.sqrt(8) if"),
+    "strides ignored": ("plain", "query.to(wide) @", "query.as_strided(query.shape, (H * L * D, L * D, D, 1)).to(wide) @"),
+    "fault without gradients": (
+        "plain",
+        "return (output",
+        "output = output if query.requires_grad else 2 * output\n    return (output",
+    ),
+    "last tile of queries": (
+        "causal, several tiles of queries",
+        "value.to(wide))",
+        "value.to(wide) * (torch.arange(L) < 128)[:, None])",
+    ),
+    "bias of the first row": ("bias per batch", "scores + attn_bias", "scores + attn_bias[:1]"),
+    "-inf in the bias": ("bias of -inf", "visible & (attn_bias != -math.inf)", "visible"),
+    "bias constant": ("bias with a gradient", "scores + attn_bias", "scores + attn_bias.detach()"),
+    "sinks constant": ("sinks with a gradient", "sinks.to(", "sinks.detach().to("),
+    "dropout ignored": ("dropout", "weights, dropout_p)", "weights, 0.0)"),
+    "dropout not scaled up": ("dropout", "weights, dropout_p)", "weights, dropout_p) * (1 - dropout_p)"),
     "gradient missing": ("plain", "value.to(wide))", "value.to(wide)).detach()"),
 }
 

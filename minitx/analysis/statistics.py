@@ -199,7 +199,7 @@ def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[s
     squares = p.square()
     ipr, cubes = squares.sum(-1).double(), (squares * p).sum(-1).double()
     logs = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # 0 · ln tiny = 0, as 0 · ln 0 should be
-    query_norm, key_norm = (x.norm(dim=-1).clamp(min=torch.finfo(x.dtype).tiny).to(p.dtype) for x in (tile.query, tile.key))
+    query_norm, key_norm = (x.to(p.dtype).norm(dim=-1).clamp(min=torch.finfo(p.dtype).tiny) for x in (tile.query, tile.key))
     inverse = key_norm.reciprocal().repeat_interleave(p.shape[1] // key_norm.shape[1], dim=1)  # (B, H, S)
     inverse = inverse.masked_fill_(inverse.isinf(), 0.0)  # a key of zeros has no direction
     per_row = {

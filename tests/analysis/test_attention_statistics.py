@@ -102,6 +102,13 @@ def test_streaming_in_tiles_changes_nothing(name, monkeypatch):
         torch.testing.assert_close(value, whole[statistic], rtol=1e-12, atol=1e-14, msg=statistic)
 
 
+def test_statistics_of_half_precision_are_those_of_the_same_numbers_in_float32():
+    query, key = (tensor.bfloat16() for tensor in inputs())
+    wide = statistics_of(query.float(), key.float(), 0.7)
+    for statistic, value in statistics_of(query, key, 0.7).items():
+        torch.testing.assert_close(value, wide[statistic], rtol=1e-6, atol=1e-8, msg=statistic)
+
+
 def test_keys_that_no_row_of_a_tile_sees_yet_are_not_computed(monkeypatch):
     monkeypatch.setattr(statistics, "_TILE", 1)
     query, _ = inputs(31)
