@@ -55,7 +55,7 @@ class TransformerConfig(Config):
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
     ``log_length`` ln(n_i)/ln(max_len)/√D, ``head_dim^p`` D to the power p, or a number. ``scale_factor`` multiplies the scale.
     ``init_fold`` moves 1/√D into the initial weights: ``query`` multiplies W_Q by D^-½, ``symmetric`` multiplies W_Q and W_K
-    (with their biases) by D^-¼ each. ``init_zero_outputs`` makes every block start as the identity. ``deepnorm`` multiplies the
+    (with their biases) by D^-¼ each. ``init_zero_outputs`` makes every sublayer start with the output 0. ``deepnorm`` multiplies the
     initial W_V, W_O and feed-forward weights by its β.
 
     All values of ``attention`` except ``exact`` are cores of ``minitx.nn.efficient``. ``num_features`` belongs to
@@ -98,7 +98,7 @@ class TransformerConfig(Config):
         scale_factor: multiplies the scale.
         backend: the kernel: auto | math | sdpa | chunked | flex | a registered name.
         qk_norm: norm of queries and keys: rms | layer | l2; null: off.
-        qk_norm_eps: eps of qk_norm, added under the square root.
+        qk_norm_eps: eps of qk_norm, added under the square root; of l2, the smallest norm to divide by.
         softcap: t in t * tanh(z / t); null: off.
         sinks: add one learned logit per head that has no value.
         position: the kind of positions: learned | sinusoidal | rotary | alibi | t5 | none.
@@ -131,7 +131,7 @@ class TransformerConfig(Config):
             layers | t5 lecun with 1/sqrt(d_k) in W_Q.
         init_fold: put the factor 1/sqrt(d_k) into the initial weights: query (W_Q x d_k^-1/2) | symmetric (W_Q and W_K x
             d_k^-1/4); null: off.
-        init_zero_outputs: start every block as the identity.
+        init_zero_outputs: start every sublayer with the output 0; a block with norm_position=pre or sandwich is then the identity.
         tie_embeddings: use the embedding table as the weight of the lm head.
         head: the output of an encoder: lm (each token) | sequence (num_labels per row) | token (num_labels per token) | none.
         head_bias: whether an lm head has a bias.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from minitx.config.schema import first_line
+from minitx.config.schema import Count, first_line
 from minitx.interop.adopt import adopt_hf
 from minitx.interop.files import find_folder
 from minitx.nn.scale import fold_scale as fold
@@ -48,8 +48,8 @@ class Lora:
         use_dora: learn direction and size apart (Liu et al. 2024, arXiv:2402.09353).
     """
 
-    r: int = 8
-    lora_alpha: int | None = None
+    r: Count = 8
+    lora_alpha: Count | None = None
     lora_dropout: float = 0.0
     target_modules: str | tuple[str, ...] = "all-linear"
     modules_to_save: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ def pretrained_hf(
     adopt: bool = False,
     scale: str | float = "own",
     fold_scale: bool = False,
-    lora: int | Lora | None = None,
+    lora: Count | Lora | None = None,
     attention: Attention = "sdpa",
     num_labels: int | None = None,
     pad_id: int | None = None,
@@ -112,7 +112,7 @@ def hf_from_config(
     task: str | None = None,
     adopt: bool = False,
     scale: str | float = "own",
-    lora: int | Lora | None = None,
+    lora: Count | Lora | None = None,
     attention: Attention = "sdpa",
 ) -> nn.Module:
     """Build a Hugging Face model with new weights from ``config``, the content of its ``config.json``. Nothing is read.
@@ -213,7 +213,7 @@ def _with_lora(model: Any, lora: Lora, task: str | None) -> Any:
     except ImportError:
         raise ImportError("lora needs the package peft: pip install peft") from None
     own = dataclasses.asdict(lora)
-    own["lora_alpha"] = own["lora_alpha"] or 2 * own["r"]
+    own["lora_alpha"] = 2 * own["r"] if own["lora_alpha"] is None else own["lora_alpha"]
     own["modules_to_save"] = list(own["modules_to_save"]) or None
     kind = {"classify": "SEQ_CLS", "tag": "TOKEN_CLS"}.get(task or "")  # whose new head is trained, too
     with warnings.catch_warnings(action="ignore"):

@@ -31,7 +31,7 @@ def load_hf(
     *,
     dtype: torch.dtype | str | None = None,
     overrides: Mapping[str, Any] | None = None,
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
 ) -> TransformerModel:
     """Load a Hugging Face model: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, BERT, RoBERTa, T5 or ViT.
 
@@ -66,7 +66,8 @@ def load_hf(
     family = FAMILIES[values["model_type"]]
     try:
         architecture = find_architecture(family, values)
-        tensors = _read_files(folder, family, [*family.ignored, *architecture.ignored, *ignore])
+        ignored = [ignore] if isinstance(ignore, str) else ignore
+        tensors = _read_files(folder, family, [*family.ignored, *architecture.ignored, *ignored])
         config, passed = read_config(family, architecture, values, tensors)
         with torch.device("meta"):
             model = build_model(config)

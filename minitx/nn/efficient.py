@@ -140,7 +140,7 @@ class AdditiveAttention(nn.Module):
     """Additive attention: softmax(z) V with z_ij = c · vᵀ tanh(W q_i + U k_j).
 
     Bahdanau et al. 2015, "Neural Machine Translation by Jointly Learning to Align and Translate", arXiv:1409.0473, §A.1.2. W, U and v
-    are shared by the heads of a layer. The paper has no scale: use ``scale="unscaled"`` for c = 1. |z| is at most Σ|v| for any D.
+    are shared by the heads of a layer. The paper has no scale: use ``scale="unscaled"`` for c = 1. |z| is at most |c| Σ|v| for any D.
     Britz et al. 2017 (arXiv:1703.03906, §4.5) compare it with dot products.
 
     It supports every option of ``DotProductAttention``. Soft-cap, bias, mask, sinks and dropout act on z as they act on scores there.

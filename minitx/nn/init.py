@@ -92,8 +92,9 @@ def init_weights(
 ) -> nn.Module:
     """Initialise the weights of ``model`` in place and return the model.
 
-    Each matrix is one draw from the generator, in the order of ``model.modules()``. Two models that differ only by a factor, such
-    as a fold or the score scale, therefore start from the same draws. Biases are zero unless the scheme initialises them. Norms,
+    Each matrix is one draw from the generator: first attention, feed-forward networks and learned positions in the order of
+    ``model.modules()``, then the other modules. Two models that differ only by a factor, such as a fold or the score scale, therefore
+    start from the same draws. Biases are zero unless the scheme initialises them. Norms,
     gains and learned scales are reset. A tied embedding is initialised once, as a head.
 
     Args:
@@ -104,7 +105,7 @@ def init_weights(
         num_layers: the depth, for the residual projections of ``gpt2``.
         gains: factors on the drawn weights, by role (``query``, ``key``, ``value``, ``up``, ``residual``, ``head``,
             ``embedding``, ``weight``). DeepNorm's β is a factor on ``value``, ``up`` and ``residual``. A factor of 0 on
-            ``residual`` makes each block start as the identity.
+            ``residual`` makes each sublayer start with the output 0.
         generator: for the draws. Default: torch's global generator.
 
     Raises:

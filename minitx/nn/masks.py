@@ -363,7 +363,7 @@ class Dense(TensorRule, Mask):
 class BlockSparse(Mask):
     """Show or hide blocks of b × b positions. Position p belongs to block p // b.
 
-    Child et al. 2019, "Sparse Transformers", arXiv:1904.10509. The ``chunked`` backend computes visible blocks only.
+    Child et al. 2019, "Sparse Transformers", arXiv:1904.10509. The ``chunked`` backend skips hidden tiles.
 
     Args:
         pattern: bool (S / b, S / b), or (H, S / b, S / b) for one pattern per head. True = may attend. A query's row in the

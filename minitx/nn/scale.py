@@ -104,7 +104,7 @@ class ScoreScale(nn.Module):
         return self.scale == "log_length"
 
     def forward(self, query: Tensor, counts: Tensor | None = None) -> tuple[Tensor, float]:
-        """Return ``(query, multiplier)`` for query (B, H, L, D). ``log_length`` needs counts (B or 1, 1, L, 1)."""
+        """Return ``(query, multiplier)`` for query (B, H, L, D). ``log_length`` needs counts (B or 1, H or 1, L, 1)."""
         if self.scale == "learned":
             return query * (self.log_scale.exp() * self.factor).to(query.dtype).view(1, -1, 1, 1), 1.0
         if self.scale == "log_length":

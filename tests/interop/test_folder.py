@@ -217,6 +217,7 @@ def test_overrides_and_ignore_are_the_ways_out(tmp_path):
     with pytest.raises(ValueError, match=r"extra\.bias .*extra\.weight "):
         load_hf(tmp_path, overrides=wanted)
     load_hf(tmp_path, overrides=wanted, ignore=["extra.*"])
+    load_hf(tmp_path, overrides=wanted, ignore="extra.*")  # not its letters, of which one is *
 
 
 # case, a tensor and its new shape (None: it is gone), and what the refusal names

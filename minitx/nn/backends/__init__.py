@@ -231,9 +231,9 @@ def scaled_dot_product_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(c · QKᵀ + mask) V. Every backend gives the same result.
 
-    The first six arguments and ``scale`` are those of ``torch.nn.functional.scaled_dot_product_attention``. Four things differ.
-    ``is_causal`` is lower-right aligned (the last query sees the last key) and intersects with ``attn_mask``. A float or 3-D
-    ``attn_mask`` is an error. Grouped heads follow from the shapes. The output of a row without a visible key is zero.
+    The first six arguments and ``scale`` are those of ``torch.nn.functional.scaled_dot_product_attention``. Five things differ.
+    Tensors are 4-D. ``is_causal`` is lower-right aligned (the last query sees the last key) and intersects with ``attn_mask``. A float or 3-D
+    ``attn_mask`` is an error. Grouped heads follow from the shapes, without ``enable_gqa``. The output of a row without a visible key is zero.
 
     Args:
         query: (B, H, L, D).
