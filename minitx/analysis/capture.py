@@ -102,7 +102,7 @@ def capture(
 
     =============== ===========================================================================================
     ``statistics``  what ``attention_statistics`` returns; never holds L × S values
-    ``weights``     (B, H, L, S), after softmax and before dropout; rows sum to 1 over visible keys
+    ``weights``     (B, H, L, S), after softmax and before dropout; rows sum to 1, with sinks to less
     ``scores``      (B, H, L, S), scaled, soft-capped and with bias, before softmax; -inf where a key is hidden
     ``values``      (B, H, S, Dv), the values as each query head gets them
     ``heads``       (B, H, L, Dv), the output of each head before ``out_proj``

@@ -143,7 +143,7 @@ def take_snapshot(
     step: int | None = None,
     title: str = "",
 ) -> Snapshot:
-    """Run ``model(**inputs)`` in evaluation mode and float32, and return the attention of each layer, on the CPU.
+    """Run ``model(**inputs)`` in evaluation mode without autocast, and return the attention of each layer, in at least float32, on the CPU.
 
     Args:
         inputs: the arguments of the model by name (``input_ids``, ``key_mask``, ``decoder_input_ids`` …), or a tensor, its
@@ -384,7 +384,7 @@ def _read_answers(header: Mapping[str, Any]) -> Answers | None:
     return Answers(axis, [[Answer(**{**one, "top": tuple(map(tuple, one["top"]))}) for one in row] for row in rows])
 
 
-def read_snapshots(folder: Path) -> list[Snapshot]:
+def read_snapshots(folder: Path | str) -> list[Snapshot]:
     """Read all snapshots of a run, in the order of their steps. ``folder`` is the run's folder or its ``attention/``.
 
     Raises:
@@ -399,6 +399,7 @@ def read_snapshots(folder: Path) -> list[Snapshot]:
     >>> path.name, again.step
     ('step_00000050.safetensors', 50)
     """
+    folder = Path(folder)
     paths = sorted(folder.glob("step_*.safetensors")) or sorted((folder / "attention").glob("step_*.safetensors"))
     if not paths:
         raise ValueError(f"{folder} holds no snapshots of attention; train with callbacks.probe.weights_every=N")

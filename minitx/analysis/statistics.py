@@ -45,6 +45,8 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
                            where all weights are equal, the order is that of q·k
     =====================  ================================================================================
 
+    With sinks the p of a row sum to less than 1: ``entropy`` may then exceed 1, and ``jacobian_l1`` is 1 - Σ p², not the norm.
+
     Args:
         call: the arguments of the core. Value and dropout are not used. The scales ``learned`` and ``log_length`` are already
             multiplied into the query, and c is then 1.

@@ -110,7 +110,7 @@ def masked(
 
     Args:
         path: a UTF-8 text file; ``null``: the King James text.
-        mask_fraction: the part of a row's tokens to predict. Of these, 80 % are masked, 10 % replaced by another token, 10 %
+        mask_fraction: the part of a row's tokens to predict. Of these, 80 % are masked, 10 % replaced by a random token, 10 %
             unchanged.
         context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir: see ``kjv``.
 

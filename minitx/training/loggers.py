@@ -202,9 +202,9 @@ class MetricsFile(Logger):
         return csv.DictWriter(file, self._columns, lineterminator="\n")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Read the rows of a metrics file. An empty cell is None. An incomplete last line, written during a crash, is left out."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with Path(path).open(newline="", encoding="utf-8") as file:
         rows: Iterable[dict[str, str]] = list(csv.DictReader(line for line in file if line.endswith("\n")))
     whole = ("step", "tokens")  # a LightningModule of the user's may log tokens of its own, as any number
     return [
@@ -216,9 +216,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path | str) -> list[dict[str, Any]]:
     """Read a file of JSON lines, or return [] if there is none. An incomplete last line, written during a crash, is left out."""
-    if not path.exists():
+    if not (path := Path(path)).exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
@@ -251,7 +251,7 @@ def over_heads(value: Any) -> Any:
     return mean(value) if isinstance(value, list) else value
 
 
-def read_probes(path: Path) -> list[dict[str, Any]]:
+def read_probes(path: Path | str) -> list[dict[str, Any]]:
     """Read the records of a probe file, averaged over heads; ``read_records`` has those of each head. Without a file, return []."""
     return [
         {**record, "layers": [{key: over_heads(value) for key, value in layer.items()} for layer in record["layers"]]}

@@ -118,7 +118,7 @@ def chunked_cross_entropy(
         label_smoothing: ε, as in ``cross_entropy``.
 
     Raises:
-        ValueError: ``chunk_tokens`` below 1, or shapes that do not fit.
+        ValueError: ``chunk_tokens`` below 1, shapes that do not fit, or (as ConfigError) a label that is no class.
 
     >>> hidden, weight = torch.randn(2, 3, 5), torch.randn(7, 5)
     >>> labels = torch.tensor([[0, 1, -100], [2, 3, 6]])

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw as fused_adamw
 from torch.optim.lr_scheduler import LambdaLR
 
 from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
-from minitx.config.schema import Bound, Count, Natural, NotNegative, Positive, Share
+from minitx.config.schema import Bound, Count, Natural, NotNegative, Positive, Share, require
 from minitx.training.devices import is_sharded
 from minitx.training.nodes import call, factory, named_by
 
@@ -83,15 +83,20 @@ def muon(
     rules: Rules = (),
     head_dim: int = 1,
 ) -> Muon:
-    """``Muon`` for the matrices of the blocks, AdamW for embeddings, heads and vectors.
+    """``Muon`` for the matrices of linear layers, AdamW for tables, layers named ``head`` and vectors. See ``matrix_names``.
 
     Args:
         lr: the peak learning rate of all other parameters.
-        matrix_lr: the peak learning rate of the blocks' matrices.
+        matrix_lr: the peak learning rate of the matrices.
         momentum: μ, the momentum of the matrices.
         ns_steps: Newton-Schulz iterations per update.
         weight_decay, betas, eps, rules, head_dim: see ``adamw``.
+
+    Raises:
+        ConfigError: no parameter is a matrix for Muon; or as ``parameter_groups``.
     """
+    said = f"optimizer=muon needs the matrices of torch.nn.Linear, and {type(network).__name__} has none: use optimizer=adamw"
+    require(bool(matrix_names(network)), said)
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
     return Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
@@ -117,7 +122,7 @@ def parameter_groups(
         head_dim: d_k, for factors such as ``head_dim^p``.
 
     Raises:
-        ConfigError: a rule matches no parameter, a factor is negative, or no parameter is trainable.
+        ConfigError: a rule matches no parameter, a factor is negative or infinite, or no parameter is trainable.
     """
     groups: dict[tuple[float, float, float, bool], list[nn.Parameter]] = defaultdict(list)
     matrices = set() if matrix_lr is None else matrix_names(network)
@@ -272,7 +277,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def matrix_names(network: nn.Module) -> set[str]:
-    """Return the parameters for Muon: weights of linear maps between hidden states. AdamW updates embeddings, heads and vectors."""
+    """Return the names of the parameters for Muon: the weights of ``torch.nn.Linear``, unless the name of the layer ends with ``head``."""
     names = set()
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("head"):
@@ -367,12 +372,12 @@ class Muon(torch.optim.Optimizer):
 
     def _matrices(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         go = 1.0
-        if self.found_inf is not None:
-            grads = [torch.where(self.found_inf.bool(), 0.0, grad) for grad in grads]
-            go = 1.0 - self.found_inf  # type: ignore[assignment]
         for p in params:
             self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
         buffers, momentum = [self.state[p]["momentum_buffer"] for p in params], group["momentum"]
+        if (stop := self.found_inf) is not None:  # M moved towards M stays as it is
+            grads = [torch.where(stop.bool(), old, grad) for old, grad in zip(buffers, grads, strict=True)]
+            go = 1.0 - stop  # type: ignore[assignment]
         torch._foreach_lerp_(buffers, grads, 1.0 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)
         for p, update in zip(params, orthogonalise(updates, group["steps"]), strict=True):

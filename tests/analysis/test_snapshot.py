@@ -107,7 +107,7 @@ def test_a_file_gives_the_snapshot_back_to_half_precision(tmp_path):
     texts = {"input_ids": [["你", "好", "<script>", "\n", "é"]] * 2}
     for step in (10, 2):
         path = write_snapshot(take_snapshot(model, inputs, tokens=texts, step=step, title="a"), tmp_path / "attention")
-    assert [snapshot.step for snapshot in read_snapshots(tmp_path)] == [2, 10]
+    assert [snapshot.step for snapshot in read_snapshots(str(tmp_path))] == [2, 10]
     again, whole = read_snapshot(path), take_snapshot(model, inputs, tokens=texts, step=2, title="a")
     assert (again.step, again.title, again.tokens) == (2, "a", whole.tokens)
     for one, other in zip(again.maps, whole.maps, strict=True):

@@ -101,7 +101,7 @@ def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
     data.train_dataloader = lambda: DataLoader(data.rows, batch_size=1)
     fit(tmp_path, data, objective=None, accumulate=2, max_steps=2)
     assert all(math.isfinite(loss) for loss in losses_of(tmp_path))
-    assert [row["tokens"] for row in read_metrics(tmp_path / "metrics.csv")] == [1, 5]
+    assert [row["tokens"] for row in read_metrics(str(tmp_path / "metrics.csv"))] == [1, 5]
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.config import ParameterRule, TransformerConfig, node
+from minitx.config import ConfigError, ParameterRule, TransformerConfig, node
 from minitx.nn import DecoderLM
 from minitx.training.optimizers import COEFFICIENTS, Muon, adamw, build_optimizer, matrix_names, muon
 
@@ -98,3 +98,20 @@ def test_a_step_that_must_not_be_made_changes_no_weight():
         optimizer.step()
         assert [torch.equal(a, b) for a, b in zip(before, params, strict=True)] == [bool(stop)] * len(params)
         assert all(torch.isfinite(p).all() for p in params)
+
+
+def test_a_step_that_is_not_made_keeps_the_momentum():
+    weight = nn.Parameter(torch.eye(3))
+    optimizer = Muon([{"params": [weight], "matrix": True, "lr": 0.1, "weight_decay": 0.0}], betas=(0.9, 0.95))
+    momenta = []
+    for stop, gradient in ((0.0, 1.0), (1.0, torch.nan)):
+        weight.grad, optimizer.found_inf = torch.full((3, 3), gradient), torch.tensor(stop)
+        optimizer.step()
+        momenta.append(optimizer.state[weight]["momentum_buffer"].clone())
+    assert torch.equal(*momenta)
+
+
+def test_a_model_without_linear_layers_is_refused():
+    network = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(4, 4, 1))  # as GPT-2 of transformers, whose layers are Conv1D
+    with pytest.raises(ConfigError, match="Sequential has none: use optimizer=adamw"):
+        build_optimizer(network, node(muon))

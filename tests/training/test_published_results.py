@@ -81,7 +81,7 @@ def test_r6_the_gradients_of_q_and_k_grow_with_the_scale_at_step_0(make_config, 
     for scale in ("inv", "inv_sqrt", "unscaled"):
         model = node(build_model, embed_dim=128, num_heads=heads, num_layers=2, max_len=32, scale=scale, init=init)
         train(make_config(model=model, data=data, trainer__max_steps=1, probe__every=1, probe__batch_size=4), tmp_path / scale)
-        layers[scale] = read_probes(tmp_path / scale / "probes.jsonl")[0]["layers"]
+        layers[scale] = read_probes(str(tmp_path / scale / "probes.jsonl"))[0]["layers"]
     for layer in range(2):
         for name in ("grad_q", "grad_k"):
             inv, inv_sqrt, unscaled = (layers[scale][layer][name] for scale in ("inv", "inv_sqrt", "unscaled"))
