@@ -243,7 +243,6 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
     plain = {name: option for name, option in case.options.items() if name not in ("dropout_p", "need_weights")}
     loops = partial(naive_attention, **plain)
     want = _run(loops, inputs, cotangent, torch.float64)
-    low = _run(loops, inputs, cotangent, torch.float32 if dtype == torch.float64 else dtype)
     try:
         options = {name: option.to(device) if isinstance(option, Tensor) else option for name, option in case.options.items()}
         got = _run(partial(kernel, **options), [tensor.to(device) for tensor in inputs], cotangent.to(device), dtype)
@@ -251,9 +250,10 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
         return Result(case.name, _short(dtype), "refused", str(error))
     except Exception as error:  # any other exception is a fault of the kernel
         return Result(case.name, _short(dtype), "failed", f"raised {type(error).__name__}: {error}")
-    scale = case.options.get("scale", query.shape[-1] ** -0.5)
     if case.judged == ("spread",):
         return _judge_dropout(case, dtype, got["output"], want)
+    scale = case.options.get("scale", query.shape[-1] ** -0.5)
+    low = _run(loops, inputs, cotangent, torch.float32 if dtype == torch.float64 else dtype)
     is_half = dtype in (torch.bfloat16, torch.float16)  # there the rounding of the result is larger
     sizes = {} if is_half else gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
@@ -297,8 +297,8 @@ def _draw(case: Case, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _run(attention: partial[Any], inputs: Sequence[Tensor], cotangent: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the output, the weights if there are any, the gradients of query, key, value and of options that require one, and
-    the output without gradients, of contiguous tensors."""
+    """Return the output, the weights if there are any, and the gradients of query, key, value and of options that require one. Of a
+    kernel also the output without gradients, of contiguous tensors."""
     learned = {name: x for name, x in attention.keywords.items() if isinstance(x, Tensor) and x.requires_grad}
     given = dict(zip(("query", "key", "value"), inputs, strict=True)) | learned
     leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in given.items()}
@@ -312,7 +312,8 @@ def _run(attention: partial[Any], inputs: Sequence[Tensor], cotangent: Tensor, d
         gradients = torch.autograd.grad(output, wanted, cotangent.to(output.dtype), materialize_grads=True)
         found.update(zip((f"gradient of {name}" for name in leaves), gradients, strict=True))
     with torch.no_grad():
-        again = attention(*(tensor.detach().contiguous() for tensor in (query, key, value)), **options)
+        plain = [tensor.detach().contiguous() for tensor in (query, key, value)]
+        again = result if attention.func is naive_attention else attention(*plain, **options)
     found["output without gradients"] = again[0] if isinstance(again, tuple) else again
     return {name: tensor.detach().cpu() for name, tensor in found.items()}
 
