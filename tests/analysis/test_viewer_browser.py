@@ -255,6 +255,15 @@ def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(v
     assert broken.locator("#look-title").inner_text() == "Cross, layer 0, head 0"
 
 
+def test_the_page_follows_where_the_browser_refuses_more_addresses(visit):
+    page = visit("one")
+    page.evaluate("history.put = history.replaceState; history.replaceState = () => { throw new Error('too many') }; 0")
+    thumb(page, SECOND, 1).click()
+    assert page.locator("#look-title").inner_text() == "Encoder, layer 1, head 1"
+    page.evaluate("history.replaceState = history.put; 0")
+    assert any(address(page).startswith("#layer=1&head=1&") or page.wait_for_timeout(100) for _ in range(600))
+
+
 @pytest.mark.parametrize("name", ["two", "long"])
 def test_a_narrow_window_is_not_scrolled_sideways(visit, name):
     page = visit(name, size=(360, 740), offline=True, reduced_motion="reduce")
