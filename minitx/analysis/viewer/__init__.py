@@ -11,6 +11,7 @@ import hashlib
 import html
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -332,8 +333,11 @@ def _answers(snapshot: Snapshot, answers: Answers, words: dict[str, int]) -> dic
         return words.setdefault(word, len(words))
 
     def plain(one: Answer) -> list[Any]:
-        top = [[number(word), float(f"{p:.3g}")] for word, p in one.top]
-        return [one.is_right, one.loss if one.loss is None else round(one.loss, 4), top]
+        top = [[number(word), told(float(f"{p:.3g}"))] for word, p in one.top]
+        return [one.is_right, one.loss if one.loss is None else told(round(one.loss, 4)), top]
+
+    def told(value: float) -> float | str:  # JSON has no numbers for these, and JavaScript reads them
+        return value if math.isfinite(value) else json.dumps(value)
 
     rows = [
         {
