@@ -264,6 +264,12 @@ def test_the_page_follows_where_the_browser_refuses_more_addresses(visit):
     assert any(address(page).startswith("#layer=1&head=1&") or page.wait_for_timeout(100) for _ in range(600))
 
 
+def test_the_legend_of_small_weights_has_their_numbers(visit, tmp_path):
+    view(torch.full((1, 1, 200, 200), 1 / 200)).save(tmp_path / "a.html")
+    page = visit((tmp_path / "a.html").as_uri(), "#scale=largest")
+    assert page.locator(".tick").all_inner_texts() == ["0", "0.0013", "0.0025", "0.0038", "0.005"]
+
+
 def test_a_model_whose_answers_are_no_numbers_is_shown_with_them(visit, tmp_path):
     for loss, p in ((math.nan, math.nan), (math.inf, 1.0)):
         one = Answer("Which?", 6, 3, "16", False, loss, (("4", p),))
