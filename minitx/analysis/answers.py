@@ -133,5 +133,5 @@ def _answer(question: Question, logs: Tensor, asked: Asked) -> Answer:
     top = tuple((asked.name(i), p) for i, p in zip(ids, best.values.exp().tolist(), strict=True))
     if right is None:
         return Answer(question.text, question.at, question.key, None, None, None, top)
-    loss, is_right = -float(logs[right]), ids[0] == right
+    loss, is_right = -float(logs[right]), ids[0] == right and not bool(logs.isnan().any())
     return Answer(question.text, question.at, question.key, asked.name(right), is_right, loss, top)

@@ -227,6 +227,19 @@ def test_a_view_names_no_next_token_where_attention_sees_it_or_its_id_by_number_
     assert "id 7" in data_of(view(model_of(), "abcabc", tokenizer=Few()).page)["words"]
 
 
+def test_answers_with_the_same_text_stay_apart():
+    class Bytes(Letters):
+        def decode(self, ids):
+            return "\ufffd"
+
+    data = data_of(view({"a": model_of(), "b": model_of()}, torch.tensor([1, 2, 3]), tokenizer=Bytes()).page)
+    for trace in data["traces"]:
+        for row in trace["snapshots"][0]["answers"]["rows"]:
+            is_right, _, top = row["answer"]
+            assert len({word for word, _ in top}) == 5 and is_right in (None, top[0][0] == row["right"])
+    assert all(re.fullmatch(r"\ufffd( \(id \d+\))?", word) for word in data["words"])
+
+
 def test_a_layer_its_weights_and_its_snapshot_are_shown_alike():
     layer, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
     block = Block(layer, FeedForward(12, 12), norm=nn.Identity)

@@ -255,6 +255,32 @@ def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(v
     assert broken.locator("#look-title").inner_text() == "Cross, layer 0, head 0"
 
 
+def test_the_page_follows_where_the_browser_refuses_more_addresses(visit):
+    page = visit("one")
+    page.evaluate("history.put = history.replaceState; history.replaceState = () => { throw new Error('too many') }; 0")
+    thumb(page, SECOND, 1).click()
+    assert page.locator("#look-title").inner_text() == "Encoder, layer 1, head 1"
+    page.evaluate("history.replaceState = history.put; 0")
+    assert any(address(page).startswith("#layer=1&head=1&") or page.wait_for_timeout(100) for _ in range(600))
+
+
+def test_the_legend_of_small_weights_has_their_numbers(visit, tmp_path):
+    view(torch.full((1, 1, 200, 200), 1 / 200)).save(tmp_path / "a.html")
+    page = visit((tmp_path / "a.html").as_uri(), "#scale=largest")
+    assert page.locator(".tick").all_inner_texts() == ["0", "0.0013", "0.0025", "0.0038", "0.005"]
+
+
+def test_a_model_whose_answers_are_no_numbers_is_shown_with_them(visit, tmp_path):
+    for loss, p in ((math.nan, math.nan), (math.inf, 1.0)):
+        one = Answer("Which?", 6, 3, "16", False, loss, (("4", p),))
+        snapshot = with_answers(random_snapshot(0, kinds=("self",)), [one], [[[one]] * 3])
+        (tmp_path / "a.html").write_text(viewer_page([Trace("model", [snapshot])]), encoding="utf-8")
+        page = visit((tmp_path / "a.html").as_uri(), "#out=1")
+        said = "Infinity" if p == 1 else "NaN"
+        assert f"loss {said}" in page.locator(".answer .verdict").first.text_content()
+        assert page.locator(".tops tbody tr").count() == 2
+
+
 @pytest.mark.parametrize("name", ["two", "long"])
 def test_a_narrow_window_is_not_scrolled_sideways(visit, name):
     page = visit(name, size=(360, 740), offline=True, reduced_motion="reduce")

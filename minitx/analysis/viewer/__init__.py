@@ -11,8 +11,9 @@ import hashlib
 import html
 import itertools
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -137,7 +138,7 @@ def view(
     >>> page = view(weights, tokens={"query": ["the cat sat on it".split()]})
     """
     models: Mapping[str, Viewed] = model if isinstance(model, Mapping) else {"model": model}
-    traces = []
+    traces, name_of = [], _namer(tokenizer)
     for name, one in models.items():
         if not isinstance(one, nn.Module):
             if inputs is not None:
@@ -157,7 +158,7 @@ def view(
             texts = {axis: [[tokenizer.decode([number]) for number in ids] for ids in batch[axis].tolist()]}
         device = next((parameter.device for parameter in one.parameters()), torch.device("cpu"))
         placed = {key: given.to(device) if isinstance(given, Tensor) else given for key, given in batch.items()}
-        asked = _next_tokens(one, batch, tokenizer) if knock_out or tokenizer is not None else None
+        asked = _next_tokens(one, batch, name_of) if knock_out or tokenizer is not None else None
         snapshot = take_snapshot(one, placed, tokens=texts, asked=asked)
         if asked is None or not _is_causal(snapshot, asked.axis):
             asked, snapshot = None, replace(snapshot, answers=None)
@@ -190,19 +191,27 @@ def playground(*, pages: str | None = None, height: int = 1000) -> View:
     return View(_assembled("play", PLAY_SCRIPTS, {"training": _read("training.json").strip(), "pages": link}), height)
 
 
-def _next_tokens(model: nn.Module, batch: Mapping[str, Any], tokenizer: Any) -> Asked | None:
+def _namer(tokenizer: Any) -> Callable[[int], str]:
+    """The function from an id to its text, or its number. Of ids with the same text, all but the first one asked for add their number."""
+    first: dict[str, int] = {}
+
+    @cache
+    def name(i: int) -> str:
+        try:
+            text = str(i) if tokenizer is None else tokenizer.decode([i])
+        except (ValueError, LookupError, OverflowError):  # a model may have more ids than the tokenizer
+            return f"id {i}"
+        return text if first.setdefault(text, i) == i else f"{text} (id {i})"
+
+    return name
+
+
+def _next_tokens(model: nn.Module, batch: Mapping[str, Any], name_of: Callable[[int], str]) -> Asked | None:
     """The questions of a model with ``config.vocab_size`` at real tokens. The token after the last real one is not known."""
     axis, size = TARGET if TARGET in batch else SOURCE, getattr(getattr(model, "config", None), "vocab_size", None)
     if size is None or axis not in batch:
         return None
-
-    def name(i: int) -> str:
-        try:
-            return str(i) if tokenizer is None else tokenizer.decode([i])
-        except (ValueError, LookupError, OverflowError):  # a model may have more ids than the tokenizer
-            return f"id {i}"
-
-    asked, ids = next_tokens(axis, batch[axis].tolist(), cache(name), size), batch[axis]
+    asked, ids = next_tokens(axis, batch[axis].tolist(), name_of, size), batch[axis]
     masks = [batch[key] for key in MASKS_OF[axis] if getattr(batch.get(key), "shape", None) == ids.shape]
     real = [[*row, 0] for row in (masks[0] if masks else torch.ones_like(ids)).tolist()]
     rows = [
@@ -324,8 +333,11 @@ def _answers(snapshot: Snapshot, answers: Answers, words: dict[str, int]) -> dic
         return words.setdefault(word, len(words))
 
     def plain(one: Answer) -> list[Any]:
-        top = [[number(word), float(f"{p:.3g}")] for word, p in one.top]
-        return [one.is_right, one.loss if one.loss is None else round(one.loss, 4), top]
+        top = [[number(word), told(float(f"{p:.3g}"))] for word, p in one.top]
+        return [one.is_right, one.loss if one.loss is None else told(round(one.loss, 4)), top]
+
+    def told(value: float) -> float | str:  # JSON has no numbers for these, and JavaScript reads them
+        return value if math.isfinite(value) else json.dumps(value)
 
     rows = [
         {

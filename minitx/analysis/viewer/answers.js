@@ -11,7 +11,7 @@ function asked(answers, layer) {
 }
 
 // One answer: { right: is the most probable one right, loss: -ln p of the right one, top: [word, p] … }; null: not known.
-const unpackAnswer = ([right, loss, top]) => ({ right, loss, top: top.map(([word, p]) => [shown(DATA.words[word]), p]) });
+const unpackAnswer = ([right, loss, top]) => ({ right, loss: loss === null ? null : Number(loss), top: top.map(([word, p]) => [shown(DATA.words[word]), Number(p)]) });
 
 function answerOf(trace, layer, head = null) {
   const answers = answersOf(trace);
@@ -93,7 +93,7 @@ function verdict(answer, says) {
 
 // A probability; a tiny one as a power of ten.
 function chance(p) {
-  if (p >= 0.005 || p === 0) return fixed(p, 2);
+  if (!(p < 0.005) || p === 0) return fixed(p, 2);
   const [digit, exponent] = p.toExponential(0).split("e-");
   return `${digit}·10⁻${[...exponent].map((c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c]).join("")}`;
 }

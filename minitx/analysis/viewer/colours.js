@@ -76,13 +76,13 @@ function drawLegend(node, top, isSigned) {
   const parts = isSigned ? [-1, -0.25, 0, 0.25, 1] : state.scale === "root" ? [0, 0.01, 0.1, 0.25, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
   const ticks = parts.map((part) => {
     const t = strength(part * top, top) * Math.sign(part);
-    const number = isSigned ? signed(part * top, 2) : fixed(part * top, 2);
-    const tick = element("span", "tick", number.replace(/\.?0+$/, ""));
+    const value = Number((part * top).toPrecision(2));
+    const tick = element("span", "tick", `${isSigned && value > 0 ? "+" : ""}${value}`.replaceAll("-", "−"));
     tick.style.left = `${100 * (isSigned ? (1 + t) / 2 : t)}%`;
     return tick;
   });
   const scale = element("span", "ramp");
   scale.append(ramp, ...ticks);
   node.replaceChildren(...(isSigned ? [element("span", "end", "more in B"), scale, element("span", "end", "more in A")] : [scale]));
-  node.ariaLabel = isSigned ? "Blue: more in B, orange: more in A" : `Colours from 0 to ${fixed(top, 2)}`;
+  node.ariaLabel = isSigned ? "Blue: more in B, orange: more in A" : `Colours from 0 to ${Number(top.toPrecision(2))}`;
 }

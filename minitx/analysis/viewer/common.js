@@ -51,7 +51,14 @@ function showTheme(names = { light: ["Light", "Light colours"], dark: ["Dark", "
 
 const addressed = () => new URLSearchParams(location.hash.slice(1));
 
+let later = null;
+
 function putAddress(said) {
+  clearTimeout(later);
   const address = `#${new URLSearchParams(said)}`;
-  if (address !== location.hash && location.protocol !== "about:") history.replaceState(null, "", address);
+  if (address === location.hash || location.protocol === "about:") return;
+  try {
+    history.replaceState(null, "", address);
+  } catch {} // Safari takes 100 changes in 30 seconds; Chromium passes over what is too much for it
+  if (address !== location.hash) later = setTimeout(putAddress, 1000, said);
 }
