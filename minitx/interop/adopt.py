@@ -113,10 +113,10 @@ class Adoption:
         self.weights_wanted = self.running.weights_wanted = wanted or (self.running.weights_wanted and is_inner)
         for index, name in enumerate(("attention_mask", "encoder_attention_mask")):
             mask = options.get(name)
-            if mask is None:
-                self.running.key_masks[index] = None
-            elif isinstance(mask, Tensor) and mask.dim() == 2:
+            if isinstance(mask, Tensor) and mask.dim() == 2:
                 self.running.key_masks[index] = mask != 0
+            elif mask is None or options.get("encoder_hidden_states") is not None:  # the mask around a decoder is the encoder's
+                self.running.key_masks[index] = None
 
     def enter_attention(self, module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note whether the keys are of another sequence."""

@@ -327,7 +327,7 @@ def test_fsdp_shards_each_layer_of_a_model_of_transformers(name, is_adopted, pro
 def test_caches_of_every_kind_and_beams_give_what_the_model_gives(name, implementation):
     model, (inputs, _) = eager(name), inputs_of(name, pad="left")
     inputs.pop("decoder_input_ids", None)
-    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options = {"max_new_tokens": 15, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     options |= {"cache_implementation": implementation}
     wanted = [model.generate(**inputs, **options, num_beams=beams) for beams in (1, 3)]
     adopt_hf(model)
