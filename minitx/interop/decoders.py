@@ -283,7 +283,8 @@ def untidy_gemma2(values: Values) -> Values:
     """Write the keys of Gemma 2: the kind of each layer, and the score scale as the number under the root."""
     scale = values["query_pre_attn_scalar"]
     is_root = isinstance(scale, float) and scale > 1e-6  # `unlike` finds a scale that is not of this form
-    return {**untidy_layers(values), "query_pre_attn_scalar": round(scale**-2) if is_root else values["head_dim"]}
+    found = {**untidy_layers(values), "query_pre_attn_scalar": round(scale**-2) if is_root else values["head_dim"]}
+    return found | {"sliding_window": found["sliding_window"] or 4096}  # which masks of transformers need in any case
 
 
 def untidy_gemma3(values: Values) -> Values:
