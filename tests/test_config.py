@@ -96,12 +96,31 @@ FITS = {
     ("callbacks", {"mine": 3}, "callbacks.mine=3"),
     ("trainer", {"plugins": [{"a": 1}]}, r"trainer.plugins\[0\]"),
     ("trainer", {"extra": {"max_steps": 3}}, "trainer.extra.max_steps"),
-    ("init_from", {"fold_scale": True}, "fold_scale"),
+    ("init_from", {"fold_scale": True}, "^init_from.fold_scale=true needs init_from.path"),
+    ("init_from", {"overrides": {"a": 1}}, "^init_from.overrides={'a': 1} needs init_from.path"),
+    ("init_from", {"ignore": ["a"]}, "^init_from.ignore=.* needs init_from.path"),
+    ("trainer", {"shard": ["Block"], "strategy": "ddp"}, "^trainer.shard=.* needs strategy=sharded, got strategy=ddp"),
 ])  # fmt: skip
 def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
     from_dict(RunConfig, FITS)
     with pytest.raises(ConfigError, match=key):
         from_dict(RunConfig, {**FITS, group: {**FITS.get(group, {}), **changed}})
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"rotary_base": 500.0}, "rotary_base=500.0 belongs to position=rotary, got position=learned"),
+    ({"position": "rotary", "num_buckets": 8}, "num_buckets=8 belongs to position=t5"),
+    ({"position": "rotary", "position_offset": 2}, "position_offset=2 belongs to position=learned or sinusoidal"),
+    ({"position": "rotary", "rotary_low": 2.0}, "rotary_low=2.0 belongs to rotary_scaling=yarn or llama3"),
+    ({"num_features": 7}, "num_features=7 belongs to attention=performer, got attention=exact"),
+    ({"attention": "additive", "backend": "math"}, "backend=math belongs to attention=exact"),
+    ({"qk_norm_eps": 0.1}, "qk_norm_eps=0.1 belongs to qk_norm=rms or layer or l2, got qk_norm=None"),
+    ({"architecture": "encoder", "scale_logits": True}, "scale_logits=True belongs to architecture=decoder"),
+    ({"patch_size": 4}, "patch_size=4 belongs to architecture=vision"),
+])  # fmt: skip
+def test_a_field_of_a_model_that_would_have_no_effect_is_refused(given, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        TransformerConfig(**given)
 
 
 def test_a_factor_is_a_number_or_a_power_of_the_heads_width_and_no_expression():

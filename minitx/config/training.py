@@ -215,6 +215,8 @@ class TrainerConfig(Config):
     def check(self) -> None:
         for name, node in {"profiler": self.profiler, **{f"plugins[{i}]": node for i, node in enumerate(self.plugins)}}.items():
             require(not isinstance(node, Mapping) or is_part(node), f"{name}={node} has no _target_, which names a class")
+        named = not self.shard or self.strategy == "sharded"
+        require(named, f"shard={list(self.shard)} needs strategy=sharded, got strategy={self.strategy}")
         for name in sorted(set(REPLACED) & set(self.extra)):
             raise ConfigError(f"extra.{name}={self.extra[name]} cannot be given here: use {REPLACED[name]}")
         if self.max_epochs is None:
@@ -355,7 +357,12 @@ class InitFrom(Config):
 
     def check(self) -> None:
         require(self.path != "", "path= must name a checkpoint or a model folder")
-        require(not self.fold_scale or self.path is not None, "fold_scale=true needs init_from.path, the weights to fold")
+        for name in ("overrides", "ignore", "fold_scale") if self.path is None else ():
+            value = getattr(self, name)
+            require(
+                not value,
+                f"{name}={str(value).lower() if value is True else value} needs init_from.path, the weights to start from",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

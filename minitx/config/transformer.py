@@ -38,6 +38,27 @@ def check_scale(scale: object) -> None:
     read(Scale, scale, "scale")
 
 
+_BELONG_TO = {
+    ("architecture", "encoder", "vision"): ["head"],
+    ("architecture", "encoder_decoder"): ["num_decoder_layers"],
+    ("architecture", "decoder", "encoder_decoder"): ["logit_softcap", "scale_logits"],
+    ("architecture", "encoder"): ["head_transform"],
+    ("architecture", "decoder", "encoder", "encoder_decoder"): ["scale_embeddings", "type_vocab_size"],
+    ("architecture", "vision"): ["image_size", "num_channels", "patch_size"],
+    ("head", "sequence", "none"): ["pooler"],
+    ("head", "lm"): ["head_transform"],
+    ("attention", "performer"): ["num_features"],
+    ("attention", "linformer"): ["num_slots"],
+    ("attention", "exact"): ["backend"],
+    ("position", "rotary"): ["rotary_base", "rotary_interleaved", "rotary_scaling", "rotary_original_len"],
+    ("position", "learned", "sinusoidal"): ["position_offset"],
+    ("position", "t5"): ["num_buckets", "max_distance"],
+    ("rotary_scaling", "yarn", "llama3"): ["rotary_low", "rotary_high"],
+    ("qk_norm", "rms", "layer", "l2"): ["qk_norm_eps"],
+}
+"""Fields that have an effect only beside some values of another field."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(Config):
     """Everything that defines a model. It is stored with the weights.
@@ -225,7 +246,6 @@ class TransformerConfig(Config):
         self._check_patterns()
         self._check_attention()
         self._check_architecture()
-        needs(self, "rotary_scaling", "position", "rotary")
         stretched = self.rotary_factor != 1.0 and self.rotary_scaling is None
         require(not stretched, f"rotary_factor={self.rotary_factor} needs rotary_scaling, got rotary_scaling=null")
 
@@ -262,12 +282,9 @@ class TransformerConfig(Config):
         require(not self.sinks or kind == "linformer", f"sinks=True has no meaning with attention={kind}")
 
     def _check_architecture(self) -> None:
-        needs(self, "head", "architecture", "encoder", "vision", verb="belongs to")
-        needs(self, "num_decoder_layers", "architecture", "encoder_decoder", verb="belongs to")
-        needs(self, "logit_softcap", "architecture", "decoder", "encoder_decoder", verb="belongs to")
-        needs(self, "pooler", "head", "sequence", "none", verb="belongs to")
-        needs(self, "head_transform", "architecture", "encoder", verb="belongs to")
-        needs(self, "head_transform", "head", "lm", verb="belongs to")
+        for (other, *values), names in _BELONG_TO.items():
+            for name in names:
+                needs(self, name, other, *values, verb="belongs to")
         if self.architecture != "vision":
             return
         for name, fitting in {"head": ("sequence", "none"), "position": ("learned", "none")}.items():
