@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
@@ -331,6 +332,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
         self.saved_at, self.saved_step = time.monotonic(), -1
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
+        self._patience: dict[EarlyStopping, int] = {}
 
     def __enter__(self) -> LastCheckpoint:
         self._install()
@@ -351,12 +353,18 @@ class LastCheckpoint(StepCallback, Checkpoint):
         self._received = number
         self.__exit__()
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        stops = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
+        self._patience = {each: each.patience for each in stops}  # a checkpoint sets that of its run
+
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.saved_at = time.monotonic()
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+        for callback, patience in self._patience.items():
+            callback.patience = patience
+            waits = callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED and callback.wait_count < patience
+            if callback.stopping_reason_message and not waits:
                 trainer.should_stop = True
-                said = "the run had ended here, and goes on only if its EarlyStopping is removed: %s"
+                said = "the run had ended here, and goes on only with more patience or without its EarlyStopping: %s"
                 log.warning(said, callback.stopping_reason_message)
         if self._previous and self._received is None:
             self._install()  # in place of Lightning's own handler, which would start a collective in the middle of another
