@@ -298,7 +298,7 @@ def progress() -> L.Callback:
 
 
 class StoppedError(Exception):
-    """The run was stopped by a signal, after writing its checkpoint."""
+    """The run was stopped by a signal, after writing its checkpoint (none with ``trainer.ckpt_every=0``)."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
@@ -366,6 +366,11 @@ class LastCheckpoint(StepCallback, Checkpoint):
                 trainer.should_stop = True
                 said = "the run had ended here, and goes on only with more patience or without its EarlyStopping: %s"
                 log.warning(said, callback.stopping_reason_message)
+        parts, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        by_steps = trainer.check_val_every_n_epoch is None and trainer.val_check_interval != trainer.max_steps * parts
+        if by_steps and math.isfinite(batches) and batches % parts:
+            said = "trainer.val_every counts %d batches as a step, and the last step of an epoch of %d has fewer: validations come later"
+            log.warning(said, parts, batches)
         if self._previous and self._received is None:
             self._install()  # in place of Lightning's own handler, which would start a collective in the middle of another
 
