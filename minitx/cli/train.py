@@ -76,10 +76,12 @@ def run_job(composed: DictConfig) -> float | None:
         result = run_training(config, folder, command())
         log.info("%s", summary_line(result, folder))
         return value_of(result, config.optimized_metric)
-    except Exception as error:
-        if sentence(error)[1] == 2 and (made := hydra_folder()) is not None:
+    except BaseException as error:
+        if (made := hydra_folder()) is not None:
             with suppress(OSError):
                 made.rmdir()  # if nothing is in it
+        if not isinstance(error, Exception):
+            raise
         if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
             raise KeyboardInterrupt from error  # else Hydra adds a line of its own, and goes on with the next job of a sweep
         log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra tells of the first alone

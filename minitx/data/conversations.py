@@ -202,5 +202,6 @@ def _conversations(table: Any, column: str) -> list[list[Message]]:
         alright = all(isinstance(message[key], str) for chat in chats for message in chat for key in ("role", "content"))
     except (TypeError, KeyError):
         alright = False
-    require(alright, f"data.messages_column={column} must have lists of messages, each with texts role and content")
+    said = f"data.messages_column={column} must have lists of messages, each with texts role and content"
+    require(alright, f'{said}: a content of null, such as beside tool_calls, must be ""')
     return chats

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from minitx.config import IGNORED, ConfigError
-from minitx.config.schema import Count, Fraction, require
+from minitx.config.schema import Count, Fraction, read, require
 from minitx.data.task import Batch, Draw, Split, Task, VocabSize, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict, require_marks, tell_unknown
 
@@ -508,7 +508,7 @@ def tokenised(
         length = sum(map(len, read_text(path)))
         written = any(piece.strip() for piece in read_text(path))
         require(written, f"{said} has no text: {length} characters, none of them but white space")
-        cut = int(length * (1 - val_fraction))
+        cut = int(length * (1 - read(Fraction, val_fraction, "data.val_fraction")))
         require(0 < cut < length, f"{said} has {length} characters, too few for a training and a validation split")
         every = -(-cut // CHARACTERS_TO_LEARN_FROM) if tokenizer == "bpe" else 1
         pieces = islice(read_text(path, 0, cut), 0, None, every)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from minitx.config import IGNORED, ConfigError
-from minitx.config.schema import Bound, require
+from minitx.config.schema import Bound, Fraction, read, require
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, token_texts, train_tokenizer
 
 Batch = dict[str, Tensor]
@@ -258,12 +258,13 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
         The rows of training, in order, and of validation. The latter are shuffled, so that the first rows represent all.
 
     Raises:
-        ConfigError: there are fewer than two groups.
+        ConfigError: there are fewer than two groups, or ``fraction`` is not in (0, 1).
 
     >>> train, val = hold_out(["a", "b", "a", "c"], 0.3)
     >>> sorted([*train.tolist(), *val.tolist()])
     [0, 1, 2, 3]
     """
+    fraction = read(Fraction, fraction, "data.val_fraction")
     free = sorted(set(groups))
     require(len(free) > 1, f"data.val_fraction={fraction} leaves a split empty: the data have {len(free)} different rows")
     random = generator(VALIDATION_SEED, "hold_out")

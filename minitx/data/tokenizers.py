@@ -401,8 +401,8 @@ def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
         return load_tokenizer(path if found else hf_hub_download(name, "tokenizer.json"))
     except Exception as error:  # huggingface_hub raises many kinds, with long messages
         raise ConfigError(
-            f"data.tokenizer={name} must be char, bpe, a tokenizer.json, a folder that holds one, or a name on the Hugging "
-            f"Face hub that can be reached or is in the cache: {first_line(error).partition('. ')[0]}"
+            f"data.tokenizer={name} (experiment=finetune: model.path) must be char, bpe, a tokenizer.json, a folder that holds one, or "
+            f"a name on the Hugging Face hub that can be reached or is in the cache: {first_line(error).partition('. ')[0]}"
         ) from None
 
 

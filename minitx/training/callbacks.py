@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
@@ -297,7 +298,7 @@ def progress() -> L.Callback:
 
 
 class StoppedError(Exception):
-    """The run was stopped by a signal, after writing its checkpoint."""
+    """The run was stopped by a signal, after writing its checkpoint (none with ``trainer.ckpt_every=0``)."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
@@ -331,6 +332,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
         self.saved_at, self.saved_step = time.monotonic(), -1
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
+        self._patience: dict[EarlyStopping, int] = {}
 
     def __enter__(self) -> LastCheckpoint:
         self._install()
@@ -351,13 +353,24 @@ class LastCheckpoint(StepCallback, Checkpoint):
         self._received = number
         self.__exit__()
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        stops = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
+        self._patience = {each: each.patience for each in stops}  # a checkpoint sets that of its run
+
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.saved_at = time.monotonic()
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+        for callback, patience in self._patience.items():
+            callback.patience = patience
+            waits = callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED and callback.wait_count < patience
+            if callback.stopping_reason_message and not waits:
                 trainer.should_stop = True
-                said = "the run had ended here, and goes on only if its EarlyStopping is removed: %s"
+                said = "the run had ended here, and goes on only with more patience or without its EarlyStopping: %s"
                 log.warning(said, callback.stopping_reason_message)
+        parts, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        by_steps = trainer.check_val_every_n_epoch is None and trainer.val_check_interval != trainer.max_steps * parts
+        if by_steps and math.isfinite(batches) and batches % parts:
+            said = "trainer.val_every counts %d batches as a step, and the last step of an epoch of %d has fewer: validations come later"
+            log.warning(said, parts, batches)
         if self._previous and self._received is None:
             self._install()  # in place of Lightning's own handler, which would start a collective in the middle of another
 

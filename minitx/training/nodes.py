@@ -154,7 +154,9 @@ def factory(node: Part, key: str, given: Collection[str] | None = (), positional
     try:
         made = instantiate({"_convert_": "all", **node, "_partial_": True})
     except Exception as error:
-        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}{_near(node)}") from error
+        of_hydra, _, nested = str(error).rpartition("\nfull_key: ")
+        said = f"{key}.{nested}" if of_hydra else f"{key}._target_={node['_target_']}"
+        raise ConfigError(f"{said} cannot be built: {reason(error)}{_near(node)}") from error
     return partial(made.func, *made.args, **read_call(made.func, made.keywords, f"{key}.", given, positional + len(made.args)))
 
 

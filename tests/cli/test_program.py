@@ -156,16 +156,18 @@ def test_a_stream_that_is_closed_from_the_start_is_no_error(monkeypatch, stream)
     getattr(sys, stream).close()
 
 
-def test_a_signal_ends_the_whole_sweep(cli, monkeypatch):
+@pytest.mark.parametrize(("stop", "code"), [(StoppedError(signal.SIGTERM, 3), 143), (KeyboardInterrupt, 130)])
+def test_a_signal_ends_the_whole_sweep_and_leaves_no_empty_folder(cli, monkeypatch, place, stop, code):
     seen = []
 
     def stopped(config, *_):
         seen.append(config.seed)
-        raise StoppedError(signal.SIGTERM, 3)
+        raise stop
 
     monkeypatch.setattr("minitx.cli.train.run_training", stopped)
-    said = cli("-m", *TINY, "seed=1,2")
-    assert (said.code, said.err.count("\n"), seen) == (143, 1, [1])
+    said = cli("-m", *TINY, "seed=1,2", "hydra.sweep.dir=swept")
+    assert (said.code, said.err.count("\n"), seen) == (code, 1, [1])
+    assert not (place / "swept").exists()
 
 
 @pytest.mark.slow

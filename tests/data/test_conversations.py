@@ -209,12 +209,15 @@ def test_what_ends_an_answer_ends_generation(write_text):
 
 
 ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_column"), ({"messages": CHAT[:1]}, "path")]
+CALLS = [{"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}]
 
 
-@pytest.mark.parametrize(("row", "key"), ROWS)
-def test_rows_that_are_no_conversations_are_refused(write_text, row, key):
+@pytest.mark.parametrize(
+    ("row", "key", "said"), [*((*row, "") for row in ROWS), ({"messages": CALLS}, "messages_column", "content of null")]
+)
+def test_rows_that_are_no_conversations_are_refused(write_text, row, key, said):
     path = write_text("\n".join([json.dumps(row)] * 5), "a.jsonl")
-    with pytest.raises(ConfigError, match=rf"^data\.{key}="):
+    with pytest.raises(ConfigError, match=rf"^data\.{key}=.*{said}"):
         chat(path=path, tokenizer="char")
 
 

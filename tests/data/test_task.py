@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from minitx.config import ConfigError
 from minitx.data.batches import Address, TrainSource, ValSource
 from minitx.data.classification import LabelledImages
-from minitx.data.corpus import MaskedRows, TokenArray
+from minitx.data.corpus import MaskedRows, TokenArray, text
 from minitx.data.task import hold_out
 from tests.data.conftest import batch_of, split_of
 
@@ -239,3 +240,10 @@ def test_groups_are_never_torn(fraction):
     assert not {groups[i] for i in train} & {groups[i] for i in val}
     with pytest.raises(ConfigError, match=rf"^data\.val_fraction={fraction} .* 1 different"):
         hold_out("aaaa", fraction)
+
+
+@pytest.mark.parametrize("fraction", [0, 1.5])
+def test_from_python_too_a_part_for_validation_lies_between_0_and_1(write_text, fraction):
+    for split in (partial(hold_out, "abcd", fraction), partial(text, path=write_text(300 * "abc "), val_fraction=fraction)):
+        with pytest.raises(ConfigError, match=r"^data\.val_fraction=\S+ must lie in \(0, 1\)"):
+            split()

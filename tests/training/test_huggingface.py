@@ -226,7 +226,7 @@ def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path
     [
         (["model.scale=unscaled"], "scale=unscaled needs adopt=true"),
         (["model.adopt=true", "model.fold_scale=true"], "fold_scale=true needs another scale"),
-        (["model.path=nowhere"], "data.tokenizer=nowhere"),
+        (["model.path=nowhere"], "experiment=finetune: model.path"),
         (["data.tokenizer=char"], "data.tokenizer has other ids than the tokenizer of the model"),
         (["model.lora={megatron_core: os}"], "model.lora.megatron_core is not a key"),
         (["model.lora={r: two}"], "model.lora.r=two must be a whole number"),

@@ -97,3 +97,9 @@ def test_a_missing_key_gives_the_same_sentence(part, refused):
 def test_a_function_of_the_users_gets_its_keys_by_type_and_what_it_names_of_the_run():
     node = {"_target_": "mine_of_nodes.load", "path": "x", "context_len": 4.0}
     assert build(node, "data", {"seed": 5, "batch_size": 7}) == 9
+
+
+def test_a_mistake_in_a_nested_node_is_said_of_its_own_key():
+    node = {"_target_": "torch.nn.ParameterDict", "parameters": {"inner": {"_target_": "torch.nn.Linear", "in_feature": 3}}}
+    with pytest.raises(ConfigError, match=r"^model\.parameters\.inner cannot be built: TypeError: Linear.*'in_feature'"):
+        build(node, "model")

@@ -142,6 +142,22 @@ def test_what_it_logs_is_in_the_files_and_decides_the_best_weights(tmp_path, cap
     assert "step 12/30" in caplog.text and "val/loss" in caplog.text and "do not apply" in caplog.text
 
 
+VALIDATED = [(4, 4, [4, 8], True), (4, 0, [8], False), (2, 4, [3, 7, 8], False)]
+"""Batches of a step, val_every, the steps with a validation (from 0), and whether they come later than val_every says."""
+
+
+@pytest.mark.parametrize(("accumulate", "every", "steps", "late"), VALIDATED)
+def test_validations_that_come_late_because_a_step_has_fewer_batches_are_told(tmp_path, caplog, accumulate, every, steps, late):
+    class Plain(Own):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    fit(tmp_path, Plain, max_steps=9, accumulate=accumulate, val_every=every)
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows if row["val/loss"] is not None] == steps
+    assert ("validations come later" in caplog.text) == late
+
+
 def test_without_the_monitored_metric_there_is_no_best_checkpoint_and_the_log_says_so(tmp_path, caplog):
     fit(tmp_path, max_epochs=1)
     assert "no best.ckpt: trainer.monitor=val_loss is not logged; what is logged: " in caplog.text

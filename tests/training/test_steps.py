@@ -232,7 +232,7 @@ def test_the_best_checkpoint_is_that_of_all_validations_the_last_one_included(ma
 
 
 def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_beside_it(make_config, tmp_path, chosen, caplog):
-    chosen(5.0, 1.0, 3.0, 2.0, *(4.0,) * 9)
+    chosen(5.0, 1.0, 3.0, 2.0, *(4.0,) * 11)
     config = make_config(trainer__max_steps=99, trainer__val_every=1, trainer__ckpt_every=98)
     train_with(config, tmp_path, *preset("early_stopping"), *preset("top_k"))
     found = {path.name: read_checkpoint(path)["global_step"] for path in (tmp_path / "checkpoints").iterdir()}
@@ -240,10 +240,14 @@ def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_b
     assert found == {"best.ckpt": 2, "last.ckpt": 7, **kept}
     again = dataclasses.replace(config, ckpt_path="last")
     train_with(again, tmp_path, *preset("early_stopping"), *preset("top_k"))
-    assert last(tmp_path)["global_step"] == 7 and "if its EarlyStopping is removed: Monitored metric" in caplog.text
+    assert last(tmp_path)["global_step"] == 7 and "without its EarlyStopping: Monitored metric" in caplog.text
+    (stop,) = preset("early_stopping")
+    stop.patience = 7
+    train_with(again, tmp_path, stop, *preset("top_k"))
+    assert last(tmp_path)["global_step"] == 9 and (stop.patience, stop.wait_count) == (7, 7)
     with pytest.warns(UserWarning, match="EarlyStopping"):
-        train(dataclasses.replace(again, trainer=dataclasses.replace(again.trainer, max_steps=9)), tmp_path)
-    assert last(tmp_path)["global_step"] == 9
+        train(dataclasses.replace(again, trainer=dataclasses.replace(again.trainer, max_steps=11)), tmp_path)
+    assert last(tmp_path)["global_step"] == 11
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
