@@ -100,7 +100,8 @@ class _Pane:
         if asked and asked.at is not None and first.answers and first.answers.axis == first.maps[0].queries:
             self._frame(asked, first.maps[0].weights.shape[-1])
         ax.set_title("\n\n\n\n", fontsize=9)  # room for the lines above the map
-        self._line(f"{trace.name}, head {head}" if first.maps[0].weights.shape[1] > 1 else trace.name, 40, 10, weight="bold")
+        self.name = f"{trace.name}, head {head}" if first.maps[0].weights.shape[1] > 1 else trace.name
+        self.title = self._line(self.name, 40, 10, weight="bold")
         self._line(f"{asked.text}  Right: {asked.right}" if asked else "", 23, 9)
         self.verdict = self._line("", 7, 9, weight="bold")
 
@@ -150,6 +151,8 @@ class _Pane:
             raise ValueError(
                 f"{self.trace.name} has weights that are not finite at step {snapshot.step}; there is nothing to draw"
             )
+        [title], _ = drawable([self.name if snapshot.step == step else f"{self.name}, step {snapshot.step}"])
+        self.title.set_text(title)
         self.image.set_data(np.ma.masked_array(weights.float().numpy(), ~visible.numpy()))
         answer = _asked(snapshot)
         if answer is not None:

@@ -330,7 +330,7 @@ def _patches(size: int) -> list[str]:
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
-    """Write a snapshot to ``folder/step_00000100.safetensors``: weights and logits in float16, masks as bytes, tokens in the header.
+    """Write a snapshot to ``folder/step_00000100.safetensors``: weights in float16, logits in float32, masks as bytes, tokens in the header.
 
     The file is written under another name and then renamed, so that readers never see half a file.
     """

@@ -54,7 +54,8 @@ def weights_of(data: dict, trace: int, snapshot: int, layer: int) -> tuple[np.nd
     visible = np.stack([np.unpackbits(one, bitorder="little")[: L * S] for one in bits]).reshape(H, L, S).astype(bool)
     numbers = np.frombuffer(b64decode(packed["weights"]), "<u2").astype(np.float64)
     weights = np.zeros((H, L, S))
-    weights[visible] = np.where(numbers > data["full"], np.nan, numbers / data["full"])
+    low, high = packed["range"]
+    weights[visible] = np.where(numbers > data["full"], np.nan, low + numbers / data["full"] * (high - low))
     return weights, visible
 
 

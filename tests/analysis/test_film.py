@@ -9,11 +9,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from pages import random_snapshot, with_answers
 from PIL import Image, ImageSequence
 
 from minitx.analysis.answers import Answer
-from minitx.analysis.film import BAD, GOOD, write_film
+from minitx.analysis.film import BAD, GOOD, _Pane, write_film
 from minitx.analysis.viewer import Trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
@@ -58,6 +59,13 @@ def test_right_and_wrong_have_their_own_colour(tmp_path):
         for step, wanted in ((0, [{BAD}, {BAD}]), (1, [{GOOD}, {BAD}])):
             film.seek(step)
             assert [colours(film.crop(half)) & {GOOD, BAD} for half in halves] == wanted
+
+
+def test_a_map_of_another_step_than_the_frames_says_so():
+    pane = _Pane(Figure().add_subplot(), 0.0, TRACES[0], 1)
+    for step, wanted in ((5, "scaled, head 1"), (10, "scaled, head 1, step 5"), (0, "scaled, head 1")):
+        pane.show(step)
+        assert pane.title.get_text() == wanted
 
 
 def test_a_recording_without_answers_is_a_film_of_its_maps(tmp_path):

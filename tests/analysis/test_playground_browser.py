@@ -188,6 +188,12 @@ def test_what_cannot_be_read_is_said_and_the_last_good_values_count(play):
         page.locator("#tokens").press("Enter")
         assert "Between 2 and 6" in page.locator("#problem").inner_text()
         assert page.locator("#row tbody tr").count() == 4
+    page.locator("#row [data-id='v-0-0']").fill("2")
+    assert page.locator("#problem").inner_text().startswith("Between 2 and 6")  # the tokens are still bad
+    page.locator("#row [data-id='v-0-0']").fill("100")
+    page.locator("#tokens").fill("I love deep learning")
+    page.locator("#tokens").press("Enter")
+    assert page.locator("#problem").inner_text().startswith("A number must lie")
     page.locator("#reset").click()
     assert page.locator("#problem").is_hidden() and page.locator("#tokens").input_value() == "I love deep learning"
 
@@ -333,6 +339,8 @@ def assert_shows(page, runs, look, step):
         assert [int(n) for n in re.findall(r"\d+", label)] == [step, found, 16, run["right"][look].count("1"), 16]
         numbers = shown_numbers(page)
         accuracy = means(run["accuracy"])
+        steps = f", mean of {min(8, step + 1)} steps" if step else ""
+        assert page.locator("#numbers [data-name=accuracy] th").inner_text() == f"accuracy{steps}"
         assert parsed(numbers["accuracy"][i]) == pytest.approx(100 * accuracy[step], abs=0.051)
         assert parsed(numbers["loss"][i]) == pytest.approx(run["loss"][step], abs=5.1e-5)
         assert parsed(numbers["largest"][i]) == pytest.approx(run["largest"][look], rel=6e-3)
@@ -537,6 +545,33 @@ def test_a_prediction_is_judged_explained_and_shown(play, scene, question, right
         page.locator("#language").click()  # the answer stays, in the other language
         again = page.locator(".question:visible").nth(question).locator(".answer").inner_text()
         assert again[0] == answer[0] and again != answer and number in again
+
+
+def look(page, question, option):
+    form = page.locator("#hand .question").nth(question)
+    form.locator("input").nth(option).check()
+    form.locator("button").click()
+    return form.locator(".answer").inner_text()
+
+
+def test_a_large_query_is_doubled_and_later_numbers_of_the_reader_stay(play):
+    page = play("step=7")
+    page.locator("#asks [data-id='q-0']").fill("60")
+    look(page, 0, 1)
+    assert query(page).tolist() == [120, 4, 0]
+    page.locator("#asks [data-id='q-0']").fill("-3")
+    page.locator("#row [data-id='v-0-0']").focus()
+    look(page, 1, 2)
+    assert query(page).tolist() == [-3, 4, 0]
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_a_largest_weight_of_1_gives_no_infinite_factor(play, lang):
+    page = play(f"step=7&lang={lang}")
+    for name in ("q-1", "k-1-1"):
+        page.locator(f"#hand [data-id='{name}']").fill("90")
+    said = look(page, 1, 2)
+    assert "Infinity" not in said and "(1 − 1)" not in said and {"en": "a huge one", "zh": "非常大"}[lang] in said
 
 
 # --- language, colours, keyboard, width

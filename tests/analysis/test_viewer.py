@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -104,6 +105,17 @@ def test_weights_and_masks_arrive_as_they_were_up_to_half_a_step(traces, page):
                 for name, wanted in (("entropy", layer.entropy()), ("max_logit", layer.max_logit)):
                     got = np.frombuffer(base64.b64decode(shown["layers"][i][name]), "<f4").reshape(wanted[0].shape)
                     assert np.allclose(got, wanted[0].numpy(), equal_nan=True, atol=1e-6)
+
+
+def test_weights_beyond_0_and_1_arrive_as_they_are_and_no_number_as_nan():
+    one = random_snapshot(1, kinds=("self",), H=1)
+    given = one.maps[0].weights.clone()
+    given[0, 0, 0, :4] = torch.tensor([1.7, -0.5, torch.nan, torch.inf])
+    shown, _ = weights_of(
+        data_of(viewer_page([Trace("a", [replace(one, maps=(replace(one.maps[0], weights=given),))])])), 0, 0, 0
+    )
+    wanted = given[0].double().masked_fill(given[0].isinf(), torch.nan).numpy()
+    assert np.allclose(shown, wanted, equal_nan=True, atol=2.2 * HALF_A_STEP)
 
 
 EVIL = ["</script><script>alert(1)</script>", "</SCRIPT ><img src=x onerror=alert(1)>", '" onmouseover="alert(1)',

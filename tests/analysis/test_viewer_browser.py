@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,6 +152,36 @@ def test_two_models_stand_side_by_side_and_as_a_difference(visit):
     assert (red > blue) == (a > b)
 
 
+def windowed(snapshot, **changes):
+    """The snapshot with a mask that shows each query the token before alone, and the first query nothing."""
+    layer = snapshot.maps[0]
+    visible = layer.visible.tril(-1).triu(-1)
+    maps = (replace(layer, visible=visible, weights=visible.float(), max_logit=layer.max_logit * visible.any(-1), **changes),)
+    return replace(snapshot, maps=maps)
+
+
+def test_two_models_with_other_masks_have_their_own_counts_and_largest_scores(visit, tmp_path):
+    a, b = one, other = random_snapshot(1, kinds=("self",)), windowed(random_snapshot(2, kinds=("self",)))
+    unknown = replace(b, maps=(replace(b.maps[0], max_logit=b.maps[0].max_logit * torch.nan),))
+    for name, second in (("b", other), ("unknown", unknown)):
+        (tmp_path / f"{name}.html").write_text(viewer_page([Trace("a", [one]), Trace("b", [second])]), encoding="utf-8")
+    page = visit((tmp_path / "b.html").as_uri(), "#q=3")
+    for both in ("A beside B", "A − B"):
+        choose(page, both)
+        counts = re.findall(r"(\w): (\d+) of 7 keys", page.locator("#row-facts").inner_text())
+        assert counts == [("A", "7"), ("B", "1")]
+    difference = (a.maps[0].max_logit.amax(-1) - b.maps[0].max_logit.amax(-1))[0, 0].item()
+    shown = thumb(page, 0, 0).locator(".numbers").last
+    assert float(shown.inner_text().removeprefix("z ").replace("−", "-")) == pytest.approx(difference, abs=0.051)
+    page.mouse.click(*cell(page, 0, 0))
+    assert "B: 0 of 7 keys visible · entropy H̄ – · largest score |z| –" in page.locator("#row-facts").inner_text()
+    page = visit((tmp_path / "unknown.html").as_uri(), "#view=diff&q=3")
+    assert thumb(page, 0, 0).locator(".numbers").last.inner_text() == "z –"
+    assert page.locator(".strip-names small").last.inner_text() == "–"
+    choose(page, "A beside B")
+    assert page.locator(".strip-names").first.locator("small").last.inner_text().startswith("0–")  # A has scores
+
+
 def test_hidden_pairs_are_clear_and_their_hatching_can_be_switched_off(visit):
     page = visit("one", f"#layer={CAUSAL}")
     assert (pixel(page, 1, 3)[3], pixel(page, 3, 1)[3]) == (0, 255)
@@ -223,6 +254,24 @@ def test_text_of_users_is_text(visit):
     assert labels[3:6] == ["<script>alert(1)</script>", "␣", "⏎"]
     assert page.evaluate("document.scripts.length") == 2
     assert page.locator(".web .keys bdi").last.inner_text() == "שלום"  # apart from the direction of others
+
+
+def test_a_token_without_lines_says_that_no_weight_is_large_enough(visit, tmp_path):
+    one = windowed(random_snapshot(1, kinds=("self",)))
+    one.maps[0].weights[0, 0, 2, 1] = torch.nan
+    (tmp_path / "a.html").write_text(viewer_page([Trace("a", [one])]), encoding="utf-8")
+    page, note = (
+        visit((tmp_path / "a.html").as_uri()),
+        "No weight of this token is large enough for a line (0.02 of the full colour).",
+    )
+    for side, i, wanted in (
+        ("keys", 6, note),
+        ("queries", 0, note),
+        ("queries", 2, f"NaN has no line. {note}"),
+        ("queries", 3, ""),
+    ):
+        page.locator(f".web .{side} li").nth(i).hover()
+        assert page.locator(".lines .note").inner_text() == wanted
 
 
 @pytest.mark.parametrize("length", [4, 17, 97])

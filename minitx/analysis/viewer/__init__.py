@@ -249,7 +249,8 @@ def _snapshots(given: Any, tokens: Mapping[str, Sequence[Sequence[str]]] | None)
 def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:
     """Return the page of the viewer as HTML. It shows all heads, one head in detail, training steps, and two models side by side.
 
-    Weights are rounded to multiples of 1/65534, an error below 8e-6.
+    Weights from 0 to 1 are rounded to multiples of 1/65534, an error below 8e-6. If a layer has others (``intervene``), the multiples
+    are of its range over 65534. ``write_snapshot`` rounds before, to float16: near 1 by up to 2.5e-4.
 
     Args:
         traces: one model, or two to compare. The second is B, and differences are A − B. All snapshots must have the same
@@ -357,14 +358,17 @@ def _answers(snapshot: Snapshot, answers: Answers, words: dict[str, int]) -> dic
 
 def _layer(layer: AttentionMap, masks: dict[bytes, int]) -> dict[str, Any]:
     weights, visible = layer.weights[0].double().numpy(), layer.visible[0].numpy()  # (H, L, S)
-    seen = weights[visible].clip(0.0, 1.0)  # rounding may lift a weight above 1; NaN stays
-    numbers = np.where(np.isnan(seen), FULL + 1, np.rint(seen * FULL))
+    seen = weights[visible]
+    finite = np.isfinite(seen)
+    low, high = seen.min(initial=0.0, where=finite), seen.max(initial=1.0, where=finite)
+    numbers = np.where(finite, np.rint((seen - low) / (high - low) * FULL), FULL + 1)
     bits = [np.packbits(head, bitorder="little").tobytes() for head in visible]
     return {
         "weights": _base64(numbers, "<u2"),
+        "range": [low, high],
         "masks": [masks.setdefault(head, len(masks)) for head in bits],
         "entropy": _base64(layer.entropy()[0].numpy(), "<f4"),
-        "max_logit": _base64(layer.max_logit[0].numpy(), "<f4"),
+        "max_logit": _base64(np.where(visible.any(-1), layer.max_logit[0].numpy(), np.nan), "<f4"),
     }
 
 

@@ -28,7 +28,7 @@ function strength(value, top) {
   return state.scale === "root" ? Math.sqrt(t) : t;
 }
 
-const topOf = (fields) => (state.scale === "largest" ? Math.max(...fields.map((f) => largest(f.weights))) : 1);
+const topOf = (fields) => (state.scale === "largest" ? largest(fields.map((f) => largest(f.weights))) || 1 : 1);
 
 // One pixel a cell; hidden cells are left clear, so that the hatching behind them shows.
 function paint(canvas, { weights, visible, signed: isSigned }, L, S, top) {

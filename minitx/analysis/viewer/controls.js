@@ -198,8 +198,13 @@ function showThumb(button, layer, head) {
   const picture = element("span", "pictures");
   picture.style.aspectRatio = String(fields.length * clamp(S / L, 0.4, 2.5));
   picture.append(...pictures);
-  const say = fields[0].signed ? signed : known;
-  const numbers = fields.map((one) => [mean(one.entropy), one.signed ? mean(one.logit) : largest(one.logit)]);
+  const say = (value, digits) => (fields[0].signed && value > 0 ? "+" : "") + known(value, digits);
+  const of = ({ entropy, logit }) => [mean(entropy), largest(logit)];
+  const numbers = fields.map((one) => {
+    if (!one.signed) return of(one);
+    const [a, b] = ["a", "b"].map((pane) => of(field(pane, layer, head)));
+    return a.map((value, i) => value - b[i]);
+  });
   const line = (i, digits, name) => `${name} ${numbers.map((n) => say(n[i], digits).replace(/^([+−]?)0\./, "$1.")).join(" | ")}`;
   button.replaceChildren(picture, element("span", "numbers", line(0, 2, "H̄")), element("span", "numbers", line(1, 1, "z")));
   const depth = groupOf(layer).layers.indexOf(layer);

@@ -77,6 +77,7 @@ function unpack(packed, H, L, S) {
   const numbers = new Uint16Array(bytes(packed.weights).buffer);
   const entropy = new Float32Array(bytes(packed.entropy).buffer);
   const logit = new Float32Array(bytes(packed.max_logit).buffer);
+  const [low, high] = packed.range;
   let next = 0;
   return packed.masks.map((number, h) => {
     const visible = mask(number, L * S);
@@ -84,7 +85,7 @@ function unpack(packed, H, L, S) {
     for (let i = 0; i < weights.length; i++) {
       if (!visible[i]) continue;
       const n = numbers[next++];
-      weights[i] = n > DATA.full ? NaN : n / DATA.full;
+      weights[i] = n > DATA.full ? NaN : low + (n / DATA.full) * (high - low);
     }
     return { weights, visible, entropy: entropy.subarray(h * L, (h + 1) * L), logit: logit.subarray(h * L, (h + 1) * L) };
   });

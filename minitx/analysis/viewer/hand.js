@@ -96,7 +96,7 @@ function numberInput(id, name, token, d) {
 function typeNumber(input, id) {
   const good = input.value !== "" && Math.abs(input.valueAsNumber) <= LIMIT;
   input.ariaInvalid = String(!good);
-  complain(document.querySelector("#hand input[aria-invalid=true]:not(#tokens)") ? "number_problem" : null);
+  complain();
   if (!good) return;
   const [name, i, d] = id.split("-").map((part, at) => (at ? Number(part) : part));
   if (name === "q") state.hand.q[state.hand.query][i] = input.valueAsNumber;
@@ -104,9 +104,11 @@ function typeNumber(input, id) {
   showHand();
 }
 
-function complain(problem) {
-  byId("problem").hidden = problem === null;
-  byId("problem").textContent = problem === null ? "" : words()[problem];
+// Say what is wrong in the boxes, numbers and tokens alike.
+function complain() {
+  const found = Object.entries({ number_problem: "[type=number]", token_problem: "#tokens" }).filter(([, which]) => document.querySelector(`#hand input${which}[aria-invalid=true]`));
+  byId("problem").hidden = !found.length;
+  byId("problem").textContent = found.map(([problem]) => words()[problem]).join(" ");
 }
 
 function numberButton(id) {
@@ -169,7 +171,7 @@ function buildHand() {
   thead.replaceChildren(head);
   tbody.replaceChildren(...rows);
   tfoot.replaceChildren(last);
-  complain(null);
+  complain();
   showHand();
 }
 
@@ -262,7 +264,7 @@ function typeTokens() {
   const parts = cut(byId("tokens").value);
   const good = parts.length >= TOKENS.least && parts.length <= TOKENS.most;
   byId("tokens").ariaInvalid = String(!good);
-  complain(good ? null : "token_problem");
+  complain();
   if (!good || parts.join(" ") === tokensByHand().join(" ")) return;
   const { hand } = state;
   const draw = new Normal(7);

@@ -119,11 +119,13 @@ class LinesView {
   lines() {
     const { side, i } = this.held ?? {};
     const found = [];
+    this.torn = false; // whether a weight is no number
     this.fields.forEach(({ weights, visible }, h) => {
       for (let q = side === "q" ? i : 0; q < (side === "q" ? i + 1 : this.L); q++) {
         for (let k = side === "k" ? i : 0; k < (side === "k" ? i + 1 : this.S); k++) {
           const at = q * this.S + k;
           const alpha = visible[at] ? this.opacity(weights[at], this.tops[h]) : 0;
+          this.torn ||= Number.isNaN(alpha);
           if (alpha >= FAINTEST) found.push({ h, q, k, alpha, value: weights[at] });
         }
       }
@@ -185,8 +187,10 @@ class LinesView {
   }
 
   say(found, drawn) {
-    const all = this.held ? "" : "Point at a token for its lines alone.";
-    if (!found) this.note.textContent = this.held ? "It has no lines: nothing it may see has weight." : `No weight is large enough for a line (${FAINTEST} of the full colour). ${all}`;
-    else this.note.textContent = drawn < found ? `The ${drawn.toLocaleString("en")} strongest of ${found.toLocaleString("en")} lines. ${all}` : all;
+    const told = this.torn ? ["NaN has no line."] : [];
+    if (!found) told.push(`No weight${this.held ? " of this token" : ""} is large enough for a line (${FAINTEST} of the full colour).`);
+    else if (drawn < found) told.push(`The ${drawn.toLocaleString("en")} strongest of ${found.toLocaleString("en")} lines.`);
+    if (!this.held) told.push("Point at a token for its lines alone.");
+    this.note.textContent = told.join(" ");
   }
 }

@@ -29,7 +29,8 @@ function showPanes() {
   const fields = panes().map((pane) => field(pane, state.layer, state.head));
   const top = topOf(fields);
   const isSigned = fields[0].signed;
-  const tops = [isSigned ? Math.max(...fields.map((one) => largest(one.entropy))) : 1, Math.max(...fields.map((one) => largest(one.logit)))];
+  const [entropy, logit] = ["entropy", "logit"].map((name) => largest(fields.map((one) => largest(one[name]))));
+  const tops = [isSigned ? entropy : 1, logit];
   drawLegend(byId("legend"), top, isSigned);
   views.forEach((view, i) => {
     view.node.querySelector("h3").replaceChildren(...paneTitle(view.pane));
@@ -86,7 +87,7 @@ function describe({ q, k }) {
 const rowFacts = (one, q) => [`entropy H̄ ${known(one.entropy[q], 3)}`, `largest score |z| ${known(one.logit[q], 2)}`];
 
 function below(weight, top) {
-  if (Number.isNaN(weight)) return "z is not a number";
+  if (!(weight >= 0)) return "z is not a number";
   if (weight === top) return "z is the row's largest";
   const digits = Math.max(Math.floor(Math.log10(weight * DATA.full)), 0); // a small weight is known to few digits
   const distance = weight > 0 ? fixed(Math.log(top / weight), Math.min(digits, 2)) : `over ${Math.floor(Math.log(top * DATA.full))}`;
@@ -151,8 +152,9 @@ function showRow() {
   const best = seen.toSorted((i, j) => size(j) - size(i) || i - j).slice(0, ROWS_OF_TABLE);
   const verb = view === "diff" ? "differs most at" : "looks most at";
   byId("row-title").replaceChildren(`Query ${q} `, element("bdi", "token", queriesOf(layer)[q]), ` ${verb}`);
-  const facts = all.filter((one) => !one.signed).map((one, i) => `${columns.length > 1 ? `${NAMES[i]}: ` : ""}${rowFacts(one, q).join(" · ")}`);
-  byId("row-facts").textContent = `${seen.length} of ${S} keys visible · ${facts.join(" · ")}`;
+  const count = (i) => `${rows[i].visible.reduce((sum, bit) => sum + bit, 0)} of ${S} keys visible`;
+  const facts = all.filter((one) => !one.signed).map((one, i) => `${columns.length > 1 ? `${NAMES[i]}: ` : ""}${[count(i), ...rowFacts(one, q)].join(" · ")}`);
+  byId("row-facts").textContent = facts.join(" · ");
   fillTable(columns, best, seen, rows.map((row) => row.weights));
   showPicture(rows.filter((row, i) => panes().includes(columns[i])), layer);
 }

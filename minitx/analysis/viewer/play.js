@@ -93,7 +93,6 @@ function openScene(scene) {
 
 // --- two questions at the end of each scene: predict, then look
 
-let asked = null; // the query that the first question of scene 1 doubled; the second question gives it back
 const largestWeight = () => Math.max(...byHand().weights);
 
 // Of each question: the right answer, and what the page does when the reader looks; it returns what the words need.
@@ -104,8 +103,7 @@ const QUESTIONS = {
       look() {
         const { hand } = state;
         const before = tidy(largestWeight());
-        asked = { query: hand.query, q: hand.q[hand.query] };
-        hand.q[hand.query] = hand.q[hand.query].map((x) => clamp(2 * x, -LIMIT, LIMIT));
+        hand.q[hand.query] = hand.q[hand.query].map((x) => 2 * x);
         goToStep(6);
         return { before, after: tidy(largestWeight()) };
       },
@@ -113,15 +111,14 @@ const QUESTIONS = {
     {
       right: 2,
       look() {
-        if (asked) state.hand.q[asked.query] = asked.q;
-        asked = null;
         if (visibleByHand().filter(Boolean).length < 2) state.hand.mask = "none";
         const largest = largestWeight();
         const own = visibleByHand();
         own[byHand().weights.indexOf(largest)] = false;
         changeHand({ mask: "own", own });
         goToStep(6);
-        return { before: tidy(largest), after: tidy(1 / (1 - largest)) };
+        const before = tidy(largest);
+        return { before, after: Number(before) < 1 ? tidy(1 / (1 - largest)) : null };
       },
     },
   ],

@@ -113,12 +113,13 @@ function showTraining() {
 
 function showNumbers(runs, look) {
   const { numbers } = words();
+  const names = { ...numbers, accuracy: numbers.accuracy(Math.min(WINDOW, state.at + 1)) };
   const values = {
     accuracy: runs.map((run) => percent(accuracyAt(run, state.at))),
     loss: runs.map((run) => fixed(run.loss[state.at])),
     largest: runs.map((run) => run.largest[look].toLocaleString("en", { maximumSignificantDigits: 3 })),
   };
-  document.querySelector("#numbers tbody").replaceChildren(...Object.entries(values).map(([name, texts]) => tableRow(numbers[name], texts, name)));
+  document.querySelector("#numbers tbody").replaceChildren(...Object.entries(values).map(([name, texts]) => tableRow(names[name], texts, name)));
   const head = element("tr");
   head.append(Object.assign(element("th", "", words().step_now(state.at)), { scope: "col" }), ...ARMS.map((arm) => Object.assign(element("th", "number", words().arms[arm]), { scope: "col" })));
   document.querySelector("#numbers thead").replaceChildren(head);
