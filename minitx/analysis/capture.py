@@ -282,7 +282,7 @@ def _mask_of_queries(kind: type[nn.Module]) -> str | None:
     names = inspect.signature(kind.forward).parameters
     if "decoder_key_mask" in names:
         return "decoder_key_mask"
-    has_other_states = not {"encoder_hidden_states", "cross_attention_states"}.isdisjoint(names)
+    has_other_states = not {"encoder_hidden_states", "cross_attention_states", "image_attention_mask"}.isdisjoint(names)
     return "attention_mask" if has_other_states and {"input_ids", "attention_mask"} <= names.keys() else None
 
 

@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -38,6 +38,9 @@ NAME = "minitx"
 
 OTHER_STATES = ("key_value_states", "encoder_hidden_states")
 """The arguments of attention modules for the states of another sequence."""
+
+QUERY_AND_KEY = (("query", "key"), ("queries", "keys"))
+"""The arguments of attention modules that get one tensor twice, or the states of two sequences (SAM 2, V-JEPA 2)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +121,11 @@ class Adoption:
             elif mask is None or options.get("encoder_hidden_states") is not None:  # the mask around a decoder is the encoder's
                 self.running.key_masks[index] = None
 
-    def enter_attention(self, module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def enter_attention(self, names: list[str], module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note whether the keys are of another sequence."""
-        module.core.is_cross = any(options.get(name) is not None for name in OTHER_STATES)
+        given = dict(zip(names, args, strict=False)) | options
+        others = any(given.get(name) is not None for name in OTHER_STATES)
+        module.core.is_cross = others or any(given.get(query) is not given.get(key) for query, key in QUERY_AND_KEY)
 
     def leave_model(self, *_: Any) -> None:
         """Give the model around this one its own padding back (a model of pictures has none). The outermost forgets its masks."""
@@ -147,12 +152,17 @@ class Adoption:
             if real is not None and real.shape != keys:  # of other keys, for example of pictures
                 real = None
             real = None if real is None else real.to(tensor.device)
-            visible = tensor if tensor.dtype == torch.bool else tensor > torch.finfo(tensor.dtype).min / 2
+            visible = tensor if tensor.dtype == torch.bool else _visible(tensor)
             mask = TransformersMask(visible[..., : keys[1]], is_causal, real)
         is_shared = tensor is None or tensor.dtype == torch.bool  # one of floats may be a layer's own (Doge)
         if is_shared and running.depth and not torch.compiler.is_compiling():
             running.masks.append((tensor, key_mask, (is_causal, keys), mask))
         return mask
+
+
+def _visible(added: Tensor) -> Tensor:
+    """Which keys a mask of floats leaves visible: a key 9,000 below the largest of its row is hidden (MarkupLM adds -10,000)."""
+    return added > (added.amax(-1, keepdim=True) - 9e3).clamp(min=torch.finfo(added.dtype).min / 2)
 
 
 class AdoptedCore(DotProductAttention):
@@ -213,7 +223,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             (DeepSeek V3.2) is refused, too.
 
     Warns:
-        UserWarning: some layers are torch's own ``nn.MultiheadAttention`` (the pooling head of SigLIP), which stay as they are.
+        UserWarning: some layers are torch's own ``nn.MultiheadAttention`` (the pooling head of SigLIP), or compute attention
+            themselves (the picture tokenizer of Chameleon). They stay as they are.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -230,8 +241,9 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         module.core = AdoptedCore(adoption, backend=backend)
         arguments = inspect.signature(module.forward).parameters
         module.core.is_cross = "cross_attention_states" in arguments  # always, also where a cache has them (Mllama)
-        if not set(OTHER_STATES).isdisjoint(arguments):
-            adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_attention, with_kwargs=True))
+        if not {*OTHER_STATES, "key", "keys"}.isdisjoint(arguments):
+            enter = partial(adoption.enter_attention, list(arguments))
+            adoption.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_model, with_kwargs=True))
@@ -248,6 +260,11 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         warnings.warn(
             f"{', '.join(torchs)} of {type(model).__name__} is torch's nn.MultiheadAttention: it stays as it is, is not recorded, and keeps "
             "its scale. swap_attention(model), before adopt_hf, gives it our core, too",
+            stacklevel=2,
+        )
+    if left := [name for name, kind in _without(model, layers) if _attends_by_itself(kind, ("@", "bmm", "einsum"))]:
+        warnings.warn(
+            f"{', '.join(left)} of {type(model).__name__} computes its attention itself: it stays as it is, is not recorded, and keeps its scale",
             stacklevel=2,
         )
     return model
@@ -309,9 +326,7 @@ def _outermost(module: nn.Module, kind: type) -> Iterator[Any]:
 def _attention_layers(model: nn.Module) -> dict[str, Any]:
     """Return the attention modules of ``model`` by name. Raise a ValueError if some attention cannot be replaced."""
     layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
-    known = {*layers, "", *(around for name in layers for around in _around(name))}
-    rest = [(name, type(module)) for name, module in model.named_modules() if name not in known]
-    others = [name for name, kind in rest if _attends_by_itself(kind)]  # type: ignore[arg-type]
+    others = [name for name, kind in _without(model, layers) if _attends_by_itself(kind)]
     if others or not layers:
         where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
         raise ValueError(
@@ -321,6 +336,12 @@ def _attention_layers(model: nn.Module) -> dict[str, Any]:
     if taken := [name for name, module in layers.items() if hasattr(module, "core")]:
         raise ValueError(f"{taken[0]} has an attribute named core already")
     return layers
+
+
+def _without(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, Any]]:
+    """The names and classes of the modules that neither are nor contain one of ``layers``."""
+    known = {*layers, "", *(around for name in layers for around in _around(name))}
+    return [(name, type(module)) for name, module in model.named_modules() if name not in known]
 
 
 def _mark_blocks(model: nn.Module, layers: Iterable[str]) -> None:
@@ -354,9 +375,9 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
 
 
 @cache
-def _attends_by_itself(kind: type[nn.Module]) -> bool:
+def _attends_by_itself(kind: type[nn.Module], products: tuple[str, ...] = ("@",)) -> bool:
     """Whether methods of a class compute a softmax, and take a mask (not that of padding alone, as routers of experts do) or multiply
-    twice with ``@``, as SAM does.
+    twice: with ``@``, as SAM does, or with other ``products``.
 
     ``__init__`` does not count: a loss has options that are named after masks.
     """
@@ -366,8 +387,9 @@ def _attends_by_itself(kind: type[nn.Module]) -> bool:
     arguments = {name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
     takes_mask = any(name.endswith("mask") and name != "padding_mask" for name in arguments)
     attends = [code for code in codes if {"softmax", "scaled_dot_product_attention"} & set(_names_of(code))]
-    products = [sum(step.argrepr == "@" for step in dis.get_instructions(code)) for code in attends]
-    return (takes_mask and bool(attends)) or max(products, default=0) > 1
+    steps = [[{step.argrepr, str(step.argval)} for step in dis.get_instructions(code)] for code in attends]
+    counts = [sum(not names.isdisjoint(products) for names in one) for one in steps]
+    return (takes_mask and bool(attends)) or max(counts, default=0) > 1
 
 
 def _names_of(code: CodeType) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from minitx.config.schema import Count, first_line
+from minitx.config.schema import Count, first_line, read
 from minitx.interop.adopt import adopt_hf
 from minitx.interop.files import find_folder
 from minitx.nn.scale import fold_scale as fold
@@ -78,7 +78,8 @@ def pretrained_hf(
     Args:
         path: a folder with ``config.json`` and weights, or a name on the hub.
         task: the kind of task, which decides the head: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``tag``. In a
-            run, the data decide. Default: the class that ``config.json`` names. A head that the folder does not have is new.
+            run, the data decide. Default, and for another word (the kind of a task of your own): the class that ``config.json``
+            names. A head that the folder does not have is new.
         adopt: put our attention core under the model (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
         scale: the score scale of an adopted model, as in ``set_scale``. ``own``: that of the model.
         fold_scale: multiply the weights of queries and keys so that the model with the new scale starts as the same function.
@@ -142,7 +143,7 @@ def _finished(model: Any, options: dict[str, Any], fold_scale: bool = False) -> 
     if scale != "own":
         (fold if fold_scale else set_scale)(model, scale)
     if lora is not None:
-        lora = Lora(r=lora) if isinstance(lora, int) else lora
+        lora = lora if isinstance(lora, Lora) else Lora(r=read(Count, lora, "lora"))
         model = _with_lora(model, lora, options["task"])
         options["lora"] = dataclasses.asdict(lora)
     stored = {name: value for name, value in options.items() if value is not None}

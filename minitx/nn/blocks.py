@@ -144,8 +144,8 @@ class Block(nn.Module):
         cross_attention: a ``MultiHeadAttention`` over ``memory``, or None.
         norm_position: ``pre``, ``post``, ``sandwich`` or ``deepnorm``.
         parallel: attention and feed-forward get the same normed input, and their outputs are added (GPT-J; pre-norm only).
-        dropout: the dropout probability on each sublayer's output. residual_scale: α of ``deepnorm``. branch: as in
-            ``Residual``.
+        dropout: the dropout probability on each sublayer's output; with ``parallel``, on the sum of the two. residual_scale: α of
+            ``deepnorm``. branch: as in ``Residual``, after dropout.
 
     Raises:
         ValueError: ``parallel`` without ``norm_position="pre"``.

@@ -41,9 +41,8 @@ class LayerCache:
     """
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
-        for name, number in (("capacity", capacity), ("window", 1 if window is None else window)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a positive whole number of positions, got {number!r}")
+        _check_count("capacity", capacity, "positions")
+        _check_count("window", 1 if window is None else window, "positions")
         self.capacity, self.window, self.length = capacity, window, 0
         self.memory: Pair | None = None
         self._pair: Pair | None = None
@@ -172,8 +171,7 @@ class KVCache:
     """
 
     def __init__(self, capacity: int, num_layers: int) -> None:
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be positive, got {num_layers}")
+        _check_count("num_layers", num_layers, "layers")
         self.layers: tuple[LayerCache, ...] = tuple(LayerCache(capacity) for _ in range(num_layers))
         self.capacity, self.length = capacity, 0
         self.key_mask: Tensor | None = None  # (B, length), or longer after a pass that failed; None where nothing is padding
@@ -224,6 +222,11 @@ class KVCache:
 
 def _rows(pair: Pair | None, rows: Tensor) -> Pair | None:
     return None if pair is None else (pair[0].index_select(0, rows), pair[1].index_select(0, rows))
+
+
+def _check_count(name: str, number: int, of: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"{name} must be a positive whole number of {of}, got {number!r}")
 
 
 def check_room(length: int, num_new: int, capacity: int) -> None:

@@ -259,6 +259,8 @@ class Documents(Mask):
     ids: Tensor
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ids, Tensor):
+            raise TypeError(f"document ids must be an integer tensor of shape (B, S), got {type(self.ids).__name__}")
         if self.ids.dim() != 2 or self.ids.is_floating_point() or self.ids.dtype == torch.bool:
             raise ValueError(
                 f"document ids must be an integer tensor of shape (B, S), got {self.ids.dtype} {tuple(self.ids.shape)}"

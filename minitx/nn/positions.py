@@ -85,7 +85,8 @@ class RotaryScaling:
         high: pairs with more turns are kept. None: the default of the kind.
 
     Raises:
-        ValueError: an unknown kind, a factor below 1, or a missing or non-positive length.
+        ValueError: an unknown kind, a factor below 1, a missing or non-positive length, or a ``low`` that is not positive and below
+            ``high``.
 
     >>> RotaryScaling("linear", factor=2.0).factor
     2.0
@@ -104,6 +105,15 @@ class RotaryScaling:
             raise ValueError(f"rotary_factor={self.factor} must be at least 1: it is the new length over the original length")
         if self.kind in ("yarn", "llama3") and (self.original_max_len is None or self.original_max_len < 1):
             raise ValueError(f"rotary_original_len={self.original_max_len} must be positive with rotary_scaling={self.kind}")
+        low, high = self.turns
+        if not 0.0 < low < high < math.inf:
+            raise ValueError(f"rotary_low={low} must be positive and below rotary_high={high}")
+
+    @property
+    def turns(self) -> tuple[float, float]:
+        """``low`` and ``high``, by default those of the kind."""
+        high = 4.0 if self.kind == "llama3" else 32.0
+        return 1.0 if self.low is None else self.low, high if self.high is None else self.high
 
     @property
     def magnitude(self) -> float:
@@ -119,12 +129,11 @@ class RotaryScaling:
         if self.kind == "linear":
             return plain / self.factor
         assert self.original_max_len is not None
-        low = 1.0 if self.low is None else self.low
+        low, high = self.turns
         if self.kind == "llama3":
-            high = 4.0 if self.high is None else self.high
             kept = (self.original_max_len / (2 * math.pi) * plain - low) / (high - low)
         else:
-            first, last = (self._pair_of(turns, head_dim, base) for turns in (32.0 if self.high is None else self.high, low))
+            first, last = (self._pair_of(turns, head_dim, base) for turns in (high, low))
             start, stop = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
             kept = 1.0 - (pairs - start) / max(stop - start, 0.001)
         kept = kept.clamp(0.0, 1.0)

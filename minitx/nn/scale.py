@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import TransformerConfig, check_scale, evaluate_factor
+from minitx.config.schema import Finite, read
 
 
 def scale_multiplier(scale: str | float, head_dim: int) -> float:
@@ -59,7 +60,7 @@ class ScoreScale(nn.Module):
         multiplier: the number that a fixed scale stands for, times ``factor``; None for the other scales.
 
     Raises:
-        ValueError: an unknown scale, or a missing ``num_heads`` or ``max_len``.
+        ValueError: an unknown scale, a factor that is not finite, or a missing ``num_heads`` or ``max_len``.
 
     >>> query, multiplier = ScoreScale("inv_sqrt", head_dim=16)(torch.ones(1, 1, 1, 16))
     >>> multiplier
@@ -76,8 +77,8 @@ class ScoreScale(nn.Module):
         factor: float = 1.0,
     ) -> None:
         super().__init__()
-        self.scale, self.head_dim, self.num_heads, self.factor = scale, head_dim, num_heads, float(factor)
-        self.max_len = max_len
+        self.scale, self.head_dim, self.num_heads, self.max_len = scale, head_dim, num_heads, max_len
+        self.factor: float = read(Finite, factor, "factor")
         self._fixed = None if scale in ("learned", "log_length") else scale_multiplier(scale, head_dim)
         if scale == "learned":
             if num_heads is None:
@@ -202,8 +203,8 @@ def set_scale(model: nn.Module, to: str | float, *, factor: float = 1.0) -> nn.M
         factor: multiplies the scale.
 
     Raises:
-        ValueError: there is no attention in the model, the scale is unknown, or adopted attention is given ``learned`` or
-            ``log_length``. The model is then unchanged.
+        ValueError: there is no attention in the model, the scale is unknown, the factor is not finite, or adopted attention is
+            given ``learned`` or ``log_length``. The model is then unchanged.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> set_scale(MultiHeadAttention(12, 3), "unscaled").scale
@@ -228,6 +229,7 @@ def _adopted_cores(model: nn.Module) -> dict[str, Any]:
 
 def _new_scales(model: nn.Module, to: str | float, factor: float) -> tuple[dict[str, Any], dict[str, ScoreScale]]:
     """The attention layers of a model by name, and a new scale for each."""
+    read(Finite, factor, "factor")  # adopted attention has no ``ScoreScale``
     layers: dict[str, Any] = {
         name: layer
         for name, layer in model.named_modules(remove_duplicate=False)

@@ -55,7 +55,8 @@ class StepLog(StepCallback):
     """Log a row of ``metrics.csv`` every ``log_every`` steps. On accelerators nothing else waits for the device during training.
 
     ``tokens`` are targets. ``tokens_per_second`` and ``mfu`` cover the steps since the last row, without validation. ``mfu``
-    is this device's share of the training FLOPs (``train_flops``, padding included) divided by its peak.
+    is this device's share of the training FLOPs (``train_flops``, padding included) divided by its peak. Frozen weights count as
+    if they were trained (LoRA), although a step computes no gradients of them.
 
     Args:
         log_every: steps between rows. The first and the last step always have one, also where a run is stopped early.

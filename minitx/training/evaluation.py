@@ -155,7 +155,7 @@ def evaluate(
         batch_size: rows at once, if ``data`` is a ``Task``. A data module has its own.
 
     Raises:
-        ConfigError: the network is a LightningModule.
+        ConfigError: the network is a LightningModule, or ``data`` is neither a ``Task`` nor a data module.
     """
     # without Lightning there is no such network, and to load it takes longer than a short evaluation
     lightning = sys.modules.get("lightning.pytorch")
@@ -182,6 +182,7 @@ def _open(data: Any, batch_size: int) -> tuple[Task | None, Rows]:
         return data, ValSource(as_split(data, "val"), batch_size=batch_size, world=1)
     if hasattr(data, "val_source"):  # our data module; the source has every row, for any number of ranks
         return data.task, data.val_source()
+    require(hasattr(data, "val_dataloader"), f"data must be a Task or a LightningDataModule, got {type(data).__name__}")
     return None, data
 
 

@@ -22,7 +22,7 @@ from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale, swap_attention
 from minitx.training.devices import parallelize
-from tests.interop.families import BESIDE, DECODERS, GROUPED, NAMES, PICTURES, QUICK, REFUSED, build, inputs_of, output_of
+from tests.interop.families import BESIDE, DECODERS, GROUPED, NAMES, PICTURES, QUICK, REFUSED, TEXT, build, inputs_of, output_of
 
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in NAMES]
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
@@ -160,6 +160,46 @@ def test_attention_of_torch_in_a_model_is_named_in_a_warning_and_taken_after_swa
         with capture(adopt_hf(swap_attention(release_hf(model)))) as seen:
             assert_near(model(**inputs).pooler_output, wanted)
     assert list(seen.kinds.values()) == ["self", "self", "cross"]
+
+
+def test_layers_that_compute_attention_themselves_in_a_tokenizer_of_pictures_are_named_in_a_warning():
+    tokenizer = {"embed_dim": 8, "num_embeddings": 16, "latent_channels": 32, "resolution": 16, "base_channels": 32}
+    tokenizer |= {"channel_multiplier": [1], "num_res_blocks": 1}
+    config = transformers.ChameleonConfig(**TEXT, vq_config=tokenizer, vocabulary_map={"<image>": 3})
+    model = transformers.ChameleonForConditionalGeneration(config)
+    with pytest.warns(UserWarning, match=r"^model\.vqmodel\.encoder\.mid\.attn_1 of Chameleon.* computes its attention itself"):
+        adopt_hf(model)
+
+
+def test_attention_whose_module_gets_queries_and_keys_apart_is_cross_where_they_are_two():
+    four = {"blocks_per_stage": [1] * 4, "embed_dim_per_stage": [8] * 4, "num_attention_heads_per_stage": [1] * 4}
+    backbone = {"model_type": "sam2_hiera_det_model", "hidden_size": 8, "num_attention_heads": 1, **four}
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "mlp_dim": 16, "iou_head_hidden_dim": 16}
+    config = transformers.Sam2Config(
+        vision_config={"backbone_config": backbone, "backbone_channel_list": [8] * 4, "fpn_hidden_size": 16},
+        prompt_encoder_config={"hidden_size": 16, "image_size": 64, "patch_size": 16, "mask_input_channels": 4},
+        mask_decoder_config=sizes,
+    )
+    model = adopt_hf(transformers.Sam2Model(config).eval())
+    pictures = [torch.randn(1, 2, 16, 16), torch.randn(1, 4, 8, 8), torch.randn(1, 16, 4, 4)]
+    with torch.no_grad(), capture(model, layers="mask_decoder") as seen:
+        model(image_embeddings=pictures, input_points=torch.ones(1, 1, 1, 2))
+    assert {name: "self" if "self_attn" in name else "cross" for name in seen} == seen.kinds and len(seen) == 4
+
+
+def test_padded_text_is_no_query_of_attention_to_pictures_between_its_layers():
+    sizes = {"intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = {**sizes, "embed_dim": 32, "image_size": 8, "patch_size": 4}
+    config = transformers.IdeficsConfig(
+        **{**TEXT, **sizes}, vision_config=vision, cross_layer_interval=1, additional_vocab_size=0
+    )
+    inputs = inputs_of("Llama", pad="left")[0] | {"pixel_values": torch.randn(2, 1, 3, 8, 8)}
+    inputs["image_attention_mask"] = torch.ones(2, 11, 1, dtype=torch.long)
+    model = adopt_hf(transformers.IdeficsForVisionText2Text(config).eval())
+    with watch(model, lambda look: look.real_queries, layers="cross") as seen:
+        answer_to(model, inputs)
+    [[queries]] = seen.values()
+    assert torch.equal(queries, inputs["attention_mask"].bool()) and [*seen.kinds.values()] == ["cross"]
 
 
 def test_the_decoder_of_a_model_without_sdpa_sees_no_later_token():
@@ -490,14 +530,15 @@ def test_keys_that_a_mask_of_floats_hides_are_hidden_from_the_statistics():
     model, records = adopt_hf(build("Llama")), []
     ids, real = (inputs_of("Llama", pad="right")[0][name] for name in ("input_ids", "attention_mask"))
     visible = torch.ones(11, 11, dtype=torch.bool).tril() & real.bool()[:, None, None]
-    for mask in (visible, torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)):
+    for mask in (visible, *(torch.zeros(visible.shape).masked_fill(~visible, least) for least in (torch.finfo().min, -1e4))):
         with torch.no_grad(), capture(model) as seen:
             model(ids, mask)
         assert set(seen.kinds.values()) == {"causal"}
         records.append([calls[0] for calls in seen.values()])
-    for wanted, found in zip(*records, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-        assert found["max_logit"].max() < 100
+    for wanted, *others in zip(*records, strict=True):
+        for found in others:
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            assert found["max_logit"].max() < 100
 
 
 def test_a_mask_of_floats_that_a_layer_makes_for_itself_is_not_kept_until_the_model_ends():
@@ -622,6 +663,8 @@ def test_scales_that_an_adopted_model_cannot_have_are_refused():
         fold_scale(model, "learned")
     with pytest.raises(ValueError, match="scale is 0"):
         fold_scale(model, 0)
+    with pytest.raises(ValueError, match="factor=nan must be finite"):
+        set_scale(model, "inv", factor=float("nan"))
 
 
 OTHERS = "GPTNeoX GPTBigCode Phi3 Persimmon Gemma3 Qwen3 Olmo2 ModernBert Albert Bart Qwen3Next"

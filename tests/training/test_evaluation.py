@@ -11,7 +11,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from scipy import stats
 from torch.utils.data import DataLoader
 
-from minitx.config import EvaluationConfig, node
+from minitx.config import ConfigError, EvaluationConfig, node
 from minitx.data.task import Task
 from minitx.nn import build_model
 from minitx.training import evaluation
@@ -68,6 +68,11 @@ def test_the_interval_of_a_share_is_wilsons(hits, trials):
     found, want = share_interval(hits, trials), stats.binomtest(hits, trials).proportion_ci(0.95, method="wilson")
     assert (found.low, found.high) == (pytest.approx(want.low, abs=1e-12), pytest.approx(want.high, abs=1e-12))
     assert found.value == hits / trials
+
+
+def test_data_of_another_kind_are_refused():
+    with pytest.raises(ConfigError, match="data must be a Task or a LightningDataModule, got list"):
+        evaluate(torch.nn.Identity(), [1])
 
 
 def test_a_language_model_is_judged_in_bits_per_byte_and_character(ready):

@@ -15,6 +15,7 @@ from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
 from minitx.data.tokenizers import train_tokenizer
+from minitx.interop import pretrained_hf
 from minitx.training.build import open_data
 from minitx.training.checkpoints import load_model, load_stored
 from minitx.training.run import train
@@ -240,6 +241,11 @@ def test_what_cannot_be_had_of_a_model_is_one_sentence_and_leaves_no_folder(more
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         train(compose_config(words("llama", *more)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_from_python_a_switch_is_no_rank_either(folders):
+    with pytest.raises(ConfigError, match="lora=True must be"):
+        pretrained_hf(str(folders / "llama"), lora=True)
 
 
 def test_weights_that_are_missing_are_refused(words, folders, tmp_path):
