@@ -224,7 +224,7 @@ def check_processes(trainer: L.Trainer) -> None:
     """Check conditions that are known only when all processes run.
 
     Raises:
-        ConfigError: the precision differs between machines, or averaged weights are used with a sharded model or in bfloat16.
+        ConfigError: the precision differs between machines, or averaged weights are used with a sharded model.
     """
     own = str(trainer.precision)
     if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(own) != own, all=False):
@@ -232,8 +232,6 @@ def check_processes(trainer: L.Trainer) -> None:
     averaged = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     if averaged and isinstance(trainer.strategy, Sharded):
         raise ConfigError("callbacks.ema needs whole weights on one device, got trainer.strategy=sharded")
-    if averaged and own == "bf16-true":
-        raise ConfigError("callbacks.ema: averages in bfloat16 round small changes away; set trainer.precision=bf16-mixed")
 
 
 # --- progress

@@ -2,14 +2,11 @@
 
 import contextlib
 
-import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.training import devices
-from minitx.training.callbacks import check_processes
 from minitx.training.devices import check_count, cpu_precision, device_type, peak_tflops, widest_float
 from minitx.training.run import place_of
 
@@ -38,14 +35,6 @@ def test_bf16_stays_where_the_device_has_it_and_becomes_float32_on_another_cpu_w
     assert {place_of(TrainerConfig(precision="bf16-mixed"))["precision"] for _ in range(6)} == {"32-true"}
     (said,) = caplog.messages
     assert "trainer.precision=bf16-mixed" in said
-
-
-def test_averages_of_weights_in_bfloat16_are_refused():
-    """With decay 0.999 they stop at about a quarter of the way to the weights."""
-    options = {"accelerator": "cpu", "callbacks": [EMAWeightAveraging()], "logger": False, "enable_checkpointing": False}
-    check_processes(L.Trainer(precision="bf16-mixed", **options))
-    with pytest.raises(ConfigError, match="bf16-mixed"):
-        check_processes(L.Trainer(precision="bf16-true", **options))
 
 
 # CUDA's devices, is Apple's there, trainer.accelerator, trainer.devices; the kind that Lightning takes, or None where it is refused
