@@ -9,9 +9,8 @@ from minitx.nn import scaled_dot_product_attention
 from minitx.nn.backends import chunked
 from minitx.nn.models import build_model
 
-PICTURE = {"num_labels": 5, "image_size": 12, "num_channels": 3}
 KINDS = ("math", "sdpa", "chunked", "window", "linear", "performer", "linformer", "recurrent", "feed-forward")
-SMALL = {**PICTURE, "vocab_size": 67, "embed_dim": 24, "num_layers": 2, "max_len": 131}
+SMALL = {"num_labels": 5, "vocab_size": 67, "embed_dim": 24, "num_layers": 2, "max_len": 131}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,8 @@ def parts_of(cost):
 
 @pytest.mark.parametrize("options", [
     {"activation": "swiglu", "position": "rotary"}, {"architecture": "encoder", "head_transform": True},
-    {"architecture": "encoder_decoder", "position": "t5"}, {"architecture": "vision", "head": "sequence", "vocab_size": None},
+    {"architecture": "encoder_decoder", "position": "t5"},
+    {"architecture": "vision", "head": "sequence", "vocab_size": None, "image_size": 12, "num_channels": 3},
 ], ids=str)  # fmt: skip
 def test_every_part_of_a_model_costs_its_formula_but_for_what_the_mask_hides(cost, parts_of, options):
     model, parts = parts_of(**options, backend="math")
