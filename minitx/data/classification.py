@@ -11,7 +11,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, require
-from minitx.data.tables import Where, column_of, labels_of, load_splits, texts_of
+from minitx.data.tables import Where, column_of, labels_of, load_splits, load_tables, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -68,9 +68,13 @@ def classify(
         return list(zip(*(texts_of(table, column, key) for key, column in columns.items()), strict=True))
 
     where = Where(path, val_path, subset, split, val_split)
-    splits = load_splits(where, lambda table: hold_out(texts(table), val_fraction), texts=[*columns.values(), label_column])
-    labels, names = labels_of(splits, label_column)
-    train, val = (_with_text(texts(table), own, text_column, path) for table, own in zip(splits, labels, strict=True))
+    tables = load_tables(where, texts=[*columns.values(), label_column])
+    read = [*map(texts, tables)]
+    labels, names = labels_of(tables, label_column)  # of the whole file: the few rows of validation may have numbers alone
+    if len(tables) == 1:
+        rows_of = hold_out(read[0], val_fraction)
+        read, labels = [[read[0][i] for i in rows] for rows in rows_of], [labels[0][rows] for rows in rows_of]
+    train, val = (_with_text(rows, own, text_column, path) for rows, own in zip(read, labels, strict=True))
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), MARKS)
     marks = made_by.mark_ids
     only_end = "pad" not in marks and "eos" in marks  # the tokenizers of decoders, which people pad with the end mark

@@ -269,12 +269,12 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
 
 
 def _with_numbers(columns: list[list[Any]], tables: Sequence[Any]) -> list[list[Any]]:
-    """The columns, with numbers and truth values for the texts of csv files, unless two texts are one number (01 and 1)."""
+    """The columns, with numbers and truth values for the texts of csv files, unless two texts of a file are one number (01 and 1)."""
     known: list[dict[Any, Any]] = [
         _numbers(values) if table.info.builder_name == "csv" else {} for table, values in zip(tables, columns, strict=True)
     ]
-    whole = {text: number for numbers in known for text, number in numbers.items() if type(number) is int}
-    if len({*whole.values()}) < len(whole):
+    whole = [[number for number in numbers.values() if type(number) is int] for numbers in known]
+    if any(len({*numbers}) < len(numbers) for numbers in whole):
         return columns
     return [[numbers.get(value, value) for value in values] for numbers, values in zip(known, columns, strict=True)]
 

@@ -360,10 +360,10 @@ class LastCheckpoint(StepCallback, Checkpoint):
         self.saved_at = time.monotonic()
         for callback, patience in self._patience.items():
             callback.patience = patience
-            waits = callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED and callback.wait_count < patience
-            if callback.stopping_reason_message and not waits:
+            by_patience = callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED
+            if callback.stopping_reason_message and not (by_patience and callback.wait_count < patience):
                 trainer.should_stop = True
-                said = "the run had ended here, and goes on only with more patience or without its EarlyStopping: %s"
+                said = f"the run had ended here, and goes on only {'with more patience or ' * by_patience}without its EarlyStopping: %s"
                 log.warning(said, callback.stopping_reason_message)
         parts, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
         by_steps = trainer.check_val_every_n_epoch is None and trainer.val_check_interval != trainer.max_steps * parts

@@ -95,7 +95,7 @@ def muon(
     Raises:
         ConfigError: no parameter is a matrix for Muon; or as ``parameter_groups``.
     """
-    said = f"optimizer=muon needs the matrices of torch.nn.Linear, and {type(network).__name__} has none: use optimizer=adamw"
+    said = f"optimizer=muon needs a torch.nn.Linear beside heads, and {type(network).__name__} has none: use optimizer=adamw"
     require(bool(matrix_names(network)), said)
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)

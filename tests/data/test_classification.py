@@ -56,6 +56,17 @@ def test_two_labels_of_a_csv_file_that_are_one_number_are_two_classes(write_text
         classify(path=path, tokenizer="char")
 
 
+def test_labels_of_a_csv_file_are_those_of_the_whole_file_and_not_of_a_split(write_text, offline_datasets):
+    rows = ["text,label", *(f"word {n},{n % 2}" for n in range(40)), *(9 * ["the same,maybe"])]  # a group: in one split
+    task = classify(path=write_text("\n".join(rows), "a.csv"), tokenizer="char")
+    assert task.label_names == ("0", "1", "maybe")
+    labels = ["01", "02"], ["1", "2"]
+    train, val = (
+        write_text("\n".join(["text,label", *(f"{n},{each[n % 2]}" for n in range(9))]), f"{each[0]}.csv") for each in labels
+    )
+    assert classify(path=train, val_path=val, tokenizer="char").label_names == ("1", "2")
+
+
 def test_the_same_text_is_never_in_both_splits(write_text, offline_datasets):
     path = write_text("\n".join(["text,label", *(f"{n % 23},{n % 2}" for n in range(101))]), "a.csv")
     task = classify(path=path, tokenizer="char", val_fraction=0.4)

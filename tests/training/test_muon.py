@@ -113,5 +113,6 @@ def test_a_step_that_is_not_made_keeps_the_momentum():
 
 def test_a_model_without_linear_layers_is_refused():
     network = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(4, 4, 1))  # as GPT-2 of transformers, whose layers are Conv1D
-    with pytest.raises(ConfigError, match="Sequential has none: use optimizer=adamw"):
+    network.add_module("head", nn.Linear(4, 5))
+    with pytest.raises(ConfigError, match=r"a torch\.nn\.Linear beside heads, and Sequential has none: use optimizer=adamw"):
         build_optimizer(network, node(muon))

@@ -250,6 +250,16 @@ def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_b
     assert last(tmp_path)["global_step"] == 11
 
 
+def test_a_run_that_ended_at_a_threshold_is_not_told_of_patience(make_config, tmp_path, chosen, caplog):
+    chosen(*(1.0,) * 4)
+    config = make_config(trainer__max_steps=9, trainer__val_every=1, trainer__ckpt_every=98)
+    for ckpt_path in (None, "last"):
+        (stop,) = preset("early_stopping")
+        stop.stopping_threshold = 2.0
+        train_with(dataclasses.replace(config, ckpt_path=ckpt_path), tmp_path, stop)
+    assert last(tmp_path)["global_step"] == 1 and "goes on only without its EarlyStopping: Stopping threshold" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
 def test_averaged_weights_are_what_is_validated_and_saved_and_resume_bit_equal(make_config, tmp_path):
     """``state_dict`` is the average; the weights that training goes on with are ``current_model_state``."""
