@@ -1,6 +1,7 @@
 """What every program does with its command line: check and read it, run, and turn exceptions into one sentence and an exit code.
 
-0 done · 2 anything wrong in what was typed · 3 failed after starting · 130 SIGINT, 143 SIGTERM (checkpoint written, if any is).
+0 done · 2 anything wrong in what was typed · 3 failed after starting · 130 SIGINT, 143 SIGTERM (with a checkpoint, unless
+trainer.ckpt_every=0 or training had not begun).
 """
 
 from __future__ import annotations
