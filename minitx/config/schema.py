@@ -262,6 +262,8 @@ def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
     words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
     if len(words) and all(get_origin(option) is Literal or option is bool for option in options):
         check_choice(key, value, words)
+    if len(groups) == 1 and len(options) == 2:  # a value that is no group can break a bound of the other one
+        return read(next(option for option in options if option not in groups), value, key)
     raise _wrong(options, value, key)
 
 

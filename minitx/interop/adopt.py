@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dis
 import inspect
+import re
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +42,9 @@ OTHER_STATES = ("key_value_states", "encoder_hidden_states")
 
 QUERY_AND_KEY = (("query", "key"), ("queries", "keys"))
 """The arguments of attention modules that get one tensor twice, or the states of two sequences (SAM 2, V-JEPA 2)."""
+
+OTHER_STEPS = {"bmm": "p", "einsum": "p", "matmul": "p", "scaled_dot_product_attention": "psp"}
+"""What computes products (p) and softmax (s) in layers that have their own attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +228,7 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
 
     Warns:
         UserWarning: some layers are torch's own ``nn.MultiheadAttention`` (the pooling head of SigLIP), or compute attention
-            themselves (the picture tokenizer of Chameleon). They stay as they are.
+            themselves (the picture tokenizer of Chameleon, the speech encoder of Granite Speech). They stay as they are.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -262,7 +266,7 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             "its scale. swap_attention(model), before adopt_hf, gives it our core, too",
             stacklevel=2,
         )
-    if left := [name for name, kind in _without(model, layers) if _attends_by_itself(kind, ("@", "bmm", "einsum"))]:
+    if left := [name for name, kind in _without(model, layers) if _attends_by_itself(kind, others=True)]:
         warnings.warn(
             f"{', '.join(left)} of {type(model).__name__} computes its attention itself: it stays as it is, is not recorded, and keeps its scale",
             stacklevel=2,
@@ -375,9 +379,9 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
 
 
 @cache
-def _attends_by_itself(kind: type[nn.Module], products: tuple[str, ...] = ("@",)) -> bool:
+def _attends_by_itself(kind: type[nn.Module], others: bool = False) -> bool:
     """Whether methods of a class compute a softmax, and take a mask (not that of padding alone, as routers of experts do) or multiply
-    twice: with ``@``, as SAM does, or with other ``products``.
+    before and after it: with ``@``, as SAM does. ``others``: or with other products, or they call torch's function.
 
     ``__init__`` does not count: a loss has options that are named after masks.
     """
@@ -387,9 +391,12 @@ def _attends_by_itself(kind: type[nn.Module], products: tuple[str, ...] = ("@",)
     arguments = {name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
     takes_mask = any(name.endswith("mask") and name != "padding_mask" for name in arguments)
     attends = [code for code in codes if {"softmax", "scaled_dot_product_attention"} & set(_names_of(code))]
-    steps = [[{step.argrepr, str(step.argval)} for step in dis.get_instructions(code)] for code in attends]
-    counts = [sum(not names.isdisjoint(products) for names in one) for one in steps]
-    return (takes_mask and bool(attends)) or max(counts, default=0) > 1
+    steps = {"@": "p", "softmax": "s"} | (OTHER_STEPS if others else {})
+    found = [
+        "".join(steps.get(str(one.argval), steps.get(one.argrepr, "")) for one in dis.get_instructions(code))
+        for code in attends
+    ]
+    return (takes_mask and bool(attends)) or any(re.search("p.*s.*p", marks) for marks in found)
 
 
 def _names_of(code: CodeType) -> Iterator[str]:

@@ -85,7 +85,7 @@ class RotaryScaling:
         high: pairs with more turns are kept. None: the default of the kind.
 
     Raises:
-        ValueError: an unknown kind, a factor below 1, a missing or non-positive length, or a ``low`` that is not positive and below
+        ValueError: an unknown kind, a factor below 1, a missing or non-positive length, or a ``low`` that is not positive or above
             ``high``.
 
     >>> RotaryScaling("linear", factor=2.0).factor
@@ -106,8 +106,8 @@ class RotaryScaling:
         if self.kind in ("yarn", "llama3") and (self.original_max_len is None or self.original_max_len < 1):
             raise ValueError(f"rotary_original_len={self.original_max_len} must be positive with rotary_scaling={self.kind}")
         low, high = self.turns
-        if not 0.0 < low < high < math.inf:
-            raise ValueError(f"rotary_low={low} must be positive and below rotary_high={high}")
+        if not 0.0 < low <= high < math.inf:
+            raise ValueError(f"rotary_low={low} must be positive and not above rotary_high={high}")
 
     @property
     def turns(self) -> tuple[float, float]:
@@ -131,7 +131,7 @@ class RotaryScaling:
         assert self.original_max_len is not None
         low, high = self.turns
         if self.kind == "llama3":
-            kept = (self.original_max_len / (2 * math.pi) * plain - low) / (high - low)
+            kept = (self.original_max_len / (2 * math.pi) * plain - low) / max(high - low, 1e-9)
         else:
             first, last = (self._pair_of(turns, head_dim, base) for turns in (high, low))
             start, stop = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)

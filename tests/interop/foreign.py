@@ -55,6 +55,7 @@ CASES = {
     "llama llama3": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": LLAMA3}),
     "llama yarn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": YARN}),
     "llama yarn turns": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5}}),
+    "llama yarn one turn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0}}),
     "mistral window": ("MistralForCausalLM", {**GROUPED, "sliding_window": 5}),
     "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": None, "head_dim": 14}),
     "qwen2 window": ("Qwen2ForCausalLM", {**GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),

@@ -22,7 +22,20 @@ from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, set_scale, swap_attention
 from minitx.training.devices import parallelize
-from tests.interop.families import BESIDE, DECODERS, GROUPED, NAMES, PICTURES, QUICK, REFUSED, TEXT, build, inputs_of, output_of
+from tests.interop.families import (
+    BESIDE,
+    DECODERS,
+    GPT,
+    GROUPED,
+    NAMES,
+    PICTURES,
+    QUICK,
+    REFUSED,
+    TEXT,
+    build,
+    inputs_of,
+    output_of,
+)
 
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.release) for name in NAMES]
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
@@ -169,6 +182,20 @@ def test_layers_that_compute_attention_themselves_in_a_tokenizer_of_pictures_are
     model = transformers.ChameleonForConditionalGeneration(config)
     with pytest.warns(UserWarning, match=r"^model\.vqmodel\.encoder\.mid\.attn_1 of Chameleon.* computes its attention itself"):
         adopt_hf(model)
+
+
+def test_layers_that_call_torchs_function_or_matmul_themselves_are_named_in_a_warning():
+    picture = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+    picture["num_hidden_layers"] = 1
+    pooled = transformers.Aimv2VisionModel(transformers.Aimv2VisionConfig(**picture, use_head=True))
+    with pytest.warns(UserWarning, match=r"^head of Aimv2VisionModel computes its attention itself"):
+        adopt_hf(pooled)
+    encoder = transformers.Data2VecVisionModel(transformers.Data2VecVisionConfig(**picture))
+    decoder = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT, add_cross_attention=True, is_decoder=True))
+    with pytest.warns(
+        UserWarning, match=r"^encoder\.encoder\.layer\.0\.attention\.attention of VisionEnc.* computes its attention itself"
+    ):
+        adopt_hf(transformers.VisionEncoderDecoderModel(encoder=encoder, decoder=decoder))
 
 
 def test_attention_whose_module_gets_queries_and_keys_apart_is_cross_where_they_are_two():

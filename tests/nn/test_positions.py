@@ -76,3 +76,9 @@ def test_a_long_context_keeps_the_shortest_wavelength_and_stretches_the_longest_
     assert (stretched <= plain).all() and (4 * stretched >= plain * (1 - 1e-12)).all()
     if kind == "ntk":  # a geometric row
         torch.testing.assert_close(stretched.log().diff(n=2), torch.zeros(30, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_two_bounds_that_are_one_number_part_the_channel_pairs_in_two(kind):
+    one, near = (Rotary(64, scaling=RotaryScaling(kind, 4.0, 2048, low=2.0, high=high)) for high in (2.0, 2.0 + 1e-6))
+    torch.testing.assert_close(one.frequencies(torch.float64), near.frequencies(torch.float64))

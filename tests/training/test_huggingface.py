@@ -231,7 +231,7 @@ def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path
         (["data.tokenizer=char"], "data.tokenizer has other ids than the tokenizer of the model"),
         (["model.lora={megatron_core: os}"], "model.lora.megatron_core is not a key"),
         (["model.lora={r: two}"], "model.lora.r=two must be a whole number"),
-        (["model.lora=0"], "model.lora=0 must be"),
+        (["model.lora=0"], "model.lora=0 must be positive"),
         (["model.lora={lora_alpha: 0}"], "model.lora.lora_alpha=0 must be"),
         (["callbacks.probe.every=1", "callbacks.probe.batch_size=2"], "model.adopt=true"),
         (["trainer.strategy=sharded", "trainer.shard=[Nothing]"], "trainer.shard=Nothing is the class of no module"),
