@@ -191,7 +191,7 @@ def _class_for(config: Any, task: str | None) -> Any:
 
 def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config without the names of attention functions, which may be kernels of the hub, and so code."""
-    kept = {name: value for name, value in config.items() if "attn_implementation" not in name}
+    kept = {name: value for name, value in config.items() if "attn_implementation" not in str(name)}  # id2label has numbers
     return {name: _without_kernels(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
 

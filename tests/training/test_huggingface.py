@@ -15,7 +15,7 @@ from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
 from minitx.data.tokenizers import train_tokenizer
-from minitx.interop import pretrained_hf
+from minitx.interop import hf_from_config, pretrained_hf
 from minitx.training.build import open_data
 from minitx.training.checkpoints import load_model, load_stored
 from minitx.training.run import train
@@ -246,6 +246,11 @@ def test_what_cannot_be_had_of_a_model_is_one_sentence_and_leaves_no_folder(more
 def test_from_python_a_switch_is_no_rank_either(folders):
     with pytest.raises(ConfigError, match="lora=True must be"):
         pretrained_hf(str(folders / "llama"), lora=True)
+
+
+def test_a_config_of_python_whose_labels_have_numbers_gives_its_model():
+    config = transformers.BertConfig(**WIDE, vocab_size=19).to_dict()
+    assert hf_from_config(config=config).config.id2label == config["id2label"]
 
 
 def test_weights_that_are_missing_are_refused(words, folders, tmp_path):
