@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, is_part
-from minitx.config.schema import Count, Share
+from minitx.config.schema import Count, Share, require
 from minitx.data.task import Batch
 from minitx.nn.modes import evaluating
 from minitx.training.build import Caller, rows_of_batch
@@ -211,8 +211,7 @@ def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor,
 def build_objective(node: Any) -> Objective:
     """Build the objective of ``node``: a node with ``_target_``, or a callable.
 
-    A loss of torch with ``reduction="sum"`` is called as (logits, labels). If the logits have one more axis than the labels,
-    both are flattened to (targets, classes) and (targets,).
+    A loss of torch with ``reduction="sum"`` is called as (logits, labels), one over classes as (targets, classes) and (targets,).
 
     Raises:
         ConfigError: the target cannot be built, the loss averages, ignores another label than -100, or has weights that are to be
@@ -256,28 +255,22 @@ class TorchLoss(nn.Module):
         """Return the loss of (logits, labels), over the labels that are not -100.
 
         Raises:
-            ConfigError: the shapes of logits and labels differ, and the loss is not one over classes; or it has one number for
-                several labels, and some of them are -100.
+            ConfigError: a loss over classes gets something else than one row of logits for each label, another loss logits in
+                another shape than the labels; or the loss has one number for several labels.
         """
-        labels = batch["labels"]
+        labels, name = batch["labels"], type(self.loss).__name__
+        shapes = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
         if isinstance(self.loss, _OF_CLASSES):
-            whole = logits.dim() == labels.dim() + 1
-            return {"loss": self.loss(*((logits.flatten(0, -2), labels.flatten()) if whole else (logits, labels)))}
-        if logits.shape != labels.shape:
-            shapes = f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
-            raise ConfigError(
-                f"objective: {type(self.loss).__name__} compares each logit with its label, but got logits of shape {shapes}: "
-                "the model must return logits in the shape of the labels"
-            )
+            said = "needs the class of each label and its logits (no probabilities: minitx divides by the number of labels)"
+            require(logits.shape[:-1] == labels.shape, f"objective: {name} {said}, but got {shapes}")
+            return {"loss": self.loss(logits.flatten(0, -2), labels.flatten())}
+        said = "compares each logit with its label, so the model must return logits in the shape of the labels"
+        require(logits.shape == labels.shape, f"objective: {name} {said}, but got {shapes}")
         ignored = labels == IGNORED
         each = self.loss(logits, labels.masked_fill(ignored, 0))
-        if each.shape == labels.shape:
-            each = each.masked_fill(ignored, 0.0)
-        elif bool(ignored.any()):
-            raise ConfigError(
-                f"objective: {type(self.loss).__name__} takes the labels of a row together, so none can be {IGNORED}"
-            )
-        return {"loss": each.sum()}
+        said = "has one number for several labels, and minitx divides by the number of labels: use a function that sums over labels"
+        require(each.shape == labels.shape, f"objective: {name} {said}")
+        return {"loss": each.masked_fill(ignored, 0.0).sum()}
 
 
 @torch.no_grad()

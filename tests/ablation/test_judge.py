@@ -198,4 +198,6 @@ def test_a_ratio_is_held_against_the_formula_or_another_ratio():
     over = {"over": ("adamw", {"trained": "all"}), "condition": WIDE, "names": ("adamw",)}
     ((found, measured),) = status("sgd", "threshold", 2.5, 5.0, **over)
     assert found == "HELD" and measured.low == pytest.approx(10.3 / 2.9, rel=0.1)
+    fewer = {"over": ("sgd", {}), "condition": {**WIDE, "trained": "all"}, "names": ("sgd",)}  # a study with fewer factors
+    assert [found for found, _ in status("adamw", "threshold", 0.2, 0.4, **fewer)] == ["HELD"]
     assert status("sgd", "threshold", 2.5, 5.0, **over, truth=none) == [("UNDECIDED", None)]  # what it is divided by is missing

@@ -119,6 +119,14 @@ def test_it_says_that_it_is_not_twice_differentiable():
         grad.sum().backward()
 
 
+def test_a_mask_made_in_inference_mode_serves_training():
+    q = torch.randn(1, 1, 5, 2, requires_grad=True)
+    with torch.inference_mode():
+        mask = mx.Padding(torch.tensor([[True, True, True, False, False]]))
+    got, want = (torch.autograd.grad(attention(q, q, q, mask, backend=name).sum(), q)[0] for name in ("chunked", "math"))
+    torch.testing.assert_close(got, want)
+
+
 def test_a_mask_that_changes_before_the_backward_pass_is_refused():
     q, real = torch.randn(1, 1, 5, 2, requires_grad=True), torch.tensor([[True, True, True, False, False]])
     out = attention(q, q, q, mx.Padding(real) & mx.Causal(), backend="chunked").sum()

@@ -175,11 +175,19 @@ def test_a_loss_of_numbers_leaves_out_labels_that_do_not_count(name):
     torch.testing.assert_close(*(torch.autograd.grad(x, given)[0] for x in (loss, wanted)))
 
 
-def test_a_loss_of_whole_rows_refuses_a_label_that_does_not_count():
-    objective = build_objective(torch.nn.MultiLabelSoftMarginLoss(reduction="sum"))
-    assert float(objective(torch.zeros(2, 3), {"labels": torch.ones(2, 3)})["loss"]) == pytest.approx(2 * math.log(2))
-    with pytest.raises(ConfigError, match="MultiLabelSoftMarginLoss takes the labels of a row together"):
-        objective(torch.zeros(2, 3), {"labels": torch.tensor([[1, 0, 1], [0, 1, -100]]).float()})
+@pytest.mark.parametrize(
+    ("loss", "logits", "said"),
+    [
+        ("MultiLabelSoftMarginLoss", (2, 3), "has one number for several labels"),
+        ("CrossEntropyLoss", (2, 3), "no probabilities"),  # torch's mean divides by 2
+        ("CrossEntropyLoss", (2, 3, 3), r"\(2, 3, 3\) and labels of shape \(2, 4\)"),  # classes are the last axis
+    ],
+)
+def test_a_loss_that_is_not_one_of_each_label_is_refused(loss, logits, said):
+    objective = build_objective(getattr(torch.nn, loss)(reduction="sum"))
+    labels = torch.zeros(2, 4).long() if len(logits) == 3 else torch.rand(2, 3)
+    with pytest.raises(ConfigError, match=f"^objective: {loss} .*{said}"):
+        objective(torch.zeros(logits), {"labels": labels})
 
 
 def test_what_an_objective_returns_is_a_number_or_numbers_by_name_with_loss_among_them():

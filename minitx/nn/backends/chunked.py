@@ -208,7 +208,7 @@ class Chunked(torch.autograd.Function):
             output.mul_(inverse)
         ctx.settings = settings
         # torch then refuses a mask that has changed before the backward pass, which reads it again
-        seen = [] if settings.mask is None else [tensor for tensor in tensors_of(settings.mask) if not tensor.is_inference()]
+        seen = [tensor for tensor in tensors_of(settings.mask) if not tensor.is_inference()]
         ctx.save_for_backward(output, top, inverse, query, key, value, sinks, *bias_tensors, *seen)
         return output
 
