@@ -285,7 +285,7 @@ def _of_answers(
     pairs = task.val_examples[: len(answers)]
     sources, references = [source for source, _ in pairs], [str(reference) for _, reference in pairs]
     hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
-    found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
+    found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))}, task.baselines())
     for name, metric in _text_metrics().items():
         found.metrics[name] = _corpus_score(metric, answers, references)
         found.baselines[f"{name}_of_copying"] = float(metric.corpus_score(sources, [references]).score)
