@@ -108,11 +108,13 @@ def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
 
 
 def accuracy_interval(right: Tensor, counts: Tensor) -> Metric:
-    """Return ``ratio_interval`` of right answers, with ends between 0 and 1.
+    """Return the share of right answers, with Wilson's interval if each row has one label, else ``ratio_interval`` from 0 to 1.
 
     >>> accuracy_interval(torch.tensor([0, 0, 1]), torch.tensor([2, 2, 2])).low
     0.0
     """
+    if bool((counts == 1).all()):
+        return share_interval(int(right.sum()), len(right))
     found = ratio_interval(right, counts)
     if found.low is None or found.high is None:
         return found
@@ -243,7 +245,8 @@ def _of_sums(network: nn.Module, source: Rows, options: EvaluationConfig, object
             counts.append(num_targets(batch["labels"][rows]).cpu())
     units = torch.stack(counts) if by_row else torch.stack(counts).sum(0, keepdim=True)
     columns = {name: torch.stack(values) for name, values in found.items()}
-    return {name: ratio_interval(x if by_row else x.sum(0, keepdim=True), units) for name, x in columns.items()}
+    interval = defaultdict(lambda: ratio_interval, accuracy=accuracy_interval)
+    return {name: interval[name](x if by_row else x.sum(0, keepdim=True), units) for name, x in columns.items()}
 
 
 def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,10 +268,9 @@ def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tupl
 
 def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[str, Metric]:
     """The metrics of a task that labels judge."""
-    if task.kind == "classify":
-        one_each = bool((counts == 1).all())  # else labels of a row belong together
-        return {"accuracy": share_interval(int(right.sum()), len(right)) if one_each else accuracy_interval(right, counts)}
     loss, accuracy = ratio_interval(nll, counts), accuracy_interval(right, counts)
+    if task.kind == "classify":
+        return {"accuracy": accuracy}
     if task.kind == "masked_lm":
         low, high = (None if end is None else math.exp(end) for end in (loss.low, loss.high))
         perplexity = Metric(math.exp(loss.value), low, high, loss.count)

@@ -94,6 +94,17 @@ def test_several_labels_a_row_of_a_classification_count_one_by_one():
     assert (found.value, found.count) == (pytest.approx(7 / 9), 9)
 
 
+def test_the_accuracy_of_one_label_a_row_has_wilsons_interval_whatever_the_kind_and_the_objective_are():
+    rows = [{"input": torch.eye(3)[n % 3][None], "labels": torch.tensor([n % 3 if n else 1])} for n in range(30)]
+
+    def objective(logits, batch):
+        return {"loss": logits.sum(), "correct": (logits.argmax(-1) == batch["labels"]).sum()}
+
+    for kind, name, own in (("language_model", "next_token_accuracy", None), ("other", "accuracy", objective)):
+        task = Task(name="mine", kind=kind, train=rows, val=rows, key_masks={})
+        assert evaluate(torch.nn.Identity(), task, objective=own).metrics[name] == share_interval(29, 30)
+
+
 @pytest.mark.parametrize("task", [None, "classify", "seq2seq", "short seq2seq"])
 def test_the_size_of_a_batch_changes_no_metric(ready, task):
     found = []
