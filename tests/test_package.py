@@ -159,6 +159,17 @@ def test_with_torch_alone_a_program_says_what_to_install(torch_alone, empty):
         assert done.stdout == "" and list(empty.iterdir()) == []
 
 
+def test_a_script_says_what_to_install():
+    for script in sorted(ROOT.glob("scripts/*.py")):
+        code = f"import runpy, sys; sys.modules['hydra'] = None; runpy.run_path({str(script)!r}, run_name='__main__')"
+        said = run(sys.executable, "-c", code, folder=ROOT, code=2).stderr
+        assert said.endswith(" needs the package hydra, which is not installed: install minitx with the extra train\n")
+
+
+def test_the_site_is_made_with_the_extras_of_its_pages_and_of_the_page_to_play_with():
+    assert all(f'".[{extra}]"' in run("make", "-n", "site", "VENV=none", folder=ROOT).stdout for extra in ("docs", "train"))
+
+
 @pytest.mark.release
 def test_with_train_the_wheel_runs_the_scaling_ablation_from_an_empty_folder(with_train, empty):
     where = run(with_train / "python", "-c", "import minitx; print(minitx.__file__)", folder=empty).stdout
