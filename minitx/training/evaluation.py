@@ -113,9 +113,8 @@ def accuracy_interval(right: Tensor, counts: Tensor) -> Metric:
     >>> accuracy_interval(torch.tensor([0, 0, 1]), torch.tensor([2, 2, 2])).low
     0.0
     """
-    if bool((counts == 1).all()):
-        return share_interval(int(right.sum()), len(right))
-    found = ratio_interval(right, counts)
+    one_each = bool((counts == 1).all())
+    found = share_interval(int(right.sum()), len(right)) if one_each else ratio_interval(right, counts)
     if found.low is None or found.high is None:
         return found
     return Metric(found.value, max(found.low, 0.0), min(found.high, 1.0), found.count)
@@ -245,8 +244,8 @@ def _of_sums(network: nn.Module, source: Rows, options: EvaluationConfig, object
             counts.append(num_targets(batch["labels"][rows]).cpu())
     units = torch.stack(counts) if by_row else torch.stack(counts).sum(0, keepdim=True)
     columns = {name: torch.stack(values) for name, values in found.items()}
-    interval = defaultdict(lambda: ratio_interval, accuracy=accuracy_interval)
-    return {name: interval[name](x if by_row else x.sum(0, keepdim=True), units) for name, x in columns.items()}
+    kind: Any = {"accuracy": accuracy_interval}
+    return {name: kind.get(name, ratio_interval)(x if by_row else x.sum(0, keepdim=True), units) for name, x in columns.items()}
 
 
 def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -273,10 +272,9 @@ def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[s
         return {"accuracy": accuracy}
     if task.kind == "masked_lm":
         low, high = (None if end is None else math.exp(end) for end in (loss.low, loss.high))
-        perplexity = Metric(math.exp(loss.value), low, high, loss.count)
-        return {"masked_perplexity": perplexity, "masked_accuracy": accuracy}
+        return {"masked_perplexity": Metric(math.exp(loss.value), low, high, loss.count), "masked_accuracy": accuracy}
     bits = {f"bits_per_{unit}": ratio_interval(nll * factor, counts) for unit, factor in task.bits_per.items()}
-    return {**bits, "loss": loss, "next_token_accuracy": accuracy}
+    return bits | {"loss": loss, "next_token_accuracy": accuracy}
 
 
 def _of_answers(
