@@ -37,7 +37,7 @@ docs: $(VENV)/dev.installed
 	$(BIN)/python tests/docs/configuring_page.py
 	$(BIN)/python benchmarks/report.py
 
-site: $(VENV)/docs.installed
+site: $(VENV)/train.installed $(VENV)/docs.installed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@mkdir -p site/benchmarks && cp -r benchmarks/results site/benchmarks/ && cp -r examples README.md README.zh.md CONTRIBUTING.md site/
 	@$(BIN)/python scripts/view_attention.py --play output=site/index.html pages=docs/index.html > /dev/null

@@ -2,7 +2,7 @@
 
 import sys
 
-from minitx.cli.evaluate import main
+from minitx.cli import minitx_evaluate
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(minitx_evaluate())

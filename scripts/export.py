@@ -2,7 +2,7 @@
 
 import sys
 
-from minitx.cli.export import main
+from minitx.cli import minitx_export
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(minitx_export())

@@ -2,7 +2,7 @@
 
 import sys
 
-from minitx.cli.generate import main
+from minitx.cli import minitx_generate
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(minitx_generate())

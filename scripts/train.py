@@ -2,7 +2,7 @@
 
 import sys
 
-from minitx.cli.train import main
+from minitx.cli import minitx_train
 
 if __name__ == "__main__":  # the workers of a grid import this file
-    sys.exit(main())
+    sys.exit(minitx_train())

@@ -2,7 +2,7 @@
 
 import sys
 
-from minitx.cli.view import main
+from minitx.cli import minitx_view
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(minitx_view())

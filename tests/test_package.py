@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -151,12 +152,15 @@ print(nn.__file__, [name for name in ('numpy', 'hydra', 'lightning') if name in 
 
 @slow
 def test_with_torch_alone_a_program_says_what_to_install(torch_alone, empty):
-    for program in PROGRAMS:
-        done = run(torch_alone / f"minitx-{program}", "model=char_small", folder=empty, code=2)
-        (line,) = done.stderr.splitlines()
-        assert line.startswith(f"error: minitx-{program} needs the package ")
-        assert line.endswith(": install minitx with the extra train")
+    scripts = [(torch_alone / "python", script) for script in ROOT.glob("scripts/*.py")]
+    for command in (*scripts, *((torch_alone / f"minitx-{program}",) for program in PROGRAMS)):
+        done = run(*command, "model=char_small", folder=empty, code=2)
+        assert re.fullmatch(r"error: minitx-\w+ needs the package \w+, .* install minitx with the extra train\n", done.stderr)
         assert done.stdout == "" and list(empty.iterdir()) == []
+
+
+def test_the_site_is_made_with_the_extras_of_its_pages_and_of_the_page_to_play_with():
+    assert all(f'".[{extra}]"' in run("make", "-n", "site", "VENV=none", folder=ROOT).stdout for extra in ("docs", "train"))
 
 
 @pytest.mark.release

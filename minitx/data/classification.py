@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minitx.config import ConfigError
-from minitx.config.schema import Count, Fraction, Natural, require
+from minitx.config.schema import Count, Fraction, Natural, read, require
 from minitx.data.tables import Where, column_of, labels_of, load_splits, load_tables, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
@@ -53,7 +53,8 @@ def classify(
         path, val_path, subset, split, val_split: see ``Where``.
         val_fraction: the part of the different texts that is held out for validation.
         text_column: the column of texts.
-        second_column: a column of second texts. They follow the first text and another class token; ``null``: none.
+        second_column: a column of second texts. They follow the first text and an end mark, or
+            another class token if the tokenizer has no end mark; ``null``: none.
         label_column: the column of labels, which are numbers or words.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
         max_len: longest row, in tokens, with the class token. Longer texts are cut.
@@ -279,9 +280,9 @@ def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndar
     """Return the rows of both splits. ``fraction`` of the rows of every label, rounded, are held out. The run's seed has no influence.
 
     Raises:
-        ConfigError: a split would be empty.
+        ConfigError: ``fraction`` is not in (0, 1), or a split would be empty.
     """
-    random = generator(VALIDATION_SEED, "stratified")
+    fraction, random = read(Fraction, fraction, "data.val_fraction"), generator(VALIDATION_SEED, "stratified")
     train, val = [], []
     for label in np.unique(labels):
         rows = random.permutation(np.flatnonzero(labels == label))

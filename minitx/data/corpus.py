@@ -70,7 +70,7 @@ def kjv(
         cache_dir: the folder for caches; ``null``: ``data/`` in a checkout, else the user's cache folder.
 
     Raises:
-        ConfigError: the package is missing, or a split is shorter than a row.
+        ConfigError: the package is missing, training has no row and its next token, or validation fewer than two tokens.
     """
     return _windows(None, context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir)
 
@@ -91,7 +91,7 @@ def text(
         context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir: see ``kjv``.
 
     Raises:
-        ConfigError: the text cannot be read, or a split is shorter than a row.
+        ConfigError: the text cannot be read, training has no row and its next token, or validation fewer than two tokens.
     """
     return _windows(path, context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir)
 

@@ -278,8 +278,8 @@ def tokenizer_of(tokenizer: str | Tokenizer, bpe_vocab_size: int, texts: Iterabl
     """Return a tokenizer.
 
     Args:
-        tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), both learned from the training split (``bpe`` from 64
-            million characters of a longer text file, spread over it); or a ``tokenizer.json``, a folder that contains one, or a
+        tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), both learned from the training split (``bpe`` from at
+            most 67 million characters of a text file, spread over it); or a ``tokenizer.json``, a folder that contains one, or a
             name on the Hugging Face hub. From Python also a ``Tokenizer``.
         bpe_vocab_size: largest vocabulary of ``tokenizer=bpe``.
         texts: the texts that ``char`` and ``bpe`` are learned from.

@@ -115,7 +115,7 @@ def _read(path: Path) -> dict[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         state = dict(found["minitx"])
         if not is_part(state["model"]):
-            raise ConfigError("a minitx before version 0.2 wrote it, which this one does not read")
+            raise ConfigError("an unreleased minitx before 0.1 wrote it, which this one does not read: train again")
     except ConfigError:
         raise
     except Exception as error:  # torch raises many kinds for a damaged or foreign file

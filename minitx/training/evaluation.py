@@ -108,12 +108,13 @@ def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
 
 
 def accuracy_interval(right: Tensor, counts: Tensor) -> Metric:
-    """Return ``ratio_interval`` of right answers, with ends between 0 and 1.
+    """Return the share of right answers, with Wilson's interval if each row has one label, else ``ratio_interval`` from 0 to 1.
 
     >>> accuracy_interval(torch.tensor([0, 0, 1]), torch.tensor([2, 2, 2])).low
     0.0
     """
-    found = ratio_interval(right, counts)
+    one_each = bool((counts == 1).all())
+    found = share_interval(int(right.sum()), len(right)) if one_each else ratio_interval(right, counts)
     if found.low is None or found.high is None:
         return found
     return Metric(found.value, max(found.low, 0.0), min(found.high, 1.0), found.count)
@@ -243,7 +244,8 @@ def _of_sums(network: nn.Module, source: Rows, options: EvaluationConfig, object
             counts.append(num_targets(batch["labels"][rows]).cpu())
     units = torch.stack(counts) if by_row else torch.stack(counts).sum(0, keepdim=True)
     columns = {name: torch.stack(values) for name, values in found.items()}
-    return {name: ratio_interval(x if by_row else x.sum(0, keepdim=True), units) for name, x in columns.items()}
+    kind: Any = {"accuracy": accuracy_interval}
+    return {name: kind.get(name, ratio_interval)(x if by_row else x.sum(0, keepdim=True), units) for name, x in columns.items()}
 
 
 def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,16 +267,14 @@ def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tupl
 
 def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[str, Metric]:
     """The metrics of a task that labels judge."""
-    if task.kind == "classify":
-        one_each = bool((counts == 1).all())  # else labels of a row belong together
-        return {"accuracy": share_interval(int(right.sum()), len(right)) if one_each else accuracy_interval(right, counts)}
     loss, accuracy = ratio_interval(nll, counts), accuracy_interval(right, counts)
+    if task.kind == "classify":
+        return {"accuracy": accuracy}
     if task.kind == "masked_lm":
         low, high = (None if end is None else math.exp(end) for end in (loss.low, loss.high))
-        perplexity = Metric(math.exp(loss.value), low, high, loss.count)
-        return {"masked_perplexity": perplexity, "masked_accuracy": accuracy}
+        return {"masked_perplexity": Metric(math.exp(loss.value), low, high, loss.count), "masked_accuracy": accuracy}
     bits = {f"bits_per_{unit}": ratio_interval(nll * factor, counts) for unit, factor in task.bits_per.items()}
-    return {**bits, "loss": loss, "next_token_accuracy": accuracy}
+    return bits | {"loss": loss, "next_token_accuracy": accuracy}
 
 
 def _of_answers(
@@ -285,7 +285,7 @@ def _of_answers(
     pairs = task.val_examples[: len(answers)]
     sources, references = [source for source, _ in pairs], [str(reference) for _, reference in pairs]
     hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
-    found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
+    found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))}, task.baselines())
     for name, metric in _text_metrics().items():
         found.metrics[name] = _corpus_score(metric, answers, references)
         found.baselines[f"{name}_of_copying"] = float(metric.corpus_score(sources, [references]).score)

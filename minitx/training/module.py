@@ -87,7 +87,8 @@ class TrainingModule(L.LightningModule):
         monitor: the metric that ``ReduceLROnPlateau`` gets.
 
     Attributes:
-        step_loss: the mean loss of the step over this process's rows. step_sums: the objective's other sums of the step.
+        step_loss: this process's part of the mean loss of the step, or without ``num_targets`` the mean over its own rows.
+        step_sums: the objective's other sums of the step.
         step_targets: the number of targets of the step, of all processes if the batch has it, else of this one.
         grad_norm: the gradient norm of the whole model, before clipping.
     """

@@ -10,7 +10,7 @@ import torch
 
 from minitx.config import ConfigError
 from minitx.data.batches import Address, TrainSource, ValSource
-from minitx.data.classification import LabelledImages
+from minitx.data.classification import LabelledImages, stratified
 from minitx.data.corpus import MaskedRows, TokenArray, text
 from minitx.data.task import hold_out
 from tests.data.conftest import batch_of, split_of
@@ -244,6 +244,7 @@ def test_groups_are_never_torn(fraction):
 
 @pytest.mark.parametrize("fraction", [0, 1.5])
 def test_from_python_too_a_part_for_validation_lies_between_0_and_1(write_text, fraction):
-    for split in (partial(hold_out, "abcd", fraction), partial(text, path=write_text(300 * "abc "), val_fraction=fraction)):
+    of_text = partial(text, path=write_text(300 * "abc "), val_fraction=fraction)
+    for split in (of_text, *(partial(of_rows, np.arange(9), fraction) for of_rows in (hold_out, stratified))):
         with pytest.raises(ConfigError, match=r"^data\.val_fraction=\S+ must lie in \(0, 1\)"):
             split()

@@ -50,7 +50,6 @@ def test_dates_become_a_task_whose_validation_asks_for_days_that_training_never_
     sizes = {"vocab_size": task.tokenizer.vocab_size, "max_target_len": len("1999-03-07") + 1}
     sizes["max_source_len"] = max(len(source) for source, _ in train + val)
     assert task.model_fields == {**sizes, **{f"{name}_id": id for name, id in task.tokenizer.mark_ids.items()}}
-    assert task.baselines() == {"copy_exact_match": 0.0}
 
 
 def test_an_unknown_locale_and_a_missing_package_are_named(monkeypatch):

@@ -74,7 +74,7 @@ def test_a_file_of_another_program_or_of_a_newer_version_is_refused(path):
     write_checkpoint({**SMALL, "minitx": {**SMALL["minitx"], "format": FORMAT + 1}}, path)
     assert_refused(path, f"format {FORMAT + 1}", "update minitx")
     write_checkpoint({**SMALL, "minitx": {"model": {"embed_dim": 8}, "format": FORMAT}}, path)
-    assert_refused(path, "a minitx before version 0.2 wrote it")
+    assert_refused(path, "an unreleased minitx before 0.1 wrote it")
 
 
 def test_the_newest_whole_one_is_offered(path):
