@@ -240,12 +240,15 @@ def _of_sums(network: nn.Module, source: Rows, options: EvaluationConfig, object
             sums = checked_sums(objective(logits[rows], rows_of_batch(batch, rows)))
             sums["loss"] = sums.pop("nll", sums["loss"])
             for name, value in sums.items():
-                found["accuracy" if name == "correct" else name].append(value.double().cpu())
+                found[name].append(value.double().cpu())
             counts.append(num_targets(batch["labels"][rows]).cpu())
     units = torch.stack(counts) if by_row else torch.stack(counts).sum(0, keepdim=True)
-    columns = {name: torch.stack(values) for name, values in found.items()}
-    kind: Any = {"accuracy": accuracy_interval}
-    return {name: kind.get(name, ratio_interval)(x if by_row else x.sum(0, keepdim=True), units) for name, x in columns.items()}
+    metrics = {}
+    for name, values in found.items():
+        column, is_count = torch.stack(values), name == "correct"
+        interval = accuracy_interval if is_count else ratio_interval
+        metrics["accuracy" if is_count else name] = interval(column if by_row else column.sum(0, keepdim=True), units)
+    return metrics
 
 
 def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
