@@ -270,9 +270,9 @@ def patch_heads(
 ) -> HeadEffects:
     """Measure which heads carry the answer: give one head of the corrupted run its activation from the clean run.
 
-    The effect of a head is (score patched - score corrupted) / mean (score clean - score corrupted): 1 if this head alone
+    The effect of a head is mean (score patched - score corrupted) / mean (score clean - score corrupted): 1 if this head alone
     restores the clean score, 0 if it restores nothing (Vig et al. 2020, arXiv:2004.12265; Heimersheim and Nanda 2024, "How to
-    use and interpret activation patching", arXiv:2404.15255).
+    use and interpret activation patching", arXiv:2404.15255). The interval is that of a ratio of means, by linearisation.
 
     Args:
         clean, corrupted: two batches of the same shape. They differ in the tokens that the answer depends on.
@@ -294,13 +294,16 @@ def patch_heads(
         with capture(model, what=what) as seen:
             right = _of_rows(score(_logits(model(**clean))), "score")
         wrong = _of_rows(score(_logits(model(**corrupted))), "score")
-        if not (whole := (right - wrong).mean()).abs() > 0:
+        if not (whole := right - wrong).mean().abs() > 0:
             raise ValueError("the clean and the corrupted run have the same mean score: there is nothing to restore")
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
         patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
-    return _effects(
-        patched, lambda x: (_of_rows(x, "score") - wrong) / whole, "share of the clean score that the head restores"
-    )
+
+    def linearised(found: Tensor) -> Tensor:
+        share = (gain := _of_rows(found, "score") - wrong).mean() / whole.mean()
+        return share + (gain - share * whole) / whole.mean()
+
+    return _effects(patched, linearised, "share of the clean score that the head restores")
 
 
 @torch.no_grad()
