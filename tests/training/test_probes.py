@@ -43,11 +43,13 @@ def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_pat
     assert not torch.equal(first.maps[0].weights, last.maps[0].weights)
 
 
-def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path):
+@pytest.mark.parametrize("position", ["learned", "t5"])
+def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path, position):
     """Against the scores of two checkpoints one update apart, computed from the network alone."""
     scores = []
     for steps in (3, 4):
-        config = make_config(trainer__max_steps=steps, trainer__ckpt_every=1, schedule=node(constant), probe__every=2)
+        options = {"probe__every": 2, "model__position": position}
+        config = make_config(trainer__max_steps=steps, trainer__ckpt_every=1, schedule=node(constant), **options)
         train(config, tmp_path / str(steps))
         network = load_model(tmp_path / str(steps) / "checkpoints" / "last.ckpt")[0].eval()
         ids = open_data(config).probe_batch(3)["input_ids"]
