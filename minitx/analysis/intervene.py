@@ -169,7 +169,7 @@ class _Part:
             wanted = f"must fit the shape {tuple(old.shape)}, got {tuple(new.shape)}"
             raise ValueError(f"{self.name}: what replaces {self.what} {wanted}") from None
         if old.shape == tensor.shape and all(chosen is None for _, chosen in axes.values()):
-            return new
+            return new.clone()  # the model may change it in place
         out = tensor.clone()
         out[index] = new
         return out

@@ -255,6 +255,7 @@ class Stages(nn.Module):
             if number == 2:
                 x = self.between(x)
             x = block(x=x) if number else block(x)
+            x *= 1.5  # in place
             if after == number + 1:
                 break
         return self.head(self.norm(x))
@@ -272,6 +273,9 @@ def test_the_lens_reads_every_call_of_a_block_in_two_stages():
     assert len(lens) == 6 and torch.equal(lens[-1], model(IDS))
     for number, logits in enumerate(lens, 1):
         assert torch.equal(logits, model(IDS, after=number))
+    with intervene(model, "residual", given := torch.ones(2, 5, 12)):
+        model(IDS)
+    assert torch.equal(given, torch.ones(2, 5, 12))
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, fully_shard])
