@@ -281,7 +281,7 @@ def patch_heads(
         what: ``values`` (what the head reads), ``heads`` (its output), ``weights`` or ``scores`` (where it looks).
 
     Raises:
-        ValueError: the clean and the corrupted run have the same mean score, or the score is not (n,).
+        ValueError: the clean and the corrupted run have the same mean score, the score is not (n,), or another ``what``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -290,6 +290,8 @@ def patch_heads(
     >>> patch_heads(model, clean, corrupted, lambda logits: logits[:, -1, 4]).mean.shape
     torch.Size([2, 3])
     """
+    if what not in (kinds := ("values", "heads", "weights", "scores")):
+        raise ValueError(f"what={what!r} must be one of {', '.join(kinds)}: what a head has")
     with evaluating(model):
         with capture(model, what=what) as seen:
             right = _of_rows(score(_logits(model(**clean))), "score")

@@ -345,3 +345,5 @@ def test_a_loss_and_a_score_must_be_one_number_for_each_row():
     inputs = {"input_ids": IDS}
     with pytest.raises(ValueError, match=r"score must return one number for each row, \(n,\), got \(\)"):
         patch_heads(model, inputs, inputs, lambda logits: logits.mean())
+    with pytest.raises(ValueError, match="what='statistics' must be one of values, heads, weights, scores"):
+        patch_heads(model, inputs, {"input_ids": OTHER}, lambda logits: logits[:, -1, 4], what="statistics")
