@@ -242,7 +242,8 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     2023, "The Hydra Effect", arXiv:2307.15771).
 
     Args:
-        loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows.
+        loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows. A row in which
+            the whole model's loss is NaN does not count. A head has the effect NaN if another loss is NaN without it.
 
     Raises:
         ValueError: no attention of ours ran, or the loss is not (n,): the interval is that of a mean over rows.
@@ -256,7 +257,8 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
         with _count_heads(model) as num_heads:
             whole = _of_rows(loss(model), "loss")
         without = _each_head(model, num_heads, "heads", 0.0, loss)
-    return _effects(without, lambda x: _of_rows(x, "loss") - whole, "change of loss without the head")
+    known = ~whole.isnan()
+    return _effects(without, lambda x: (_of_rows(x, "loss") - whole)[known], "change of loss without the head")
 
 
 @torch.no_grad()
@@ -297,7 +299,9 @@ def patch_heads(
             right = _of_rows(score(_logits(model(**clean))), "score")
         wrong = _of_rows(score(_logits(model(**corrupted))), "score")
         if not (whole := right - wrong).mean().abs() > 0:
-            raise ValueError("the clean and the corrupted run have the same mean score: there is nothing to restore")
+            raise ValueError(
+                "the clean and the corrupted run have the same mean score, or one is NaN: there is nothing to restore"
+            )
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
         patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
 
@@ -426,12 +430,13 @@ def _of_rows(found: Any, what: str) -> Tensor:
 
 
 def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
-    intervals = [[mean_interval(compare(one).cpu()) for one in heads] for heads in found.values()]
+    compared = [[compare(one).cpu() for one in heads] for heads in found.values()]
+    intervals = [[UNKNOWN if one.isnan().any() else mean_interval(one) for one in heads] for heads in compared]
     width = max(map(len, intervals))
     rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]
     numbers = torch.tensor([[(one.mean, one.low, one.high) for one in row] for row in rows], dtype=torch.float64)
     mean, low, high = numbers.unbind(-1)
-    return HeadEffects(tuple(found), mean, low, high, intervals[0][0].n, what)
+    return HeadEffects(tuple(found), mean, low, high, len(compared[0][0]), what)
 
 
 @torch.no_grad()

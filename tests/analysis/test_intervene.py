@@ -153,6 +153,16 @@ def test_a_head_that_is_knocked_out_changes_the_loss_by_what_its_columns_give():
     assert ((found.low <= found.mean) & (found.mean <= found.high)).all()
 
 
+def test_a_row_without_a_loss_does_not_count_and_a_loss_that_is_lost_is_no_number():
+    calls = iter(range(99))
+
+    def loss(model):
+        return torch.tensor([1.0, 2.0, torch.nan, torch.nan if next(calls) == 2 else 3.0]) + model(IDS).sum()
+
+    found = knock_out_heads(model_of(), loss)
+    assert found.rows == 3 and found.mean.isnan().tolist() == [[False, True, False], [False] * 3]
+
+
 def test_patching_finds_the_one_head_that_carries_the_answer():
     """Head 1 copies the previous token's embedding; the others are blind. The corrupted row differs in that token."""
     model = model_of(torch.float64, num_layers=1, position="none", tie_embeddings=False, norm="layer")
