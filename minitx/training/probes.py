@@ -132,9 +132,7 @@ class Probe(StepCallback):
         with evaluating(network), watch(network, _kept) as seen, full_precision(device), ExitStack() as hooks:
             for name, block in network.named_modules():
                 if statistics and is_block(block):
-                    hook = block.register_forward_hook(
-                        lambda _, args, out, name=name: hidden.update({name: _first(out), **hidden})
-                    )
+                    hook = block.register_forward_hook(lambda _, args, out, at=name: hidden.update({at: _first(out), **hidden}))
                     hooks.enter_context(hook)
             Caller(network)(self._on(device))
             warn_of_calls(seen, "first")
