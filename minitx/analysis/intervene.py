@@ -169,7 +169,7 @@ class _Part:
             wanted = f"must fit the shape {tuple(old.shape)}, got {tuple(new.shape)}"
             raise ValueError(f"{self.name}: what replaces {self.what} {wanted}") from None
         if old.shape == tensor.shape and all(chosen is None for _, chosen in axes.values()):
-            return new
+            return new.clone()  # the model may change it in place
         out = tensor.clone()
         out[index] = new
         return out
@@ -242,7 +242,8 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     2023, "The Hydra Effect", arXiv:2307.15771).
 
     Args:
-        loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows.
+        loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows. A row in which
+            the whole model's loss is NaN does not count. A head has the effect NaN if another loss is NaN without it.
 
     Raises:
         ValueError: no attention of ours ran, or the loss is not (n,): the interval is that of a mean over rows.
@@ -256,7 +257,8 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
         with _count_heads(model) as num_heads:
             whole = _of_rows(loss(model), "loss")
         without = _each_head(model, num_heads, "heads", 0.0, loss)
-    return _effects(without, lambda x: _of_rows(x, "loss") - whole, "change of loss without the head")
+    known = ~whole.isnan()
+    return _effects(without, lambda x: (_of_rows(x, "loss") - whole)[known], "change of loss without the head")
 
 
 @torch.no_grad()
@@ -270,9 +272,9 @@ def patch_heads(
 ) -> HeadEffects:
     """Measure which heads carry the answer: give one head of the corrupted run its activation from the clean run.
 
-    The effect of a head is (score patched - score corrupted) / mean (score clean - score corrupted): 1 if this head alone
+    The effect of a head is mean (score patched - score corrupted) / mean (score clean - score corrupted): 1 if this head alone
     restores the clean score, 0 if it restores nothing (Vig et al. 2020, arXiv:2004.12265; Heimersheim and Nanda 2024, "How to
-    use and interpret activation patching", arXiv:2404.15255).
+    use and interpret activation patching", arXiv:2404.15255). The interval is that of a ratio of means, by linearisation.
 
     Args:
         clean, corrupted: two batches of the same shape. They differ in the tokens that the answer depends on.
@@ -281,7 +283,7 @@ def patch_heads(
         what: ``values`` (what the head reads), ``heads`` (its output), ``weights`` or ``scores`` (where it looks).
 
     Raises:
-        ValueError: the clean and the corrupted run have the same mean score, or the score is not (n,).
+        ValueError: the clean and the corrupted run have the same mean score, the score is not (n,), or another ``what``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -290,17 +292,24 @@ def patch_heads(
     >>> patch_heads(model, clean, corrupted, lambda logits: logits[:, -1, 4]).mean.shape
     torch.Size([2, 3])
     """
+    if what not in (kinds := ("values", "heads", "weights", "scores")):
+        raise ValueError(f"what={what!r} must be one of {', '.join(kinds)}: what a head has")
     with evaluating(model):
         with capture(model, what=what) as seen:
             right = _of_rows(score(_logits(model(**clean))), "score")
         wrong = _of_rows(score(_logits(model(**corrupted))), "score")
-        if not (whole := (right - wrong).mean()).abs() > 0:
-            raise ValueError("the clean and the corrupted run have the same mean score: there is nothing to restore")
+        if not (whole := right - wrong).mean().abs() > 0:
+            raise ValueError(
+                "the clean and the corrupted run have the same mean score, or one is NaN: there is nothing to restore"
+            )
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
         patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
-    return _effects(
-        patched, lambda x: (_of_rows(x, "score") - wrong) / whole, "share of the clean score that the head restores"
-    )
+
+    def linearised(found: Tensor) -> Tensor:
+        share = (gain := _of_rows(found, "score") - wrong).mean() / whole.mean()
+        return share + (gain - share * whole) / whole.mean()
+
+    return _effects(patched, linearised, "share of the clean score that the head restores")
 
 
 @torch.no_grad()
@@ -421,12 +430,13 @@ def _of_rows(found: Any, what: str) -> Tensor:
 
 
 def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
-    intervals = [[mean_interval(compare(one).cpu()) for one in heads] for heads in found.values()]
+    compared = [[compare(one).cpu() for one in heads] for heads in found.values()]
+    intervals = [[UNKNOWN if one.isnan().any() else mean_interval(one) for one in heads] for heads in compared]
     width = max(map(len, intervals))
     rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]
     numbers = torch.tensor([[(one.mean, one.low, one.high) for one in row] for row in rows], dtype=torch.float64)
     mean, low, high = numbers.unbind(-1)
-    return HeadEffects(tuple(found), mean, low, high, intervals[0][0].n, what)
+    return HeadEffects(tuple(found), mean, low, high, len(compared[0][0]), what)
 
 
 @torch.no_grad()

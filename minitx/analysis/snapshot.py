@@ -219,7 +219,7 @@ def _assembled(
     given = {axis: inputs[name] for axis, names in MASKS_OF.items() for name in names if isinstance(inputs.get(name), Tensor)}
     fitting = {axis: given[axis] != 0 for axis, mask in everything.items() if axis in given and given[axis].shape == mask.shape}
     real = {axis: mask.cpu() for axis, mask in {**everything, **told, **fitting}.items()}
-    ids = {axis: inputs[axis].cpu() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}
+    ids = {axis: inputs[axis].clone().cpu() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}
     if not isinstance(tokens, Mapping):
         raise ValueError(
             f'tokens must be a dict of the texts of each axis and row, such as {{"{maps[0].queries}": [["the", "cat"]]}}'

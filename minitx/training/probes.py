@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +129,10 @@ class Probe(StepCallback):
         """Every core's call, and where ``statistics`` are wanted its statistics."""
         network, device = module.network, module.device
         hidden: dict[str, Tensor] = {}
-        with evaluating(network), watch(network, lambda look: look) as seen, full_precision(device), ExitStack() as hooks:
+        with evaluating(network), watch(network, _kept) as seen, full_precision(device), ExitStack() as hooks:
             for name, block in network.named_modules():
                 if statistics and is_block(block):
-                    hook = block.register_forward_hook(lambda _, args, out, name=name: hidden.update({name: _first(out)}))
+                    hook = block.register_forward_hook(lambda _, args, out, at=name: hidden.update({at: _first(out), **hidden}))
                     hooks.enter_context(hook)
             Caller(network)(self._on(device))
             warn_of_calls(seen, "first")
@@ -183,6 +185,11 @@ class Probe(StepCallback):
         snapshot = take_snapshot(module.network, inputs, step=step, title=title_of(module.network), **told)
         with naming(self.folder / "attention"):
             write_snapshot(snapshot, self.folder / "attention")
+
+
+def _kept(look: Look) -> Look:
+    """The call as it is now: a bias may be a table, which the next update changes in place."""
+    return replace(look, call=replace(look.call, attn_bias=copy.deepcopy(look.call.attn_bias)))
 
 
 def _statistics(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -153,6 +153,16 @@ def test_a_head_that_is_knocked_out_changes_the_loss_by_what_its_columns_give():
     assert ((found.low <= found.mean) & (found.mean <= found.high)).all()
 
 
+def test_a_row_without_a_loss_does_not_count_and_a_loss_that_is_lost_is_no_number():
+    calls = iter(range(99))
+
+    def loss(model):
+        return torch.tensor([1.0, 2.0, torch.nan, torch.nan if next(calls) == 2 else 3.0]) + model(IDS).sum()
+
+    found = knock_out_heads(model_of(), loss)
+    assert found.rows == 3 and found.mean.isnan().tolist() == [[False, True, False], [False] * 3]
+
+
 def test_patching_finds_the_one_head_that_carries_the_answer():
     """Head 1 copies the previous token's embedding; the others are blind. The corrupted row differs in that token."""
     model = model_of(torch.float64, num_layers=1, position="none", tie_embeddings=False, norm="layer")
@@ -161,7 +171,8 @@ def test_patching_finds_the_one_head_that_carries_the_answer():
         model.blocks[0].attention.out_proj.weight[:, 8:] = 0.0
     clean, corrupted = {"input_ids": IDS}, {"input_ids": torch.cat([OTHER[:, :4], IDS[:, 4:]], 1)}
     found = patch_heads(model, clean, corrupted, lambda logits: logits[:, -1, 3] - logits[:, -1, 5], what="heads")
-    torch.testing.assert_close(found.mean, torch.tensor([[0.0, 1.0, 0.0]]).double(), rtol=0, atol=1e-9)
+    for edge in (found.mean, found.low, found.high):  # a share that is 1 in each row is known exactly
+        torch.testing.assert_close(edge, torch.tensor([[0.0, 1.0, 0.0]]).double(), rtol=0, atol=1e-9)
     with pytest.raises(ValueError, match="same mean score"):
         patch_heads(model, clean, clean, lambda logits: logits[:, -1, 3])
 
@@ -254,6 +265,7 @@ class Stages(nn.Module):
             if number == 2:
                 x = self.between(x)
             x = block(x=x) if number else block(x)
+            x *= 1.5  # in place
             if after == number + 1:
                 break
         return self.head(self.norm(x))
@@ -271,6 +283,9 @@ def test_the_lens_reads_every_call_of_a_block_in_two_stages():
     assert len(lens) == 6 and torch.equal(lens[-1], model(IDS))
     for number, logits in enumerate(lens, 1):
         assert torch.equal(logits, model(IDS, after=number))
+    with intervene(model, "residual", given := torch.ones(2, 5, 12)):
+        model(IDS)
+    assert torch.equal(given, torch.ones(2, 5, 12))
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, fully_shard])
@@ -340,3 +355,5 @@ def test_a_loss_and_a_score_must_be_one_number_for_each_row():
     inputs = {"input_ids": IDS}
     with pytest.raises(ValueError, match=r"score must return one number for each row, \(n,\), got \(\)"):
         patch_heads(model, inputs, inputs, lambda logits: logits.mean())
+    with pytest.raises(ValueError, match="what='statistics' must be one of values, heads, weights, scores"):
+        patch_heads(model, inputs, {"input_ids": OTHER}, lambda logits: logits[:, -1, 4], what="statistics")

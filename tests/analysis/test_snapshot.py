@@ -79,6 +79,7 @@ def test_a_tensor_is_the_first_argument_of_a_model_or_a_layer():
         one, other = take_snapshot(module, given), take_snapshot(module, named)
         assert (one.tokens, list(one.ids)) == (other.tokens, list(other.ids))
         assert all(torch.equal(a.weights, b.weights) for a, b in zip(one.maps, other.maps, strict=True))
+    assert take_snapshot(model, SOURCE).ids["input_ids"].data_ptr() != SOURCE.data_ptr()
     cross = take_snapshot(layer, {"query": x, "key": torch.randn(2, 7, 12)})
     assert cross.sentence(1).maps[0].weights.shape == (1, 3, 5, 7) and set(cross.tokens) == {"query", "key"}
 

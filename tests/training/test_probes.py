@@ -8,6 +8,7 @@ from extra import fit
 
 from minitx.analysis import capture, read_snapshots
 from minitx.analysis.gradients import gradient_statistics
+from minitx.analysis.statistics import token_cosine
 from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, TransformerConfig, node
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
@@ -43,11 +44,13 @@ def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_pat
     assert not torch.equal(first.maps[0].weights, last.maps[0].weights)
 
 
-def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path):
+@pytest.mark.parametrize("position", ["learned", "t5"])
+def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path, position):
     """Against the scores of two checkpoints one update apart, computed from the network alone."""
     scores = []
     for steps in (3, 4):
-        config = make_config(trainer__max_steps=steps, trainer__ckpt_every=1, schedule=node(constant), probe__every=2)
+        options = {"probe__every": 2, "model__position": position}
+        config = make_config(trainer__max_steps=steps, trainer__ckpt_every=1, schedule=node(constant), **options)
         train(config, tmp_path / str(steps))
         network = load_model(tmp_path / str(steps) / "checkpoints" / "last.ckpt")[0].eval()
         ids = open_data(config).probe_batch(3)["input_ids"]
@@ -104,7 +107,8 @@ def test_a_model_without_weights_to_look_at_is_refused(make_config, tmp_path):
         train(make_config(model__attention="linear", probe__every=2), tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
+@pytest.mark.filterwarnings("ignore:.*ran several times")
+@pytest.mark.parametrize("name", ["Llama", "Bert", "T5", "Albert"])
 def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, tmp_path):
     pytest.importorskip("transformers")
     model, sizes = adopt_hf(build(name)), (7, 5, 2)
@@ -115,7 +119,7 @@ def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, 
     inputs = {"input_ids": torch.arange(3, 10) * real, "attention_mask": real.long()}
     if name == "T5":
         inputs |= {"decoder_input_ids": inputs["input_ids"][:, :6] * real[:, 1:], "decoder_attention_mask": real[:, 1:].long()}
-    with torch.no_grad(), capture(model) as seen:
+    with torch.no_grad(), capture(model) as seen, capture(model, what="residual") as streams:
         model(**inputs)
     callbacks = CallbacksConfig(progress=False, probe=ProbeConfig(every=2, batch_size=3, weights_every=2, weights_rows=2))
     masks = {"key_masks": {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}} if name == "T5" else {}
@@ -126,7 +130,9 @@ def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, 
     assert [layer["name"] for layer in records[0]["layers"]] == list(seen)
     for layer in records[0]["layers"]:
         assert layer["entropy"] == pytest.approx(seen[layer["name"]][0]["entropy"].tolist(), abs=1e-5)
-        assert layer["grad_query_rms"] > 0 and -1 <= layer["token_cosine"] <= 1
+        stream = next(calls[0] for block, calls in streams.items() if layer["name"].startswith(f"{block}."))
+        cosine = token_cosine(stream, real[:, 7 - stream.shape[1] :])
+        assert layer["grad_query_rms"] > 0 and layer["token_cosine"] == pytest.approx(float(cosine), abs=1e-5)
     snapshot = read_snapshots(tmp_path)[-1]
     assert torch.equal(snapshot.real["input_ids"], real[:2]) and [one.name for one in snapshot.maps] == list(seen)
 
