@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
 from minitx.config.schema import Bound, Count, Natural, NotNegative, Positive, Share, require
-from minitx.training.devices import is_sharded
+from minitx.training.devices import is_sharded, widest_float
 from minitx.training.nodes import call, factory, named_by
 
 Rules = tuple[ParameterRule, ...]
@@ -377,7 +377,7 @@ class Muon(torch.optim.Optimizer):
         buffers, momentum = [self.state[p]["momentum_buffer"] for p in params], group["momentum"]
         if (stop := self.found_inf) is not None:  # M moved towards M stays as it is
             grads = [torch.where(stop.bool(), old, grad) for old, grad in zip(buffers, grads, strict=True)]
-            go = 1.0 - stop  # type: ignore[assignment]
+            go = 1.0 - stop.to(widest_float(stop.device))  # type: ignore[assignment]
         torch._foreach_lerp_(buffers, grads, 1.0 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)
         for p, update in zip(params, orthogonalise(updates, group["steps"]), strict=True):
