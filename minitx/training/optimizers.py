@@ -62,11 +62,12 @@ def sgd(
         weight_decay, rules, head_dim: see ``adamw``. The factor ``eps`` of a rule has no effect.
     """
     groups = parameter_groups(network, lr=lr, weight_decay=weight_decay, rules=rules, head_dim=head_dim)
-    is_cut = any(is_sharded(parameter) for parameter in network.parameters())  # the fused kernel takes none of these
+    # the fused kernel takes no shards, and computes half precision wrongly on a CPU (torch 2.13)
+    is_plain = any(is_sharded(p) or (p.device.type == "cpu" and p.dtype.itemsize < 4) for p in network.parameters())
     return torch.optim.SGD(
         [{name: value for name, value in group.items() if name != "eps"} for group in groups],
         momentum=momentum,
-        fused=not is_cut,
+        fused=not is_plain,
     )
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from minitx.config import ConfigError, ParameterRule, TransformerConfig, node
 from minitx.nn import DecoderLM
-from minitx.training.optimizers import COEFFICIENTS, Muon, adamw, build_optimizer, matrix_names, muon
+from minitx.training.optimizers import COEFFICIENTS, Muon, adamw, build_optimizer, matrix_names, muon, sgd
 
 SHAPES = ((7, 13), (13, 7), (11, 11), (7, 13), (2, 5, 3))
 SMALL = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
@@ -110,6 +110,19 @@ def test_a_step_that_is_not_made_keeps_the_momentum():
         optimizer.step()
         momenta.append(optimizer.state[weight]["momentum_buffer"].clone())
     assert torch.equal(*momenta)
+
+
+@pytest.mark.parametrize("target", [adamw, sgd, muon])
+def test_weights_in_bfloat16_are_updated_as_in_float32_but_for_rounding(target):
+    weights = []
+    for dtype in (torch.bfloat16, torch.float32):
+        network = nn.Sequential(nn.Linear(16, 16, bias=False)).to(dtype)
+        network[0].weight.data.copy_(torch.arange(256).view(16, 16) / 128)
+        optimizer = build_optimizer(network, node(target, lr=0.3))
+        network[0].weight.grad = torch.linspace(-1, 1, 256).view(16, 16).sin().to(dtype)
+        optimizer.step()
+        weights.append(network[0].weight.float())
+    torch.testing.assert_close(*weights, rtol=0.01, atol=0.01)
 
 
 def test_a_model_without_linear_layers_is_refused():
