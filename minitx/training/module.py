@@ -163,8 +163,8 @@ class TrainingModule(L.LightningModule):
                 ):
                     group["lr"] = base * factor(schedule.last_epoch)
         for optimizer in self.trainer.optimizers:  # a checkpoint may be of another device, with another kernel
-            for group in optimizer.param_groups:
-                group.update({name: optimizer.defaults[name] for name in ("fused",) if name in group})
+            for group in optimizer.param_groups if "fused" in optimizer.defaults else ():
+                group["fused"] = optimizer.defaults["fused"]
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # a mask that is not passed hides nothing, or ``check`` refuses it

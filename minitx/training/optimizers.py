@@ -282,7 +282,7 @@ def matrix_names(network: nn.Module) -> set[str]:
     names = set()
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("head"):
-            names.add(f"{name}.weight")
+            names.add(f"{name}.weight".lstrip("."))
     return names
 
 

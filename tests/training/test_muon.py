@@ -126,6 +126,7 @@ def test_weights_in_bfloat16_are_updated_as_in_float32_but_for_rounding(target):
 
 
 def test_a_model_without_linear_layers_is_refused():
+    assert matrix_names(nn.Linear(2, 3)) == {"weight"}
     network = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(4, 4, 1))  # as GPT-2 of transformers, whose layers are Conv1D
     network.add_module("head", nn.Linear(4, 5))
     with pytest.raises(ConfigError, match=r"a torch\.nn\.Linear beside heads, and Sequential has none: use optimizer=adamw"):
