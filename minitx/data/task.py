@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -245,6 +246,23 @@ def generator(seed: int, *path: int | str) -> np.random.Generator:
     name = repr((int(seed), *(part if isinstance(part, str) else int(part) for part in path)))
     key = hashlib.sha256(name.encode()).digest()[:16]
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+
+
+def seed_device(seed: int, device: torch.device | None = None) -> None:
+    """Seed the generators of Python, NumPy and torch: data and models of the user's may draw from any of them.
+
+    Args:
+        device: seed this device beside the CPU. None: all GPUs. ``torch.manual_seed`` is then used, each call of which, before CUDA
+            is initialised, queues another seeding with a formatted stack trace.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    if device is None:
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+        if device.type in ("cuda", "mps"):
+            getattr(torch, device.type).manual_seed(seed)
 
 
 def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.ndarray]:

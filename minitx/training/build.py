@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
 from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read
 from minitx.config.training import MODEL, NODES
-from minitx.data.task import Batch, Task, num_targets
+from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
 from minitx.training.nodes import LOADING, arguments_of, build, check_data, named_by, target_of, without_loading
@@ -373,6 +373,7 @@ def load_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> Any:
         ConfigError: the data cannot be read.
     """
     check_data(config.data)
+    seed_device(config.seed)
     node = without_loading(config.data)
     if tokenizer is not None and "tokenizer" in named_by(node, "data"):
         node["tokenizer"] = tokenizer
@@ -452,7 +453,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     """
     from lightning.pytorch import LightningModule
 
-    torch.manual_seed(config.seed)
+    seed_device(config.seed)
     model = network_of(config.model, data) if model is None else model
     if isinstance(model, LightningModule):
         return model

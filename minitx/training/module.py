@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from minitx.config import IGNORED, ConfigError, RunConfig, TransformerConfig, to_dict
 from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
-from minitx.data.task import Batch, Task, num_targets
+from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
 from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of
@@ -82,7 +82,7 @@ class TrainingModule(L.LightningModule):
         clip: largest global gradient norm, or None. It is done here, because Lightning does not allow clipping with bf16 and a
             fused optimizer.
         compile: compile network and objective as one function. ``network`` itself stays uncompiled, for probes and checkpoints.
-        seed: the seed of random draws. In each step the generator is seeded by (seed, step, micro-batch, rank).
+        seed: the seed of random draws. In each step the generators are seeded by (seed, step, micro-batch, rank).
         shard: ``trainer.shard``, the classes of modules that FSDP shards one by one.
         monitor: the metric that ``ReduceLROnPlateau`` gets.
 
@@ -163,6 +163,9 @@ class TrainingModule(L.LightningModule):
                     schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
                 ):
                     group["lr"] = base * factor(schedule.last_epoch)
+        for optimizer in self.trainer.optimizers:  # a checkpoint may be of another device, with another kernel
+            for group in optimizer.param_groups if "fused" in optimizer.defaults else ():
+                group["fused"] = optimizer.defaults["fused"]
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # a mask that is not passed hides nothing, or ``check`` refuses it
@@ -185,7 +188,7 @@ class TrainingModule(L.LightningModule):
         micro, self._micro = self._micro, self._micro + 1
         is_last = batch_idx + 1 == self.trainer.num_training_batches or self.trainer.is_last_batch  # an epoch ends a step
         set_gradient_sync(self.network, (batch_idx + 1) % accumulate == 0 or is_last)
-        seed_device(self.device, hash_seed(self.seed, self.global_step, micro, rank))
+        seed_device(hash_seed(self.seed, self.global_step, micro, rank), self.device)
         sums = self.sums(batch)
         whole = batch.get("num_targets")  # of the whole step, over all micro-batches and processes
         own = num_targets(batch["labels"]) if whole is None else whole
@@ -303,17 +306,6 @@ class Latch:
         return None if step < 0 else step
 
 
-def seed_device(device: torch.device, seed: int) -> None:
-    """Seed the generators that this device draws from.
-
-    ``torch.manual_seed`` is not used: before CUDA is initialised, each call queues another seeding, with a formatted stack
-    trace.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
 def hash_seed(*numbers: int) -> int:
     """Return a 63-bit seed for several whole numbers. Neighbouring steps get unrelated seeds."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
@@ -331,9 +323,9 @@ def build_module(
         ConfigError: the model cannot run, or the objective or the optimizer rules do not fit it, or the config asks of a
             LightningModule what only ours can do.
     """
+    L.seed_everything(config.seed, verbose=False)  # which Lightning's distributed sampler asks for
     if isinstance(network, L.LightningModule):
         check_own_steps(config, data, type(network).__name__, objective)
-        L.seed_everything(config.seed, verbose=False)  # Python's and NumPy's too, which its data may use
         return network
     ours = config_of(network)
     built = build_objective(config.objective if objective is None else objective)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
 from minitx.config.schema import Bound, Count, Natural, NotNegative, Positive, Share, require
-from minitx.training.devices import is_sharded
+from minitx.training.devices import is_sharded, widest_float
 from minitx.training.nodes import call, factory, named_by
 
 Rules = tuple[ParameterRule, ...]
@@ -62,11 +62,12 @@ def sgd(
         weight_decay, rules, head_dim: see ``adamw``. The factor ``eps`` of a rule has no effect.
     """
     groups = parameter_groups(network, lr=lr, weight_decay=weight_decay, rules=rules, head_dim=head_dim)
-    is_cut = any(is_sharded(parameter) for parameter in network.parameters())  # the fused kernel takes none of these
+    # the fused kernel takes no shards, and computes half precision wrongly on a CPU (torch 2.13)
+    is_plain = any(is_sharded(p) or (p.device.type == "cpu" and p.dtype.itemsize < 4) for p in network.parameters())
     return torch.optim.SGD(
         [{name: value for name, value in group.items() if name != "eps"} for group in groups],
         momentum=momentum,
-        fused=not is_cut,
+        fused=not is_plain,
     )
 
 
@@ -281,7 +282,7 @@ def matrix_names(network: nn.Module) -> set[str]:
     names = set()
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("head"):
-            names.add(f"{name}.weight")
+            names.add(f"{name}.weight".lstrip("."))
     return names
 
 
@@ -377,7 +378,7 @@ class Muon(torch.optim.Optimizer):
         buffers, momentum = [self.state[p]["momentum_buffer"] for p in params], group["momentum"]
         if (stop := self.found_inf) is not None:  # M moved towards M stays as it is
             grads = [torch.where(stop.bool(), old, grad) for old, grad in zip(buffers, grads, strict=True)]
-            go = 1.0 - stop  # type: ignore[assignment]
+            go = 1.0 - stop.to(widest_float(stop.device))  # type: ignore[assignment]
         torch._foreach_lerp_(buffers, grads, 1.0 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)
         for p, update in zip(params, orthogonalise(updates, group["steps"]), strict=True):

@@ -182,7 +182,7 @@ def build_trainer(
     """
     options, is_ours, addressed = config.trainer, isinstance(module, TrainingModule), isinstance(data, DataModule)
     check_extra(options.extra, is_ours=is_ours, addressed=addressed)
-    check_callbacks(callbacks, options.max_epochs, addressed=addressed)
+    check_callbacks(callbacks, addressed=addressed)
     place = place_of(options)
     place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
     profiler = options.profiler and build(options.profiler, "trainer.profiler", {"dirpath": folder, "filename": "profile"})
@@ -244,18 +244,17 @@ def validation_of(options: TrainerConfig) -> dict[str, Any]:
     return {"val_check_interval": int(steps) * options.accumulate, "check_val_every_n_epoch": None}
 
 
-def check_callbacks(callbacks: Sequence[L.Callback], epochs: int | None, *, addressed: bool) -> None:
-    """Refuse callbacks of Lightning that would do nothing, or change the batches of a step, in a run without epochs.
+def check_callbacks(callbacks: Sequence[L.Callback], *, addressed: bool) -> None:
+    """Refuse callbacks of Lightning whose result would be lost, or which change the batches of a step in a run without epochs.
 
     Raises:
-        ConfigError: ``StochasticWeightAveraging`` without ``trainer.max_epochs``; or ``GradientAccumulationScheduler`` with the data
-            of a ``Task``.
+        ConfigError: ``StochasticWeightAveraging``; or ``GradientAccumulationScheduler`` with the data of a ``Task``.
     """
     for callback in callbacks:
-        if epochs is None and isinstance(callback, StochasticWeightAveraging):
+        if isinstance(callback, StochasticWeightAveraging):
             raise ConfigError(
-                "callbacks: StochasticWeightAveraging counts epochs up to max_epochs, and a run ends at trainer.max_steps, so it would "
-                "do nothing: callbacks=[default,ema] averages weights by step"
+                "callbacks: StochasticWeightAveraging makes its average at the end of the last epoch, after the last validation and "
+                "checkpoint, so that no file would have it: callbacks=[default,ema] averages weights by step"
             )
         if addressed and isinstance(callback, GradientAccumulationScheduler):
             raise ConfigError(

@@ -3,19 +3,22 @@
 import functools
 import itertools
 import math
+import random
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 from extra import last, losses_of, train_with
 from torch import nn
 
-from minitx.config import ConfigError
+from minitx.config import ConfigError, RunConfig, TrainerConfig, node
 from minitx.data.batches import Address, ValSource
 from minitx.data.task import Task, as_split
 from minitx.training.loggers import read_metrics, read_probes
 from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import CrossEntropy
+from minitx.training.optimizers import constant
 from minitx.training.run import quiet_lightning, train
 
 
@@ -169,6 +172,28 @@ def test_probing_and_validating_leave_the_trajectory_bit_equal(make_config, tmp_
     torch.testing.assert_close(*(last(tmp_path / name)["state_dict"] for name in ("on", "off")), rtol=0, atol=0)
     assert [probe["step"] for probe in read_probes(tmp_path / "on" / "probes.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
     assert read_probes(tmp_path / "off" / "probes.jsonl") == []
+
+
+class Noisy(Table):
+    def __init__(self):
+        super().__init__()
+        self.start = random.random()
+
+    def forward(self, input_ids):  # some models of transformers draw with NumPy
+        return super().forward(input_ids) * (self.start + np.random.random() + random.random())
+
+
+def noisy_rows():
+    rows = [{"input_ids": [i], "labels": [np.random.randint(7)]} for i in range(7)]
+    return Task(name="noise", train=rows, val=rows)
+
+
+def test_draws_of_python_and_numpy_depend_on_the_seed_alone_also_resumed(tmp_path):
+    options = {"model": node(Noisy), "data": node(noisy_rows, batch_size=7), "schedule": node(constant)}
+    for name, steps, path in (("a", 4, None), ("b", 2, None), ("b", 4, "last")):
+        trainer = TrainerConfig(max_steps=steps, accelerator="cpu", log_every=1)
+        train(RunConfig(trainer=trainer, **options, ckpt_path=path), tmp_path / name)
+    assert losses_of(tmp_path / "a") == losses_of(tmp_path / "b")
 
 
 def test_two_runs_of_one_seed_are_equal_also_with_workers_and_of_two_seeds_are_not(make_config, tmp_path):

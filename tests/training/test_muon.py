@@ -6,7 +6,7 @@ from torch import nn
 
 from minitx.config import ConfigError, ParameterRule, TransformerConfig, node
 from minitx.nn import DecoderLM
-from minitx.training.optimizers import COEFFICIENTS, Muon, adamw, build_optimizer, matrix_names, muon
+from minitx.training.optimizers import COEFFICIENTS, Muon, adamw, build_optimizer, matrix_names, muon, sgd
 
 SHAPES = ((7, 13), (13, 7), (11, 11), (7, 13), (2, 5, 3))
 SMALL = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
@@ -47,6 +47,7 @@ def test_each_matrix_is_updated_by_the_formula_as_if_it_stood_alone(steps):
     before = [p.detach().clone() for p in params]
     groups, gradients = [{"params": params, "lr": 0.1, "weight_decay": 0.3, "eps": 1e-8, "matrix": True}], []
     optimizer = Muon(groups, betas=(0.9, 0.95), momentum=0.8, steps=steps)
+    optimizer.found_inf = torch.zeros(()) if steps > 1 else None  # float32, as the latch gives it
     for step in range(3):
         optimizer.step(lambda step=step: give_gradients(params, step))  # a closure, as Lightning gives one
         gradients.append([p.grad.clone() for p in params])
@@ -111,7 +112,21 @@ def test_a_step_that_is_not_made_keeps_the_momentum():
     assert torch.equal(*momenta)
 
 
+@pytest.mark.parametrize("target", [adamw, sgd, muon])
+def test_weights_in_bfloat16_are_updated_as_in_float32_but_for_rounding(target):
+    weights = []
+    for dtype in (torch.bfloat16, torch.float32):
+        network = nn.Sequential(nn.Linear(16, 16, bias=False)).to(dtype)
+        network[0].weight.data.copy_(torch.arange(256).view(16, 16) / 128)
+        optimizer = build_optimizer(network, node(target, lr=0.3))
+        network[0].weight.grad = torch.linspace(-1, 1, 256).view(16, 16).sin().to(dtype)
+        optimizer.step()
+        weights.append(network[0].weight.float())
+    torch.testing.assert_close(*weights, rtol=0.01, atol=0.01)
+
+
 def test_a_model_without_linear_layers_is_refused():
+    assert matrix_names(nn.Linear(2, 3)) == {"weight"}
     network = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(4, 4, 1))  # as GPT-2 of transformers, whose layers are Conv1D
     network.add_module("head", nn.Linear(4, 5))
     with pytest.raises(ConfigError, match=r"a torch\.nn\.Linear beside heads, and Sequential has none: use optimizer=adamw"):

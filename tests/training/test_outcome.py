@@ -167,6 +167,8 @@ def test_a_callback_that_counts_epochs_is_refused(make_config, tmp_path):
         with pytest.raises(ConfigError, match=rf"^callbacks: {name} .* epoch"):
             train(make_config(callbacks__parts=node), tmp_path / "run")
         assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="no file would have it"):  # with epochs, too: last.ckpt had no average
+        run_module.check_callbacks([L.callbacks.StochasticWeightAveraging(0.1)], addressed=False)
 
 
 @pytest.mark.parametrize(("group", "kind"), [("callbacks__parts", "Callback"), ("logger", "Logger")])

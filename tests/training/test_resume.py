@@ -134,6 +134,15 @@ def test_what_a_resumed_run_would_not_do_is_refused_before_anything_is_written(m
     assert (folder / "config.yaml").read_text(encoding="utf-8") == "good"
 
 
+def test_a_run_of_sgd_on_shards_goes_on_with_the_fused_kernel_of_whole_weights(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("minitx.training.optimizers.is_sharded", lambda parameter: True)
+    options = {"optimizer": node(sgd), "schedule": node(constant), "trainer__ckpt_every": 100}
+    for steps, path in ((2, None), (3, "last")):
+        train(make_config(**options, trainer__max_steps=steps, ckpt_path=path), tmp_path)
+        monkeypatch.undo()
+    assert all(group["fused"] for group in last(tmp_path)["optimizer_states"][0]["param_groups"])
+
+
 def test_a_run_that_goes_on_with_another_seed_or_batch_size_says_that_its_rows_are_others(make_config, tmp_path, caplog):
     config = make_config(trainer__ckpt_every=100, trainer__max_steps=2)
     train(config, tmp_path / "run")
