@@ -189,6 +189,7 @@ REFUSED = [
     ("qwen2 window", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    ("gemma3 window", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "with 'linear' in layers"),
     ("t5 v1.0", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj='gated-mish'"),
     ("vit", {"image_size": [12, 24]}, "image_size=[12, 24]"),
     ("vit", {"patch_size": 5}, "patch_size=5"),
@@ -220,6 +221,9 @@ def test_overrides_and_ignore_are_the_ways_out(tmp_path):
         load_hf(tmp_path, overrides=wanted)
     load_hf(tmp_path, overrides=wanted, ignore=["extra.*"])
     load_hf(tmp_path, overrides=wanted, ignore="extra.*")  # not its letters, of which one is *
+    edit(saved("llama yarn", tmp_path), rope_parameters={**YARN, "mscale": 1.0})
+    changes = {"rope_parameters.mscale": None, "rope_parameters.beta_slow": 2.0}
+    assert load_hf(tmp_path, overrides=changes).config.rotary_low == 2.0
 
 
 # case, a tensor and its new shape (None: it is gone), and what the refusal names
