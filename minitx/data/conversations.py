@@ -197,10 +197,13 @@ def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: i
 
 
 def _conversations(table: Any, column: str) -> list[list[Message]]:
-    chats = [chat or [] for chat in table[column_of(table, column, "messages_column")]]
-    try:
+    rows = table[column_of(table, column, "messages_column")]
+    try:  # a key that only other messages have is None in a table
+        chats = [
+            [{key: value for key, value in message.items() if value is not None} for message in chat or []] for chat in rows
+        ]
         alright = all(isinstance(message[key], str) for chat in chats for message in chat for key in ("role", "content"))
-    except (TypeError, KeyError):
+    except (AttributeError, TypeError, KeyError):
         alright = False
     said = f"data.messages_column={column} must have lists of messages, each with texts role and content"
     require(alright, f'{said}: a content of null, such as beside tool_calls, must be ""')
