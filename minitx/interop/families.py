@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
+from minitx.nn.positions import RotaryScaling
 
 Values = dict[str, Any]
 Shape = tuple[int, ...]
@@ -228,4 +229,7 @@ def filled(config: TransformerConfig) -> Values:
     values["ffn_dim"], values["num_decoder_layers"] = config.ffn_width, config.decoder_layers
     values["qkv_bias"], values["out_bias"] = config.has_qkv_bias, config.has_out_bias
     values["type_vocab_size"] = config.type_vocab_size or 1  # one type of zeros is none
+    if config.rotary_scaling == "llama3":  # transformers needs its numbers of turns
+        turns = RotaryScaling("llama3", 1.0, 1, config.rotary_low, config.rotary_high).turns
+        values["rotary_low"], values["rotary_high"] = turns
     return values

@@ -284,6 +284,7 @@ def own(**options):
     [
         ("GPT2LMHeadModel", {"activation": "gelu_tanh"}, ["embd_pdrop", "attn_pdrop", "resid_pdrop"]),
         ("LlamaForCausalLM", {**ROTARY, "num_kv_heads": 1}, []),
+        ("LlamaForCausalLM", {**ROTARY, "rotary_scaling": "llama3", "rotary_factor": 2.0, "rotary_original_len": 13}, []),
         ("MistralForCausalLM", {**ROTARY, "embed_dim": 16, "head_dim": 4}, []),  # which Llama's config refuses
     ],
 )
