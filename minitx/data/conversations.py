@@ -199,9 +199,7 @@ def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: i
 def _conversations(table: Any, column: str) -> list[list[Message]]:
     rows = table[column_of(table, column, "messages_column")]
     try:  # a key that only other messages have is None in a table
-        chats = [
-            [{key: value for key, value in message.items() if value is not None} for message in chat or []] for chat in rows
-        ]
+        chats = [[{key: said for key, said in each.items() if said is not None} for each in chat or []] for chat in rows]
         alright = all(isinstance(message[key], str) for chat in chats for message in chat for key in ("role", "content"))
     except (AttributeError, TypeError, KeyError):
         alright = False

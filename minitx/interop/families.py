@@ -230,6 +230,5 @@ def filled(config: TransformerConfig) -> Values:
     values["qkv_bias"], values["out_bias"] = config.has_qkv_bias, config.has_out_bias
     values["type_vocab_size"] = config.type_vocab_size or 1  # one type of zeros is none
     if config.rotary_scaling == "llama3":  # transformers needs its numbers of turns
-        turns = RotaryScaling("llama3", 1.0, 1, config.rotary_low, config.rotary_high).turns
-        values["rotary_low"], values["rotary_high"] = turns
+        values["rotary_low"], values["rotary_high"] = RotaryScaling("llama3", 1, 1, config.rotary_low, config.rotary_high).turns
     return values

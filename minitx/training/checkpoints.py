@@ -260,10 +260,10 @@ def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
             place = find_folder(path)
         except (ImportError, FileNotFoundError) as error:
             raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from None
-    options = {"overrides": json.loads(overrides), "ignore": ignore}
     if place.is_dir() and (place / "config.json").is_file():
-        return _of_folder(place, path, options)
-    _refuse(options, path)
+        return _of_folder(place, path, json.loads(overrides), ignore)
+    if json.loads(overrides) or ignore:
+        raise ConfigError(f"init_from.overrides and init_from.ignore belong to a Hugging Face folder, not to {path}")
     if place.is_dir() and not (place / ".metadata").is_file():
         raise ConfigError(f"init_from.path={path} is a folder without config.json")
     checkpoint = read_checkpoint(place, key="init_from.path", verb="start from")
@@ -272,19 +272,15 @@ def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
     return network_weights(checkpoint), shape, tokenizers.from_dict(state["tokenizer"]) if state["tokenizer"] else None
 
 
-def _refuse(options: dict[str, Any], path: str) -> None:
-    said = f"init_from.overrides and init_from.ignore belong to a Hugging Face folder, not to {path}"
-    require(not any(options.values()), said)
-
-
-def _of_folder(folder: Path, path: str, options: dict[str, Any]) -> Start:
+def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple[str, ...]) -> Start:
     from minitx.interop import from_pretrained, load_hf
 
     try:
         ours = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("format") == "minitx"
-        if ours:
-            _refuse(options, path)
-        model = from_pretrained(folder) if ours else load_hf(folder, **options)
+        require(
+            not (ours and (overrides or ignore)), "init_from.overrides and init_from.ignore belong to a Hugging Face folder"
+        )
+        model = from_pretrained(folder) if ours else load_hf(folder, overrides=overrides, ignore=ignore)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
