@@ -196,7 +196,7 @@ def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: i
     return DocumentRows(documents, context_len=context_len, packing=packing, counted=counted)
 
 
-def _conversations(table: Any, column: str) -> list[list[Message]]:
+def _conversations(table: Any, column: str) -> Sequence[Sequence[Message]]:
     rows = table[column_of(table, column, "messages_column")]
     try:  # a key that only other messages have is None in a table
         chats = [[{key: said for key, said in each.items() if said is not None} for each in chat or []] for chat in rows]
