@@ -100,11 +100,13 @@ def _lines() -> Iterator[str]:
 def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer, shape: TransformerConfig | None) -> dict[str, Any]:
     """The arguments that ``generate`` and ``beam_search`` share. ``shape`` is None for a model of the user's."""
     from minitx.cli.inputs import encode_text
+    from minitx.data.corpus import encoder_of_lines
     from minitx.generation.decoding import eos_ids
 
     stop = [id for id in (*eos_ids(model), getattr(tokenizer, "end_id", None)) if id is not None]
     if config.stop is not None:
-        stop = encode_text(tokenizer, config.stop, "stop")
+        encode_text(tokenizer, config.stop, "stop")  # refuses unknown characters
+        stop = encoder_of_lines(tokenizer)([config.stop])[0].tolist()  # as inside of a text, which may begin with a space
         require(len(stop) == 1, f"stop={config.stop!r} must be the text of one token, but it has {len(stop)}")
     context = config.context
     if context is None and shape is not None and shape.architecture == "decoder":

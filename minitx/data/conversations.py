@@ -196,11 +196,12 @@ def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: i
     return DocumentRows(documents, context_len=context_len, packing=packing, counted=counted)
 
 
-def _conversations(table: Any, column: str) -> list[list[Message]]:
-    chats = [chat or [] for chat in table[column_of(table, column, "messages_column")]]
-    try:
+def _conversations(table: Any, column: str) -> Sequence[Sequence[Message]]:
+    rows = table[column_of(table, column, "messages_column")]
+    try:  # a key that only other messages have is None in a table
+        chats = [[{key: said for key, said in each.items() if said is not None} for each in chat or []] for chat in rows]
         alright = all(isinstance(message[key], str) for chat in chats for message in chat for key in ("role", "content"))
-    except (TypeError, KeyError):
+    except (AttributeError, TypeError, KeyError):
         alright = False
     said = f"data.messages_column={column} must have lists of messages, each with texts role and content"
     require(alright, f'{said}: a content of null, such as beside tool_calls, must be ""')

@@ -145,7 +145,7 @@ def hf(
         ConfigError: the data cannot be read, the column does not exist, there are too few documents, or the tokenizer has no
             end mark.
     """
-    texts = [] if text_column is None else [text_column]
+    texts = ["text", 0] if text_column is None else [text_column]
     tables = load_tables(Where(path, val_path, subset, split, val_split), texts=texts, streaming=streaming)
     names, name = column_names(tables[0]), f"data.path={path}"
     column = column_of(tables[0], text_column or (names[0] if len(names) == 1 else "text"), "text_column")

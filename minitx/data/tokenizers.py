@@ -465,8 +465,8 @@ def _bytes_of_letters() -> dict[str, int]:
 class TextStream:
     """Decode ids one at a time. Each call returns the new text, without incomplete characters.
 
-    A token of byte-level BPE may end inside a character. ``decode`` then ends with U+FFFD, and the stream waits for the next
-    token or ``flush``. (``tokenizers.decoders.DecodeStream`` has no ``flush`` and loses the character.)
+    A token of byte-level BPE, or a byte of Llama's vocabulary, may end inside a character. ``decode`` then ends with U+FFFD, one or
+    several, and the stream waits for the next token or ``flush``. (``tokenizers.decoders.DecodeStream`` has no ``flush`` and loses the character.)
 
     Args:
         decode: a function from ids to text, for example ``Tokenizer.decode``.
@@ -487,7 +487,7 @@ class TextStream:
         """Return the text that ``id`` completes. It may be empty."""
         self._open.append(id)
         text = self._decode(self._context + self._open)
-        whole = len(text) - text.endswith(REPLACEMENT)
+        whole = len(text.rstrip(REPLACEMENT))
         new, self._sent = text[self._sent : whole], max(self._sent, whole)
         if whole == len(text):
             self._context, self._open = self._open, []

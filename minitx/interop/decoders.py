@@ -76,16 +76,17 @@ def tidy_rope(values: Values, names: Collection[str] = ()) -> Values:
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
             raise ValueError(f"{ROPE}{name}={new[name]!r} contradicts {old[name]!r} in rope_theta or rope_scaling")
-    rope = {"rope_type": "default", "rope_theta": 10000.0, **old, **new}
+    given = {name.removeprefix(ROPE): values.pop(name) for name in [*values] if name.startswith(ROPE)}  # of overrides
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **old, **new, **given}
     kind = rope["rope_type"]
     if kind in TURNS:
         rope.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
         rope["low"], rope["high"] = (rope.pop(name, None) for name in TURNS[kind])
     if kind == "yarn":
         paper = 0.1 * math.log(rope.get("factor", 1.0)) + 1.0  # Peng et al. 2023, arXiv:2309.00071, eq. 22
-        given = rope.pop("attention_factor", None) or paper
-        if not math.isclose(given, paper, rel_tol=1e-9):
-            raise ValueError(f"{ROPE}attention_factor={given} is not supported: it must be 0.1 ln(factor) + 1 = {paper}")
+        factor = rope.pop("attention_factor", None) or paper
+        if not math.isclose(factor, paper, rel_tol=1e-9):
+            raise ValueError(f"{ROPE}attention_factor={factor} is not supported: it must be 0.1 ln(factor) + 1 = {paper}")
     return {**values, **{ROPE + name: value for name, value in rope.items()}}
 
 
@@ -272,7 +273,8 @@ def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
     values = tidy_rope({"rope_theta": rope.get("rope_theta", 1e6), **values, "rope_parameters": rope})
     kind = values[ROPE + "rope_type"]
     if SLIDING in kinds and (kind not in ("default", "linear") or local["rope_type"] != "default"):
-        raise ValueError(f"{ROPE}rope_type={kind!r} is not supported in a model with windows: only 'default' or 'linear'")
+        found = f"{ROPE}rope_type={kind!r} with {local['rope_type']!r} in layers with a window"
+        raise ValueError(f"{found} is not supported: it must be 'default' or 'linear' with 'default'")
     if kind == "linear":  # in layers without a window only; a factor of 1 changes nothing
         values[ROPE + "factor"] = by_layer({FULL: values[ROPE + "factor"], SLIDING: 1.0}, kinds)
     values[ROPE + "rope_theta"] = by_layer({FULL: values[ROPE + "rope_theta"], SLIDING: local["rope_theta"]}, kinds)

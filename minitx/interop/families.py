@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
+from minitx.nn.positions import RotaryScaling
 
 Values = dict[str, Any]
 Shape = tuple[int, ...]
@@ -36,6 +37,8 @@ SIZES = {"embed_dim": "hidden_size", "num_layers": "num_hidden_layers", "num_hea
 SIZES |= {"ffn_dim": "intermediate_size", "activation": "hidden_act"}
 TEXT = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 TEXT |= {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_token_id"}
+# families whose config of transformers refuses a width that is no multiple of the number of heads
+WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
 # their names of activations and ours
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
@@ -207,6 +210,8 @@ def unlike(
     family: Family, architecture: Architecture, values: Values, names: Collection[str], config: TransformerConfig
 ) -> dict[str, tuple[Any, Any]]:
     """Return the fields of ``config`` that the ``config.json`` ``values`` would give another value: (ours, theirs)."""
+    if family.model_type in WHOLE_HEADS and config.embed_dim % config.num_heads:
+        return {"embed_dim": (config.embed_dim, f"a multiple of num_heads={config.num_heads}")}
     try:
         again = filled(read_config(family, architecture, values, names)[0])
     except ValueError as error:
@@ -224,4 +229,6 @@ def filled(config: TransformerConfig) -> Values:
     values["ffn_dim"], values["num_decoder_layers"] = config.ffn_width, config.decoder_layers
     values["qkv_bias"], values["out_bias"] = config.has_qkv_bias, config.has_out_bias
     values["type_vocab_size"] = config.type_vocab_size or 1  # one type of zeros is none
+    if config.rotary_scaling == "llama3":  # transformers needs its numbers of turns
+        values["rotary_low"], values["rotary_high"] = RotaryScaling("llama3", 1, 1, config.rotary_low, config.rotary_high).turns
     return values

@@ -152,7 +152,7 @@ def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mappin
     tokens = {f"{role}_token": added[id] for role, found in ids.items() for id in found[:1] if id in added}
     if unknown := file["model"].get("unk_token"):
         tokens = {"eos_token": unknown, **tokens, "unk_token": unknown}  # lm-eval asks for an eos_token
-    known = set(file["model"].get("vocab", {})) | set(added.values())
+    known = dict(file["model"].get("vocab", {})).keys() | set(added.values())  # Unigram has pairs of token and score
     # what the folder of the tokenizer says, for roles that nothing above fills
     beside = getattr(tokenizer, "special_tokens", {})
     tokens = {**{role: text for role, text in beside.items() if text in known}, **tokens}

@@ -45,7 +45,7 @@ def load_hf(
         folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. ``huggingface_hub`` downloads it into its
             usual cache. Offline (``HF_HUB_OFFLINE=1``) it is read from the cache.
         dtype: the dtype of the parameters, such as ``torch.bfloat16`` or ``"bfloat16"``. Default: that of the file.
-        overrides: values that replace those of ``config.json``.
+        overrides: values that replace those of ``config.json``. Of a mapping, only the keys that it has.
         ignore: names or patterns of tensors in the file to ignore, such as ``"cls.seq_relationship.*"``.
 
     Raises:
@@ -58,7 +58,7 @@ def load_hf(
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         raise ValueError(f"dtype must be a floating point dtype of torch or its name, such as 'bfloat16', got {dtype!r}")
     folder = find_folder(folder)
-    values = {**read_json(folder / "config.json"), **(overrides or {})}
+    values = _with(read_json(folder / "config.json"), overrides or {})
     if values.get("model_type") not in FAMILIES:
         hint = "; for a model of minitx, use from_pretrained" if values.get("format") == "minitx" else ""
         known = ", ".join(FAMILIES)
@@ -139,6 +139,13 @@ def save_hf(
     nearest = min(lacking, key=lambda name: ("architecture" in lacking[name], len(lacking[name])))
     wrong = ", ".join(f"{field}={ours!r} would be {theirs!r}" for field, (ours, theirs) in lacking[nearest].items())
     raise ValueError(f"no Hugging Face class can represent this model; in the closest one, {nearest}, {wrong}")
+
+
+def _with(values: Any, changes: Any) -> Any:
+    """Return ``values`` with ``changes``, also inside of mappings."""
+    if not (isinstance(values, Mapping) and isinstance(changes, Mapping)):
+        return changes
+    return {**values, **{name: _with(values.get(name), value) for name, value in changes.items()}}
 
 
 def _read_files(folder: Path, family: Family, ignored: Sequence[str]) -> dict[str, Tensor]:

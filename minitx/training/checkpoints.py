@@ -277,6 +277,9 @@ def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple
 
     try:
         ours = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("format") == "minitx"
+        require(
+            not (ours and (overrides or ignore)), "init_from.overrides and init_from.ignore belong to a Hugging Face folder"
+        )
         model = from_pretrained(folder) if ours else load_hf(folder, overrides=overrides, ignore=ignore)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error

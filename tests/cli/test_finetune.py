@@ -150,7 +150,7 @@ def test_keys_on_the_command_line_win_over_those_in_the_folder(cli, assert_refus
     assert (config.eos_id, config.embed_dim, config.activation) == ((3, 5), 12, "gelu_tanh")
 
 
-def test_a_folder_of_ours_is_one_to_start_from_too(cli, theirs, place):
+def test_a_folder_of_ours_is_one_to_start_from_too(cli, assert_refused, theirs, place):
     tokenizer = train_tokenizer("char", [TEXT])
     ours = DecoderLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **GPT2, scale="inv"))
     save_pretrained(ours, place / "ours", tokenizer=tokenizer)
@@ -158,6 +158,7 @@ def test_a_folder_of_ours_is_one_to_start_from_too(cli, theirs, place):
     model, again, _ = load_model(LAST)
     torch.testing.assert_close(model.head.weight, ours.head.weight)
     assert again.encode("Word").tolist() == tokenizer.encode("Word").tolist()
+    assert_refused("init_from.overrides", *finetune("ours", "+init_from.overrides.eos_token_id=3"))
 
 
 def test_a_checkpoint_starts_a_new_run_with_a_fresh_optimizer_at_step_0(cli, last, theirs, place):

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from minitx.cli.command_line import parse
-from minitx.cli.generate import GenerateConfig
+from minitx.cli.generate import GenerateConfig, _options
+from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, beam_search, generate
 from minitx.training.checkpoints import load_model, write_checkpoint
 from tests.cli.conftest import assert_named
 from tests.cli.processes import start
+from tests.data.conftest import SPACE, beginning_with_a_space
 from tests.waiting import PATIENCE
 
 
@@ -56,6 +58,13 @@ def test_a_stop_ends_the_answer_before_it(output, last):
     words = last("text"), "prompt=In the", "max_new_tokens=15"
     free = output("generate", *words).removesuffix("\n")
     assert output("generate", *words, f"stop={free[4]}") == free.split(free[4])[0] + "\n"
+
+
+@pytest.mark.parametrize("kind", SPACE)
+def test_a_stop_is_the_token_inside_of_a_text_also_if_a_text_begins_with_a_space(kind):
+    known = Tokenizer(beginning_with_a_space(kind, ".ab\n").to_str())
+    options = _options(GenerateConfig(ckpt_path="last.ckpt", stop="."), torch.nn.Identity(), known, None)
+    assert options["stop"] == known.encode("a.").tolist()[-1:] != known.encode(".").tolist()
 
 
 def test_a_bad_line_of_stdin_is_named_by_its_number(cli, last):

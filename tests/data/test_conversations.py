@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pandas
 import pytest
 import tokenizers
 from tokenizers import models, normalizers
@@ -206,6 +207,15 @@ def test_what_ends_an_answer_ends_generation(write_text):
     for end, wanted in (("<|im_end|>", ends[0]), ("{{ '<|im_end|>' if loop.last else '<|eom|>' }}", ends)):
         template = "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}"
         assert chat(path=path, tokenizer=Tokenizer(theirs.to_str()), template=template).model_fields["eos_id"] == wanted
+
+
+def test_a_message_of_a_parquet_file_has_only_its_own_keys(tmp_path):
+    says = [{"role": "user", "name": "Ann", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    pandas.DataFrame({"messages": [says] * 8}).to_parquet(tmp_path / "a.parquet")
+    template = "{% for m in messages %}{{ m.name ~ ': ' if 'name' in m }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    known = train_tokenizer("char", [LETTERS], marks=("eos",))
+    task = chat(path=str(tmp_path / "a.parquet"), tokenizer=known, template=template)
+    assert known.decode(task.train[0]["input_ids"]).startswith("Ann: hi<eos>yes")
 
 
 ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_column"), ({"messages": CHAT[:1]}, "path")]

@@ -83,6 +83,15 @@ def test_every_document_is_in_one_split(path, load, marks):
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "eos_id": end}
 
 
+@pytest.mark.parametrize("names", ["n,text", "only"])
+def test_documents_that_look_like_numbers_stay_as_they_are_written(load, write_text, names):
+    texts = ["007", "1e5", "2.50"]
+    rows = [f"{n},{text}" if "," in names else text for n, text in enumerate(texts)]
+    known = train_tokenizer("char", texts, marks=("eos",))
+    task = load(write_text("\n".join([names, *rows]), "a.csv"), tokenizer=known)
+    assert sorted(texts_of(task, task.train) + texts_of(task, task.val)) == texts
+
+
 def test_bits_per_byte_count_every_end_and_a_second_run_reads_the_cache(path, load, monkeypatch):
     task = load(path, packing=True)
     val = [text for text in DOCUMENTS if text not in texts_of(task, task.train)]

@@ -131,6 +131,8 @@ def test_a_label_that_is_no_class_is_not_called_missing():
 
     with pytest.raises(ConfigError, match=r"label_column=label must have words or whole numbers, got float \(4\.5\)"):
         labels_of([datasets.Dataset.from_dict({"label": [4.5, 3.0]})], "label")
+    with pytest.raises(ConfigError, match=r"must have words or whole numbers, got list \(\['a'\]\)"):
+        labels_of([datasets.Dataset.from_dict({"label": [["a"], ["a", "b"]]})], "label")
     with pytest.raises(ConfigError, match="1 of 2 rows without a label"):
         labels_of([datasets.Dataset.from_dict({"label": [4.5, float("nan")]})], "label")
 

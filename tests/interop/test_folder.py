@@ -189,6 +189,7 @@ REFUSED = [
     ("qwen2 window", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    ("gemma3 window", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "with 'linear' in layers"),
     ("t5 v1.0", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj='gated-mish'"),
     ("vit", {"image_size": [12, 24]}, "image_size=[12, 24]"),
     ("vit", {"patch_size": 5}, "patch_size=5"),
@@ -220,6 +221,9 @@ def test_overrides_and_ignore_are_the_ways_out(tmp_path):
         load_hf(tmp_path, overrides=wanted)
     load_hf(tmp_path, overrides=wanted, ignore=["extra.*"])
     load_hf(tmp_path, overrides=wanted, ignore="extra.*")  # not its letters, of which one is *
+    edit(saved("llama yarn", tmp_path), rope_parameters={**YARN, "mscale": 1.0})
+    for changes in ({"rope_parameters.mscale": None}, {"rope_parameters": {"mscale": None}}):
+        assert load_hf(tmp_path, overrides=changes).config.rotary_scaling == "yarn"
 
 
 # case, a tensor and its new shape (None: it is gone), and what the refusal names
@@ -280,6 +284,8 @@ def own(**options):
     [
         ("GPT2LMHeadModel", {"activation": "gelu_tanh"}, ["embd_pdrop", "attn_pdrop", "resid_pdrop"]),
         ("LlamaForCausalLM", {**ROTARY, "num_kv_heads": 1}, []),
+        ("LlamaForCausalLM", {**ROTARY, "rotary_scaling": "llama3", "rotary_factor": 2.0, "rotary_original_len": 13}, []),
+        ("MistralForCausalLM", {**ROTARY, "embed_dim": 16, "head_dim": 4}, []),  # which Llama's config refuses
     ],
 )
 def test_a_model_of_our_own_becomes_a_llama_or_gpt2_that_transformers_runs(kind, options, drops, tmp_path):
@@ -350,8 +356,10 @@ def exported(model, folder, tokenizer):
 
 def test_a_saved_tokenizer_of_ours_adds_no_tokens_and_one_of_others_stays_as_it_is(tmp_path):
     theirs = with_first_token()
-    ours, model = Tokenizer(theirs.to_str()), own(vocab_size=theirs.get_vocab_size(), activation="gelu_tanh")
-    assert exported(model, tmp_path / "ours", ours)(WORDS).input_ids == ours.encode(WORDS).tolist()
+    model = own(vocab_size=theirs.get_vocab_size(), activation="gelu_tanh")
+    unigram = tokenizers.models.Unigram([("<unk>", 0.0), *((letter, -1.0) for letter in sorted({*WORDS}))], unk_id=0)  # as T5's
+    for ours in (Tokenizer(tokenizers.Tokenizer(unigram).to_str()), Tokenizer(theirs.to_str())):
+        assert exported(model, tmp_path / "ours", ours)(WORDS).input_ids == ours.encode(WORDS).tolist()
     first = theirs.token_to_id("<s>")
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=theirs, bos_token="<s>")
     for name, given in {"tokenizers": theirs, "transformers": wrapped}.items():
