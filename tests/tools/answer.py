@@ -221,9 +221,11 @@ def steps_of(found: dict[tuple[str, float, int], int], arm: str, seed: int) -> i
 
 
 def ratio_of_steps(found: Curves) -> Ratio:
-    """Steps without the scale over steps with it."""
+    """Steps without the scale over steps with it. Of a run that ended at its cap only a lower end is known."""
     seeds, counts = {seed for _, _, seed in found}, {key: steps(curve) for key, curve in found.items()}
-    return median(steps_of(counts, "unscaled", seed) / steps_of(counts, "inv_sqrt", seed) for seed in seeds)
+    pairs = [(steps_of(counts, "unscaled", seed), steps_of(counts, "inv_sqrt", seed)) for seed in seeds]
+    high = median(math.inf if without == CAP else without / with_it for without, with_it in pairs).high
+    return median(without / with_it for without, with_it in pairs)._replace(high=high)
 
 
 def from_scratch() -> dict[str, Curves]:
