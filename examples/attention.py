@@ -376,11 +376,11 @@ view({name: film[name] for name in ("scaled", "unscaled")})
 # %% [markdown] en
 # Without the scale the scores are √128 ≈ 11 times as large. Softmax then puts most of the weight on one key before anything is learned. In such
 # a row the softmax passes on almost no gradient; a few rows with near ties pass on very large ones ([why √d_k](../docs/why_scale.md)). The model learns
-# more slowly. It is not unable to learn. With these initial weights (LeCun's) and AdamW, each seed at the rate that is best on the others, it needs 6.7 times as many steps as with the scale (4.07–9.89); with GPT-2's smaller weights 0.87 times (0.838–0.952) ([records](../docs/scaling_ablation/README.md)).
+# more slowly. It is not unable to learn. With these initial weights (LeCun's) and AdamW, each seed at the rate that is best on the others, it needs 6.7 times as many steps as with the scale (4.07–11.3); with GPT-2's smaller weights 0.87 times (0.838–0.952) ([records](../docs/scaling_ablation/README.md)).
 # A comparison after 100 steps would measure a budget, not an ability.
 
 # %% [markdown] zh
-# 不缩放时，分数是原来的 √128 ≈ 11 倍。在什么都没学到之前，softmax 就把大部分权重放在一个键上；在这样的行里，softmax 几乎不传递梯度；只有少数行里有两个键几乎打平，这些行的梯度反而很大（[为什么是 √d_k](../docs/why_scale.zh.md)）。于是模型学得更慢，但并不是学不会：用这里的初始权重（LeCun）和 AdamW，每个种子用在其他种子上最好的学习率，所需步数是有缩放时的 6.7 倍（4.07–9.89）；用 GPT-2 较小的权重，则是 0.87 倍（0.838–0.952）（[记录](../docs/scaling_ablation/README.md)）。如果只比较 100 步之后的结果，测到的是步数预算，而不是能力。
+# 不缩放时，分数是原来的 √128 ≈ 11 倍。在什么都没学到之前，softmax 就把大部分权重放在一个键上；在这样的行里，softmax 几乎不传递梯度；只有少数行里有两个键几乎打平，这些行的梯度反而很大（[为什么是 √d_k](../docs/why_scale.zh.md)）。于是模型学得更慢，但并不是学不会：用这里的初始权重（LeCun）和 AdamW，每个种子用在其他种子上最好的学习率，所需步数是有缩放时的 6.7 倍（4.07–11.3）；用 GPT-2 较小的权重，则是 0.87 倍（0.838–0.952）（[记录](../docs/scaling_ablation/README.md)）。如果只比较 100 步之后的结果，测到的是步数预算，而不是能力。
 
 # %% [markdown] en
 # ## 6. d_k = 8 against d_k = 128

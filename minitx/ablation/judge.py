@@ -65,7 +65,7 @@ class Endpoint:
         return math.log(found.low) if name == "time" else -found.low if name == "accuracy" else found.low
 
     def effect(self, reference: Span, treatment: Span) -> Span:
-        """Return the ratio, or for scores treatment − reference. That of thresholds is of the middles, which are known to about 3 %."""
+        """Return the ratio, or for scores treatment − reference. That of thresholds is of the middles of their brackets."""
         if self.name == "threshold":
             ratio = middle(reference) / middle(treatment)
             return Span(ratio, ratio)
@@ -149,14 +149,19 @@ class Finding:
 
     @property
     def word(self) -> str:
-        """MORE or LESS: the treatment has more or less of what is measured, by more than the margin, in the whole interval."""
+        """MORE or LESS: the treatment has more or less of what is measured, by more than the margin, in the whole interval.
+
+        The interval of a ratio of thresholds is made wider by the step of their search, high / low.
+        """
         if self.interval is None:
             return "UNDECIDED"
-        found = self.interval[0]
+        found, is_threshold = self.interval[0], self.endpoint.name == "threshold"
+        step = max(value.high / value.low for pair in self.pairs for value in pair.values) if is_threshold else 1.0
+        found = Span(found.low / step, found.high * step)
         if found.within(self.margin):
             return "SAME"
         # the ratio of thresholds says how many times smaller
-        above, below = ("LESS", "MORE") if self.endpoint.name == "threshold" else ("MORE", "LESS")
+        above, below = ("LESS", "MORE") if is_threshold else ("MORE", "LESS")
         return above if found.low > self.margin.high else below if found.high < self.margin.low else "UNDECIDED"
 
 

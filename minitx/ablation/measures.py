@@ -7,6 +7,7 @@ Add one with an override::
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -84,8 +85,9 @@ class SameStart(L.Callback):
 
 def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
     """The network whose weights the run starts from. A head that the folder does not have is drawn as the run draws it."""
-    if Path(path).is_file():
-        return load_model(path)[0]
+    if Path(path).is_file():  # a model of the user's own has no scale to fold
+        is_own = config_of(module.network) is None and not is_of_transformers(module.network)
+        return load_model(path, copy.deepcopy(module.network) if is_own else None)[0]
     if is_of_transformers(module.network):
         from minitx.interop import pretrained_hf
 

@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 from minitx.ablation import curves
 from minitx.ablation import wording as say
-from minitx.ablation.design import AblationConfig
+from minitx.ablation.design import AblationConfig, ComparisonConfig
 from minitx.ablation.intervals import mean_interval, median
 from minitx.ablation.judge import RATIOS, Finding, Findings, answers, slopes
 from minitx.analysis.canvas import DPI, png, svg
@@ -212,23 +212,31 @@ def _numbers(findings: Findings) -> Table:
     return Table(text("report.txt", "numbers", grid), rows)
 
 
+def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Finding]]:
+    """The thresholds whose ratio has a law, by comparison and levels of all other factors: they differ in the factor of the law."""
+    series = dict[tuple[ComparisonConfig, str], list[Finding]]()
+    for f in findings.findings:
+        if f.endpoint.name == "threshold" and f.bound and (law := f.comparison.law):
+            others = {factor: level for factor, level in f.condition.items() if factor != law.factor}
+            series.setdefault((f.comparison, say.condition_text(findings.grid, others)), []).append(f)
+    return series
+
+
 def _slopes(findings: Findings) -> Table:
     """The exponents of the ratios of thresholds over the factor of a law."""
-    grid, series = findings.grid, dict[Any, list[Finding]]()
-    for f in findings.findings:
-        if f.endpoint.name == "threshold" and (law := f.comparison.law):
-            others = tuple((factor, level) for factor, level in f.condition.items() if factor != law.factor)
-            series.setdefault((f.comparison, law, others), []).append(f)
+    grid = findings.grid
     rows = [
         {
             "study": say.title(grid, comparison.study),
+            "arms": say.list_text([say.words(grid, arm) for arm in comparison.arms]),
+            "setting": setting,
             f"exponent over {say.words(grid, law.factor)}": say.number(found[0]),
             "95 % (Student's t)": say.span_text(found[1]),
             "of the law": say.number(law.power),
             "seeds": str(len(values)),
         }
-        for (comparison, law, _), listed in series.items()
-        if (found := mean_interval(values := slopes(listed))) is not None
+        for (comparison, setting), listed in _series(findings).items()
+        if (law := comparison.law) and (found := mean_interval(values := slopes(listed))) is not None
     ]
     return Table("Exponents of the ratios: the mean of the slopes of single seeds", rows)
 
@@ -309,12 +317,16 @@ def study_pictures(findings: Findings) -> list[Picture]:
     for name, study in findings.grid.studies.items():
         runs = findings.runs.select(name, status="done")
         title = say.title(findings.grid, name)
-        listed = [f for f in findings.findings if f.comparison.study == name]
-        with_law = [f for f in listed if f.comparison.law and not f.comparison.law.part(f.condition)]
-        if study.threshold is not None and with_law:
-            drawn = curves.threshold_panel(findings, [f for f in with_law if f.comparison == with_law[0].comparison])
-            said = "Every dot is a seed. The formula predicts from the first arm alone."
-            found.append(Picture(f"{name}_threshold", f"{title}: {RATIOS['threshold']}", said, drawn))
+        of_study = [
+            (setting, listed) for (comparison, setting), listed in _series(findings).items() if comparison.study == name
+        ]
+        for i, (setting, listed) in enumerate(of_study):
+            drawn, said = (
+                curves.threshold_panel(findings, listed),
+                "Every dot is a seed. The formula predicts from the first arm alone.",
+            )
+            heading = f"{title}{setting and f' ({setting})'}: {RATIOS['threshold']}"
+            found.append(Picture(f"{name}_threshold{f'_{i}' if i else ''}", heading, said, drawn))
         for score in study.scores if runs else ():
             if score != "equal" and study.factors.get("lr"):
                 y, missing = ("steps to solve", "not solved") if score == "time" else (f"validation {score}", "not finite")

@@ -113,16 +113,18 @@ def test_the_name_of_a_cell_depends_on_its_place_its_overrides_and_its_start():
     assert len({base.hash, *(dataclasses.replace(base, **change).hash for change in changes)}) == 1 + len(changes)
 
 
-def test_the_name_of_a_cell_follows_the_users_own_configs_and_not_their_place_or_grids(tmp_path):
-    def name(folder, experiment, grid="seed: 0"):
-        for path, text in ((f"{folder}/experiment/mine.yaml", experiment), (f"{folder}/ablation/mine.yaml", grid)):
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text, encoding="utf-8")
-        return Cell(Place("main", "a", (), 1), (f"--config-dir={tmp_path / folder}", "seed=1")).hash
+def test_the_name_of_a_cell_follows_the_users_own_configs_and_code_and_not_their_place_or_grids(tmp_path):
+    def name(folder, experiment, grid="seed: 0", code="x = 1"):
+        files = {"conf/experiment/mine.yaml": experiment, "conf/ablation/mine.yaml": f"{grid}\narms: [model._target_=own.Net]"}
+        for path, text in {**files, "own.py": code, "other.py": folder}.items():
+            (tmp_path / folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / path).write_text(text, encoding="utf-8")
+        return Cell(Place("main", "a", (), 1), (f"--config-dir={tmp_path / folder / 'conf'}", "seed=1")).hash
 
-    names = [name("one", "seed: 1"), name("two", "seed: 1"), name("three", "seed: 2"), name("four", "seed: 1", grid="seed: 7")]
-    assert names[0] == names[1] == names[3] != names[2]
-    assert Cell(Place("main", "a", (), 1), ("seed=1",)).hash not in names
+    names = [name("one", "seed: 1"), name("two", "seed: 1", code="x = 1  # one"), name("four", "seed: 1", grid="seed: 7")]
+    assert names[0] == names[1] == names[2]
+    others = [name("three", "seed: 2"), name("five", "seed: 1", code="x = 2")]
+    assert len({names[0], *others, Cell(Place("main", "a", (), 1), ("seed=1",)).hash}) == 4
 
 
 def test_the_first_rate_of_a_threshold_and_its_rule_are_part_of_the_cell():

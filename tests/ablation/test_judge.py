@@ -61,8 +61,11 @@ def test_the_exponent_is_the_slope_of_each_seed(stable):
     assert np.mean(found) == pytest.approx(math.log(10.3 / 2.4) / math.log(16), abs=0.03)
 
 
-@pytest.mark.parametrize(("factor", "word"), [(1.15, "SAME"), (1.25, "UNDECIDED"), (1.6, "LESS"), (1 / 1.6, "MORE")])
-def test_the_word_is_decided_by_the_whole_interval(factor, word):
+@pytest.mark.parametrize(("factor", "step", "word"), [
+    (1.15, 1.02, "SAME"), (1.15, 1.2, "UNDECIDED"), (1.25, 1.02, "UNDECIDED"), (1.6, 1.04, "LESS"), (1.6, 1.4, "UNDECIDED"), (0.6, 1.04, "MORE"),
+])  # fmt: skip
+def test_the_word_is_decided_by_the_whole_interval_and_the_step_of_the_search(factor, step, word, monkeypatch):
+    monkeypatch.setattr(made_up, "BRACKET", step**0.5)
     truth = Truth(stable={("sgd", UNSCALED, "128", ""): 0.09 / factor}, spread=1.04)
     assert one(made_up.findings("sgd", truth=truth), "sgd", "threshold", head_dim="128").word == word
 

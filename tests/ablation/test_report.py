@@ -11,7 +11,7 @@ from minitx.ablation import curves
 from minitx.ablation.grid import cells
 from minitx.ablation.judge import judge
 from minitx.ablation.records import Runs, solved_step
-from minitx.ablation.report import write_report
+from minitx.ablation.report import _slopes, study_pictures, write_report
 from minitx.ablation.scaling import figure, sentences
 from minitx.analysis.canvas import DPI
 from tests.ablation import made_up
@@ -147,6 +147,16 @@ def test_a_study_without_a_rate_and_a_measure_have_rows(tmp_path):
 
 
 # --- figures
+
+
+def test_thresholds_of_another_setting_have_a_figure_and_an_exponent_of_their_own():
+    stable = {("adamw", UNSCALED, dim, part): 0.004 for dim in ("8", "128") for part in ("qk", "rest")}
+    found = made_up.findings("adamw", truth=Truth(stable=stable), fields={"skip": ()})
+    settings = ["trained all", "trained W_Q and W_K"]  # where the rest trains there is no law
+    assert [row["setting"] for row in _slopes(found).rows] == settings
+    pictures = [picture for picture in study_pictures(found) if "threshold" in picture.name]
+    assert [len(drawn(picture.figure.axes[0])) for picture in pictures] == [24, 24]
+    assert all(setting in picture.title for setting, picture in zip(settings, pictures, strict=True))
 
 
 def test_every_finished_run_is_a_dot_over_its_rate_and_those_that_solved_nothing_are_above(found):

@@ -43,6 +43,15 @@ def losses(folder):
 # --- the second phase
 
 
+def test_a_second_phase_starts_from_a_model_of_the_users_own(tmp_path):
+    own = [f"--config-dir={ROOT / 'examples' / 'own_project' / 'conf'}", "experiment=sorted_task", "trainer.max_steps=2"]
+    words = [*own, "trainer.val_every=0", "callbacks.progress=false", "callbacks.announce=null", "trainer.log_every=1"]
+    run_cell([*words, "seed=1"], str(tmp_path / "first"), 2, True, False)
+    start = from_start(tmp_path / "first" / "checkpoints" / "last.ckpt")
+    result = run_cell([*words, "seed=1001", *start], str(tmp_path / "run"), 2, False, False)
+    assert result["start_error"] == 0.0
+
+
 def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(tmp_path, first):
     words = ["optimizer=adamw", "optimizer.lr=0.01", *ARMS["unscaled"], f"seed={3 + NEW_DATA}"]
     result = trained(tmp_path / "run", *words, *from_start(first), steps=5)

@@ -221,9 +221,11 @@ def steps_of(found: dict[tuple[str, float, int], int], arm: str, seed: int) -> i
 
 
 def ratio_of_steps(found: Curves) -> Ratio:
-    """Steps without the scale over steps with it."""
+    """Steps without the scale over steps with it. Of a run that ended at its cap only a lower end is known."""
     seeds, counts = {seed for _, _, seed in found}, {key: steps(curve) for key, curve in found.items()}
-    return median(steps_of(counts, "unscaled", seed) / steps_of(counts, "inv_sqrt", seed) for seed in seeds)
+    pairs = [(steps_of(counts, "unscaled", seed), steps_of(counts, "inv_sqrt", seed)) for seed in seeds]
+    high = median(math.inf if without == CAP else without / with_it for without, with_it in pairs).high
+    return median(without / with_it for without, with_it in pairs)._replace(high=high)
 
 
 def from_scratch() -> dict[str, Curves]:
@@ -281,8 +283,11 @@ def numbers() -> dict[str, Any]:
             result[f"{study} {d_k}"] = ratio_of_rates(found, study, d_k)
             if study in ("adamw", "sgd"):
                 result[f"{study} {d_k} formula"] = formula(found, study, d_k, power)
-                qk, rest = (statistics.median(part.values()) for part in parts_of(found, study, d_k))
-                result[f"{study} {d_k} rest over qk"] = rest / qk
+                qk, rest = parts_of(found, study, d_k)
+                result[f"{study} {d_k} rest over qk"] = statistics.median(rest.values()) / statistics.median(qk.values())
+                whole = by_seed(found, study, "inv_sqrt", d_k, "all")
+                sums = (whole[seed] * (1 / qk[seed] + 1 / rest[seed]) for seed in whole)
+                result[f"{study} {d_k} over the sum"] = statistics.median(sums)
     for study in ("adamw", "sgd"):
         result[f"{study} query"] = ratio_of_rates(found, study, "128", below="query")
         result[f"{study} from unscaled"] = ratio_of_rates(found, f"{study}_from_unscaled", "128")
@@ -327,6 +332,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
     low = {study: f"{found[f'{study} 8'].median:.2f}" for study in ("adamw", "sgd")}
     parts = sorted(value for name, value in found.items() if name.endswith("rest over qk"))
+    (a, *_, b), (c, *_, d) = (sorted(found[f"{study} {d_k} over the sum"] for d_k in WIDTHS) for study in ("adamw", "sgd"))
     return {
         "why_scale.md": [
             f"learns the lookup in {gpt2.median:.2f} ({gpt2.told}) times the steps of a model with it",
@@ -342,6 +348,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"({found['real adamw all seeds']}) is measured; alone it is {found['real adamw qk'].median:.2f}",
             f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
+            f"η\\* is {a:.2f} to {b:.2f} times what it gives with AdamW, and {c:.2f} to {d:.2f} times with SGD",
             f"larger rate than 1/√d_k: {found['1/d_k 8'].median:.1f} times at d_k 8, {found['1/d_k 128'].median:.1f} times at 128",
             f"{found['adamw query'].median:.1f} times with AdamW, {found['sgd query'].median:.0f} times with SGD",
             f"{found['adamw from unscaled'].median:.1f} ({found['adamw from unscaled'].told}) with AdamW and "
@@ -361,6 +368,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"（{found['real adamw all seeds']}），只训练 W_Q 和 W_K 时是 {found['real adamw qk'].median:.2f}",
             f"在 AdamW 下只缩小到 1/{low['adamw']}，在 SGD 下缩小到 1/{low['sgd']}",
             f"η_QK 是 η_R 的 1/{parts[0]:.1f} 到 1/{parts[-1]:.1f}",
+            f"AdamW 下 η\\* 是它给出的值的 {a:.2f} 到 {b:.2f} 倍，SGD 下是 {c:.2f} 到 {d:.2f} 倍",
             f"d_k 为 8 时是 1/√d_k 的 {found['1/d_k 8'].median:.1f} 倍，d_k 为 128 时是 {found['1/d_k 128'].median:.1f} 倍",
             f"AdamW 下是 {found['adamw query'].median:.1f}，SGD 下是 {found['sgd query'].median:.0f}",
             f"AdamW 下是 {found['adamw from unscaled'].median:.1f}（{found['adamw from unscaled'].told}），"
