@@ -12,6 +12,7 @@ from pages import SOURCE, TARGET, random_snapshot, with_answers
 
 from minitx.analysis.answers import Answer
 from minitx.analysis.viewer import Trace, View, view, viewer_page
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -492,6 +493,17 @@ def test_on_a_phone_the_map_is_on_the_first_screen_and_the_rest_is_behind_a_butt
         assert page.locator(".cells").nth(1).bounding_box()["y"] < board["y"] + 844
         choose(page, "B")
         assert page.locator(".lines").is_visible()
+
+
+def test_a_printed_map_has_the_light_colours_of_the_legend_and_no_grid_over_them(visit, is_dark):
+    light, page = visit("one"), visit("one", "#theme=dark", color_scheme="dark")
+    assert pixel(page, 2, 3) != pixel(light, 2, 3)
+    page.emulate_media(media="print")
+    assert not is_dark(page)
+    wait_for(lambda: pixel(page, 2, 3) == pixel(light, 2, 3))
+    assert page.evaluate("getComputedStyle(document.querySelector('.ruled'), '::after').display") == "none"
+    page.emulate_media(media="screen")
+    wait_for(lambda: pixel(page, 2, 3) != pixel(light, 2, 3))
 
 
 def test_two_views_in_a_notebook_are_independent(visit):

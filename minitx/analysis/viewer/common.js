@@ -34,11 +34,14 @@ function setChoice(fieldset, value) {
   for (const input of fieldset.querySelectorAll("input")) input.checked = input.value === String(value);
 }
 
-// --- light and dark: `state.theme`, or what the system says
+// --- light and dark: `state.theme`, or what the system says; paper is light
 
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+const isPrinted = matchMedia("print");
 
-const theme = () => state.theme ?? (systemIsDark.matches ? "dark" : "light");
+const theme = () => (isPrinted.matches ? "light" : (state.theme ?? (systemIsDark.matches ? "dark" : "light")));
+
+const onOtherColours = (show) => [systemIsDark, isPrinted].forEach((one) => one.addEventListener("change", show));
 
 // The button that changes them. `names`: of each, what its button says, and its label for a screen reader.
 function showTheme(names = { light: ["Light", "Light colours"], dark: ["Dark", "Dark colours"] }) {

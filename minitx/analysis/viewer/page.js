@@ -221,7 +221,7 @@ addEventListener("hashchange", () => {
   readAddress();
   show();
 });
-systemIsDark.addEventListener("change", show);
+onOtherColours(show);
 show();
 
 let width = byId("panes").clientWidth;

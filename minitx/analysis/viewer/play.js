@@ -226,5 +226,5 @@ addEventListener("hashchange", () => {
   openSetting({ at: state.at });
   showPlay();
 });
-systemIsDark.addEventListener("change", () => showTheme(words().theme));
+onOtherColours(() => showTheme(words().theme));
 showPlay();
