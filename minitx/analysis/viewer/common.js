@@ -8,6 +8,9 @@ function element(tag, className = "", text = "") {
   return Object.assign(document.createElement(tag), { className, textContent: text });
 }
 
+// With Ctrl, Alt or Meta, a key is the browser's.
+const keyOf = (event) => (event.ctrlKey || event.altKey || event.metaKey ? "" : event.key);
+
 // --- numbers as text
 
 const fixed = (value, digits = 4) => (Number.isNaN(value) ? "NaN" : value.toFixed(digits).replace("-", "−"));
