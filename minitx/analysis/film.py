@@ -46,19 +46,19 @@ def write_film(traces: Sequence[Trace], path: Path | str, *, head: int = 0) -> i
 
     if Path(path).suffix.lower() not in ENDINGS:
         raise ValueError(f"path={path} must end in {', '.join(ENDINGS)}")
-    layers = [layer.name for layer in traces[0].snapshots[0].maps]
+    every = [(trace.name, one) for trace in traces for one in trace.snapshots]
+    layers = max(([layer.name for layer in one.maps] for _, one in every), key=len)
     if len(layers) != 1:
         raise ValueError(f"a film shows one layer, and there are {len(layers)}: {', '.join(layers)}")
-    heads = traces[0].snapshots[0].maps[0].weights.shape[1]
+    heads = min(one.maps[0].weights.shape[1] for _, one in every)
     if not 0 <= head < heads:
         raise ValueError(f"head={head} must be one of 0 to {heads - 1} of {layers[0]}")
-    steps = sorted({one.step for trace in traces for one in trace.snapshots if one.step is not None})
+    steps = sorted({one.step for _, one in every if one.step is not None})
     if len(steps) < 2:
         raise ValueError(f"a film needs two steps at least, got {len(steps)}: record them with callbacks=film")
-    for trace in traces:
-        for one in trace.snapshots:
-            if not one.maps[0].weights.isfinite().all():
-                raise ValueError(f"{trace.name} has weights at step {one.step} that are not finite: there is nothing to draw")
+    for name, one in every:
+        if not one.maps[0].weights.isfinite().all():
+            raise ValueError(f"{name} has weights at step {one.step} that are not finite: there is nothing to draw")
     figure = Figure(figsize=(4.1 * len(traces) + 0.2, 5.9), dpi=FILM_DPI, layout="constrained")
     rows = figure.add_gridspec(2, len(traces), height_ratios=(5, 1))
     shown = [_Pane(figure.add_subplot(rows[0, i]), (i + 0.02) / len(traces), trace, head) for i, trace in enumerate(traces)]
@@ -87,6 +87,11 @@ def _asked(snapshot: Snapshot) -> Answer | None:
     """The last question whose right answer is known."""
     found = [one for one in snapshot.answers.rows[0] if one.right is not None] if snapshot.answers else []
     return found[-1] if found else None
+
+
+def _in_one_line(text: str) -> tuple[str, list[str]]:
+    [shown], families = drawable([text.replace("\n", "↵")])
+    return shown, families
 
 
 class _Pane:
@@ -137,7 +142,7 @@ class _Pane:
 
     def _line(self, text: str, points: float, size: float, **font: Any) -> Annotation:
         """A line of text, so many points above the map."""
-        [shown], families = drawable([text])
+        shown, families = _in_one_line(text)
         place: dict[str, Any] = {"xycoords": ("figure fraction", "axes fraction"), "textcoords": "offset points"}
         font |= {"family": families, "fontsize": size, "color": INK, "parse_math": False}
         return self.ax.annotate(shown, (self.left, 1.0), (0, points), **place, **font)
@@ -147,18 +152,13 @@ class _Pane:
 
         snapshot = _at(self.trace, step)
         weights, visible = (getattr(snapshot.maps[0], name)[0, self.head] for name in ("weights", "visible"))
-        if not weights.isfinite().all():
-            raise ValueError(
-                f"{self.trace.name} has weights that are not finite at step {snapshot.step}; there is nothing to draw"
-            )
-        [title], _ = drawable([self.name if snapshot.step == step else f"{self.name}, step {snapshot.step}"])
-        self.title.set_text(title)
+        self.title.set_text(_in_one_line(self.name if snapshot.step == step else f"{self.name}, step {snapshot.step}")[0])
         self.image.set_data(np.ma.masked_array(weights.float().numpy(), ~visible.numpy()))
         answer = _asked(snapshot)
         if answer is not None:
             word, p = answer.top[0]
             sign, said = ("✓", "right") if answer.is_right else ("✗", "wrong")
-            [shown], families = drawable([f"{sign} {said}: the model says {word:.20}, probability {p:.2f}"])
+            shown, families = _in_one_line(f"{sign} {said}: the model says {word:.20}, probability {p:.2f}")
             self.verdict.set(text=shown, color=GOOD if answer.is_right else BAD, family=families)
 
 
@@ -168,8 +168,8 @@ class _Curve:
     def __init__(self, ax: Axes, traces: Sequence[Trace], steps: Sequence[int]) -> None:
         self.traces, self.steps, self.ax = traces, steps, ax
         self.lines = []
-        for trace, (colour, marker) in zip(traces, PALETTE, strict=False):
-            [name], families = drawable([trace.name])
+        names, families = drawable([trace.name.replace("$", r"\$") for trace in traces])
+        for name, (colour, marker) in zip(names, PALETTE, strict=False):
             (line,) = ax.plot([], [], color=colour, marker=marker, markersize=3.5, linewidth=1.4, label=name)
             self.lines.append(line)
         ax.set(xlim=(steps[0], steps[-1]), ylim=(-0.04, 1.04))
@@ -177,7 +177,7 @@ class _Curve:
         ax.tick_params(labelsize=7.5, colors=INK)
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(True, color="#E6E6E6", linewidth=0.6)
-        ax.legend(loc="center right", fontsize=8, frameon=False, prop={"family": families, "size": 8})
+        ax.legend(handles=self.lines, loc="center right", frameon=False, prop={"family": families, "size": 8})
         self.label = ax.set_xlabel("", fontsize=9, color=INK)
 
     def show(self, step: int) -> None:

@@ -14,7 +14,8 @@ from pages import random_snapshot, with_answers
 from PIL import Image, ImageSequence
 
 from minitx.analysis.answers import Answer
-from minitx.analysis.film import BAD, GOOD, _Pane, write_film
+from minitx.analysis.canvas import drawable
+from minitx.analysis.film import BAD, GOOD, _Curve, _Pane, write_film
 from minitx.analysis.viewer import Trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
@@ -68,6 +69,20 @@ def test_a_map_of_another_step_than_the_frames_says_so():
         assert pane.title.get_text() == wanted
 
 
+def test_names_and_tokens_of_any_text_are_shown_as_they_are():
+    names, one = [r"$\frac{1$", "_b", "有"], recorded(1, 0, True)
+    asked = replace(one.answers.rows[0][0], text="Which follows “\n”?", right="\n", top=(("\n", 0.9),))
+    traces = [Trace(name, [with_answers(one, [asked])]) for name in names]
+    figure = Figure()
+    legend = _Curve(figure.add_subplot(2, 1, 2), traces, [0, 5]).ax.get_legend()
+    assert [text.get_text().replace("\\$", "$")[:2] for text in legend.get_texts()] == ["$\\", "_b", drawable(["有"])[0][0][:2]]
+    pane = _Pane(figure.add_subplot(2, 1, 1), 0.0, traces[0], 0)
+    pane.show(0)
+    assert "the model says ↵, probability 0.90" in pane.verdict.get_text()
+    assert not any("\n" in text.get_text() for text in pane.ax.texts)
+    figure.draw_without_rendering()
+
+
 def test_a_recording_without_answers_is_a_film_of_its_maps(tmp_path):
     bare = [replace(one, answers=None) for one in TRACES[0].snapshots]
     assert write_film([Trace("a", bare)], tmp_path / "film.png") == 2
@@ -82,6 +97,8 @@ def test_what_no_film_can_be_made_of_is_refused_and_writes_nothing(tmp_path):
         ("film.mp4", TRACES, {}, "must end in .gif, .png, .webp"),
         ("film.gif", [Trace("a", [one])], {}, "two steps at least, got 1: record them with callbacks=film"),
         ("film.gif", [Trace("a", two)], {}, "shows one layer, and there are 2: blocks.0.self.core, blocks.1.self.core"),
+        ("film.gif", [TRACES[0], Trace("b", two)], {}, "shows one layer, and there are 2: blocks.0.self.core"),
+        ("film.gif", [TRACES[0], Trace("b", [recorded(1, 0, True, H=1)])], {"head": 1}, "head=1 must be one of 0 to 0"),
         ("film.gif", TRACES, {"head": 3}, "head=3 must be one of 0 to 2 of blocks.0.self.core"),
         ("film.gif", [torn], {}, "a has weights at step 4 that are not finite"),
     ):

@@ -137,6 +137,7 @@ def test_the_page_has_no_element_or_attribute_but_those_of_its_template(text):
     data = data_of(page(text))
     assert data["tokens"]["input_ids"] == [text, "b", text]
     assert [trace["name"] for trace in data["traces"]] == [text, f"{text}2"]
+    assert page(text).encode()
     assert "\u2028" not in page(text).partition("</title>")[2].partition('id="data">')[2]
 
 

@@ -12,6 +12,7 @@ from pages import SOURCE, TARGET, random_snapshot, with_answers
 
 from minitx.analysis.answers import Answer
 from minitx.analysis.viewer import Trace, View, view, viewer_page
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -193,9 +194,10 @@ def test_hidden_pairs_are_clear_and_their_hatching_can_be_switched_off(visit):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark_follow_the_system_until_another_theme_is_chosen(visit, is_dark, scheme):
-    page = visit("one", color_scheme=scheme)
+def test_light_and_dark_follow_the_system_until_another_theme_is_chosen(visit, is_dark, weak_texts, scheme):
+    page = visit("film", "#heads=1.2&step=300", color_scheme=scheme, reduced_motion="reduce")
     assert is_dark(page) == (scheme == "dark")
+    assert weak_texts(page) == []
     page.locator("#theme").click()
     assert is_dark(page) == (scheme == "light")
 
@@ -207,6 +209,10 @@ def test_the_map_is_walked_with_the_keyboard_alone_and_its_row_is_a_table(visit)
         if page.evaluate("document.activeElement.className").startswith("cells"):
             break
     assert page.evaluate("document.activeElement.matches('.cells:focus-visible')")
+    before = address(page), cell(page, 2, 2)
+    for key in ("Control+ArrowRight", "Alt+ArrowDown", "Control+-"):  # the browser's
+        page.keyboard.press(key)
+        assert (address(page), cell(page, 2, 2)) == before
     for key, (q, k) in {"ArrowRight": (2, 3), "ArrowDown": (3, 3), "End": (3, 6), "PageUp": (0, 6), "Home": (0, 0)}.items():
         page.keyboard.press(key)
         assert readout(page).startswith(f"query {q} ")
@@ -300,6 +306,9 @@ def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(v
     assert again.locator("#scale").input_value() == "linear"
     assert readout(again) == readout(page)
     assert again.evaluate("document.documentElement.dataset.theme") == "dark"
+    again.evaluate("location.hash = '#layer=0&head=2&q=1&k=1'")
+    again.locator("#look-title", has_text="Encoder, layer 0, head 2").wait_for()
+    assert again.locator("#scale").input_value() == "root" and again.locator(".pane").count() == 2
     broken = visit("two", "#layer=99&head=-3&step=7&view=nonsense&q=1e9&k=&zoom=x&heads=a.b&theme=red&scale=&hatch=")
     assert broken.locator("#look-title").inner_text() == "Cross, layer 0, head 0"
 
@@ -323,11 +332,24 @@ def test_a_model_whose_answers_are_no_numbers_is_shown_with_them(visit, tmp_path
     for loss, p in ((math.nan, math.nan), (math.inf, 1.0)):
         one = Answer("Which?", 6, 3, "16", False, loss, (("4", p),))
         snapshot = with_answers(random_snapshot(0, kinds=("self",)), [one], [[[one]] * 3])
+        snapshot.maps[0].weights[0, 0, 6, 3] = math.nan
         (tmp_path / "a.html").write_text(viewer_page([Trace("model", [snapshot])]), encoding="utf-8")
         page = visit((tmp_path / "a.html").as_uri(), "#out=1")
         said = "Infinity" if p == 1 else "NaN"
         assert f"loss {said}" in page.locator(".answer .verdict").first.text_content()
         assert page.locator(".tops tbody tr").count() == 2
+        assert page.locator("#row tbody td").first.inner_text() == "3"  # no number comes before the largest
+
+
+def test_tokens_that_look_alike_have_a_row_each_and_a_line_end_in_a_question_is_seen(visit, tmp_path):
+    one = answer(0.4, "\n", text="Which token follows “\n”?", right="⏎")
+    one = replace(one, top=(("\n", 0.5), ("⏎", 0.4), ("\u2800", 0.1)))
+    snapshot = with_answers(random_snapshot(1, kinds=("self",)), [one], [[[one]] * 3])
+    (tmp_path / "a.html").write_text(viewer_page([Trace("a", [snapshot])]), encoding="utf-8")
+    page = visit((tmp_path / "a.html").as_uri(), "#q=6&out=1")
+    assert "Which token follows “⏎”?" in answers(page)[0]
+    table = [row.inner_text().split() for row in page.locator(".tops tbody tr").all()]
+    assert table == [["⏎", "0.50", "0.50"], ["⏎", "✓", "0.40", "0.40"], ["⟨U+2800⟩", "0.10", "0.10"]]
 
 
 @pytest.mark.parametrize("name", ["two", "long"])
@@ -362,6 +384,10 @@ def test_the_question_and_what_each_model_says_stand_above_its_map_at_every_step
         "[...document.querySelectorAll('.axis.keys')].map(a => [...a.children].findIndex(e => e.matches('.wanted')))"
     )
     assert framed == [3, 3]
+    before = cell(page, 0, 1)
+    page.set_viewport_size({"width": 750, "height": 900})
+    wait_for(lambda: cell(page, 0, 1) != before)
+    assert page.locator(".axis .wanted").count() == 2
     choose(page, "A − B")
     (both,) = answers(page)
     assert "✓ right" in both and "✗ wrong" in both
@@ -492,6 +518,17 @@ def test_on_a_phone_the_map_is_on_the_first_screen_and_the_rest_is_behind_a_butt
         assert page.locator(".cells").nth(1).bounding_box()["y"] < board["y"] + 844
         choose(page, "B")
         assert page.locator(".lines").is_visible()
+
+
+def test_a_printed_map_has_the_light_colours_of_the_legend_and_no_grid_over_them(visit, is_dark):
+    light, page = visit("one"), visit("one", "#theme=dark", color_scheme="dark")
+    assert pixel(page, 2, 3) != pixel(light, 2, 3)
+    page.emulate_media(media="print")
+    assert not is_dark(page)
+    wait_for(lambda: pixel(page, 2, 3) == pixel(light, 2, 3))
+    assert page.evaluate("getComputedStyle(document.querySelector('.ruled'), '::after').display") == "none"
+    page.emulate_media(media="screen")
+    wait_for(lambda: pixel(page, 2, 3) != pixel(light, 2, 3))
 
 
 def test_two_views_in_a_notebook_are_independent(visit):

@@ -1,6 +1,6 @@
 // What the model answers, above each map, and what it answers without the head on the map.
 
-// The answers of a model at the step that is shown: { axis, rows, without }, or nothing.
+// At the step that is shown: { axis, rows, without }, or nothing.
 const answersOf = (trace) => TRACES[trace].snapshots[snapshotAt(trace, state.step)].answers;
 
 // The number of the question that the cursor's row asks, or of the only question.
@@ -11,7 +11,9 @@ function asked(answers, layer) {
 }
 
 // One answer: { right: is the most probable one right, loss: -ln p of the right one, top: [word, p] … }; null: not known.
-const unpackAnswer = ([right, loss, top]) => ({ right, loss: loss === null ? null : Number(loss), top: top.map(([word, p]) => [shown(DATA.words[word]), Number(p)]) });
+const unpackAnswer = ([right, loss, top]) => ({ right, loss: loss === null ? null : Number(loss), top: top.map(([word, p]) => [word, Number(p)]) });
+
+const tokenOf = (word) => element("bdi", "token", shown(DATA.words[word]));
 
 function answerOf(trace, layer, head = null) {
   const answers = answersOf(trace);
@@ -62,9 +64,9 @@ function answerParts(trace, isNamed) {
   const without = state.out ? answerOf(trace, state.layer, state.head) : null;
   const question = element("p", "asked");
   if (isNamed) question.append(element("b", "model", NAMES[trace]), " ");
-  question.append(element("bdi", "", row.text));
+  question.append(element("bdi", "", row.text.replace(/[^ ]+/g, shown)));
   if (row.right !== null) {
-    question.append(" ", element("span", "soft", "Right: "), element("bdi", "token", shown(DATA.words[row.right])));
+    question.append(" ", element("span", "soft", "Right: "), tokenOf(row.right));
     const key = wantedKey(trace);
     if (key !== null) question.append(" ", element("span", "soft", "at the framed key "), element("bdi", "soft", keysOf(state.layer)[key]));
   }
@@ -86,7 +88,7 @@ function verdict(answer, says) {
   const isKnown = answer.right !== null;
   const line = element("p", isKnown ? (answer.right ? "verdict good" : "verdict bad") : "verdict");
   if (isKnown) line.append(element("b", "sign", answer.right ? "✓ right" : "✗ wrong"));
-  line.append(says, element("bdi", "token", word), ` with probability ${fixed(p, 2)}`);
+  line.append(says, tokenOf(word), ` with probability ${fixed(p, 2)}`);
   if (isKnown) line.append(element("span", "soft", ` · right answer ${chance(Math.exp(-answer.loss))} · loss ${fixed(answer.loss, 2)}`));
   return line;
 }
@@ -101,22 +103,21 @@ function chance(p) {
 // The most probable answers of both.
 function compareTops(all, without, row) {
   const table = element("table", "tops");
-  const words = [...new Set([...all.top, ...without.top].map(([word]) => word))];
+  const words = new Set([...all.top, ...without.top].map(([word]) => word));
+  if (row.right !== null) words.add(row.right);
   const head = element("tr");
   head.append(...["answer", "all heads", `without head ${state.head}`].map((text) => Object.assign(element("th", "", text), { scope: "col" })));
   const p = (one, word) => one.top.find(([other]) => other === word)?.[1];
-  const right = row.right === null ? null : shown(DATA.words[row.right]);
   const say = (one, word) => {
-    const found = p(one, word) ?? (word === right ? Math.exp(-one.loss) : undefined);
+    const found = p(one, word) ?? (word === row.right ? Math.exp(-one.loss) : undefined);
     const cell = element("td", "number", found === undefined ? "–" : chance(found));
     cell.style.setProperty("--p", found ?? 0);
     return cell;
   };
-  if (right !== null && !words.includes(right)) words.push(right);
-  const lines = words.map((word) => {
-    const line = element("tr", word === right ? "wanted" : "");
+  const lines = [...words].map((word) => {
+    const line = element("tr", word === row.right ? "wanted" : "");
     const name = Object.assign(element("th"), { scope: "row" });
-    name.append(element("bdi", "token", word), word === right ? " ✓" : "");
+    name.append(tokenOf(word), word === row.right ? " ✓" : "");
     line.append(name, say(all, word), say(without, word));
     return line;
   });

@@ -8,6 +8,9 @@ function element(tag, className = "", text = "") {
   return Object.assign(document.createElement(tag), { className, textContent: text });
 }
 
+// With Ctrl, Alt or Meta, a key is the browser's.
+const keyOf = (event) => (event.ctrlKey || event.altKey || event.metaKey ? "" : event.key);
+
 // --- numbers as text
 
 const fixed = (value, digits = 4) => (Number.isNaN(value) ? "NaN" : value.toFixed(digits).replace("-", "−"));
@@ -34,11 +37,14 @@ function setChoice(fieldset, value) {
   for (const input of fieldset.querySelectorAll("input")) input.checked = input.value === String(value);
 }
 
-// --- light and dark: `state.theme`, or what the system says
+// --- light and dark: `state.theme`, or what the system says; paper is light
 
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
+const isPrinted = matchMedia("print");
 
-const theme = () => state.theme ?? (systemIsDark.matches ? "dark" : "light");
+const theme = () => (isPrinted.matches ? "light" : (state.theme ?? (systemIsDark.matches ? "dark" : "light")));
+
+const onOtherColours = (show) => [systemIsDark, isPrinted].forEach((one) => one.addEventListener("change", show));
 
 // The button that changes them. `names`: of each, what its button says, and its label for a screen reader.
 function showTheme(names = { light: ["Light", "Light colours"], dark: ["Dark", "Dark colours"] }) {

@@ -8,7 +8,7 @@ const CELL = { smallest: 2, largest: 44, readable: 12.5, lying: 20 }; // pixels
 
 // layer: its number in DATA.layers. step: its number in STEPS. q, k: the cell with the cursor. extra: heads whose lines are
 // drawn beside those of `head`. out: whether `head` is knocked out, where the page knows the answers without it. zoom: pixels a cell, null fits them to the page. theme: null follows the system.
-const state = {
+const START = () => ({
   layer: GROUPS[0].layers[0],
   head: 0,
   step: STEPS.length - 1,
@@ -21,9 +21,10 @@ const state = {
   zoom: null,
   out: false,
   theme: null,
-};
+});
+const state = START();
 
-// Every value is brought back to where it means something, whatever stood in the address.
+// Every value is brought back to where it means something.
 function settle() {
   const within = (value, count, fallback) => (Number.isNaN(Number(value)) ? fallback : clamp(value, 0, count - 1));
   state.layer = within(state.layer, DATA.layers.length, 0);
@@ -49,15 +50,15 @@ function favourite({ weights }, q, S) {
 
 function readAddress() {
   const given = addressed();
+  Object.assign(state, START()); // what it does not name
   const number = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : undefined);
-  const known = { layer: number("layer"), head: number("head"), q: number("q"), k: number("k"), zoom: number("zoom") };
-  for (const name of ["view", "scale", "theme"]) known[name] = given.get(name) ?? undefined;
-  for (const [name, value] of Object.entries(known)) if (value !== undefined) state[name] = value;
+  for (const name of ["layer", "head", "q", "k", "zoom"]) state[name] = number(name) ?? state[name];
+  for (const name of ["view", "scale", "theme"]) state[name] = given.get(name) ?? state[name];
   const step = STEPS.indexOf(number("step"));
   if (step >= 0) state.step = step;
   if (given.has("heads")) state.extra = new Set(given.get("heads").split(".").map(Number));
-  if (given.has("out")) state.out = given.get("out") === "1";
-  if (given.has("hatch")) state.hatch = given.get("hatch") !== "0";
+  state.out = given.get("out") === "1";
+  state.hatch = given.get("hatch") !== "0";
   settle();
 }
 
@@ -214,10 +215,11 @@ function showThumb(button, layer, head) {
 
 function moveAmongThumbs(event) {
   const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-  if (!(event.key in moves)) return;
+  const key = keyOf(event);
+  if (!(key in moves)) return;
   event.preventDefault();
   const layers = groupOf(state.layer).layers;
-  const [down, right] = moves[event.key];
+  const [down, right] = moves[key];
   const layer = layers[clamp(layers.indexOf(state.layer) + down, 0, layers.length - 1)];
   update({ layer, head: clamp(state.head + right, 0, DATA.layers[layer].shape[0] - 1) });
   byId("thumbs").querySelector("[aria-checked=true]").focus();

@@ -114,7 +114,7 @@ function mean(values) {
 }
 
 const PICTURES = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽" };
-const UNSEEN = /[\p{Zs}\p{Zl}\p{Zp}\p{Cc}\p{Cf}\p{Cs}\p{Cn}]/gu;
+const UNSEEN = /[\p{Zs}\p{Zl}\p{Zp}\p{Cc}\p{Cf}\p{Cs}\p{Cn}\u115f\u1160\u2800\u3164\uffa0]/gu;
 const JOINER = /[\u200c\u200d]/; // they shape the letters beside them, and are shown where they stand alone
 
 function shown(text) {

@@ -31,10 +31,11 @@ class LinesView {
   move(event, side) {
     const items = [this.queries, this.keys][side === "q" ? 0 : 1].children;
     const from = Number(event.target.dataset.i);
-    const to = { ArrowUp: from - 1, ArrowDown: from + 1, Home: 0, End: items.length - 1 }[event.key];
-    if (event.key === "Escape") event.target.blur();
-    else if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
-      (event.key === "ArrowLeft" ? this.queries : this.keys).querySelector("[tabindex='0']").focus();
+    const key = keyOf(event);
+    const to = { ArrowUp: from - 1, ArrowDown: from + 1, Home: 0, End: items.length - 1 }[key];
+    if (key === "Escape") event.target.blur();
+    else if (key === "ArrowLeft" || key === "ArrowRight") {
+      (key === "ArrowLeft" ? this.queries : this.keys).querySelector("[tabindex='0']").focus();
     } else if (to === undefined) return;
     else {
       const item = items[clamp(to, 0, items.length - 1)];

@@ -131,9 +131,10 @@ function moveCell(event) {
     PageUp: { q: q - 10 },
     PageDown: { q: q + 10 },
   };
-  if (event.key === "+" || event.key === "-") zoomBy(event.key === "+" ? 1.4 : 1 / 1.4);
-  else if (event.key in moves && !event.altKey && !event.metaKey) {
-    const to = { q, k, ...moves[event.key] };
+  const key = keyOf(event);
+  if (key === "+" || key === "-") zoomBy(key === "+" ? 1.4 : 1 / 1.4);
+  else if (key in moves) {
+    const to = { q, k, ...moves[key] };
     update({ q: clamp(to.q, 0, L - 1), k: clamp(to.k, 0, S - 1) });
     for (const { map } of views) map.reveal(state);
   } else return;

@@ -147,7 +147,7 @@ function showRow() {
   const all = columns.map((pane) => field(pane, layer, head));
   const rows = all.map((one) => ({ ...one, weights: one.weights.subarray(q * S, (q + 1) * S), visible: one.visible.subarray(q * S, (q + 1) * S) }));
   const ordering = ({ diff: [2], both: [0, 1] }[view] ?? [0]).map((i) => rows[i].weights);
-  const size = (k) => Math.max(...ordering.map((weights) => Math.abs(weights[k])));
+  const size = (k) => Math.max(...ordering.map((weights) => (Number.isNaN(weights[k]) ? Infinity : Math.abs(weights[k]))));
   const seen = Array.from({ length: S }, (_, k) => k).filter((k) => rows.at(-1).visible[k]);
   const best = seen.toSorted((i, j) => size(j) - size(i) || i - j).slice(0, ROWS_OF_TABLE);
   const verb = view === "diff" ? "differs most at" : "looks most at";
@@ -202,7 +202,7 @@ function showPicture(rows, layer) {
 
 const READ = "minitx-viewer-read"; // what the browser keeps after the first visit
 
-// Whether nobody has seen a page here. A frame of a notebook keeps nothing, and would explain itself below every cell.
+// Whether nobody has seen a page here. A frame of a notebook keeps nothing.
 function isFirstVisit() {
   try {
     const first = localStorage.getItem(READ) === null;
@@ -221,12 +221,12 @@ addEventListener("hashchange", () => {
   readAddress();
   show();
 });
-systemIsDark.addEventListener("change", show);
+onOtherColours(show);
 show();
 
 let width = byId("panes").clientWidth;
 new ResizeObserver(() => {
   if (byId("panes").clientWidth === width) return;
   width = byId("panes").clientWidth;
-  showPanes();
+  show();
 }).observe(byId("panes"));

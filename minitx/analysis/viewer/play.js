@@ -215,7 +215,7 @@ byId("theme").addEventListener("click", () => {
 });
 SCENES.forEach((name, i) => byId(`tab-${name}`).addEventListener("click", () => openScene(i + 1)));
 byId("scenes").addEventListener("keydown", (event) => {
-  const to = { ArrowLeft: state.scene - 1, ArrowRight: state.scene + 1, Home: 1, End: SCENES.length }[event.key];
+  const to = { ArrowLeft: state.scene - 1, ArrowRight: state.scene + 1, Home: 1, End: SCENES.length }[keyOf(event)];
   if (to === undefined) return;
   event.preventDefault();
   openScene(clamp(to, 1, SCENES.length));
@@ -226,5 +226,5 @@ addEventListener("hashchange", () => {
   openSetting({ at: state.at });
   showPlay();
 });
-systemIsDark.addEventListener("change", () => showTheme(words().theme));
+onOtherColours(() => showTheme(words().theme));
 showPlay();

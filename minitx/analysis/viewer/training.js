@@ -40,7 +40,7 @@ const percent = (share) => `${fixed(100 * share, 1).replace(/\.0$/, "")} %`;
 
 // --- pictures
 
-// Of a level from 0 to 1; the style chooses between the light and the dark one, also where the page is printed.
+// Of a level from 0 to 1; the style chooses between the light and the dark one.
 const fillOf = (level) => `light-dark(${["light", "dark"].map((name) => `rgb(${mix(RAMPS[name].weights, level)})`)})`;
 
 // Rows are questions, columns keys; a frame marks the key that is asked for, a sign behind the row says whether the answer is right.
