@@ -317,15 +317,13 @@ def study_pictures(findings: Findings) -> list[Picture]:
     for name, study in findings.grid.studies.items():
         runs = findings.runs.select(name, status="done")
         title = say.title(findings.grid, name)
-        of_study = [
-            (setting, listed) for (comparison, setting), listed in _series(findings).items() if comparison.study == name
-        ]
-        for i, (setting, listed) in enumerate(of_study):
-            drawn, said = (
-                curves.threshold_panel(findings, listed),
-                "Every dot is a seed. The formula predicts from the first arm alone.",
-            )
+        of_study = [item for item in _series(findings).items() if item[0][0].study == name]
+        for i, ((_, setting), listed) in enumerate(of_study):
             heading = f"{title}{setting and f' ({setting})'}: {RATIOS['threshold']}"
+            said, drawn = (
+                "Every dot is a seed. The formula predicts from the first arm alone.",
+                curves.threshold_panel(findings, listed),
+            )
             found.append(Picture(f"{name}_threshold{f'_{i}' if i else ''}", heading, said, drawn))
         for score in study.scores if runs else ():
             if score != "equal" and study.factors.get("lr"):
