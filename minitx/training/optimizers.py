@@ -98,9 +98,9 @@ def muon(
     """
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
-    matrices: Any = itertools.chain(*(group["params"] for group in groups if "matrix" in group))
+    matrices: list[Any] = [group["params"] for group in groups if "matrix" in group]
     said = f"optimizer=muon needs a torch.nn.Linear to train beside heads, and {type(network).__name__} has none"
-    require(any(matrix.requires_grad for matrix in matrices), f"{said}: use optimizer=adamw")
+    require(any(matrix.requires_grad for matrix in itertools.chain(*matrices)), f"{said}: use optimizer=adamw")
     return Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
 
 

@@ -80,6 +80,9 @@ BUILT = {
     "output_dir=short.txt/below": "output_dir=",
     "data=hf data.path=short.txt data.subset=x": "data.subset=x has no effect",
     "output_dir=new/run model.backend=nonsense": "nonsense",
+    "imports=[leaves]": "error: no such machine",
+    "hydra.run.dir=short.txt/below": "short.txt/below",
+    "--cfg job --package modle": "modle",
 }
 
 
@@ -144,8 +147,10 @@ def test_an_option_that_was_typed_is_not_replaced_by_an_experiment_without_a_wor
 
 
 @pytest.mark.parametrize("typed", BUILT)
-def test_a_mistake_that_only_files_machine_or_model_show_is_named(cli, place, typed):
+def test_a_mistake_that_only_files_machine_or_model_show_is_named(cli, place, monkeypatch, typed):
     (place / "short.txt").write_text("too short", encoding="utf-8")
+    put(place.parent / "above" / "leaves.py", "raise SystemExit('no such machine')")
+    monkeypatch.syspath_prepend(place.parent / "above")
     chosen = {word.partition("=")[0] for word in typed.split()}
     assert_named(cli(*(word for word in STEP if word.partition("=")[0] not in chosen), *typed.split()), BUILT[typed])
     assert [path.name for path in place.iterdir()] == ["short.txt"]
