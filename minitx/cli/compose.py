@@ -124,7 +124,7 @@ def check_idle(config: RunConfig, typed: Iterable[str]) -> None:
         (r"evaluation\.num_\w+", config.evaluation.at_end or own, "evaluation.at_end=true"),
         (r"callbacks\.probe\.\w+", callbacks.probe.every, "callbacks.probe.every=STEPS"),
         (r"callbacks\.samples\.\w+", callbacks.samples.every, "callbacks.samples.every=STEPS"),
-        (r"callbacks\.wandb\.\w+", own or "wandb" in str(targets).lower(), "logger=[csv,wandb]"),
+        (r"callbacks\.wandb\.\w+", own or "wandb" in str(targets).lower(), "'logger=[csv,wandb]'"),
         (r"data\.bpe_vocab_size", data.get("tokenizer", "bpe") == "bpe", "data.tokenizer=bpe"),
         (r"data\.val_rows", data.get("streaming", True), "data.streaming=true"),
         (r"data\.(val_fraction|bucket)", not data.get("streaming"), "data.streaming=false"),

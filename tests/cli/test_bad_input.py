@@ -46,7 +46,7 @@ COMPOSED = {
     "evaluation.num_rows=5 evaluation.test=last": "no effect without evaluation.at_end=true",
     "callbacks.probe.batch_size=4": "no effect without callbacks.probe.every",
     "callbacks.samples.temperature=0": "no effect without callbacks.samples.every",
-    "callbacks.wandb.viewer=true": "no effect without logger=[csv,wandb]",
+    "callbacks.wandb.viewer=true": "no effect without 'logger=[csv,wandb]'",
     "data.bpe_vocab_size=300": "no effect without data.tokenizer=bpe",
     "data=hf data.path=a.txt data.val_rows=3": "no effect without data.streaming=true",
     "data=hf data.path=a.txt data.streaming=true data.bucket=false": "no effect without data.streaming=false",
