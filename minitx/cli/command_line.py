@@ -58,7 +58,9 @@ def _code_of(program: Callable[[], Any]) -> int:
     try:
         program()
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+        if isinstance(stop.code, str):  # of a module of the user's
+            return _say(stop, stop.code, 2)
+        return 2 if stop.code == 1 else stop.code or 0  # 1: Hydra has said what is wrong
     except KeyboardInterrupt as stop:
         cause = stop.__cause__
         return _say(cause, *(sentence(cause) if cause else ("stopped by SIGINT", 130)))
@@ -138,8 +140,10 @@ def sentence(error: BaseException) -> tuple[str, int]:
         return text, 3
     if isinstance(error, RecursionError) and (key := re.search(r"full_key: ([a-z_.]+)", str(error))):
         return f"{key[1]} refers to itself", 2
-    frames = list(traceback.walk_tb(error.__traceback__))
-    raised_in = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_in = next(
+        (name for name in reversed(names) if name not in ("os", "pathlib")), ""
+    )  # hydra makes its folders by these
     if isinstance(error, HydraException | OmegaConfBaseException) or raised_in.startswith(("hydra.", "omegaconf.")):
         return _compose_error(error), 2
     return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
@@ -250,6 +254,7 @@ def parse(cls: type[T], arguments: Iterable[str]) -> T:
         name, is_pair, value = argument.lstrip("+").partition("=")
         require(bool(is_pair), f"{argument} is not key=value; --help shows the keys")
         first, *nested = name.split(".")
+        value = os.path.expanduser(value) if first in ("ckpt_path", "compare", "output") else value  # not every shell does it
         require(first not in values or bool(nested), f"{name} is given twice")
         found = _read(name, value, is_text=kinds.get(first, "str").startswith("str"))
         for part in reversed(nested):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -21,7 +23,7 @@ from omegaconf.errors import InterpolationKeyError
 
 from minitx.ablation.design import AblationConfig
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_part
-from minitx.config.schema import defaults
+from minitx.config.schema import defaults, require, to_dict
 from minitx.config.training import MODEL, NODES
 
 log = logging.getLogger(__name__)
@@ -109,6 +111,34 @@ def _check_parts(config: RunConfig, typed: Iterable[str]) -> None:
             )
 
 
+def check_idle(config: RunConfig, typed: Iterable[str]) -> None:
+    """Raise a ConfigError for a value that was typed, is not the default, and is read only beside another key."""
+    from minitx.training.nodes import with_defaults
+
+    callbacks, data = config.callbacks, config.data if str(config.data["_target_"]).startswith("minitx.") else {}
+    targets = [str(node["_target_"]) for node in (*config.logger.values(), *callbacks.parts.values()) if node]
+    own = [name for name in targets if not name.startswith(("lightning.", "minitx.training."))]  # may read any key
+    files = [Path(data[name]).expanduser().is_file() for name in ("path", "val_path") if data.get(name)]
+    held_out = data.get("val_path") or data.get("val_split")
+    rules = (
+        (r"evaluation\.num_\w+", config.evaluation.at_end or own, "evaluation.at_end=true"),
+        (r"callbacks\.probe\.\w+", callbacks.probe.every, "callbacks.probe.every=STEPS"),
+        (r"callbacks\.samples\.\w+", callbacks.samples.every, "callbacks.samples.every=STEPS"),
+        (r"callbacks\.wandb\.\w+", own or "wandb" in str(targets).lower(), "'logger=[csv,wandb]'"),
+        (r"data\.bpe_vocab_size", data.get("tokenizer", "bpe") == "bpe", "data.tokenizer=bpe"),
+        (r"data\.val_rows", data.get("streaming", True), "data.streaming=true"),
+        (r"data\.(val_fraction|bucket)", not data.get("streaming"), "data.streaming=false"),
+        (r"data\.val_fraction", not held_out, "data.val_path=null and data.val_split=null"),
+        (r"data\.subset", not all(files) or not files, "a name on the hub as data.path"),
+    )
+    usual = with_defaults(RunConfig(data={"_target_": config.data["_target_"]}))
+    given, default = (OmegaConf.create(to_dict(each)) for each in (config, usual))
+    for word, (pattern, is_read, needed) in itertools.product(typed, rules):
+        name = word.lstrip("+~").partition("=")[0]
+        idle = not is_read and re.fullmatch(pattern, name) and OmegaConf.select(given, name) != OmegaConf.select(default, name)
+        require(not idle, f"{word} has no effect without {needed}")
+
+
 def _without_leftovers(values: dict[str, Any], typed: Iterable[str]) -> dict[str, Any]:
     """Return the config without the keys that an experiment sets for its own option of a part, if another ``group=OPTION`` was typed.
 
@@ -148,9 +178,21 @@ def _target_of_option(group: str, name: str) -> str | None:
     return option.get("_target_") or next(filter(None, (_target_of_option(group, base) for base in bases)), None)
 
 
-def build_grid(composed: DictConfig) -> AblationConfig | None:
-    """Return the grid of the composed config, or None."""
-    node = OmegaConf.select(composed, "ablation")
+def build_grid(found: DictConfig, words: Sequence[str] | None = None) -> AblationConfig | None:
+    """Return the grid of the composed config, or None.
+
+    Raises:
+        ConfigError: a key is wrong; or the config sets a key beside the grid that ``words``, those of ``composed``, do not set, so
+            that no run of the grid would have it.
+    """
+    node = OmegaConf.select(found, "ablation")
+    if node is not None and words is not None:
+        not_for_runs = ("experiment=", "ablation=", "ablation.", "hydra.", "hydra/")
+        of_runs = composed([word for word in words if not word.lstrip("+~").startswith(not_for_runs)])
+        whole, theirs = (dict[str, Any](OmegaConf.to_container(config)) for config in (found, of_runs))  # type: ignore[arg-type]
+        for name in sorted(set(whole) - {"experiment", "ablation", "output_dir", "seed"}):
+            said = f"{name} is set beside the grid, in a file of experiment= or --config-name, and no run of the grid would have it"
+            require(whole[name] == theirs.get(name), f"{said}: set it on the command line, or in ablation.studies.NAME.base")
     return None if node is None else from_dict(AblationConfig, plain(node), "ablation.")
 
 

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.command_line import check_flags, exit_code, sentence
-from minitx.cli.compose import build_config, build_grid, find_own_modules, register_defaults, unlisted
+from minitx.cli.compose import build_config, build_grid, check_idle, find_own_modules, register_defaults, unlisted
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.schema import require
@@ -59,7 +59,7 @@ def run_job(composed: DictConfig) -> float | None:
     find_own_modules(own_config_dirs())
     try:
         config = build_config(composed, typed_words())
-        grid = build_grid(composed)
+        grid = build_grid(composed, command_words())
         folder = output_folder(config, composed, grid)
         if grid is not None:
             from minitx.cli.ablate import run_ablation
@@ -69,6 +69,7 @@ def run_job(composed: DictConfig) -> float | None:
             _GRIDS.add(folder)
             run_ablation(grid, folder, command_words(), command())
             return None
+        check_idle(config, typed_words())
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
         if not command_words() and HydraConfig.get().job.config_name == "train":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -421,7 +422,9 @@ class RunConfig(Config):
     def check(self) -> None:
         require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2^32)")
         for name in ("ckpt_path", "output_dir"):
-            require(getattr(self, name) != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
+            path = getattr(self, name)
+            require(path != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
+            object.__setattr__(self, name, path and os.path.expanduser(path))
         for name in NODES:
             is_node = is_part(getattr(self, name))
             require(is_node, f"{name} has no _target_, which names what to build: choose an option, {name}=OPTION")

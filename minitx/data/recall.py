@@ -128,8 +128,8 @@ def _induction(num_tokens: int, segment_len: int, max_gap: int, count: int, rand
 
 
 def _check_pairs(num_pairs: int, num_keys: int) -> None:
-    fits = num_pairs <= num_keys
-    require(fits, f"data.num_pairs={num_pairs} must not exceed data.num_keys={num_keys}: the keys of a row are distinct")
+    fits = 0 < num_pairs <= num_keys
+    require(fits, f"data.num_pairs={num_pairs} must lie in [1, data.num_keys={num_keys}]: the keys of a row are distinct")
 
 
 def _recall(name: str, draw: Callable[..., Batch], val_size: int, chance: float, **fields: int) -> Task:

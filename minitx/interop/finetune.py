@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from minitx.config.schema import Count, first_line, read
+from minitx.config.schema import Config, Count, Share, first_line, read, require
 from minitx.interop.adopt import adopt_hf
 from minitx.interop.files import find_folder
 from minitx.nn.scale import fold_scale as fold
@@ -35,7 +35,7 @@ TASKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
+class Lora(Config):
     """Arguments of ``peft.LoraConfig`` for ``pretrained_hf``.
 
     Attributes:
@@ -50,7 +50,7 @@ class Lora:
 
     r: Count = 8
     lora_alpha: Count | None = None
-    lora_dropout: float = 0.0
+    lora_dropout: Share = 0.0
     target_modules: str | tuple[str, ...] = "all-linear"
     modules_to_save: tuple[str, ...] = ()
     use_rslora: bool = False
@@ -197,6 +197,9 @@ def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
     """Refuse the tokenizer of the data if its ids mean other tokens than those of the folder."""
+    require(
+        not isinstance(tokenizer, str), f"model.tokenizer={tokenizer}: the data have the tokenizer, data.tokenizer={tokenizer}"
+    )
     if tokenizer is None:
         return
     file = folder / "tokenizer.json"

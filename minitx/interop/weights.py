@@ -250,6 +250,8 @@ def _fill(
         elif (shape := tuple(tensors[place.name].shape)) != place.shape:
             hint = " (is the table larger than vocab_size?)" if name == "embeddings.token.weight" else ""
             faults.append(f"{place.name} has shape {shape}, but the config needs {place.shape}{hint}")
+        elif not tensors[place.name].is_floating_point():
+            faults.append(f"{place.name} holds {tensors[place.name].dtype}, but weights are floating-point numbers")
         else:
             tensor = place.view(tensors[place.name]).reshape(parameter.shape)
             tensor = tensor.to(dtype or tensor.dtype).contiguous()

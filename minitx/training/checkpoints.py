@@ -274,12 +274,11 @@ def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
 
 def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple[str, ...]) -> Start:
     from minitx.interop import from_pretrained, load_hf
+    from minitx.interop.files import read_json
 
     try:
-        ours = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("format") == "minitx"
-        require(
-            not (ours and (overrides or ignore)), "init_from.overrides and init_from.ignore belong to a Hugging Face folder"
-        )
+        ours = read_json(folder / "config.json").get("format") == "minitx"
+        require(not (ours and (overrides or ignore)), "init_from.overrides and init_from.ignore are for a Hugging Face folder")
         model = from_pretrained(folder) if ours else load_hf(folder, overrides=overrides, ignore=ignore)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -96,10 +97,11 @@ def muon(
     Raises:
         ConfigError: no parameter is a matrix for Muon; or as ``parameter_groups``.
     """
-    said = f"optimizer=muon needs a torch.nn.Linear beside heads, and {type(network).__name__} has none: use optimizer=adamw"
-    require(bool(matrix_names(network)), said)
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
+    matrices: list[Any] = [group["params"] for group in groups if "matrix" in group]
+    said = f"optimizer=muon needs a torch.nn.Linear to train beside heads, and {type(network).__name__} has none"
+    require(any(matrix.requires_grad for matrix in itertools.chain(*matrices)), f"{said}: use optimizer=adamw")
     return Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
 
 

@@ -42,6 +42,15 @@ COMPOSED = {
     "seed=???": "seed",
     "experiment=classify": "data.path is missing",
     "experiment=scaling_ablation ablation.launcher=slurn": "did you mean slurm?",
+    # what nothing reads
+    "evaluation.num_rows=5 evaluation.test=last": "no effect without evaluation.at_end=true",
+    "callbacks.probe.batch_size=4": "no effect without callbacks.probe.every",
+    "callbacks.samples.temperature=0": "no effect without callbacks.samples.every",
+    "callbacks.wandb.viewer=true": "no effect without 'logger=[csv,wandb]'",
+    "data.bpe_vocab_size=300": "no effect without data.tokenizer=bpe",
+    "data=hf data.path=a.txt data.val_rows=3": "no effect without data.streaming=true",
+    "data=hf data.path=a.txt data.streaming=true data.bucket=false": "no effect without data.streaming=false",
+    "data=hf data.path=a.txt data.val_path=b.txt data.val_fraction=0.2": "no effect without data.val_path=null",
     # Hydra's grammar
     "max_steps": "max_steps",
     "--experiment=kv_lookup": "a key has no dashes: experiment=kv_lookup",
@@ -69,7 +78,11 @@ BUILT = {
     "model.architecture=encoder": "model.architecture=encoder",
     "trainer.devices=2 trainer.accelerator=auto": "trainer.devices=2",
     "output_dir=short.txt/below": "output_dir=",
+    "data=hf data.path=short.txt data.subset=x": "data.subset=x has no effect",
     "output_dir=new/run model.backend=nonsense": "nonsense",
+    "imports=[leaves]": "error: no such machine",
+    "hydra.run.dir=short.txt/below": "short.txt/below",
+    "--cfg job --package modle": "modle",
 }
 
 
@@ -134,8 +147,10 @@ def test_an_option_that_was_typed_is_not_replaced_by_an_experiment_without_a_wor
 
 
 @pytest.mark.parametrize("typed", BUILT)
-def test_a_mistake_that_only_files_machine_or_model_show_is_named(cli, place, typed):
+def test_a_mistake_that_only_files_machine_or_model_show_is_named(cli, place, monkeypatch, typed):
     (place / "short.txt").write_text("too short", encoding="utf-8")
+    put(place.parent / "above" / "leaves.py", "raise SystemExit('no such machine')")
+    monkeypatch.syspath_prepend(place.parent / "above")
     chosen = {word.partition("=")[0] for word in typed.split()}
     assert_named(cli(*(word for word in STEP if word.partition("=")[0] not in chosen), *typed.split()), BUILT[typed])
     assert [path.name for path in place.iterdir()] == ["short.txt"]
@@ -153,6 +168,12 @@ def test_an_experiment_of_ones_own_without_its_first_line_is_told_of_it(cli, pla
     for text in ("trainer: {max_steps: 3}", "defaults: [override /data: kv_lookup]", "defaults: [kv_lookup, _self_]"):
         put(place / "mine" / "experiment" / "own.yaml", text)
         assert_named(cli("--config-dir=mine", "experiment=own", "seed=3"), "# @package _global_")
+
+
+def test_what_stands_beside_a_grid_and_would_reach_none_of_its_runs_is_refused(cli, place, no_run):
+    put(place / "conf" / "primary.yaml", "defaults: [train, _self_]\noptimizer: {weight_decay: 0.3}\n")
+    words = "--config-dir=conf", "--config-name=primary", "experiment=scaling_ablation", "ablation=smoke"
+    assert_named(cli(*words), "optimizer is set beside the grid")
 
 
 @pytest.mark.parametrize("typed", OTHERS)

@@ -17,7 +17,7 @@ from minitx.interop import load_hf, release_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
 from minitx.training.checkpoints import load_model, read_checkpoint, write_checkpoint
 from minitx.training.loggers import read_metrics
-from tests.cli.conftest import SHORT, copy_example
+from tests.cli.conftest import SHORT, assert_named, copy_example
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
 GPT2 = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 64, "activation": "gelu_tanh"}
@@ -158,7 +158,11 @@ def test_a_folder_of_ours_is_one_to_start_from_too(cli, assert_refused, theirs, 
     model, again, _ = load_model(LAST)
     torch.testing.assert_close(model.head.weight, ours.head.weight)
     assert again.encode("Word").tolist() == tokenizer.encode("Word").tolist()
-    assert_refused("init_from.overrides", *finetune("ours", "+init_from.overrides.eos_token_id=3"))
+    for change in ("+init_from.overrides.n_head=2", "init_from.ignore=[a]"):
+        assert_named(cli(*finetune("ours", STILL, change)), "are for a Hugging Face folder")
+    for text in ("{nope", "[]"):
+        (place / "ours" / "config.json").write_text(text, encoding="utf-8")
+        assert_named(cli(*finetune("ours", STILL)), "config.json")
 
 
 def test_a_checkpoint_starts_a_new_run_with_a_fresh_optimizer_at_step_0(cli, last, theirs, place):

@@ -133,6 +133,14 @@ def test_flags_may_stand_anywhere(cli, place, monkeypatch):
     assert seen == [3, 5, 3, 5]
 
 
+def test_a_path_that_no_shell_has_expanded_is_not_a_folder_named_tilde(cli, place, monkeypatch):
+    monkeypatch.setenv("HOME", str(place / "home"))
+    assert cli(*TINY, "trainer.max_steps=1", 'output_dir="~/run"').code == 0
+    assert cli("ckpt_path=~/run", "output=~/found.json", program="evaluate").code == 0
+    assert [path.name for path in place.iterdir()] == ["home"]
+    assert (place / "home" / "found.json").exists()
+
+
 def test_the_version_is_that_of_minitx(cli):
     for program in ("train", *OTHERS):
         said = cli("--version", program=program)

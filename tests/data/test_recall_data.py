@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from minitx.config import ConfigError
 from minitx.data import induction, kv_lookup, multi_query_recall
 from minitx.data.batches import Address, TrainSource
 from minitx.data.recall import answer_positions
@@ -19,3 +20,8 @@ def test_the_last_positions_are_asked_for_and_only_they_have_an_answer_which_sta
     assert (position <= torch.arange(position.shape[1]))[asked].all(), "a causal head can look there"
     shown = KEYS - 1 + batch["token_type_ids"] if task is LOOKUP else batch["input_ids"]
     assert torch.equal(shown.gather(1, position.clamp(min=0))[asked], batch["labels"][asked])
+
+
+def test_a_row_without_pairs_is_refused_from_python_too():
+    with pytest.raises(ConfigError, match=r"^data\.num_pairs=0 must lie in \[1, "):
+        kv_lookup(num_pairs=0)

@@ -16,6 +16,7 @@ from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import hf_from_config, pretrained_hf
+from minitx.interop.finetune import Lora
 from minitx.training.build import open_data
 from minitx.training.checkpoints import load_model, load_stored
 from minitx.training.run import train
@@ -233,6 +234,7 @@ def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path
         (["model.lora={r: two}"], "model.lora.r=two must be a whole number"),
         (["model.lora=0"], "model.lora=0 must be positive"),
         (["model.lora={lora_alpha: 0}"], "model.lora.lora_alpha=0 must be"),
+        (["+model.tokenizer=char"], "model.tokenizer=char: the data have the tokenizer"),
         (["callbacks.probe.every=1", "callbacks.probe.batch_size=2"], "model.adopt=true"),
         (["trainer.strategy=sharded", "trainer.shard=[Nothing]"], "trainer.shard=Nothing is the class of no module"),
     ],
@@ -246,6 +248,9 @@ def test_what_cannot_be_had_of_a_model_is_one_sentence_and_leaves_no_folder(more
 def test_from_python_a_switch_is_no_rank_either(folders):
     with pytest.raises(ConfigError, match="lora=True must be"):
         pretrained_hf(str(folders / "llama"), lora=True)
+    for values in ({"r": True}, {"lora_alpha": 0}, {"lora_dropout": 1.5}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(values))}="):
+            Lora(**values)
 
 
 def test_a_config_of_python_whose_labels_have_numbers_gives_its_model():

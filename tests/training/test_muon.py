@@ -129,5 +129,7 @@ def test_a_model_without_linear_layers_is_refused():
     assert matrix_names(nn.Linear(2, 3)) == {"weight"}
     network = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(4, 4, 1))  # as GPT-2 of transformers, whose layers are Conv1D
     network.add_module("head", nn.Linear(4, 5))
-    with pytest.raises(ConfigError, match=r"a torch\.nn\.Linear beside heads, and Sequential has none: use optimizer=adamw"):
-        build_optimizer(network, node(muon))
+    for frozen in ({}, {"rules": [{"match": "3", "trainable": False}]}):
+        with pytest.raises(ConfigError, match=r"a torch\.nn\.Linear to train beside heads, and Sequential has none: use"):
+            build_optimizer(network, node(muon, **frozen))
+        network.add_module("3", nn.Linear(4, 4))
