@@ -43,7 +43,10 @@ def losses(folder):
 # --- the second phase
 
 
-def test_a_second_phase_starts_from_a_model_of_the_users_own(tmp_path):
+def test_a_second_phase_starts_from_a_model_of_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "own", None)  # which is put back, or removed, afterwards
+    del sys.modules["own"]
     own = [f"--config-dir={ROOT / 'examples' / 'own_project' / 'conf'}", "experiment=sorted_task", "trainer.max_steps=2"]
     words = [*own, "trainer.val_every=0", "callbacks.progress=false", "callbacks.announce=null", "trainer.log_every=1"]
     run_cell([*words, "seed=1"], str(tmp_path / "first"), 2, True, False)

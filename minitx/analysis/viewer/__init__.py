@@ -378,7 +378,7 @@ def _base64(values: np.ndarray, kind: str) -> str:
 
 def _page(title: str, data: dict[str, Any]) -> str:
     given = {
-        "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+        "title": html.escape(title).encode(errors="xmlcharrefreplace").decode(),
         # text of users: in ASCII, and without a "<" that could end the element that holds it
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
