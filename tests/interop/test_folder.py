@@ -224,6 +224,8 @@ def test_overrides_and_ignore_are_the_ways_out(tmp_path):
     edit(saved("llama yarn", tmp_path), rope_parameters={**YARN, "mscale": 1.0})
     for changes in ({"rope_parameters.mscale": None}, {"rope_parameters": {"mscale": None}}):
         assert load_hf(tmp_path, overrides=changes).config.rotary_scaling == "yarn"
+    plain = {"rope_type": "default", **dict.fromkeys(("factor", "mscale", "original_max_position_embeddings"))}
+    assert load_hf(tmp_path, overrides={"rope_parameters": plain}).config.rotary_scaling is None
 
 
 # case, a tensor and its new shape (None: it is gone), and what the refusal names
