@@ -214,7 +214,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class HeadEffects:
-    """The effect of changing one head: the mean over the rows with Student's 95 % interval.
+    """The effect of changing one head: a mean over the rows, or the ratio of two, with Student's 95 % interval.
 
     Attributes:
         names: the names of the layers' cores. mean, low, high: (layers, H). rows: the number of rows.
@@ -283,7 +283,7 @@ def patch_heads(
         what: ``values`` (what the head reads), ``heads`` (its output), ``weights`` or ``scores`` (where it looks).
 
     Raises:
-        ValueError: the clean and the corrupted run have the same mean score, the score is not (n,), or another ``what``.
+        ValueError: the clean and the corrupted run have the same mean score or NaN, the score is not (n,), or another ``what``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
