@@ -299,9 +299,7 @@ def patch_heads(
             right = _of_rows(score(_logits(model(**clean))), "score")
         wrong = _of_rows(score(_logits(model(**corrupted))), "score")
         if not (whole := right - wrong).mean().abs() > 0:
-            raise ValueError(
-                "the clean and the corrupted run have the same mean score, or one is NaN: there is nothing to restore"
-            )
+            raise ValueError("clean and corrupted run have the same mean score, or one is NaN: there is nothing to restore")
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
         patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
 
