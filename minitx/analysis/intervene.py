@@ -214,7 +214,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class HeadEffects:
-    """The effect of changing one head: the mean over the rows with Student's 95 % interval.
+    """The effect of changing one head: a mean over the rows, or the ratio of two, with Student's 95 % interval.
 
     Attributes:
         names: the names of the layers' cores. mean, low, high: (layers, H). rows: the number of rows.
@@ -283,7 +283,7 @@ def patch_heads(
         what: ``values`` (what the head reads), ``heads`` (its output), ``weights`` or ``scores`` (where it looks).
 
     Raises:
-        ValueError: the clean and the corrupted run have the same mean score, the score is not (n,), or another ``what``.
+        ValueError: the clean and the corrupted run have the same mean score or NaN, the score is not (n,), or another ``what``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -299,9 +299,7 @@ def patch_heads(
             right = _of_rows(score(_logits(model(**clean))), "score")
         wrong = _of_rows(score(_logits(model(**corrupted))), "score")
         if not (whole := right - wrong).mean().abs() > 0:
-            raise ValueError(
-                "the clean and the corrupted run have the same mean score, or one is NaN: there is nothing to restore"
-            )
+            raise ValueError("clean and corrupted run have the same mean score, or one is NaN: there is nothing to restore")
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
         patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
 

@@ -197,12 +197,18 @@ def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: i
 
 
 def _conversations(table: Any, column: str) -> Sequence[Sequence[Message]]:
-    rows = table[column_of(table, column, "messages_column")]
-    try:  # a key that only other messages have is None in a table
-        chats = [[{key: said for key, said in each.items() if said is not None} for each in chat or []] for chat in rows]
+    chats = _without_none([chat or [] for chat in table[column_of(table, column, "messages_column")]])
+    try:
         alright = all(isinstance(message[key], str) for chat in chats for message in chat for key in ("role", "content"))
-    except (AttributeError, TypeError, KeyError):
+    except (TypeError, KeyError):
         alright = False
     said = f"data.messages_column={column} must have lists of messages, each with texts role and content"
     require(alright, f'{said}: a content of null, such as beside tool_calls, must be ""')
     return chats
+
+
+def _without_none(value: Any) -> Any:
+    """A table has None for each key that only other messages have, and for each argument that only other calls have."""
+    if isinstance(value, dict):
+        return {key: _without_none(said) for key, said in value.items() if said is not None}
+    return [*map(_without_none, value)] if isinstance(value, list) else value

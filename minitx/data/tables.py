@@ -276,8 +276,7 @@ def _with_numbers(columns: list[list[Any]], tables: Sequence[Any]) -> list[list[
     whole = [[number for number in numbers.values() if type(number) is int] for numbers in known]
     if any(len({*numbers}) < len(numbers) for numbers in whole):
         return columns
-    both = zip(known, columns, strict=True)
-    return [[numbers[value] for value in values] if numbers else values for numbers, values in both]
+    return [[*map(numbers.get, values)] if numbers else values for numbers, values in zip(known, columns, strict=True)]
 
 
 def _numbers(values: Iterable[Any]) -> dict[Any, Any]:

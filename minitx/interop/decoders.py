@@ -77,14 +77,15 @@ def tidy_rope(values: Values, names: Collection[str] = ()) -> Values:
         if old[name] != new[name]:
             raise ValueError(f"{ROPE}{name}={new[name]!r} contradicts {old[name]!r} in rope_theta or rope_scaling")
     given = {name.removeprefix(ROPE): values.pop(name) for name in [*values] if name.startswith(ROPE)}  # of overrides
-    rope = {"rope_type": "default", "rope_theta": 10000.0, **old, **new, **given}
+    said = {name: value for name, value in {**old, **new, **given}.items() if value is not None}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **said}
     kind = rope["rope_type"]
     if kind in TURNS:
         rope.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
         rope["low"], rope["high"] = (rope.pop(name, None) for name in TURNS[kind])
     if kind == "yarn":
         paper = 0.1 * math.log(rope.get("factor", 1.0)) + 1.0  # Peng et al. 2023, arXiv:2309.00071, eq. 22
-        factor = rope.pop("attention_factor", None) or paper
+        factor = rope.pop("attention_factor", paper)
         if not math.isclose(factor, paper, rel_tol=1e-9):
             raise ValueError(f"{ROPE}attention_factor={factor} is not supported: it must be 0.1 ln(factor) + 1 = {paper}")
     return {**values, **{ROPE + name: value for name, value in rope.items()}}

@@ -197,9 +197,8 @@ def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
     """Refuse the tokenizer of the data if its ids mean other tokens than those of the folder."""
-    require(
-        not isinstance(tokenizer, str), f"model.tokenizer={tokenizer}: the data have the tokenizer, data.tokenizer={tokenizer}"
-    )
+    said = f"model.tokenizer={tokenizer} must be data.tokenizer={tokenizer}: the data have the tokenizer"
+    require(not isinstance(tokenizer, str), said)
     if tokenizer is None:
         return
     file = folder / "tokenizer.json"

@@ -112,15 +112,17 @@ def accuracy_interval(right: Tensor, counts: Tensor) -> Metric:
 
     >>> accuracy_interval(torch.tensor([0, 0, 1]), torch.tensor([2, 2, 2])).low
     0.0
+    >>> accuracy_interval(torch.tensor([0.5, 0.75]), torch.tensor([1, 1])).value
+    0.625
     """
     one_each = bool((counts == 1).all())
-    found = share_interval(int(right.sum()), len(right)) if one_each else ratio_interval(right, counts)
+    found = share_interval(float(right.sum()), len(right)) if one_each else ratio_interval(right, counts)
     if found.low is None or found.high is None:
         return found
     return Metric(found.value, max(found.low, 0.0), min(found.high, 1.0), found.count)
 
 
-def share_interval(hits: int, trials: int) -> Metric:
+def share_interval(hits: float, trials: int) -> Metric:
     """Return a share with Wilson's interval.
 
     >>> round(share_interval(0, 100).high, 4)

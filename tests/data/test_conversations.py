@@ -210,12 +210,13 @@ def test_what_ends_an_answer_ends_generation(write_text):
 
 
 def test_a_message_of_a_parquet_file_has_only_its_own_keys(tmp_path):
-    says = [{"role": "user", "name": "Ann", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    answer = {"role": "assistant", "content": "yes", "calls": [{"a": "A"}, {"b": "B"}]}
+    says = [{"role": "user", "name": "Ann", "content": "hi"}, answer]
     pandas.DataFrame({"messages": [says] * 8}).to_parquet(tmp_path / "a.parquet")
-    template = "{% for m in messages %}{{ m.name ~ ': ' if 'name' in m }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.name }}{{ m.content }}{{ m.calls[0] | join if m.calls }}{{ eos_token }}{% endfor %}"
     known = train_tokenizer("char", [LETTERS], marks=("eos",))
     task = chat(path=str(tmp_path / "a.parquet"), tokenizer=known, template=template)
-    assert known.decode(task.train[0]["input_ids"]).startswith("Ann: hi<eos>yes")
+    assert known.decode(task.train[0]["input_ids"]).startswith("Annhi<eos>yesaAnn")
 
 
 ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_column"), ({"messages": CHAT[:1]}, "path")]

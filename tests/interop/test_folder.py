@@ -224,6 +224,8 @@ def test_overrides_and_ignore_are_the_ways_out(tmp_path):
     edit(saved("llama yarn", tmp_path), rope_parameters={**YARN, "mscale": 1.0})
     for changes in ({"rope_parameters.mscale": None}, {"rope_parameters": {"mscale": None}}):
         assert load_hf(tmp_path, overrides=changes).config.rotary_scaling == "yarn"
+    plain = {"rope_type": "default", **dict.fromkeys(("factor", "mscale", "original_max_position_embeddings"))}
+    assert load_hf(tmp_path, overrides={"rope_parameters": plain}).config.rotary_scaling is None
 
 
 # case, a tensor and its new shape (None: it is gone), and what the refusal names
@@ -252,10 +254,9 @@ def test_every_tensor_that_does_not_fit_is_named_with_its_shape(name, key, shape
 
 
 def test_whole_numbers_are_no_weights(tmp_path):
+    rewrite(saved("gpt2", tmp_path), lambda tensors: {n: t.int() if "ln_f.b" in n else t for n, t in tensors.items()})
     with pytest.raises(ValueError, match=r"ln_f\.bias holds torch\.int32"):
-        load_hf(
-            rewrite(saved("gpt2", tmp_path), lambda tensors: {n: t.int() if "ln_f.b" in n else t for n, t in tensors.items()})
-        )
+        load_hf(tmp_path)
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
