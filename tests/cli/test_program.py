@@ -100,6 +100,13 @@ def test_a_sweep_with_bad_jobs_says_so_of_each_and_runs_the_others(cli, place, c
     assert [path.name for path in place.iterdir()] == ["runs"]
 
 
+def test_a_sweep_goes_on_with_a_key_that_some_of_its_jobs_do_not_read(cli, place, caplog, monkeypatch):
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda *_: RESULT)
+    assert cli("-m", "data.tokenizer=char,bpe", "data.bpe_vocab_size=300").code == 0
+    said = "job 0: data.bpe_vocab_size=300 has no effect without data.tokenizer=bpe"
+    assert [message for message in caplog.messages if "no effect" in message] == [said]
+
+
 @pytest.mark.parametrize("typed", ["model=nonsense,char_small", "model.num_head=1,2", "model.num_heads=3,5", "seed=range(3,3)"])
 def test_a_sweep_in_which_every_job_has_a_mistake_or_without_jobs_leaves_no_folder(cli, place, typed):
     assert cli(*TINY, "-m", typed).code == 2
