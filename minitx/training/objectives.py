@@ -261,7 +261,7 @@ class TorchLoss(nn.Module):
         labels, name = batch["labels"], type(self.loss).__name__
         shapes = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
         if isinstance(self.loss, _OF_CLASSES):
-            said = "needs the class of each label and its logits (no probabilities: minitx divides by the number of labels)"
+            said = "needs labels, no probabilities, and logits in the labels' shape with one more axis, of the classes"
             require(logits.shape[:-1] == labels.shape, f"objective: {name} {said}, but got {shapes}")
             return {"loss": self.loss(logits.flatten(0, -2), labels.flatten())}
         said = "compares each logit with its label, so the model must return logits in the shape of the labels"
