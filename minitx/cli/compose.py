@@ -186,16 +186,20 @@ def build_grid(found: DictConfig, words: Sequence[str]) -> AblationConfig | None
 
     Raises:
         ConfigError: a key is wrong; or the config sets a key beside the grid that ``words``, those of ``composed``, do not set, so
-            that no run of the grid would have it.
+            that no run of the grid would have it. An experiment may, if it is in the ``base`` of every study.
     """
     if (node := OmegaConf.select(found, "ablation")) is None:
         return None
-    of_runs = composed([word for word in words if not word.lstrip("+~").startswith(NOT_FOR_CELLS)])
+    grid = from_dict(AblationConfig, plain(node), "ablation.")
+    bases = [study.base for study in grid.chosen().values()]
+    of_runs = composed(
+        [word for word in words if not word.lstrip("+~").startswith(NOT_FOR_CELLS) or all(word in base for base in bases)]
+    )
     whole, theirs = (dict[str, Any](OmegaConf.to_container(config)) for config in (found, of_runs))  # type: ignore[arg-type]
     for name in sorted(set(whole) - {"experiment", "ablation", "output_dir", "seed"}):
         said = f"{name} is set beside the grid, in a file of experiment= or --config-name, and no run of the grid would have it"
         require(whole[name] == theirs.get(name), f"{said}: set it on the command line, or in ablation.studies.NAME.base")
-    return from_dict(AblationConfig, plain(node), "ablation.")
+    return grid
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:
