@@ -121,18 +121,18 @@ def idle(config: RunConfig, typed: Iterable[str]) -> Iterator[str]:
     callbacks, data = config.callbacks, config.data if str(config.data["_target_"]).startswith("minitx.") else {}
     targets = [str(node["_target_"]) for node in (*config.logger.values(), *callbacks.parts.values()) if node]
     own = [name for name in targets if not name.startswith(("lightning.", "minitx.training."))]  # may read any key
-    files = [Path(data[name]).expanduser().is_file() for name in ("path", "val_path") if data.get(name)]
+    paths = [Path(data[name]).expanduser() for name in ("path", "val_path") if data.get(name)]
     held_out = data.get("val_path") or data.get("val_split")
     rules = (
         (r"evaluation\.num_\w+", config.evaluation.at_end or own, "evaluation.at_end=true"),
         (r"callbacks\.probe\.\w+", callbacks.probe.every, "callbacks.probe.every=STEPS"),
         (r"callbacks\.samples\.\w+", callbacks.samples.every, "callbacks.samples.every=STEPS"),
-        (r"callbacks\.wandb\.\w+", own or "wandb" in str(targets).lower(), "'logger=[csv,wandb]'"),
+        (r"callbacks\.wandb\.\w+", own or "Wandb" in str(targets), "'logger=[csv,wandb]'"),
         (r"data\.bpe_vocab_size", data.get("tokenizer", "bpe") == "bpe", "data.tokenizer=bpe"),
         (r"data\.val_rows", data.get("streaming", True), "data.streaming=true"),
         (r"data\.(val_fraction|bucket)", not data.get("streaming"), "data.streaming=false"),
         (r"data\.val_fraction", not held_out, "data.val_path=null and data.val_split=null"),
-        (r"data\.subset", not all(files) or not files, "a name on the hub as data.path"),
+        (r"data\.subset", not data or not all(path.is_file() for path in paths), "a name on the hub as data.path"),
     )
     usual = with_defaults(RunConfig(data={"_target_": config.data["_target_"]}))
     given, default = (OmegaConf.create(to_dict(each)) for each in (config, usual))
