@@ -127,7 +127,8 @@ def test_grids_of_one_sweep_have_a_folder_each(cli, place, monkeypatch):
     said = cli(*words)
     assert said.code == 2 and "is the folder of another grid of this sweep" in said.err
     assert cli(*words, "output_dir=g${hydra:job.num}").code == 0
-    assert seen == ["runs/scaling_ablation/smoke", "g0", "g1"]
+    assert cli("experiment=scaling_ablation", "ablation=real", "model.path=folder", "output_dir=g2").code == 0  # for model=hf
+    assert seen == ["runs/scaling_ablation/smoke", "g0", "g1", "g2"]
 
 
 def test_flags_may_stand_anywhere(cli, place, monkeypatch):
