@@ -272,6 +272,11 @@ def compose_grid(words: Sequence[str]) -> AblationConfig | None:
     return build_grid(composed(words), words)
 
 
+def grid_config(words: Sequence[str]) -> RunConfig:
+    """Return the config of a grid's own words. Those for its runs may fit another model than this config's, and are checked there."""
+    return compose_config([word for word in words if word.lstrip("+~").startswith((CONFIG_DIR, *NOT_FOR_CELLS))])
+
+
 def find_own_modules(config_dirs: Iterable[str | Path]) -> None:
     """Let ``_target_`` find modules in the current folder, in each folder of configs, and in the folder above it.
 

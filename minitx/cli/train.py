@@ -22,16 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.command_line import check_flags, exit_code, sentence
-from minitx.cli.compose import (
-    NOT_FOR_CELLS,
-    build_config,
-    build_grid,
-    compose_config,
-    find_own_modules,
-    idle,
-    register_defaults,
-    unlisted,
-)
+from minitx.cli.compose import build_config, build_grid, find_own_modules, grid_config, idle, register_defaults, unlisted
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.schema import require
@@ -67,12 +58,8 @@ def run_job(composed: DictConfig) -> float | None:
     speak_on_the_first_rank()
     find_own_modules(own_config_dirs())
     try:
-        if (grid := build_grid(composed, command_words())) is None:
-            config = build_config(composed, typed_words())
-        else:  # words for its runs are checked with them
-            config = compose_config(
-                [word for word in command_words() if word.lstrip("+~").startswith((CONFIG_DIR, *NOT_FOR_CELLS))]
-            )
+        grid = build_grid(composed, command_words())
+        config = build_config(composed, typed_words()) if grid is None else grid_config(command_words())
         folder = output_folder(config, composed, grid)
         if grid is not None:
             from minitx.cli.ablate import run_ablation
