@@ -202,13 +202,13 @@ def code_fingerprint() -> str:
 def folder_fingerprint(folder: str) -> str:
     """Return a digest of the configs in a folder of the user's, without the grids in its ``ablation/``, and of the user's own code.
 
-    That is each module or package, in this folder, the one above it, or the current one, that a ``_target_`` there names. Where the
-    folders are has no influence.
+    That is each module or package that a ``_target_`` there names, in the current folder, else in this one, else in the one above
+    it. Where the folders are has no influence.
     """
     found = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.yaml")}
     named = {name for path in found.values() for name in re.findall(r"_target_\W+(\w+)", path.read_text(encoding="utf-8"))}
     found = {name: path for name, path in found.items() if not name.startswith("ablation/")}
-    for place in (Path.cwd(), Path(folder).parent, Path(folder)):
+    for place in (Path(folder).parent, Path(folder), Path.cwd()):
         for name in named - {"minitx"}:
             code = (place / f"{name}.py", *(place / name).rglob("*.py"))
             found |= {path.relative_to(place).as_posix(): path for path in code if path.is_file()}
@@ -227,7 +227,10 @@ def _digest(files: Mapping[str, Path], first: str = "") -> str:
 
 def _executed(source: bytes) -> bytes:
     """Python without comments, docstrings and layout, none of which decides a run."""
-    tree = ast.parse(source)
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # something else below a folder of the user's
+        return source
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]

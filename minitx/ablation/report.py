@@ -320,10 +320,8 @@ def study_pictures(findings: Findings) -> list[Picture]:
         of_study = [item for item in _series(findings).items() if item[0][0].study == name]
         for i, ((_, setting), listed) in enumerate(of_study):
             heading = f"{title}{setting and f' ({setting})'}: {RATIOS['threshold']}"
-            said, drawn = (
-                "Every dot is a seed. The formula predicts from the first arm alone.",
-                curves.threshold_panel(findings, listed),
-            )
+            said = "Every dot is a seed. The formula predicts from the first arm alone."
+            drawn = curves.threshold_panel(findings, listed)
             found.append(Picture(f"{name}_threshold{f'_{i}' if i else ''}", heading, said, drawn))
         for score in study.scores if runs else ():
             if score != "equal" and study.factors.get("lr"):

@@ -24,15 +24,12 @@ from minitx.ablation.pools import SLURM_JOBS, LocalPool, Pool, SlurmPool
 from minitx.ablation.records import Record, Runs, read_records
 from minitx.ablation.report import module_of, write_report
 from minitx.cli.command_line import CellsFailedError, sentence
-from minitx.cli.compose import compose_cell, compose_config
+from minitx.cli.compose import NOT_FOR_CELLS, compose_cell, compose_config
 from minitx.cli.launch import ProgramStoppedError, run_training
 from minitx.config import CONFIG_DIR, ConfigError
 from minitx.config.schema import require
 
 log = logging.getLogger("minitx")
-
-# of the grid itself; every other override on the command line reaches every cell
-_NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "seed=")
 
 
 def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], command: str) -> None:
@@ -44,7 +41,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     """
     from minitx.ablation.measures import check_measures
 
-    common = [text for text in overrides if not text.lstrip("+~").startswith(_NOT_FOR_CELLS)]
+    common = [text for text in overrides if not text.lstrip("+~").startswith(NOT_FOR_CELLS)]
     chosen = cells(grid, common=["callbacks.progress=false", "trainer.threads=1", *common])
     if any(text.lstrip("+").startswith("seed=") for text in overrides):
         log.info("seed= is not for a grid: ablation.studies.NAME.seeds are the seeds of its runs")

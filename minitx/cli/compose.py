@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 GROUPS = (*NODES, "trainer")
 """The groups of which every run has one option."""
+
+NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "seed=")
+"""How overrides of a grid itself begin; every other one on the command line reaches every cell."""
 
 
 @cache
@@ -111,32 +114,32 @@ def _check_parts(config: RunConfig, typed: Iterable[str]) -> None:
             )
 
 
-def check_idle(config: RunConfig, typed: Iterable[str]) -> None:
-    """Raise a ConfigError for a value that was typed, is not the default, and is read only beside another key."""
+def idle(config: RunConfig, typed: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence for each value that was typed, is not the default, and is read only beside another key."""
     from minitx.training.nodes import with_defaults
 
     callbacks, data = config.callbacks, config.data if str(config.data["_target_"]).startswith("minitx.") else {}
     targets = [str(node["_target_"]) for node in (*config.logger.values(), *callbacks.parts.values()) if node]
     own = [name for name in targets if not name.startswith(("lightning.", "minitx.training."))]  # may read any key
-    files = [Path(data[name]).expanduser().is_file() for name in ("path", "val_path") if data.get(name)]
+    paths = [Path(data[name]).expanduser() for name in ("path", "val_path") if data.get(name)]
     held_out = data.get("val_path") or data.get("val_split")
     rules = (
         (r"evaluation\.num_\w+", config.evaluation.at_end or own, "evaluation.at_end=true"),
         (r"callbacks\.probe\.\w+", callbacks.probe.every, "callbacks.probe.every=STEPS"),
         (r"callbacks\.samples\.\w+", callbacks.samples.every, "callbacks.samples.every=STEPS"),
-        (r"callbacks\.wandb\.\w+", own or "wandb" in str(targets).lower(), "'logger=[csv,wandb]'"),
+        (r"callbacks\.wandb\.\w+", own or "Wandb" in str(targets), "'logger=[csv,wandb]'"),
         (r"data\.bpe_vocab_size", data.get("tokenizer", "bpe") == "bpe", "data.tokenizer=bpe"),
         (r"data\.val_rows", data.get("streaming", True), "data.streaming=true"),
         (r"data\.(val_fraction|bucket)", not data.get("streaming"), "data.streaming=false"),
         (r"data\.val_fraction", not held_out, "data.val_path=null and data.val_split=null"),
-        (r"data\.subset", not all(files) or not files, "a name on the hub as data.path"),
+        (r"data\.subset", not data or not all(path.is_file() for path in paths), "a name on the hub as data.path"),
     )
     usual = with_defaults(RunConfig(data={"_target_": config.data["_target_"]}))
     given, default = (OmegaConf.create(to_dict(each)) for each in (config, usual))
     for word, (pattern, is_read, needed) in itertools.product(typed, rules):
         name = word.lstrip("+~").partition("=")[0]
-        idle = not is_read and re.fullmatch(pattern, name) and OmegaConf.select(given, name) != OmegaConf.select(default, name)
-        require(not idle, f"{word} has no effect without {needed}")
+        if not is_read and re.fullmatch(pattern, name) and OmegaConf.select(given, name) != OmegaConf.select(default, name):
+            yield f"{word} has no effect without {needed}"
 
 
 def _without_leftovers(values: dict[str, Any], typed: Iterable[str]) -> dict[str, Any]:
@@ -178,22 +181,25 @@ def _target_of_option(group: str, name: str) -> str | None:
     return option.get("_target_") or next(filter(None, (_target_of_option(group, base) for base in bases)), None)
 
 
-def build_grid(found: DictConfig, words: Sequence[str] | None = None) -> AblationConfig | None:
+def build_grid(found: DictConfig, words: Sequence[str]) -> AblationConfig | None:
     """Return the grid of the composed config, or None.
 
     Raises:
         ConfigError: a key is wrong; or the config sets a key beside the grid that ``words``, those of ``composed``, do not set, so
-            that no run of the grid would have it.
+            that no run of the grid would have it. An experiment may, if it is in the ``base`` of every study.
     """
-    node = OmegaConf.select(found, "ablation")
-    if node is not None and words is not None:
-        not_for_runs = ("experiment=", "ablation=", "ablation.", "hydra.", "hydra/")
-        of_runs = composed([word for word in words if not word.lstrip("+~").startswith(not_for_runs)])
-        whole, theirs = (dict[str, Any](OmegaConf.to_container(config)) for config in (found, of_runs))  # type: ignore[arg-type]
-        for name in sorted(set(whole) - {"experiment", "ablation", "output_dir", "seed"}):
-            said = f"{name} is set beside the grid, in a file of experiment= or --config-name, and no run of the grid would have it"
-            require(whole[name] == theirs.get(name), f"{said}: set it on the command line, or in ablation.studies.NAME.base")
-    return None if node is None else from_dict(AblationConfig, plain(node), "ablation.")
+    if (node := OmegaConf.select(found, "ablation")) is None:
+        return None
+    grid = from_dict(AblationConfig, plain(node), "ablation.")
+    bases = [study.base for study in grid.chosen().values()]
+    of_runs = composed(
+        [word for word in words if not word.lstrip("+~").startswith(NOT_FOR_CELLS) or all(word in base for base in bases)]
+    )
+    whole, theirs = (dict[str, Any](OmegaConf.to_container(config)) for config in (found, of_runs))  # type: ignore[arg-type]
+    for name in sorted(set(whole) - {"experiment", "ablation", "output_dir", "seed"}):
+        said = f"{name} is set beside the grid, in a file of experiment= or --config-name, and no run of the grid would have it"
+        require(whole[name] == theirs.get(name), f"{said}: set it on the command line, or in ablation.studies.NAME.base")
+    return grid
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:
@@ -263,7 +269,12 @@ _composed_once = cache(composed)
 
 def compose_grid(words: Sequence[str]) -> AblationConfig | None:
     """Return the grid of ``train.py WORDS``, or None. ``words`` are those of ``composed``."""
-    return build_grid(composed(words))
+    return build_grid(composed(words), words)
+
+
+def grid_config(words: Sequence[str]) -> RunConfig:
+    """Return the config of a grid's own words. Those for its runs may fit another model than this config's, and are checked there."""
+    return compose_config([word for word in words if word.lstrip("+~").startswith((CONFIG_DIR, *NOT_FOR_CELLS))])
 
 
 def find_own_modules(config_dirs: Iterable[str | Path]) -> None:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.command_line import check_flags, exit_code, sentence
-from minitx.cli.compose import build_config, build_grid, check_idle, find_own_modules, register_defaults, unlisted
+from minitx.cli.compose import build_config, build_grid, find_own_modules, grid_config, idle, register_defaults, unlisted
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.schema import require
@@ -58,8 +58,8 @@ def run_job(composed: DictConfig) -> float | None:
     speak_on_the_first_rank()
     find_own_modules(own_config_dirs())
     try:
-        config = build_config(composed, typed_words())
         grid = build_grid(composed, command_words())
+        config = build_config(composed, typed_words()) if grid is None else grid_config(command_words())
         folder = output_folder(config, composed, grid)
         if grid is not None:
             from minitx.cli.ablate import run_ablation
@@ -69,7 +69,9 @@ def run_job(composed: DictConfig) -> float | None:
             _GRIDS.add(folder)
             run_ablation(grid, folder, command_words(), command())
             return None
-        check_idle(config, typed_words())
+        for said in () if FOLDER in os.environ else idle(config, typed_words()):
+            require(HydraConfig.get().mode == RunMode.MULTIRUN, said)  # in a sweep another job may read it
+            log.warning("job %s: %s", HydraConfig.get().job.num, said)
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
         if not command_words() and HydraConfig.get().job.config_name == "train":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import defaultdict
@@ -99,9 +98,9 @@ def muon(
     """
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
-    matrices: list[Any] = [group["params"] for group in groups if "matrix" in group]
+    trained = [p for group in groups if "matrix" in group for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]
     said = f"optimizer=muon needs a torch.nn.Linear to train beside heads, and {type(network).__name__} has none"
-    require(any(matrix.requires_grad for matrix in itertools.chain(*matrices)), f"{said}: use optimizer=adamw")
+    require(bool(trained), f"{said}: use optimizer=adamw")
     return Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
 
 

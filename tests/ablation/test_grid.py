@@ -113,7 +113,7 @@ def test_the_name_of_a_cell_depends_on_its_place_its_overrides_and_its_start():
     assert len({base.hash, *(dataclasses.replace(base, **change).hash for change in changes)}) == 1 + len(changes)
 
 
-def test_the_name_of_a_cell_follows_the_users_own_configs_and_code_and_not_their_place_or_grids(tmp_path):
+def test_the_name_of_a_cell_follows_the_users_own_configs_and_code_and_not_their_place_or_grids(tmp_path, monkeypatch):
     def name(folder, experiment, grid="seed: 0", code="x = 1"):
         files = {"conf/experiment/mine.yaml": experiment, "conf/ablation/mine.yaml": f"{grid}\narms: [model._target_=own.Net]"}
         for path, text in {**files, "own.py": code, "other.py": folder}.items():
@@ -125,6 +125,8 @@ def test_the_name_of_a_cell_follows_the_users_own_configs_and_code_and_not_their
     assert names[0] == names[1] == names[2]
     others = [name("three", "seed: 2"), name("five", "seed: 1", code="x = 2")]
     assert len({names[0], *others, Cell(Place("main", "a", (), 1), ("seed=1",)).hash}) == 4
+    monkeypatch.chdir(tmp_path / "five")  # whose own.py comes first, as for Python
+    assert name("six", "seed: 1", code="x = 3") == others[1]
 
 
 def test_the_first_rate_of_a_threshold_and_its_rule_are_part_of_the_cell():

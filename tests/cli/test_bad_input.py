@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from minitx.cli.compose import compose_grid
 from tests.cli.conftest import PROGRAMS, TINY, assert_named, put
 from tests.cli.processes import ROOT
 
@@ -174,6 +175,7 @@ def test_what_stands_beside_a_grid_and_would_reach_none_of_its_runs_is_refused(c
     put(place / "conf" / "primary.yaml", "defaults: [train, _self_]\noptimizer: {weight_decay: 0.3}\n")
     words = "--config-dir=conf", "--config-name=primary", "experiment=scaling_ablation", "ablation=smoke"
     assert_named(cli(*words), "optimizer is set beside the grid")
+    assert compose_grid(["experiment=speedrun_char", "ablation=speedrun"])  # all of its runs have this experiment
 
 
 @pytest.mark.parametrize("typed", OTHERS)

@@ -100,6 +100,13 @@ def test_a_sweep_with_bad_jobs_says_so_of_each_and_runs_the_others(cli, place, c
     assert [path.name for path in place.iterdir()] == ["runs"]
 
 
+def test_a_sweep_goes_on_with_a_key_that_some_of_its_jobs_do_not_read(cli, place, caplog, monkeypatch):
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda *_: RESULT)
+    assert cli("-m", "data.tokenizer=char,bpe", "data.bpe_vocab_size=300").code == 0
+    said = "job 0: data.bpe_vocab_size=300 has no effect without data.tokenizer=bpe"
+    assert [message for message in caplog.messages if "no effect" in message] == [said]
+
+
 @pytest.mark.parametrize("typed", ["model=nonsense,char_small", "model.num_head=1,2", "model.num_heads=3,5", "seed=range(3,3)"])
 def test_a_sweep_in_which_every_job_has_a_mistake_or_without_jobs_leaves_no_folder(cli, place, typed):
     assert cli(*TINY, "-m", typed).code == 2
@@ -120,7 +127,8 @@ def test_grids_of_one_sweep_have_a_folder_each(cli, place, monkeypatch):
     said = cli(*words)
     assert said.code == 2 and "is the folder of another grid of this sweep" in said.err
     assert cli(*words, "output_dir=g${hydra:job.num}").code == 0
-    assert seen == ["runs/scaling_ablation/smoke", "g0", "g1"]
+    assert cli("experiment=scaling_ablation", "ablation=real", "model.path=folder", "output_dir=g2").code == 0  # for model=hf
+    assert seen == ["runs/scaling_ablation/smoke", "g0", "g1", "g2"]
 
 
 def test_flags_may_stand_anywhere(cli, place, monkeypatch):

@@ -31,8 +31,7 @@ PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view_at
 
 SMALL = {
     r"^train(?!.*(--help|--cfg|ablation|one_step))": "trainer.max_steps=2 trainer.val_every=0 trainer.val_batches=1 "
-    "trainer.accelerator=cpu trainer.threads=1 data.batch_size=4 callbacks.progress=false",
-    r"^train(?!.*(--help|--cfg|ablation|one_step| -m ))": "evaluation.num_rows=2 evaluation.num_beams=1",
+    "trainer.accelerator=cpu trainer.threads=1 data.batch_size=4 evaluation.num_rows=2 evaluation.num_beams=1 callbacks.progress=false",
     r"^train(?!.*(--help|--cfg|ablation|one_step|from_template|data=module|experiment=sorted\b))": "trainer.val_batch_size=4",
     r"^train(?!.*(--help|--cfg|ablation|one_step|from_template))": "schedule.warmup_steps=1",
     r"^train(?!.*(--help|--cfg|ablation|init_from|own_project|from_template|model=hf))": "model.num_layers=1 model.embed_dim=16 model.num_heads=2",
@@ -243,8 +242,8 @@ def call(program: str, arguments: Sequence[str]) -> None:
         patch.setattr(sys, "argv", [f"{program}.py", *given, *more])
         for name in ("HYDRA_FULL_ERROR", "MINITX_TRACEBACK"):
             patch.setenv(name, "0")
-        check = train.check_idle  # of what the page types: the words of SMALL are for every page
-        patch.setattr(train, "check_idle", lambda config, words: check(config, [word for word in words if word not in more]))
+        check = train.idle  # of what the page types: the words of SMALL are for every page
+        patch.setattr(train, "idle", lambda config, words: check(config, [word for word in words if word not in more]))
         code = PROGRAMS[program].main()
     assert code == 0, f"exit code {code} of: {program}.py {' '.join([*arguments, *more])}"
 
