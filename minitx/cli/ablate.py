@@ -18,7 +18,7 @@ from typing import Any
 
 from minitx.ablation.design import AblationConfig, ThresholdConfig
 from minitx.ablation.execution import duration, run_cells
-from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of
+from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of, settings
 from minitx.ablation.judge import judge
 from minitx.ablation.pools import SLURM_JOBS, LocalPool, Pool, SlurmPool
 from minitx.ablation.records import Record, Runs, read_records
@@ -42,6 +42,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     from minitx.ablation.measures import check_measures
 
     common = [text for text in overrides if not text.lstrip("+~").startswith(NOT_FOR_CELLS)]
+    require("ckpt_path" not in settings(common), "ckpt_path is for one run: a grid goes on with the same command")
     chosen = cells(grid, common=["callbacks.progress=false", "trainer.threads=1", *common])
     if any(text.lstrip("+").startswith("seed=") for text in overrides):
         log.info("seed= is not for a grid: ablation.studies.NAME.seeds are the seeds of its runs")

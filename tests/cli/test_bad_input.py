@@ -43,6 +43,7 @@ COMPOSED = {
     "seed=???": "seed",
     "experiment=classify": "data.path is missing",
     "experiment=scaling_ablation ablation.launcher=slurn": "did you mean slurm?",
+    "experiment=scaling_ablation ckpt_path=last": "a grid goes on with the same command",
     # what nothing reads
     "evaluation.num_rows=5 evaluation.test=last": "no effect without evaluation.at_end=true",
     "callbacks.probe.batch_size=4": "no effect without callbacks.probe.every",
