@@ -60,7 +60,7 @@ mutation: $(VENV)/dev.installed
 $(VENV)/%.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[$*]"
-	touch $@
+	touch $@ $(if $(filter dev,$*),$(VENV)/train.installed)  # which dev contains
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
