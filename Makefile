@@ -57,10 +57,11 @@ mutation: $(VENV)/dev.installed
 	$(BIN)/python tests/tools/mutation.py
 	$(BIN)/python tests/tools/mutation.py --record
 
+# dev contains train
 $(VENV)/%.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[$*]"
-	touch $@ $(if $(filter dev,$*),$(VENV)/train.installed)  # which dev contains
+	touch $@ $(if $(filter dev,$*),$(VENV)/train.installed)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
