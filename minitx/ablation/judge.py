@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from minitx.ablation.design import PARTS, AblationConfig, ComparisonConfig, Condition, ExpectedConfig, LawConfig, StudyConfig
+from minitx.ablation.grid import Run, Runs, solved_step
 from minitx.ablation.intervals import Span, median, median_interval
-from minitx.ablation.records import Run, Runs, solved_step
 
 RATIOS = {"threshold": "largest stable learning rate", "time": "steps until the task is solved"}
 SCORES = {"loss": "validation loss", "accuracy": "validation accuracy"}

@@ -195,7 +195,7 @@ def _without_window(mask: Mask | None) -> Mask | None:
 
 
 def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attention: bool = False) -> dict[str, Any]:
-    """Return the ``result`` of a record (see ``records``) as plain data without NaN.
+    """Return the ``result`` of a record (see ``grid``) as plain data without NaN.
 
     Args:
         folder: the run's folder.

@@ -19,8 +19,8 @@ import lightning.pytorch as L
 import torch
 
 from minitx.ablation.design import ThresholdConfig
+from minitx.ablation.grid import read_records
 from minitx.ablation.measures import START_FILE, read_json, short
-from minitx.ablation.records import read_records
 from minitx.config import ConfigError, RunConfig
 from minitx.training.build import build_network, in_steps, open_data
 from minitx.training.callbacks import StepCallback, step_means
@@ -116,7 +116,7 @@ class Watch(StepCallback):
 
 
 def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) -> dict[str, Any]:
-    """Return the ``result`` of a threshold's record (see ``records``). Its runs so far are kept in ``folder``, and are not made again.
+    """Return the ``result`` of a threshold's record (see ``grid``). Its runs so far are kept in ``folder``, and are not made again.
 
     Args:
         config: the config of the runs. ``optimizer.lr`` is where the search starts.

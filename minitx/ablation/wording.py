@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from minitx.ablation.design import AblationConfig, Condition
+from minitx.ablation.grid import Run
 from minitx.ablation.intervals import Span
-from minitx.ablation.records import Run
 
 
 def words(grid: AblationConfig, name: str) -> str:

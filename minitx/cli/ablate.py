@@ -17,11 +17,9 @@ from types import FrameType
 from typing import Any
 
 from minitx.ablation.design import AblationConfig, ThresholdConfig
-from minitx.ablation.execution import duration, run_cells
-from minitx.ablation.grid import Cell, cells, code_fingerprint, command_of, settings
+from minitx.ablation.execution import SLURM_JOBS, LocalPool, Pool, SlurmPool, duration, run_cells
+from minitx.ablation.grid import Cell, Record, Runs, cells, code_fingerprint, command_of, read_records, settings
 from minitx.ablation.judge import judge
-from minitx.ablation.pools import SLURM_JOBS, LocalPool, Pool, SlurmPool
-from minitx.ablation.records import Record, Runs, read_records
 from minitx.ablation.report import module_of, write_report
 from minitx.cli.command_line import CellsFailedError, sentence
 from minitx.cli.compose import NOT_FOR_CELLS, compose_cell, compose_config

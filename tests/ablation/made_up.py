@@ -14,9 +14,8 @@ import numpy as np
 
 from minitx.ablation import design
 from minitx.ablation.design import ComparisonConfig, LawConfig
-from minitx.ablation.grid import cells
+from minitx.ablation.grid import Runs, cells
 from minitx.ablation.judge import judge
-from minitx.ablation.records import Runs
 
 SCALED, UNSCALED, FOLD = "inv_sqrt", "unscaled", "full_fold"
 BOTH = (SCALED, UNSCALED)

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 
 from minitx.ablation.design import AblationConfig, Solved, StartConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
-from minitx.ablation.grid import cells, settings
-from minitx.ablation.records import read_records
+from minitx.ablation.grid import cells, read_records, settings
 from tests.waiting import PATIENCE, wait_for
 
 SMALL = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8",

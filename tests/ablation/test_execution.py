@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 from pretend import Here, StoppedError, comparable, grid, ran, run
 
-from minitx.ablation.grid import cells
-from minitx.ablation.records import read_records
+from minitx.ablation.grid import cells, read_records
 from minitx.config import ConfigError
 
 

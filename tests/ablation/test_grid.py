@@ -15,8 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import minitx.ablation.grid as module
 from minitx.ablation import design
 from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig, ThresholdConfig
-from minitx.ablation.grid import Cell, cells, code_fingerprint
-from minitx.ablation.records import Place
+from minitx.ablation.grid import Cell, Place, cells, code_fingerprint
 from minitx.config import ConfigError
 
 ROOT = Path(__file__).parents[2]

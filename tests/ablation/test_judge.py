@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from minitx.ablation.grid import Run
 from minitx.ablation.judge import Arm, Endpoint, answers, judge, slopes
-from minitx.ablation.records import Run
 from tests.ablation import made_up
 from tests.ablation.made_up import BOTH, RATES, SCALED, SEEDS, UNSCALED, Truth, foretold
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pretend import alive, comparable, run
 
-from minitx.ablation.records import read_records
+from minitx.ablation.grid import read_records
 from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

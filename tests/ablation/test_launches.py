@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from minitx.ablation.grid import cells
-from minitx.ablation.records import Runs
+from minitx.ablation.grid import Runs, cells
 from minitx.cli import ablate
 from minitx.cli.compose import compose_grid
 from minitx.config import ConfigError

@@ -10,7 +10,7 @@ import pytest
 from pretend import act, alive, run
 
 from minitx.ablation.design import AblationConfig, StudyConfig
-from minitx.ablation.pools import LocalPool, SlurmPool
+from minitx.ablation.execution import LocalPool, SlurmPool
 from minitx.config import ConfigError
 from tests.waiting import PATIENCE, wait_for
 

@@ -8,9 +8,8 @@ import pandas
 import pytest
 
 from minitx.ablation import curves
-from minitx.ablation.grid import cells
+from minitx.ablation.grid import Runs, cells, solved_step
 from minitx.ablation.judge import judge
-from minitx.ablation.records import Runs, solved_step
 from minitx.ablation.report import _slopes, study_pictures, write_report
 from minitx.ablation.scaling import figure, sentences
 from minitx.analysis.canvas import DPI

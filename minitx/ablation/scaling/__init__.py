@@ -9,8 +9,8 @@ from typing import Any
 
 from minitx.ablation import curves
 from minitx.ablation import wording as say
+from minitx.ablation.grid import Run
 from minitx.ablation.judge import Finding, Findings
-from minitx.ablation.records import Run
 from minitx.ablation.report import Picture, Section, text
 from minitx.analysis.canvas import label, log_ticks, panels
 
