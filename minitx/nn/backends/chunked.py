@@ -11,7 +11,7 @@ with R the dropout factors, 0 or 1/(1 − p), drawn anew from a seed of their ow
 entirely are skipped: a causal call costs half, a window costs length × window. The remaining tiles are found once and stored
 with the mask, so the layers of a model share them.
 
-Each pass is a ``torch.autograd.Function``, which ``torch.compile`` does not enter: a compiled graph breaks there.
+It is a ``torch.autograd.Function``, which ``torch.compile`` does not enter: a compiled graph breaks there.
 """
 
 from __future__ import annotations
@@ -214,28 +214,11 @@ class Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors[: 2 + len(ctx.needs_input_grad)]  # without those of the mask
-        return None, *Gradients.apply(ctx.settings, ctx.needs_input_grad[4:], grad, *saved)  # type: ignore[no-untyped-call]
-
-
-class Gradients(torch.autograd.Function):
-    """The gradients of query, key, value, sinks and the tensors of the bias; of the last two None where none is wanted."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        settings: Settings,
-        wanted: tuple[bool, ...],
-        grad: Tensor,
-        output: Tensor,
-        top: Tensor,
-        inverse: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        *bias_tensors: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("backend 'chunked' is not twice differentiable (create_graph=True); backend='math' is")
+        settings, wanted = ctx.settings, ctx.needs_input_grad[4:]  # those of the sinks and the bias are None where none is wanted
+        output, top, inverse, query, key, value, sinks, *more = ctx.saved_tensors
+        bias_tensors = more[: len(wanted) - 1]  # without those of the mask
         with full_precision(query.device):
             problem = Problem.of(settings, query, key, value, sinks, bias_tensors)
             d_query, d_key, d_value = (t.new_zeros(t.shape) for t in (problem.query, problem.key, problem.value))
@@ -262,11 +245,7 @@ class Gradients(torch.autograd.Function):
                 d_sinks = -((problem.sinks - top).exp() * inverse * delta).sum((0, 2, 3))
             gradients = d_query.mul_(settings.scale), d_key, d_value, d_sinks, *bias_gradient.sums
             inputs = query, key, value, sinks, *bias_tensors
-            return tuple(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True))  # type: ignore[union-attr]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("backend 'chunked' is not twice differentiable; backend='math' is")
+            return None, *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True))  # type: ignore[union-attr]
 
 
 class BiasGradient:
