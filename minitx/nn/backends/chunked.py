@@ -216,7 +216,7 @@ class Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("backend 'chunked' is not twice differentiable (create_graph=True); backend='math' is")
-        settings, wanted = ctx.settings, ctx.needs_input_grad[4:]  # those of the sinks and the bias are None where none is wanted
+        settings, wanted = ctx.settings, ctx.needs_input_grad[4:]  # gradients of the sinks and of the bias
         output, top, inverse, query, key, value, sinks, *more = ctx.saved_tensors
         bias_tensors = more[: len(wanted) - 1]  # without those of the mask
         with full_precision(query.device):

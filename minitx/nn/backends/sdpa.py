@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     """What the kernel needs to know about a mask. ``hidden_keys`` and ``empty_rows`` are None if there are none."""
 
     is_causal: bool = False
-    kernel_mask: Tensor | None = None  # broadcastable to (B, H, L, S), in a dtype that the kernel takes; all visible in an empty row
+    kernel_mask: Tensor | None = None  # broadcastable to (B, H, L, S); in an empty row all is visible
     hidden_keys: Tensor | None = None  # bool (B or 1, Hkv or 1, S, 1): no query sees the key
     empty_rows: Tensor | None = None  # bool (B or 1, H or 1, L or 1, 1): the query sees no key
 
@@ -151,7 +151,7 @@ def _plan(call: AttentionCall) -> Plan:
         call = replace(call, mask=mask)
     visible = call.visible(attn_bias)
     assert visible is not None
-    some, seen = visible.any(-1, keepdim=True), visible_keys(visible, call.key.shape[1])  # (B|1, H|1, L|1, 1), (B|1, Hkv|1, S|1, 1)
+    some, seen = visible.any(-1, keepdim=True), visible_keys(visible, call.key.shape[1])
     looks = _can_look(visible)
     all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
     kernel_mask = visible if all_rows else visible | ~some
