@@ -60,22 +60,6 @@ def assert_same_with_gradients(got, want, leaves, tolerance=1e-12):
         assert_same(ours, theirs, tolerance)
 
 
-def torch_layer(**options):
-    """torch.nn.MultiheadAttention with biases that are not zero; float64."""
-    layer = nn.MultiheadAttention(12, 3, **{"batch_first": True, "dtype": torch.float64, **options})
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return layer
-
-
-class Louder(nn.MultiheadAttention):
-    """torch's layer with a forward of its own."""
-
-    def forward(self, *args, **options):
-        output, weights = super().forward(*args, **options)
-        return 2.0 * output, weights
-
-
 class OpRecorder(TorchDispatchMode):
     """The names of the kernels that run inside ``with``."""
 

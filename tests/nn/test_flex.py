@@ -52,14 +52,14 @@ def both(mask=None, is_causal=False, backend="lowered", **options):
 class TestLowering:
     @pytest.mark.parametrize("mask", ["none", "right padding and causal", "dense (1, H, L, S) and causal", "everything"])
     def test_every_mask_becomes_a_block_mask(self, mask):
-        attn_mask, is_causal, _ = MASKS[mask]
+        attn_mask, is_causal = MASKS[mask]
         got, want = both(attn_mask, is_causal)
         torch.testing.assert_close(got, want)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("option", OPTIONS)
     def test_every_option_becomes_a_score_modification(self, option):
-        attn_mask, is_causal, _ = MASKS["empty rows"]
+        attn_mask, is_causal = MASKS["empty rows"]
         got, want = both(attn_mask, is_causal, **OPTIONS[option])
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
