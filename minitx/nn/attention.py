@@ -236,7 +236,11 @@ class MultiHeadAttention(nn.Module):
         B, L, D = query.shape[0], query.shape[1], self.head_dim
         q = self.q_proj(query).view(B, L, self.num_heads, D).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
         if is_cross and cache is not None and cache.memory is not None:
-            _check_memory(cache.memory[0], key)
+            kept = cache.memory[0].shape[0], cache.memory[0].shape[2]
+            if kept != tuple(key.shape[:2]):
+                raise ValueError(
+                    f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {tuple(key.shape[:2])}"
+                )
             return q if self.qk_norm is None else self.qk_norm(q, None)[0], *cache.memory
         S = key.shape[1]
         k = self.k_proj(key).view(B, S, self.num_kv_heads, D).transpose(1, 2)  # (B, Hkv, S, D)
@@ -355,11 +359,3 @@ class MultiHeadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-
-
-def _check_memory(keys: Tensor, memory: Tensor) -> None:
-    if (keys.shape[0], keys.shape[2]) != tuple(memory.shape[:2]):
-        kept = keys.shape[0], keys.shape[2]
-        raise ValueError(
-            f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {tuple(memory.shape[:2])}"
-        )

@@ -76,7 +76,7 @@ def test_neighbours_of_a_fine_grain_are_one_product_and_the_answer_is_maths(monk
 def factors_of(call, seed):
     """The whole matrix of dropout factors that the tiles of a call draw."""
     settings = chunked.Settings.of(call, seed)
-    problem = chunked.Problem.of(settings, call.query, call.key, call.value, None, ())
+    problem = chunked.Problem(settings, call.query, call.key, call.value, None, ())
     whole = torch.full(call.shape, torch.nan, dtype=call.query.dtype)
     for rows, strip in settings.plan:
         for keys, _ in strip:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,25 +55,22 @@ class Settings(NamedTuple):
         return Settings(call.mask, builder_of(bias), seed, call.scale, call.softcap, call.dropout_p, plan)
 
 
-@dataclass
 class Problem:
     """One call with tensors in the dtype of the sums. ``tile`` computes any tile of it."""
 
-    query: Tensor  # (B, H, L, D), already scaled
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None  # (H, 1, 1)
-    bias: Bias | None
-    settings: Settings
-
-    @staticmethod
-    def of(
-        settings: Settings, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias_tensors: Sequence[Tensor]
-    ) -> Problem:
+    def __init__(
+        self,
+        settings: Settings,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        bias_tensors: Sequence[Tensor],
+    ) -> None:
         dtype = torch.promote_types(query.dtype, torch.float32)
-        query, key, value = query.to(dtype) * settings.scale, key.to(dtype), value.to(dtype)
-        sinks = None if sinks is None else sinks.to(dtype).view(-1, 1, 1)
-        return Problem(query, key, value, sinks, settings.make_bias(iter(bias_tensors)), settings)
+        self.settings, self.bias = settings, settings.make_bias(iter(bias_tensors))
+        self.query, self.key, self.value = query.to(dtype) * settings.scale, key.to(dtype), value.to(dtype)
+        self.sinks = None if sinks is None else sinks.to(dtype).view(-1, 1, 1)  # (H, 1, 1)
 
     def tile(self, rows: slice, keys: slice, is_whole: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Return the logits (B, H, l, s) with -inf where hidden, the soft-capped scores, and the keys and values of a tile."""
@@ -185,7 +182,7 @@ class Chunked(torch.autograd.Function):
         ctx: Any, settings: Settings, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *bias_tensors: Tensor
     ) -> Tensor:
         with full_precision(query.device):
-            problem = Problem.of(settings, query, key, value, sinks, bias_tensors)
+            problem = Problem(settings, query, key, value, sinks, bias_tensors)
             rows = problem.query.shape[:3]
             output = problem.query.new_zeros((*rows, value.shape[-1]))
             total = problem.query.new_zeros((*rows, 1))
@@ -220,7 +217,7 @@ class Chunked(torch.autograd.Function):
         output, top, inverse, query, key, value, sinks, *more = ctx.saved_tensors
         bias_tensors = more[: len(wanted) - 1]  # without those of the mask
         with full_precision(query.device):
-            problem = Problem.of(settings, query, key, value, sinks, bias_tensors)
+            problem = Problem(settings, query, key, value, sinks, bias_tensors)
             d_query, d_key, d_value = (t.new_zeros(t.shape) for t in (problem.query, problem.key, problem.value))
             bias_gradient = BiasGradient(problem, bias_tensors, wanted[1:])
             delta = (grad * output).sum(-1, keepdim=True)
