@@ -231,16 +231,13 @@ def test_an_encoder_can_be_made_of_a_layer_that_was_swapped_before():
     torch.testing.assert_close(model(x), want(x), rtol=0, atol=1e-12)
 
 
-def test_what_code_reads_off_torchs_layer_is_there():
-    theirs = torch_layer(kdim=8, vdim=10, dropout=0.25, batch_first=False)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_what_code_reads_off_torchs_layer_is_there_and_the_way_back_keeps_the_axis_of_the_batch(batch_first):
+    theirs = torch_layer(kdim=8, vdim=10, dropout=0.25, batch_first=batch_first)
     ours = DropInAttention(theirs)
     for name in ("embed_dim", "num_heads", "head_dim", "kdim", "vdim", "dropout", "batch_first", "training"):
         assert getattr(ours, name) == getattr(theirs, name)
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_the_way_back_keeps_the_axis_of_the_batch(batch_first):
-    assert DropInAttention(torch_layer(batch_first=batch_first)).to_torch().batch_first is batch_first
+    assert ours.to_torch().batch_first is batch_first
 
 
 # ---- a whole model
