@@ -172,19 +172,22 @@ class _Drawer:
 
         The fan-in of a table is its width, as of a head that is tied to it.
         """
-        if module is None or module.weight in self.drawn:
+        if module is None:
             return
         fan_out, fan_in = module.weight.shape
         sizes, gain = Sizes(fan_in, fan_out, head_dim, self.num_layers), self.gains.get(role, 1.0)
-        std = self.scheme.roles.get(role, self.scheme.weight)
-        _fill(module.weight, std(sizes), self.scheme.uniform and role != "embedding", self.generator)
-        module.weight.mul_(factor * gain)  # after the draw, so that folded and unfolded models differ by exactly this factor
-        self.drawn.add(module.weight)
-        if isinstance(module, nn.Embedding):
-            if module.padding_idx is not None:
+        bias = None if isinstance(module, nn.Embedding) else module.bias
+        if module.weight not in self.drawn:
+            std = self.scheme.roles.get(role, self.scheme.weight)
+            _fill(module.weight, std(sizes), self.scheme.uniform and role != "embedding", self.generator)
+            module.weight.mul_(
+                factor * gain
+            )  # after the draw, so that folded and unfolded models differ by exactly this factor
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
-        elif module.bias is not None:
-            _fill(module.bias, self.scheme.bias(sizes) * factor * gain if self.scheme.bias else 0.0, True, self.generator)
+        if bias is not None and bias not in self.drawn:  # also where the weight is a table's
+            _fill(bias, self.scheme.bias(sizes) * factor * gain if self.scheme.bias else 0.0, True, self.generator)
+        self.drawn |= {module.weight} if bias is None else {module.weight, bias}
 
 
 def _fill(tensor: Tensor, std: float, uniform: bool, generator: torch.Generator | None) -> None:
