@@ -226,7 +226,8 @@ class Block(nn.Module):
                 continue
             h = residual.norm(x) if residual.norm_first else x
             out = sublayer(h, **given)
-            out = out[0] if isinstance(out, tuple) else out  # an attention may also return its weights
+            if isinstance(out, tuple) and sublayer is not self.feedforward:
+                out = out[0]  # an attention may also return its weights
             if self.parallel and residual is self.attention_residual:
                 out = out + self.feedforward(h)
             out = residual.finish(out)

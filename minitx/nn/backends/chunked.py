@@ -135,9 +135,8 @@ def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -
     """Yield the tiles to compute: slices of the rows, each with slices of the keys and whether all of it is visible."""
     _, _, L, S = shape
     height, width, most = tile_sizes(mask, shape)
-    plan: Plan
     whole = (states == 2).numpy(force=True)
-    plan = [(slice(row, min(row + height, L)), []) for row in range(0, L, height)]
+    plan: Plan = [(slice(row, min(row + height, L)), []) for row in range(0, L, height)]
     for row, column in states.nonzero().tolist():
         strip, is_whole = plan[row][1], bool(whole[row][column])
         start, stop = column * width, min((column + 1) * width, S)
