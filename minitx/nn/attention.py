@@ -349,7 +349,7 @@ class MultiHeadAttention(nn.Module):
         theirs = nn.MultiheadAttention(E, H, dropout=self.dropout, batch_first=batch_first, **sizes)
         theirs = theirs.to(self.q_proj.weight).train(self.training)
         for name, whole in theirs.named_parameters():
-            parts = [self.get_parameter(part) for part in TORCH_PARTS[name]]
+            parts: list[Tensor] = [self.get_parameter(part) for part in TORCH_PARTS[name]]
             if len({part.requires_grad for part in parts}) > 1:
                 raise ValueError(
                     "q_proj, k_proj and v_proj are frozen in part: in torch.nn.MultiheadAttention they are one parameter"

@@ -216,7 +216,7 @@ class Block(nn.Module):
             attn_mask = intersect(Causal(), attn_mask)
         options = _given(attn_mask=attn_mask, position_ids=position_ids, attn_bias=attn_bias, cache=cache)
         cross = {} if memory is None else _given(key=memory, attn_mask=memory_mask, cache=cache)
-        sublayers = (
+        sublayers: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
             (self.attention_residual, self.attention, options),
             (self.cross_residual, self.cross_attention, cross),
             (self.feedforward_residual, self.feedforward, {}),

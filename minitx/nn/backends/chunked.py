@@ -241,7 +241,7 @@ class Chunked(torch.autograd.Function):
                 d_sinks = -((problem.sinks - top).exp() * inverse * delta).sum((0, 2, 3))
             gradients = d_query.mul_(settings.scale), d_key, d_value, d_sinks, *bias_gradient.sums
             inputs = query, key, value, sinks, *bias_tensors
-            return None, *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True))  # type: ignore[union-attr]
+            return None, *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True))
 
 
 class BiasGradient:
