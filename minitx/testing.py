@@ -18,8 +18,8 @@ are compared with those of ``naive_attention`` in float64; with dropout the spre
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -349,8 +349,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("target", help="module:function, for example minitx.nn:scaled_dot_product_attention")
     parser.add_argument("--device", default="cpu")
     typed = parser.parse_args(arguments)
+    module, _, name = typed.target.partition(":")
     try:
-        results = check_kernel(pkgutil.resolve_name(typed.target), typed.device)
+        results = check_kernel(getattr(importlib.import_module(module), name), typed.device)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         parser.error(f"target={typed.target} must be module:function: {error}")
     sys.stdout.write(table(results) + "\n")
