@@ -172,7 +172,8 @@ def cases() -> Iterator[Case]:
     yield Case("one key", keys=1)
     for scale in (1.0, 0.0, -0.5, 1e-3):
         yield Case(f"scale {scale:g}", {"scale": scale})
-    yield Case("scale -0.5 and causal", {"scale": -0.5, "is_causal": True})
+    for scale in (0.0, -0.5):  # a kernel that multiplies its own -inf by the scale fails here
+        yield Case(f"scale {scale:g} and causal", {"scale": scale, "is_causal": True})
     yield Case("causal", {"is_causal": True})
     yield Case("causal, decoding one", {"is_causal": True}, rows=1)
     yield Case("causal, decoding three", {"is_causal": True}, rows=3)

@@ -53,8 +53,9 @@ def test_every_public_name_says_what_it_is():
     assert [f"{name}.{key}" for name in MODULES for key, thing in members(name) if not says_what(thing)] == []
 
 
-PUBLIC = {f"{room.__name__}.{key}": getattr(room, key) for room in (nn, backends, models, interop) for key in room.__all__}
+PUBLIC = {f"{room.__name__}.{key}": getattr(room, key) for room in (nn, models, interop) for key in room.__all__}
 PUBLIC |= {f"{efficient.__name__}.{key}": thing for key, thing in members(efficient.__name__) if "." not in key}
+PUBLIC |= {f"backends.{thing.__name__}": thing for thing in (backends.Backend, backends.BackendReport, backends.attend)}
 
 
 def arguments(thing: Any) -> list[str]:

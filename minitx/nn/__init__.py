@@ -10,7 +10,6 @@ Additive, linear, Performer and Linformer attention are in ``minitx.nn.efficient
 
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.backends import (
-    AttentionCall,
     backend_names,
     explain_backends,
     register_backend,
@@ -22,7 +21,7 @@ from minitx.nn.blocks import Block, LayerScale, Residual, StochasticDepth, is_re
 from minitx.nn.cache import KVCache, LayerCache
 from minitx.nn.drop_in import DropInAttention, swap_attention
 from minitx.nn.feedforward import FeedForward
-from minitx.nn.functional import attention_scores, attention_weights, masked_softmax, reference_attention
+from minitx.nn.functional import AttentionCall, attention_scores, attention_weights, masked_softmax, reference_attention
 from minitx.nn.init import init_weights
 from minitx.nn.masks import (
     BlockSparse,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -17,10 +15,12 @@ from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary, Rotation
 from minitx.nn.scale import ScoreScale, not_plain
 
-TORCH_PARAMETERS = (
-    *("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"),
-    *(f"{name}_proj_weight" for name in "qkv"),
-)
+TORCH_PARTS = {
+    **{f"in_proj_{kind}": [f"{name}_proj.{kind}" for name in "qkv"] for kind in ("weight", "bias")},
+    **{f"out_proj.{kind}": [f"out_proj.{kind}"] for kind in ("weight", "bias")},
+    **{f"{name}_proj_weight": [f"{name}_proj.weight"] for name in "qkv"},  # with kdim or vdim, instead of in_proj_weight
+}
+"""The parameters of ``torch.nn.MultiheadAttention``, and those of ``MultiHeadAttention`` of which each is the concatenation."""
 
 
 class DotProductAttention(nn.Module):
@@ -236,7 +236,11 @@ class MultiHeadAttention(nn.Module):
         B, L, D = query.shape[0], query.shape[1], self.head_dim
         q = self.q_proj(query).view(B, L, self.num_heads, D).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
         if is_cross and cache is not None and cache.memory is not None:
-            _check_memory(cache.memory[0], key)
+            kept = cache.memory[0].shape[0], cache.memory[0].shape[2]
+            if kept != tuple(key.shape[:2]):
+                raise ValueError(
+                    f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {tuple(key.shape[:2])}"
+                )
             return q if self.qk_norm is None else self.qk_norm(q, None)[0], *cache.memory
         S = key.shape[1]
         k = self.k_proj(key).view(B, S, self.num_kv_heads, D).transpose(1, 2)  # (B, Hkv, S, D)
@@ -298,13 +302,14 @@ class MultiHeadAttention(nn.Module):
         if theirs.bias_k is not None or theirs.add_zero_attn:
             option = "add_bias_kv" if theirs.bias_k is not None else "add_zero_attn"
             raise ValueError(f"{option}=True appends a key to every sequence, which MultiHeadAttention does not have")
-        if (fault := not_plain(theirs, nn.MultiheadAttention, TORCH_PARAMETERS)) is not None:
+        if (fault := not_plain(theirs, nn.MultiheadAttention, TORCH_PARTS)) is not None:
             raise ValueError(f"theirs must be a plain torch.nn.MultiheadAttention: {fault}")
         has_bias = theirs.in_proj_bias is not None
         core = DotProductAttention(backend=backend)
         sizes = {"kdim": theirs.kdim, "vdim": theirs.vdim, "bias": has_bias, "dropout": theirs.dropout, "core": core}
         ours = cls(theirs.embed_dim, theirs.num_heads, **sizes).to(theirs.out_proj.weight).train(theirs.training)
-        for whole, parts in _torch_parts(ours, theirs):
+        for name, whole in theirs.named_parameters():
+            parts = [ours.get_parameter(part) for part in TORCH_PARTS[name]]
             for part, copied in zip(parts, whole.detach().chunk(len(parts)), strict=True):
                 part.data.copy_(copied)
                 part.requires_grad_(whole.requires_grad)  # a frozen layer stays frozen
@@ -343,7 +348,8 @@ class MultiHeadAttention(nn.Module):
         sizes = {"kdim": self.k_proj.in_features, "vdim": self.v_proj.in_features, "bias": self.q_proj.bias is not None}
         theirs = nn.MultiheadAttention(E, H, dropout=self.dropout, batch_first=batch_first, **sizes)
         theirs = theirs.to(self.q_proj.weight).train(self.training)
-        for whole, parts in _torch_parts(self, theirs):
+        for name, whole in theirs.named_parameters():
+            parts: list[Tensor] = [self.get_parameter(part) for part in TORCH_PARTS[name]]
             if len({part.requires_grad for part in parts}) > 1:
                 raise ValueError(
                     "q_proj, k_proj and v_proj are frozen in part: in torch.nn.MultiheadAttention they are one parameter"
@@ -353,24 +359,3 @@ class MultiHeadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-
-
-def _torch_parts(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> list[tuple[Tensor, list[Tensor]]]:
-    """Pairs of a parameter of theirs and the parameters of ours of which it is the concatenation."""
-    projections, out = (ours.q_proj, ours.k_proj, ours.v_proj), ours.out_proj
-    pairs: list[tuple[Any, list[Any]]] = [
-        (theirs.in_proj_weight, [one.weight for one in projections]),  # None with kdim or vdim
-        (theirs.in_proj_bias, [one.bias for one in projections]),
-        (theirs.out_proj.weight, [out.weight]),
-        (theirs.out_proj.bias, [out.bias]),
-        *((getattr(theirs, f"{name}_proj_weight"), [one.weight]) for name, one in zip("qkv", projections, strict=True)),
-    ]
-    return [(whole, parts) for whole, parts in pairs if whole is not None]
-
-
-def _check_memory(keys: Tensor, memory: Tensor) -> None:
-    if (keys.shape[0], keys.shape[2]) != tuple(memory.shape[:2]):
-        kept = keys.shape[0], keys.shape[2]
-        raise ValueError(
-            f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {tuple(memory.shape[:2])}"
-        )

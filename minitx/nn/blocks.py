@@ -125,7 +125,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:
             return x + self.finish(sublayer(self.norm(x)))
-        out = self.finish(sublayer(x))
+        out = self.finish(sublayer(x))  # first, because the order decides the last bits of gradients
         return self.norm(x * self.residual_scale + out)
 
 
@@ -216,31 +216,27 @@ class Block(nn.Module):
             attn_mask = intersect(Causal(), attn_mask)
         options = _given(attn_mask=attn_mask, position_ids=position_ids, attn_bias=attn_bias, cache=cache)
         cross = {} if memory is None else _given(key=memory, attn_mask=memory_mask, cache=cache)
-        one, two, last = self.attention_residual, self.cross_residual, self.feedforward_residual
-        if one.norm_first:  # pre: x + f(norm(x)); sandwich: x + norm'(f(norm(x)))
-            h = one.norm(x)
-            out = _output(self.attention(h, **options))
-            x = x + one.finish(out + self.feedforward(h) if self.parallel else out)
-            if two is not None:
-                x = x + two.finish(_output(self.cross_attention(two.norm(x), **cross)))
-            return x if last is None else x + last.finish(self.feedforward(last.norm(x)))
-        # post: norm(x + f(x)); deepnorm: norm(α x + f(x)). f(x) comes first, because the order decides the last bits of gradients
-        out = one.finish(_output(self.attention(x, **options)))
-        x = one.norm(x * one.residual_scale + out)
-        if two is not None:
-            out = two.finish(_output(self.cross_attention(x, **cross)))
-            x = two.norm(x * two.residual_scale + out)
-        out = last.finish(self.feedforward(x))
-        return last.norm(x * last.residual_scale + out)
+        sublayers: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
+            (self.attention_residual, self.attention, options),
+            (self.cross_residual, self.cross_attention, cross),
+            (self.feedforward_residual, self.feedforward, {}),
+        )
+        for residual, sublayer, given in sublayers:  # each as in Residual.forward, without its frames on the way to the kernel
+            if residual is None:
+                continue
+            h = residual.norm(x) if residual.norm_first else x
+            out = sublayer(h, **given)
+            if isinstance(out, tuple) and sublayer is not self.feedforward:
+                out = out[0]  # an attention may also return its weights
+            if self.parallel and residual is self.attention_residual:
+                out = out + self.feedforward(h)
+            out = residual.finish(out)
+            x = x + out if residual.norm_first else residual.norm(x * residual.residual_scale + out)
+        return x
 
 
 def _given(**options: Any) -> dict[str, Any]:
     return {name: option for name, option in options.items() if option is not None}
-
-
-def _output(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """The output of an attention that may also return its weights."""
-    return out[0] if isinstance(out, tuple) else out
 
 
 def is_block(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.attention import TORCH_PARTS, MultiHeadAttention
 from minitx.nn.masks import Dense, Mask, intersect
 
 
@@ -191,14 +191,10 @@ def swap_attention(model: nn.Module, *, backend: str = "auto") -> nn.Module:
 
 def _translate(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *rest: object) -> None:
     """Before ``load_state_dict``: give the entries of torch's layer the names and shapes of ours."""
-    for kind in ("weight", "bias"):
-        found = {name: state_dict.pop(f"{prefix}{name}_proj_weight", None) for name in "qkv"} if kind == "weight" else {}
-        if (stacked := state_dict.pop(f"{prefix}in_proj_{kind}", None)) is not None:
-            found = dict(zip("qkv", stacked.chunk(3), strict=True))
-        found["out"] = state_dict.pop(f"{prefix}out_proj.{kind}", None)
-        for name, tensor in found.items():
-            if tensor is not None:
-                state_dict[f"{prefix}attention.{name}_proj.{kind}"] = tensor
+    for name, parts in TORCH_PARTS.items():
+        if (whole := state_dict.pop(f"{prefix}{name}", None)) is not None:
+            for part, tensor in zip(parts, whole.chunk(len(parts)), strict=True):
+                state_dict[f"{prefix}attention.{part}"] = tensor
 
 
 def _each_once(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:

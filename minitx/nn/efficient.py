@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitx.nn.backends import attend
 from minitx.nn.cache import StateCache
 from minitx.nn.functional import (
     AttentionCall,
     full_precision,
     hide_unseen,
     make_call,
-    masked_softmax,
     reference_attention,
 )
 from minitx.nn.masks import Causal, Mask, Padding, simplify
@@ -176,17 +176,14 @@ class AdditiveAttention(nn.Module):
         dtype, group = torch.promote_types(call.query.dtype, torch.float32), call.query.shape[1] // call.key.shape[1]
         with full_precision(call.query.device):
             attn_bias = call.dense_bias()
-            visible = call.visible(attn_bias)
-            key, value = (hide_unseen(x, visible).to(dtype).repeat_interleave(group, dim=1) for x in (call.key, call.value))
+            key = hide_unseen(call.key, call.visible(attn_bias)).to(dtype).repeat_interleave(group, dim=1)
             q, k = _widened(self.query_map, call.query.to(dtype)), _widened(self.key_map, key)  # (B, H, L, m), (B, H, S, m)
             sums = q.unsqueeze(3) + k.unsqueeze(2)  # (B, H, L, S, m)
             scores = _widened(self.energy, torch.tanh(sums)).squeeze(-1) * call.scale  # (B, H, L, S)
             if call.softcap is not None:
                 scores = call.softcap * torch.tanh(scores / call.softcap)
-            weights = masked_softmax(scores if attn_bias is None else scores + attn_bias.to(dtype), visible, call.sinks)
-            kept = F.dropout(weights, call.dropout_p) if call.dropout_p > 0.0 else weights
-            output = (kept @ value).to(call.value.dtype)
-        return (output, weights.to(call.query.dtype)) if call.need_weights else output
+            scores = scores if attn_bias is None else scores + attn_bias.to(dtype)
+        return attend(replace(call, scores=scores))
 
 
 def _widened(layer: nn.Module, x: Tensor) -> Tensor:
@@ -496,9 +493,6 @@ def _orthogonal_gaussian(num_features: int, head_dim: int, generator: torch.Gene
     return torch.cat(blocks).float()
 
 
-CORE_KINDS = ("additive", "linear", "performer", "linformer")
-
-
 def build_core(
     kind: str, *, head_dim: int, max_len: int, num_features: int | None = None, num_slots: int | None = None
 ) -> AdditiveAttention | EfficientAttention:
@@ -527,7 +521,7 @@ def build_core(
     if kind == "performer":
         return PerformerAttention(head_dim, num_features=num_features)
     if kind != "linformer":
-        raise ValueError(f"attention={kind!r} must be one of {', '.join(CORE_KINDS)}")
+        raise ValueError(f"attention={kind!r} must be one of additive, linear, performer, linformer")
     if num_slots is None:
         raise ValueError("attention='linformer' needs num_slots, got num_slots=None")
     return LinformerAttention(max_len, num_slots)

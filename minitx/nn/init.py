@@ -134,17 +134,16 @@ def init_weights(
         if isinstance(module, MultiHeadAttention):
             draw.attention(module, fold)
         elif isinstance(module, FeedForward):
-            for projection in (module.gate_proj, module.up_proj):
-                draw.linear(projection, "up", module.up_proj.in_features)
-            draw.linear(module.down_proj, "residual", module.up_proj.in_features)
+            for layer, role in ((module.gate_proj, "up"), (module.up_proj, "up"), (module.down_proj, "residual")):
+                draw.layer(layer, role)
         elif isinstance(module, LearnedPositions):
-            draw.embedding(module.table, "embedding")
+            draw.layer(module.table, "embedding")
     for name, module in model.named_modules():  # the other modules: embeddings, the head, norms, learned scales
         if isinstance(module, nn.Embedding):
             tied = any(getattr(other, "weight", None) is module.weight for other in model.modules() if other is not module)
-            draw.embedding(module, "head" if tied else "embedding")
+            draw.layer(module, "head" if tied else "embedding")
         elif isinstance(module, nn.Linear):
-            draw.linear(module, "head" if name.endswith("head") else "weight", module.in_features)
+            draw.layer(module, "head" if name.endswith("head") else "weight")
         elif isinstance(module, EfficientAttention):
             module.reset_parameters(generator)
         elif not isinstance(module, MultiHeadAttention | FeedForward) and hasattr(module, "reset_parameters"):
@@ -163,38 +162,32 @@ class _Drawer:
         """Initialise the four projections, with the fold on W_Q and W_K."""
         D = module.head_dim
         factors = {"query": {"q": D**-0.5}, "symmetric": {"q": D**-0.25, "k": D**-0.25}}.get(fold or "", {})
-        self.linear(module.q_proj, "query", D, factors.get("q", 1.0))
-        self.linear(module.k_proj, "key", D, factors.get("k", 1.0))
-        self.linear(module.v_proj, "value", D)
-        self.linear(module.out_proj, "residual", D)
+        for name, role in (("q", "query"), ("k", "key"), ("v", "value"), ("out", "residual")):
+            self.layer(getattr(module, f"{name}_proj"), role, factors.get(name, 1.0), head_dim=D)
         if module.sinks is not None:
             nn.init.zeros_(module.sinks)
 
-    def linear(self, module: nn.Linear | None, role: str, head_dim: int, factor: float = 1.0) -> None:
-        """Initialise the weight and the bias of one projection, and multiply them by ``factor``."""
-        if module is None or module.weight in self.drawn:
+    def layer(self, module: nn.Linear | nn.Embedding | None, role: str, factor: float = 1.0, head_dim: int = 1) -> None:
+        """Initialise a projection with its bias or a table, and multiply them by ``factor``.
+
+        The fan-in of a table is its width, as of a head that is tied to it.
+        """
+        if module is None:
             return
-        sizes = Sizes(module.in_features, module.out_features, head_dim, self.num_layers)
-        self._draw(module.weight, role, sizes, factor)
-        if module.bias is not None:
-            std = self.scheme.bias(sizes) if self.scheme.bias else 0.0
-            _fill(module.bias, std * factor * self.gains.get(role, 1.0), True, self.generator)
-
-    def embedding(self, module: nn.Embedding, role: str) -> None:
-        """Initialise a table. Its fan-in is its width, as for a head that is tied to it."""
+        fan_out, fan_in = module.weight.shape
+        sizes, gain = Sizes(fan_in, fan_out, head_dim, self.num_layers), self.gains.get(role, 1.0)
+        bias = None if isinstance(module, nn.Embedding) else module.bias
         if module.weight not in self.drawn:
-            sizes = Sizes(module.embedding_dim, module.num_embeddings, module.embedding_dim, self.num_layers)
-            self._draw(module.weight, role, sizes, 1.0)
-            if module.padding_idx is not None:
+            std = self.scheme.roles.get(role, self.scheme.weight)
+            _fill(module.weight, std(sizes), self.scheme.uniform and role != "embedding", self.generator)
+            module.weight.mul_(
+                factor * gain
+            )  # after the draw, so that folded and unfolded models differ by exactly this factor
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
-
-    def _draw(self, weight: Tensor, role: str, sizes: Sizes, factor: float) -> None:
-        uniform = self.scheme.uniform and role != "embedding"
-        std = self.scheme.roles.get(role, self.scheme.weight)
-        _fill(weight, std(sizes), uniform, self.generator)
-        # after the draw, so that folded and unfolded models differ by exactly this factor
-        weight.mul_(factor * self.gains.get(role, 1.0))
-        self.drawn.add(weight)
+        if bias is not None and bias not in self.drawn:  # also where the weight is a table's
+            _fill(bias, self.scheme.bias(sizes) * factor * gain if self.scheme.bias else 0.0, True, self.generator)
+        self.drawn |= {module.weight} if bias is None else {module.weight, bias}
 
 
 def _fill(tensor: Tensor, std: float, uniform: bool, generator: torch.Generator | None) -> None:

@@ -183,12 +183,6 @@ def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
     return T5RelativeBias(config.num_heads, bidirectional=not decoder, **sizes)
 
 
-def build_feedforward(config: TransformerConfig) -> FeedForward:
-    """Build the feed-forward network of a block."""
-    options = {"activation": config.activation, "bias": config.bias, "dropout": config.dropout}
-    return FeedForward(config.embed_dim, config.ffn_width, **options)  # type: ignore[arg-type]
-
-
 def build_block(
     config: TransformerConfig, layer: int, num_layers: int, *, causal: bool, cross: bool = False, core: Core | None = None
 ) -> Block:
@@ -201,7 +195,7 @@ def build_block(
 
     return Block(
         build_attention(config, layer, core=core),
-        build_feedforward(config),
+        FeedForward(config.embed_dim, config.ffn_width, activation=config.activation, bias=config.bias, dropout=config.dropout),
         norm=lambda: make_norm(config.norm, config.embed_dim, config.norm_eps),
         causal=causal,
         cross_attention=build_attention(config, rotary=False, core=core) if cross else None,

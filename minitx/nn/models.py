@@ -184,9 +184,12 @@ class TransformerModel(nn.Module):
         for layer, window in enumerate(self.windows):
             kind = window, None if cache is None else cache.layers[layer].window  # no length, which a graph would fix
             if kind not in found:
-                count = None if cache is None else cache.layers[layer].num_kept + num_new  # the keys that the layer reads
-                described = _newest(key_mask, count), _newest(document_ids, count)
-                found[kind] = intersect(causal, *_hiding_rules(window, *described), mask)
+                rules: list[Mask | None] = [causal, None if window is None else SlidingWindow(window)]
+                for rule, given in ((Padding, key_mask), (Documents, document_ids)):
+                    if given is not None and cache is not None:  # of the keys that the layer reads
+                        given = given[:, given.shape[1] - cache.layers[layer].num_kept - num_new :]
+                    rules.append(None if given is None else rule(given))
+                found[kind] = intersect(*rules, mask)
             masks.append(found[kind])
         return masks
 
@@ -220,7 +223,8 @@ class TransformerModel(nn.Module):
             x = run_checkpointed(block, x, **options) if checkpointing else block(x, **options)
         if cache is not None:
             cache.advance(x.shape[1])
-        return self.final_norm(x)
+        x = self.final_norm(x)
+        return x * self.config.embed_dim**-0.5 if self.config.scale_logits and self.causal else x
 
     def _check_ids(self, input_ids: Tensor, position_ids: Tensor | None, past: int, counted: bool, name: str) -> None:
         if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
@@ -233,18 +237,6 @@ class TransformerModel(nn.Module):
         if config.position == "learned" and counted and config.max_len < past + L:
             before = f" after {past} in the cache" if past else ""
             raise ValueError(f"{name} has {L} tokens per row{before}, but max_len={config.max_len} with position=learned")
-
-
-def _newest(tensor: Tensor | None, count: int | None) -> Tensor | None:
-    """Return the last ``count`` columns."""
-    return tensor if tensor is None or count is None else tensor[:, tensor.shape[1] - count :]
-
-
-def _hiding_rules(window: int | None, key_mask: Tensor | None, document_ids: Tensor | None) -> list[Mask]:
-    """Return one mask for each argument that is not None. ``key_mask`` and ``document_ids`` are (B, S)."""
-    rules: list[Mask] = [] if window is None else [SlidingWindow(window)]
-    rules += [] if key_mask is None else [Padding(key_mask)]
-    return rules + ([] if document_ids is None else [Documents(document_ids)])
 
 
 def _counted(tensor: Tensor | None) -> Tensor | None:
@@ -318,8 +310,6 @@ class DecoderLM(TransformerModel):
         options = {"key_mask": key_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         x, shared = self._embed(input_ids, document_ids=document_ids, mask=mask, cache=cache, **options)  # type: ignore[arg-type]
         hidden = self._run(x, shared, cache=cache)
-        if self.config.scale_logits:
-            hidden = hidden * self.config.embed_dim**-0.5
         return hidden if return_hidden else self.head(hidden)
 
 
@@ -582,8 +572,6 @@ class EncoderDecoder(TransformerModel):
         x, shared = self._embed(decoder_input_ids, **options)  # type: ignore[arg-type]
         memory_mask = None if key_mask is None else Padding(key_mask)
         hidden = self._run(x, shared, cache=cache, memory=memory, memory_mask=memory_mask)
-        if self.config.scale_logits:
-            hidden = hidden * self.config.embed_dim**-0.5
         return hidden if return_hidden else self.head(hidden)
 
     def encode(self, input_ids: Tensor, *, key_mask: Tensor | None = None) -> Tensor:

@@ -22,11 +22,10 @@ def make_norm(kind: str, width: int, eps: float = 1e-5) -> nn.Module:
     >>> make_norm("rms", 4)(torch.full((1, 4), 3.0)).round(decimals=3).tolist()
     [[1.0, 1.0, 1.0, 1.0]]
     """
-    if kind == "layer":
-        return nn.LayerNorm(width, eps=eps)
-    if kind == "rms":
-        return nn.RMSNorm(width, eps=eps)
-    raise ValueError(f"norm={kind!r} must be 'layer' or 'rms'")
+    norms = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+    if kind not in norms:
+        raise ValueError(f"norm={kind!r} must be 'layer' or 'rms'")
+    return norms[kind](width, eps=eps)
 
 
 class QKNorm(nn.Module):

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitx.config import TransformerConfig
-from minitx.nn import DecoderLM
+from minitx.nn.models import MODELS
 
 # primes where shapes matter; 6 query heads in 3 groups
 B, H, HKV, L, S, D, DV = 2, 6, 3, 5, 7, 11, 13
@@ -22,11 +22,12 @@ def grids(predicate, shape=(B, H, L, S)):
 VOCAB, LEARNED_APART = 13, ("attn_bias.weight", "sinks", "log_scale")
 
 
-def small_model(kind=DecoderLM, **options):
+def small_model(**options):
     """Weights large enough that every path matters, learned numbers that start alike drawn apart; float64."""
     sizes = {"vocab_size": VOCAB, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 31, "init": "lecun"}
     generator = torch.Generator().manual_seed(0)
-    network = kind(TransformerConfig(**{**sizes, **options}), generator=generator).double()
+    config = TransformerConfig(**{**sizes, **options})
+    network = MODELS[config.architecture](config, generator=generator).double()
     for name, parameter in network.named_parameters():
         if name.endswith(LEARNED_APART):
             nn.init.normal_(parameter, generator=generator)
@@ -58,22 +59,6 @@ def assert_same_with_gradients(got, want, leaves, tolerance=1e-12):
     answers = [(out, *torch.autograd.grad(out, leaves, cotangent, retain_graph=True)) for out in (got, want)]
     for ours, theirs in zip(*answers, strict=True):
         assert_same(ours, theirs, tolerance)
-
-
-def torch_layer(**options):
-    """torch.nn.MultiheadAttention with biases that are not zero; float64."""
-    layer = nn.MultiheadAttention(12, 3, **{"batch_first": True, "dtype": torch.float64, **options})
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return layer
-
-
-class Louder(nn.MultiheadAttention):
-    """torch's layer with a forward of its own."""
-
-    def forward(self, *args, **options):
-        output, weights = super().forward(*args, **options)
-        return 2.0 * output, weights
 
 
 class OpRecorder(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """A plain mistake gets a ValueError or a TypeError that names the argument. The names of the cases: ``argument: mistake``."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -31,10 +32,13 @@ def bools(*shape):
     return torch.ones(shape, dtype=torch.bool)
 
 
+def called(module, inputs, call=None):
+    """``module``, called where there are inputs."""
+    return module(*inputs, **(call or {})) if inputs else module
+
+
 def mha(*inputs, call=None, **options):
-    """A layer, called where there are inputs."""
-    layer = mx.MultiHeadAttention(12, 3, **options)
-    return layer(*inputs, **(call or {})) if inputs else layer
+    return called(mx.MultiHeadAttention(12, 3, **options), inputs, call)
 
 
 def drop_in(**options):
@@ -45,17 +49,12 @@ def block(*inputs, call=None, **options):
     return mx.Block(mha(), mx.FeedForward(12, 8), norm=nn.Identity, **options)(X, **(call or {}))
 
 
-def lm(*inputs, call=None, **options):
-    sizes = {"vocab_size": 13, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 9}
-    model = mx.DecoderLM(TransformerConfig(**{**sizes, **options}))
-    return model(*inputs, **(call or {})) if inputs else model
-
-
 def build(architecture, *inputs, call=None, **options):
-    """A model of another architecture, called where there are inputs."""
-    sizes = {"vocab_size": 13, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "architecture": architecture}
-    model = build_model(TransformerConfig(**{**sizes, **options}))
-    return model(*inputs, **(call or {})) if inputs else model
+    sizes = {"vocab_size": 13, "embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 9, "architecture": architecture}
+    return called(build_model(TransformerConfig(**{**sizes, **options})), inputs, call)
+
+
+lm = partial(build, "decoder")
 
 
 def picture(pixels, **options):

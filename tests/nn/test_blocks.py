@@ -1,4 +1,6 @@
-"""Blocks: where the norms stand, by hand, and who may see whom."""
+"""Blocks: where the norms stand, by hand, and who may see whom; and their parts: norms and the position-wise network."""
+
+import math
 
 import pytest
 import torch
@@ -151,3 +153,83 @@ def test_an_attention_that_returns_its_weights_too_gives_the_block_its_output(no
     more.load_state_dict(plain.state_dict())
     options = {"attn_mask": mx.Causal(), "memory": memory}
     assert torch.equal(more(x, **options), plain(x, **options))
+
+
+# ---- the position-wise network
+
+
+def erf_gelu(x):
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def tanh_gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+PLAIN = {"gelu": erf_gelu, "gelu_tanh": tanh_gelu, "relu": torch.relu, "relu2": lambda x: torch.relu(x) ** 2}
+GATES = {"swiglu": lambda x: x * torch.sigmoid(x), "geglu": erf_gelu, "geglu_tanh": tanh_gelu, "reglu": torch.relu}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", [*PLAIN, *GATES])
+def test_networks_equal_their_formula(activation, bias):
+    network = mx.FeedForward(5, 7, activation=activation, bias=bias).double()
+    x = torch.randn(2, 3, 5, dtype=F64)
+
+    def apply(projection, inputs):
+        return inputs @ projection.weight.T + (projection.bias if bias else 0.0)
+
+    hidden = apply(network.up_proj, x)
+    hidden = PLAIN[activation](hidden) if activation in PLAIN else GATES[activation](apply(network.gate_proj, x)) * hidden
+    torch.testing.assert_close(network(x), apply(network.down_proj, hidden), rtol=0, atol=1e-14)
+
+
+def test_dropout_acts_on_the_hidden_layer_in_training_only():
+    network = mx.FeedForward(5, 7, dropout=0.5)
+    x = torch.randn(2, 3, 5)
+    assert not torch.equal(network(x), network(x))
+    assert torch.equal(network.eval()(x), network(x))
+
+
+# ---- norms of the stream and of queries and keys
+
+KINDS = ("rms", "layer", "l2")
+
+
+def test_layer_and_rms_norm_by_hand():
+    x = torch.tensor([3.0, 4.0], dtype=F64)
+    assert mx.make_norm("rms", 2, 0.0).double()(x).tolist() == pytest.approx([3 / math.sqrt(12.5), 4 / math.sqrt(12.5)])
+    assert mx.make_norm("layer", 2, 0.0).double()(x).tolist() == pytest.approx([-1.0, 1.0])
+    assert mx.make_norm("layer", 2, 0.75).double()(x).tolist() == pytest.approx([-0.5, 0.5])  # 0.5 / √(0.25 + 0.75)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_qk_norm_forgets_the_lengths_of_queries_and_keys(kind):
+    norm = mx.QKNorm(kind, 7, num_kv_heads=3)
+    q, k = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 5, 7)
+    for one, two in zip(norm(q, k), norm(100 * q, 0.5 * k), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    alone, nothing = norm(q, None)  # the keys lie in a cache
+    assert nothing is None and torch.equal(alone, norm(q, k)[0])
+
+
+def test_l2_logits_start_at_sqrt_of_d_times_the_cosine():
+    D = 4
+    norm = mx.QKNorm("l2", D, num_kv_heads=1)
+    q, k = torch.randn(1, 1, 1, D), torch.randn(1, 1, 1, D)
+    nq, nk = norm(q, k)
+    cosine = torch.nn.functional.cosine_similarity(q, k, dim=-1)
+    torch.testing.assert_close((nq * nk).sum(-1) / math.sqrt(D), math.sqrt(D) * cosine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dtypes_go_through_unchanged_and_the_gradient_of_a_zero_vector_is_finite(kind, dtype):
+    x = torch.randn(2, 3, 5, 7, dtype=dtype)
+    x[0, 0] = 0.0
+    x.requires_grad_()
+    norm = mx.QKNorm(kind, 7, num_kv_heads=3)
+    for gains in (torch.float32, dtype):  # gains kept in float32 (mixed precision), and gains cast
+        q, k = norm.to(gains)(x, x)
+        assert q.dtype == k.dtype == dtype
+        assert torch.isfinite(torch.autograd.grad((q + k).sum(), x)[0]).all()

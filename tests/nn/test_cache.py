@@ -9,7 +9,7 @@ from sizes import FUSED_CPU, OpRecorder, assert_same, in_pieces, tokens
 from sizes import small_model as model
 from test_models import PAIRS
 
-from minitx.nn import EncoderDecoder, KVCache, MultiHeadAttention, PrefixLM, SlidingWindow
+from minitx.nn import KVCache, MultiHeadAttention, PrefixLM, SlidingWindow
 from minitx.nn.efficient import LinearAttention
 
 E, H, L = 12, 3, 23
@@ -208,7 +208,7 @@ def interrupted(network):
 
 
 def test_after_a_failed_first_pass_every_layer_reads_the_memory_of_the_next_call():
-    network = model(EncoderDecoder, architecture="encoder_decoder")
+    network = model(architecture="encoder_decoder")
     first, second = (network.encode(tokens(2, 7)) for _ in range(2))
     ids, cache, broken = tokens(2, 5), network.make_cache(5), interrupted(network)
     with torch.no_grad():

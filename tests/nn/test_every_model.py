@@ -3,13 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from sizes import VOCAB, small_model
 from test_models import PAIRS
 from torch import nn
 
-from minitx.config import TransformerConfig
-from minitx.nn.models import build_model
-
-V, E, H, L, S, C = 13, 12, 3, 7, 5, 3
+L, S, C = 7, 5, 3
 MODERN = {
     "position": "rotary", "qk_norm": "rms", "norm": "rms", "bias": False, "activation": "relu2", "tie_embeddings": False,
     "logit_softcap": 30.0,
@@ -46,13 +44,9 @@ DECODERS = {f"decoder, {position} {options}": ("decoder", {"position": position,
 
 
 def model(name, **more):
-    """Weights large enough that every path matters; float64."""
     kind, options = (MODELS | DECODERS)[name]
-    options = {"embed_dim": E, "num_heads": H, "num_layers": 2, "max_len": 31, "init": "lecun", **options, **more}
-    if kind != "vision":
-        options = {"vocab_size": V, **options}
+    network = small_model(architecture=kind, **{**options, **more})
     torch.manual_seed(0)
-    network = build_model(TransformerConfig(architecture=kind, **options)).double()
     for module in network.modules():  # what starts at zero or one would hide its own loss
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter_name in ("weight", "bias", "class_token") and (parameter == parameter.flatten()[0]).all():
@@ -69,9 +63,9 @@ def padding(length, side, extra=3):
 def padded(ids, side):
     """Two rows: ``ids`` among other tokens, and a row without padding."""
     real = padding(ids.shape[1], side)
-    row = torch.randint(1, V, (1, real.shape[0]))
+    row = torch.randint(1, VOCAB, (1, real.shape[0]))
     row[0, real] = ids[0]
-    other = torch.randint(1, V, (1, real.shape[0]))
+    other = torch.randint(1, VOCAB, (1, real.shape[0]))
     return torch.cat((row, other)), torch.stack((real, torch.ones_like(real)))
 
 
@@ -79,12 +73,12 @@ def inputs(kind, side=None):
     torch.manual_seed(1)
     if kind == "vision":
         return {"pixel_values": torch.randn(2, 2, 6, 6, dtype=torch.float64)}
-    ids = torch.randint(1, V, (1, L))
+    ids = torch.randint(1, VOCAB, (1, L))
     batch = {"input_ids": torch.cat((ids, ids.flip(1)))}
     if side is not None:
         batch["input_ids"], batch["key_mask"] = padded(ids, side)
     if kind == "encoder_decoder":
-        target = torch.randint(1, V, (1, S))
+        target = torch.randint(1, VOCAB, (1, S))
         batch["decoder_input_ids"] = torch.cat((target, target.flip(1)))
         if side is not None:
             batch["decoder_input_ids"], batch["decoder_key_mask"] = padded(target, side)

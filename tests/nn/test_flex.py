@@ -52,14 +52,14 @@ def both(mask=None, is_causal=False, backend="lowered", **options):
 class TestLowering:
     @pytest.mark.parametrize("mask", ["none", "right padding and causal", "dense (1, H, L, S) and causal", "everything"])
     def test_every_mask_becomes_a_block_mask(self, mask):
-        attn_mask, is_causal, _ = MASKS[mask]
+        attn_mask, is_causal = MASKS[mask]
         got, want = both(attn_mask, is_causal)
         torch.testing.assert_close(got, want)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("option", OPTIONS)
     def test_every_option_becomes_a_score_modification(self, option):
-        attn_mask, is_causal, _ = MASKS["empty rows"]
+        attn_mask, is_causal = MASKS["empty rows"]
         got, want = both(attn_mask, is_causal, **OPTIONS[option])
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -221,7 +221,7 @@ def test_a_bias_goes_to_the_kernel_as_exact_as_it_takes_and_without_new_infiniti
     want = torch.tensor([[-torch.inf, 100.3, most], [0.0, 0.0, 0.0], [0.1, -1e30, 0.0]])
     assert options["attn_mask"].dtype == torch.float32 and torch.equal(options["attn_mask"][0, 0], want)
     q = torch.randn(1, 1, 3, 4, device="meta", dtype=torch.float16)  # elsewhere the kernels want the queries' own
-    plan = sdpa._plan_with_bias(make_call(q, q, q, attn_bias=torch.randn(3, 3, device="meta")))
+    plan = sdpa._plan(make_call(q, q, q, attn_bias=torch.randn(3, 3, device="meta")))
     assert plan.kernel_mask.dtype == torch.float16
 
 

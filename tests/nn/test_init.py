@@ -98,6 +98,12 @@ def test_every_seed_draws_differently_and_the_same_seed_alike():
     assert not any(torch.equal(one[name], other[name]) for name in drawn)
 
 
+@pytest.mark.parametrize("scheme", ["gpt2", "torch_linear"])
+def test_the_bias_of_a_tied_head_is_that_of_the_scheme(scheme):
+    one, again = (model(init=scheme, head_bias=True, tie_embeddings=True).head.bias for _ in range(2))
+    assert torch.equal(one, again) and one.any() == (scheme == "torch_linear")
+
+
 def test_a_generator_of_ones_own_leaves_the_global_one_alone():
     network, before = model(), torch.get_rng_state()
     init_weights(network, "xavier", generator=torch.Generator().manual_seed(5))

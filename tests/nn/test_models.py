@@ -132,11 +132,11 @@ def test_tied_embeddings_share_one_parameter():
 
 @pytest.mark.parametrize("architecture", ["decoder", "encoder_decoder"])
 def test_a_tied_model_stays_tied_where_torch_makes_new_parameters(architecture):
-    options = {"kind": MODELS[architecture], "architecture": architecture}
-    tied = model(tie_embeddings=True, **options)
+    options = {"architecture": architecture, "tie_embeddings": True}
+    tied = model(**options)
     weights, number = {name: weight.clone() for name, weight in tied.state_dict().items()}, tied.num_parameters()
     with torch.device("meta"):
-        empty, assigned = (torch.nn.Sequential(model(tie_embeddings=True, **options)) for _ in range(2))
+        empty, assigned = (torch.nn.Sequential(model(**options)) for _ in range(2))
     empty.to_empty(device="cpu")
     empty[0].load_state_dict(weights)
     assigned.load_state_dict({f"0.{name}": weight for name, weight in weights.items()}, assign=True)

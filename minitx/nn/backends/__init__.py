@@ -18,18 +18,6 @@ from minitx.nn.bias import Bias
 from minitx.nn.functional import AttentionCall, attention_weights, make_call, reference_attention
 from minitx.nn.masks import Mask, simplify
 
-__all__ = [
-    "AttentionCall",
-    "Backend",
-    "BackendReport",
-    "attend",
-    "backend_names",
-    "explain_backends",
-    "register_backend",
-    "scaled_dot_product_attention",
-    "unregister_backend",
-]
-
 
 def never(call: AttentionCall) -> None:
     """Return None: every call is supported."""

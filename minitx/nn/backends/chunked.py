@@ -11,14 +11,14 @@ with R the dropout factors, 0 or 1/(1 − p), drawn anew from a seed of their ow
 entirely are skipped: a causal call costs half, a window costs length × window. The remaining tiles are found once and stored
 with the mask, so the layers of a model share them.
 
-Each pass is a ``torch.autograd.Function``, which ``torch.compile`` does not enter: a compiled graph breaks there.
+It is a ``torch.autograd.Function``, which ``torch.compile`` does not enter: a compiled graph breaks there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,25 +55,22 @@ class Settings(NamedTuple):
         return Settings(call.mask, builder_of(bias), seed, call.scale, call.softcap, call.dropout_p, plan)
 
 
-@dataclass
 class Problem:
     """One call with tensors in the dtype of the sums. ``tile`` computes any tile of it."""
 
-    query: Tensor  # (B, H, L, D), already scaled
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None  # (H, 1, 1)
-    bias: Bias | None
-    settings: Settings
-
-    @staticmethod
-    def of(
-        settings: Settings, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias_tensors: Sequence[Tensor]
-    ) -> Problem:
+    def __init__(
+        self,
+        settings: Settings,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        bias_tensors: Sequence[Tensor],
+    ) -> None:
         dtype = torch.promote_types(query.dtype, torch.float32)
-        query, key, value = query.to(dtype) * settings.scale, key.to(dtype), value.to(dtype)
-        sinks = None if sinks is None else sinks.to(dtype).view(-1, 1, 1)
-        return Problem(query, key, value, sinks, settings.make_bias(iter(bias_tensors)), settings)
+        self.settings, self.bias = settings, settings.make_bias(iter(bias_tensors))
+        self.query, self.key, self.value = query.to(dtype) * settings.scale, key.to(dtype), value.to(dtype)
+        self.sinks = None if sinks is None else sinks.to(dtype).view(-1, 1, 1)  # (H, 1, 1)
 
     def tile(self, rows: slice, keys: slice, is_whole: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Return the logits (B, H, l, s) with -inf where hidden, the soft-capped scores, and the keys and values of a tile."""
@@ -138,9 +135,8 @@ def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -
     """Yield the tiles to compute: slices of the rows, each with slices of the keys and whether all of it is visible."""
     _, _, L, S = shape
     height, width, most = tile_sizes(mask, shape)
-    plan: Plan
     whole = (states == 2).numpy(force=True)
-    plan = [(slice(row, min(row + height, L)), []) for row in range(0, L, height)]
+    plan: Plan = [(slice(row, min(row + height, L)), []) for row in range(0, L, height)]
     for row, column in states.nonzero().tolist():
         strip, is_whole = plan[row][1], bool(whole[row][column])
         start, stop = column * width, min((column + 1) * width, S)
@@ -185,7 +181,7 @@ class Chunked(torch.autograd.Function):
         ctx: Any, settings: Settings, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *bias_tensors: Tensor
     ) -> Tensor:
         with full_precision(query.device):
-            problem = Problem.of(settings, query, key, value, sinks, bias_tensors)
+            problem = Problem(settings, query, key, value, sinks, bias_tensors)
             rows = problem.query.shape[:3]
             output = problem.query.new_zeros((*rows, value.shape[-1]))
             total = problem.query.new_zeros((*rows, 1))
@@ -214,30 +210,13 @@ class Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors[: 2 + len(ctx.needs_input_grad)]  # without those of the mask
-        return None, *Gradients.apply(ctx.settings, ctx.needs_input_grad[4:], grad, *saved)  # type: ignore[no-untyped-call]
-
-
-class Gradients(torch.autograd.Function):
-    """The gradients of query, key, value, sinks and the tensors of the bias; of the last two None where none is wanted."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        settings: Settings,
-        wanted: tuple[bool, ...],
-        grad: Tensor,
-        output: Tensor,
-        top: Tensor,
-        inverse: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        *bias_tensors: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("backend 'chunked' is not twice differentiable (create_graph=True); backend='math' is")
+        settings, wanted = ctx.settings, ctx.needs_input_grad[4:]  # gradients of the sinks and of the bias
+        output, top, inverse, query, key, value, sinks, *more = ctx.saved_tensors
+        bias_tensors = more[: len(wanted) - 1]  # without those of the mask
         with full_precision(query.device):
-            problem = Problem.of(settings, query, key, value, sinks, bias_tensors)
+            problem = Problem(settings, query, key, value, sinks, bias_tensors)
             d_query, d_key, d_value = (t.new_zeros(t.shape) for t in (problem.query, problem.key, problem.value))
             bias_gradient = BiasGradient(problem, bias_tensors, wanted[1:])
             delta = (grad * output).sum(-1, keepdim=True)
@@ -262,11 +241,7 @@ class Gradients(torch.autograd.Function):
                 d_sinks = -((problem.sinks - top).exp() * inverse * delta).sum((0, 2, 3))
             gradients = d_query.mul_(settings.scale), d_key, d_value, d_sinks, *bias_gradient.sums
             inputs = query, key, value, sinks, *bias_tensors
-            return tuple(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True))  # type: ignore[union-attr]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("backend 'chunked' is not twice differentiable; backend='math' is")
+            return None, *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True))
 
 
 class BiasGradient:

@@ -25,6 +25,7 @@ difference: torch's CPU kernel gives 0 for a query that contains a NaN, where ``
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import isfinite
 from typing import NamedTuple
 
@@ -44,8 +45,7 @@ class Plan(NamedTuple):
     """What the kernel needs to know about a mask. ``hidden_keys`` and ``empty_rows`` are None if there are none."""
 
     is_causal: bool = False
-    visible: Tensor | None = None  # bool, broadcastable to (B, H, L, S), all True in an empty row
-    kernel_mask: Tensor | None = None  # the same in the dtype that the kernel takes
+    kernel_mask: Tensor | None = None  # broadcastable to (B, H, L, S); in an empty row all is visible
     hidden_keys: Tensor | None = None  # bool (B or 1, Hkv or 1, S, 1): no query sees the key
     empty_rows: Tensor | None = None  # bool (B or 1, H or 1, L or 1, 1): the query sees no key
 
@@ -58,7 +58,7 @@ def run(call: AttentionCall) -> Tensor:
     query, key, value, scale = call.query, call.key, call.value, call.scale
     plan = NO_MASK
     if call.attn_bias is not None:
-        plan = _plan_with_bias(call)
+        plan = _plan(call)
     elif call.mask is not None:
         kept_for = (query.shape, key.shape, query.dtype, query.device)
         plan = call.mask.remember("sdpa", kept_for, _plan, call)
@@ -135,52 +135,34 @@ def repeats_heads(device: str, group: int) -> bool:
 
 
 def _plan(call: AttentionCall) -> Plan:
+    """Mask and bias as the kernel takes them. Empty rows and hidden keys are None where values can be read at no cost and there are none.
+
+    A bias becomes a float mask with -inf where a key is hidden and finite numbers elsewhere: a float32 bias of -1e5 would be -inf in
+    float16. The CPU kernel takes float32 beside half-precision queries.
+    """
     _, _, L, S = call.shape
-    mask = simplify(call.mask, L, S)
-    if mask is None:
-        return NO_MASK
-    if type(mask) is Causal and L == S:
-        return Plan(is_causal=True)
-    visible = mask.dense(L, S, batch_size=call.shape[0], num_heads=call.shape[1], device=call.query.device)
-    plan = _plan_of(visible, call)
-    assert plan.visible is not None
-    if call.query.device.type == "cpu":  # the kernel would make this tensor of a bool mask, once a layer
-        zero = torch.zeros((), dtype=call.query.dtype)
-        return plan._replace(kernel_mask=torch.where(plan.visible, zero, -torch.inf))
-    return plan._replace(kernel_mask=plan.visible)
-
-
-def _plan_of(visible: Tensor, call: AttentionCall) -> Plan:
-    """Empty rows and hidden keys. They are None where there are none and the values can be read at no cost."""
-    some, seen = (
-        visible.any(-1, keepdim=True),
-        visible_keys(visible, call.key.shape[1]),
-    )  # (B|1, H|1, L|1, 1), (B|1, Hkv|1, S|1, 1)
+    attn_bias, on_cpu, dtype = call.dense_bias(), call.query.device.type == "cpu", call.query.dtype
+    if attn_bias is None:
+        mask = simplify(call.mask, L, S)
+        if mask is None:
+            return NO_MASK
+        if type(mask) is Causal and L == S:
+            return Plan(is_causal=True)
+        call = replace(call, mask=mask)
+    visible = call.visible(attn_bias)
+    assert visible is not None
+    some, seen = visible.any(-1, keepdim=True), visible_keys(visible, call.key.shape[1])
     looks = _can_look(visible)
     all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
-    return Plan(
-        visible=visible if all_rows else visible | ~some,
-        hidden_keys=None if all_keys else ~seen,
-        empty_rows=None if all_rows else ~some,
-    )
-
-
-def _plan_with_bias(call: AttentionCall) -> Plan:
-    """One float mask: the bias in a dtype that the kernel takes, with -inf where a key is hidden and finite elsewhere.
-
-    A float32 bias of -1e5 would be -inf in float16. The CPU kernel takes float32 beside half-precision queries.
-    """
-    attn_bias = call.dense_bias()
-    assert attn_bias is not None
-    visible = call.visible(attn_bias)
-    assert visible is not None  # there is a bias
-    plan = _plan_of(visible, call)
-    assert plan.visible is not None
-    on_cpu = call.query.device.type == "cpu"
-    dtype = torch.promote_types(call.query.dtype, torch.float32) if on_cpu else call.query.dtype
-    limit = min(torch.finfo(dtype).max, torch.finfo(attn_bias.dtype).max)
-    finite = attn_bias.masked_fill(attn_bias == -torch.inf, 0.0).clamp(-limit, limit).to(dtype)
-    return plan._replace(kernel_mask=torch.where(plan.visible, finite, -torch.inf))
+    kernel_mask = visible if all_rows else visible | ~some
+    if attn_bias is not None:
+        dtype = torch.promote_types(dtype, torch.float32) if on_cpu else dtype
+        limit = min(torch.finfo(dtype).max, torch.finfo(attn_bias.dtype).max)
+        finite = attn_bias.masked_fill(attn_bias == -torch.inf, 0.0).clamp(-limit, limit).to(dtype)
+        kernel_mask = torch.where(kernel_mask, finite, -torch.inf)
+    elif on_cpu:  # the kernel would make this tensor of a bool mask, once a layer
+        kernel_mask = torch.where(kernel_mask, torch.zeros((), dtype=dtype), -torch.inf)
+    return Plan(False, kernel_mask, None if all_keys else ~seen, None if all_rows else ~some)
 
 
 def why_not(call: AttentionCall) -> str | None:
