@@ -15,10 +15,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import linear_regression
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -90,9 +90,7 @@ def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
     >>> round(fit_exponent((1, 10, 100), (3, 300, 30000)), 12)
     2.0
     """
-    if len(sizes) != len(costs) or len(set(sizes)) < 2 or min(*sizes, *costs) <= 0:
-        raise ValueError(f"sizes and costs must be positive, as many, two sizes at least; got {list(sizes)} and {list(costs)}")
-    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+    return linear_regression(list(map(math.log, sizes)), list(map(math.log, costs))).slope
 
 
 # --- by formula

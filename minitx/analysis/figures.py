@@ -397,7 +397,7 @@ def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None
         that is not in the snapshot is None, as in BertViz.
 
     Raises:
-        ValueError: the row does not exist, or layers have different numbers of heads, which BertViz cannot stack.
+        ValueError: the row does not exist.
 
     >>> import torch
     >>> from minitx.nn import MultiHeadAttention
@@ -408,10 +408,6 @@ def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None
     """
     maps = _of(snapshot, row).maps
     by_kind = {kind: tuple(layer.weights for layer in maps if layer.kind == kind) for kind in ("self", "causal", "cross")}
-    for kind, weights in by_kind.items():
-        heads = [layer.shape[1] for layer in weights]
-        if len(set(heads)) > 1:
-            raise ValueError(f"the {kind} layers have {heads} heads; BertViz wants the same number in every layer")
     if by_kind["cross"]:
         return by_kind["self"] or None, by_kind["causal"] or None, by_kind["cross"]
     return tuple(layer.weights for layer in maps)

@@ -63,3 +63,22 @@ def with_answers(snapshot: Snapshot, answers: list[Answer], without: list[list[l
     """The snapshot with answers of its only row, and for each layer and head the answers without it."""
     heads = {one.name: [[row] for row in rows] for one, rows in zip(snapshot.maps, without or [], strict=False)}
     return replace(snapshot, answers=Answers("input_ids", [answers], heads))
+
+
+def choose(page, text: str) -> None:
+    """One of several."""
+    page.locator(".choice label:visible", has_text=re.compile(f"^{re.escape(text)}$")).click()
+
+
+def unnamed(page) -> list[str]:
+    """What can be reached or looked at in a page of a browser, and has no name."""
+    return page.evaluate(
+        "[...document.querySelectorAll('button, input, select, svg[role=img], [tabindex=\"0\"]')].filter(e => e.checkVisibility() &&"
+        " !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.ariaLabelledByElements?.length)).map(e => e.outerHTML)"
+    )
+
+
+def shows_focus(page) -> bool:
+    """Whether what has the focus of the keyboard is outlined."""
+    outline = "e => getComputedStyle(e.matches('.choice input') ? e.nextSibling : e).outlineStyle"
+    return page.locator(":focus").evaluate(outline) != "none"
