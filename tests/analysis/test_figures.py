@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pages import random_snapshot
 
 from minitx.analysis import (
     canvas,
@@ -22,7 +23,6 @@ from minitx.analysis import (
 )
 from minitx.analysis.canvas import legend, panels, png, svg
 from minitx.analysis.figures import PROBED, SEQUENTIAL
-from minitx.analysis.snapshot import AttentionMap, Snapshot
 from tests.analysis.models import model_of, translation_of
 
 SCRIPTS = ["中文", "日本", "한국", "हिन्दी", "ไทย", "שלום", "سلام", "Ελλ", "🙂", "\ud800", "$x$", "%"]
@@ -48,11 +48,7 @@ def translation():
 
 def made(tokens):
     """One causal layer of one head with random weights on ``tokens``."""
-    L = len(tokens)
-    visible = torch.ones(1, 1, L, L).tril().bool()
-    weights = torch.randn(1, 1, L, L).masked_fill(~visible, -torch.inf).softmax(-1)
-    layer = AttentionMap("blocks.0.attention.core", "causal", *["input_ids"] * 2, weights, visible, torch.zeros(1, 1, L))
-    return Snapshot((layer,), {"input_ids": [tokens]}, {}, {"input_ids": torch.ones(1, L).bool()})
+    return random_snapshot(0, kinds=("causal",), H=1, tokens={"decoder_input_ids": [tokens]})
 
 
 @pytest.fixture
