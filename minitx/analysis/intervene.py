@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -335,15 +336,17 @@ def answers_without_heads(
 
     B, found = len(asked.rows), dict[str, list[Rows]]()
     length = inputs[asked.axis].shape[1] if asked.axis in inputs else 1
-    with evaluating(model), full_precision(next(iter(inputs.values())).device):
+    at_once = max(1, COPIED_TOKENS // (B * length))
+    device = next(iter(inputs.values())).device
+    with evaluating(model), full_precision(device):
         with _count_heads(model) as num_heads:
             model(**inputs)
         for name in chosen_names(list(num_heads), layers):
             found[name] = []
-            for heads in torch.eye(num_heads[name], dtype=torch.bool).split(max(1, COPIED_TOKENS // (B * length))):
-                n, silent = len(heads), heads.repeat_interleave(B, 0)[:, :, None, None]  # (n · B, H, 1, 1)
+            for heads in torch.eye(num_heads[name], dtype=torch.bool, device=device).split(at_once):
+                n, at = len(heads), heads.repeat_interleave(B, 0)[:, :, None, None]  # (n · B, H, 1, 1)
                 copies = {key: x.repeat(n, *[1] * (x.dim() - 1)) if _has_rows(x, B) else x for key, x in inputs.items()}
-                with intervene(model, "heads", lambda x, at=silent: x.masked_fill(at.to(x.device), 0.0), layers=[name]):
+                with intervene(model, "heads", partial(torch.masked_fill, mask=at, value=0.0), layers=[name]):
                     rows = read_answers(model(**copies), replace(asked, rows=[*asked.rows] * n))
                 if rows is None:
                     raise ValueError(
