@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import choose, shows_focus, unnamed
+from pages import choose, is_dark, shows_focus, unnamed, weak_texts
 
 from minitx.analysis import attention_statistics
 from minitx.analysis.viewer import playground
@@ -599,7 +599,7 @@ def test_one_switch_changes_the_language_of_everything(play, window, file):
 @pytest.mark.parametrize(
     "words", ["scene=1&step=7", "scene=2&factor=unscaled", "scene=3&optimizer=sgd&rate=1&at=200", "scene=4"]
 )
-def test_every_text_stands_out_from_its_ground_by_wcag_aa(play, is_dark, weak_texts, scheme, words):
+def test_every_text_stands_out_from_its_ground_by_wcag_aa(play, scheme, words):
     page = play(words, color_scheme="light", reduced_motion="reduce")
     if scheme == "dark":
         page.locator("#theme").click()
@@ -726,7 +726,7 @@ def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(p
 
 
 @pytest.mark.parametrize(("scene", "tables"), [(1, 1), (2, 1), (3, 2), (4, 0)])
-def test_a_printed_page_is_light_and_has_no_controls(play, is_dark, scene, tables):
+def test_a_printed_page_is_light_and_has_no_controls(play, scene, tables):
     page = play(f"scene={scene}&step=7&theme=dark")
     assert is_dark(page)
     page.emulate_media(media="print")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pages import SOURCE, TARGET, choose, random_snapshot, shows_focus, unnamed, with_answers
+from pages import SOURCE, TARGET, choose, is_dark, random_snapshot, shows_focus, unnamed, weak_texts, with_answers
 
 from minitx.analysis.answers import Answer
 from minitx.analysis.viewer import Trace, View, view, viewer_page
@@ -192,7 +192,7 @@ def test_hidden_pairs_are_clear_and_their_hatching_can_be_switched_off(visit):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark_follow_the_system_until_another_theme_is_chosen(visit, is_dark, weak_texts, scheme):
+def test_light_and_dark_follow_the_system_until_another_theme_is_chosen(visit, scheme):
     page = visit("film", "#heads=1.2&step=300", color_scheme=scheme, reduced_motion="reduce")
     assert is_dark(page) == (scheme == "dark")
     assert weak_texts(page) == []
@@ -475,7 +475,7 @@ def test_on_a_phone_the_map_is_on_the_first_screen_and_the_rest_is_behind_a_butt
         assert page.locator(".lines").is_visible()
 
 
-def test_a_printed_map_has_the_light_colours_of_the_legend_and_no_grid_over_them(visit, is_dark):
+def test_a_printed_map_has_the_light_colours_of_the_legend_and_no_grid_over_them(visit):
     light, page = visit("one"), visit("one", "#theme=dark", color_scheme="dark")
     assert pixel(page, 2, 3) != pixel(light, 2, 3)
     page.emulate_media(media="print")
