@@ -339,7 +339,6 @@ def test_the_probe_finds_the_matrices_of_separate_projections(name):
     assert found.keys() == modules_of(model, "weights").keys()
     for core, weights in found.items():
         layer = model.get_submodule(core.removesuffix(".core"))
-        assert {id(w) for w in weights.values()} <= {id(w) for w in layer.parameters()} and len(weights) == 3
         assert [next(n for n, p in layer.named_parameters() if p is weights[x])[0] for x in "qkv"] == ["q", "k", "v"]
     assert not projection_weights(adopt_hf(build("GPT2"))) and not projection_weights(adopt_hf(build("Phi3")))
 
