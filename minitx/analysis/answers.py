@@ -110,16 +110,19 @@ class Answers:
         return Answers(self.axis, cut(self.rows), {name: [cut(rows) for rows in heads] for name, heads in self.without.items()})
 
 
+def logits_of(output: Any) -> Any:
+    """Return the logits: what a model returned, or its ``logits``, an attribute or a key."""
+    return output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
+
+
 def read_answers(output: Any, asked: Asked) -> Rows | None:
     """Return the answers in a model's output, or None if it holds no logits for these questions.
 
     Args:
         output: logits (B, L, V), or (B, V) for questions about whole rows; or an object or a dict with ``logits``.
     """
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    whole = all(question.at is None for row in asked.rows for question in row)
-    wanted = {2} if whole else {3}
-    if not isinstance(logits, Tensor) or logits.dim() not in wanted or logits.shape[-1] != asked.size:
+    logits, whole = logits_of(output), all(question.at is None for row in asked.rows for question in row)
+    if not isinstance(logits, Tensor) or logits.dim() != (2 if whole else 3) or logits.shape[-1] != asked.size:
         return None
     found = logits.detach().float().log_softmax(-1).cpu()
     pairs = zip(asked.rows, found, strict=True)

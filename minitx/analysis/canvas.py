@@ -142,7 +142,7 @@ def save_figure(figure: Figure, path: Path | str) -> Path:
     Equal figures give equal bytes. An SVG contains text as curves, so it needs no fonts.
 
     Raises:
-        ValueError: another ending, or a folder that does not exist.
+        ValueError: another ending.
 
     >>> from matplotlib.figure import Figure
     >>> save_figure(Figure(), "attention.gif")
@@ -152,8 +152,6 @@ def save_figure(figure: Figure, path: Path | str) -> Path:
     path = Path(path)
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"path={path} must end in .png or .svg")
-    if not path.parent.is_dir():
-        raise ValueError(f"path={path} is in a folder that does not exist")
     path.write_bytes(svg(figure) if path.suffix.lower() == ".svg" else png(figure, FILE_DPI))
     return path
 

@@ -49,9 +49,8 @@ Recorder = Callable[[Look], Any]
 
 
 def _statistics(look: Look) -> dict[str, Tensor]:
-    found = attention_statistics(look.call, query_mask=look.real_queries)
-    favourite, chosen = found.pop("favourite"), look.heads.cpu()
-    return {**{name: value[chosen] for name, value in found.items()}, "favourite": favourite[:, chosen]}
+    found, chosen = attention_statistics(look.call, query_mask=look.real_queries), look.heads.cpu()
+    return {name: value[:, chosen] if name == "favourite" else value[chosen] for name, value in found.items()}
 
 
 def _weights(look: Look) -> Tensor:
@@ -150,20 +149,16 @@ def watch(model: nn.Module, recorder: Recorder, *, layers: Layers = None, heads:
     """Like ``capture``, with a recorder of your own: a function that is called with a ``Look`` at each attention call."""
     cores = chosen_modules(model, "weights", layers)
     what = next((name for name, known in RECORDERS.items() if known is recorder), None)
+    decoders = {name: module for name, module in model.named_modules() if _mask_of_queries(type(module))}  # type: ignore[arg-type]
     watcher = _Watcher(Seen(list(cores), what), recorder, heads)
-    with before_calls(cores, watcher.enter_core), ExitStack() as hooks:
-        for module in model.modules():
-            if mask := _mask_of_queries(type(module)):  # type: ignore[arg-type]
-                hooks.enter_context(module.register_forward_pre_hook(partial(watcher.enter_model, mask), with_kwargs=True))
+    with before_calls(cores, watcher.enter_core), before_calls(decoders, watcher.enter_model):
         yield watcher.seen
     warn_of_silence(model, watcher.seen)
 
 
 @contextmanager
 def _watch_outputs(model: nn.Module, what: str, layers: Layers, heads: Indices) -> Iterator[Seen]:
-    if heads is not None and what != "heads":
-        raise ValueError(f"heads={heads} has no meaning for {what}, which has no heads")
-    modules = chosen_modules(model, what, layers)
+    modules = chosen_modules(model, what, layers, heads)
     seen = Seen(list(modules), what)
 
     def leave(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -286,12 +281,15 @@ def _mask_of_queries(kind: type[nn.Module]) -> str | None:
     return "attention_mask" if has_other_states and {"input_ids", "attention_mask"} <= names.keys() else None
 
 
-def chosen_modules(model: nn.Module, what: str, layers: Layers) -> dict[str, nn.Module]:
+def chosen_modules(model: nn.Module, what: str, layers: Layers, heads: Indices = None) -> dict[str, nn.Module]:
     """Return, by name, the modules of ``modules_of`` that ``layers`` selects.
 
     Raises:
-        ValueError: the model has none, or ``layers`` selects none. RuntimeError: a part of the model is compiled.
+        ValueError: the model has none, ``layers`` selects none, or ``heads`` are chosen of what has no heads. RuntimeError: a part of
+            the model is compiled.
     """
+    if heads is not None and what in ("feedforward", "residual"):
+        raise ValueError(f"heads={heads} has no meaning for {what}, which has no heads")
     modules = modules_of(model, what)
     if not modules:
         raise ValueError(f"{type(model).__name__} has no {_missing(model, what)}")
@@ -424,7 +422,7 @@ class _Watcher:
         self.num_bytes = 0
 
     def enter_model(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.decoder_key_mask = kwargs.get(name)
+        self.decoder_key_mask = kwargs.get(_mask_of_queries(type(module)))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def enter_core(self, name: str, core: nn.Module, args: tuple[AttentionCall], kwargs: dict[str, Any]) -> None:

@@ -10,40 +10,30 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import linear_regression
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode
 
 from minitx.config import TransformerConfig
 
 
-@cache
-def _register_formulas() -> None:
-    """Tell torch's counter about the CPU's fused attention, which it does not know."""
+def _fused(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **options: Any) -> int:
+    """The operations of the CPU's fused attention, from the shapes of its arguments."""
+    return 2 * math.prod(query[:3]) * value[2] * (query[3] + value[3])  # 2 · B · H · L · S · (D + Dv)
 
-    def fused(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> int:
-        B, H, L, D = query.shape
-        return 2 * B * H * L * value.shape[2] * (D + value.shape[3])
 
-    def fused_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> int:
-        B, H, L, D = query.shape
-        return 2 * B * H * L * value.shape[2] * (3 * D + 2 * value.shape[3])  # QKᵀ again, dP and dV, dQ and dK
-
-    formulas = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: fused,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: fused_backward,
-    }
-    for operator, formula in formulas.items():
-        if operator not in flop_registry:
-            register_flop_formula(operator, get_raw=True)(formula)  # type: ignore[arg-type]
+def _fused_backward(
+    grad: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **options: Any
+) -> int:
+    return 2 * math.prod(query[:3]) * value[2] * (3 * query[3] + 2 * value[3])  # QKᵀ again, dP and dV, dQ and dK
 
 
 def flop_counter() -> FlopCounterMode:
@@ -54,8 +44,9 @@ def flop_counter() -> FlopCounterMode:
     >>> counter.get_total_flops()
     210
     """
-    _register_formulas()
-    return FlopCounterMode(display=False)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return FlopCounterMode(display=False, custom_mapping={forward: _fused, backward: _fused_backward})
 
 
 def count_flops(run: Callable[[], Any]) -> int:
@@ -99,9 +90,7 @@ def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
     >>> round(fit_exponent((1, 10, 100), (3, 300, 30000)), 12)
     2.0
     """
-    if len(sizes) != len(costs) or len(set(sizes)) < 2 or min(*sizes, *costs) <= 0:
-        raise ValueError(f"sizes and costs must be positive, as many, two sizes at least; got {list(sizes)} and {list(costs)}")
-    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+    return linear_regression(list(map(math.log, sizes)), list(map(math.log, costs))).slope
 
 
 # --- by formula

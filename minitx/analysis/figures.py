@@ -78,7 +78,7 @@ def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
     figure, ((ax,),) = panels(1, 1, max(cell * heads + 1.9, 5.0), cell * len(layers) + 0.7)
     for place, layer in enumerate(layers):
         for head in range(layer.weights.shape[1]):
-            image = _draw_weights(ax, layer, head, (head + 0.04, head + 0.96, place + 0.96, place + 0.04))
+            image = draw_weights(ax, layer, head, (head + 0.04, head + 0.96, place + 0.96, place + 0.04))
     ax.set_xticks([head + 0.5 for head in range(heads)], [f"head {head}" for head in range(heads)])
     ax.set_yticks([place + 0.5 for place in range(len(layers))], [short_name(layer.name) for layer in layers])
     ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
@@ -203,11 +203,11 @@ def _draw_head(layer: AttentionMap, head: int, texts: Sequence[Sequence[str]], t
     queries, keys = map(token_labels, texts)
     left, below = (0.075 * max(map(len, labels)) for labels, _ in (queries, keys))
     figure, ((ax,),) = panels(1, 1, width + left + 1.5, height + below + 0.9)
-    image = _draw_weights(ax, layer, head, (-0.5, S - 0.5, L - 0.5, -0.5))
+    image = draw_weights(ax, layer, head, (-0.5, S - 0.5, L - 0.5, -0.5))
     ax.set_aspect("equal" if min(L, S) * cell >= 1.5 else "auto")
     label(ax, title, "key", "query")
-    _name_tokens(ax.yaxis, *queries, height / L)
-    _name_tokens(ax.xaxis, *keys, width / S, rotation=0 if below * 1.2 <= max(width / S, 0.12) else 90)
+    name_tokens(ax.yaxis, *queries, math.ceil(0.125 / (height / L)))
+    name_tokens(ax.xaxis, *keys, math.ceil(0.125 / (width / S)), rotation=0 if below * 1.2 <= max(width / S, 0.12) else 90)
     if max(L, S) <= 12:
         for i, j in layer.visible[0, head].nonzero().tolist():
             weight = float(layer.weights[0, head, i, j])
@@ -216,9 +216,15 @@ def _draw_head(layer: AttentionMap, head: int, texts: Sequence[Sequence[str]], t
     return figure
 
 
-def _draw_weights(ax: Axes, layer: AttentionMap, head: int, extent: tuple[float, float, float, float]) -> AxesImage:
-    """The only row of ``layer``, in the place (left, right, bottom, top); hidden cells show what lies behind the image."""
+def masked_weights(layer: AttentionMap, head: int) -> Any:
+    """Return the weights of one head of the only row of ``layer``, (L, S), as an array of numpy without the hidden cells."""
     import numpy as np
+
+    return np.ma.masked_array(layer.weights[0, head].float().numpy(), ~layer.visible[0, head].numpy())
+
+
+def draw_weights(ax: Axes, layer: AttentionMap, head: int, extent: tuple[float, float, float, float]) -> AxesImage:
+    """Draw the only row of ``layer`` in the place (left, right, bottom, top); hidden cells show what lies behind the image."""
     from matplotlib.colors import PowerNorm
     from matplotlib.patches import Rectangle
 
@@ -229,8 +235,7 @@ def _draw_weights(ax: Axes, layer: AttentionMap, head: int, extent: tuple[float,
     ax.grid(False)
     if not visible.all():
         ax.add_patch(Rectangle((left, top), right - left, bottom - top, zorder=-1, **HIDDEN))
-    drawn = np.ma.masked_array(weights.numpy(), ~visible.numpy())
-    return ax.imshow(drawn, cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0.0, 1.0), aspect="auto", extent=extent)
+    return ax.imshow(masked_weights(layer, head), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0.0, 1.0), aspect="auto", extent=extent)
 
 
 def _colour_bar(figure: Figure, ax: Axes, image: AxesImage, layers: Sequence[AttentionMap], hidden: str) -> None:
@@ -255,9 +260,8 @@ def _headline(figure: Figure, snapshot: Snapshot) -> None:
         figure.suptitle(headline, fontsize=9, color=INK, fontfamily=families, parse_math=False)
 
 
-def _name_tokens(axis: Any, labels: Sequence[str], families: Sequence[str], cell: float, **options: Any) -> None:
-    """Tick labels, ``cell`` inches apart; the axis' name says which are left out."""
-    every = max(1, math.ceil(0.125 / cell))
+def name_tokens(axis: Any, labels: Sequence[str], families: Sequence[str], every: int, **options: Any) -> None:
+    """Label one token in ``every``. The axis' name says so."""
     places = range(0, len(labels), every)
     axis.set_ticks(places, [labels[i] for i in places], fontsize=7.5, fontfamily=families, parse_math=False, **options)
     if every > 1:
@@ -393,7 +397,7 @@ def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None
         that is not in the snapshot is None, as in BertViz.
 
     Raises:
-        ValueError: the row does not exist, or layers have different numbers of heads, which BertViz cannot stack.
+        ValueError: the row does not exist.
 
     >>> import torch
     >>> from minitx.nn import MultiHeadAttention
@@ -404,10 +408,6 @@ def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None
     """
     maps = _of(snapshot, row).maps
     by_kind = {kind: tuple(layer.weights for layer in maps if layer.kind == kind) for kind in ("self", "causal", "cross")}
-    for kind, weights in by_kind.items():
-        heads = [layer.shape[1] for layer in weights]
-        if len(set(heads)) > 1:
-            raise ValueError(f"the {kind} layers have {heads} heads; BertViz wants the same number in every layer")
     if by_kind["cross"]:
         return by_kind["self"] or None, by_kind["causal"] or None, by_kind["cross"]
     return tuple(layer.weights for layer in maps)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from minitx.analysis.answers import Answer
 from minitx.analysis.canvas import GREY, INK, PALETTE, drawable, token_labels
-from minitx.analysis.figures import HIDDEN, SEQUENTIAL
+from minitx.analysis.figures import draw_weights, masked_weights, name_tokens
 from minitx.analysis.snapshot import AttentionMap, Snapshot
 from minitx.analysis.viewer import Trace
 
@@ -111,24 +111,17 @@ class _Pane:
         self.verdict = self._line("", 7, 9, weight="bold")
 
     def _map(self, snapshot: Snapshot, layer: AttentionMap) -> AxesImage:
-        import numpy as np
-        from matplotlib.colors import PowerNorm
-        from matplotlib.patches import Rectangle
-
         _, _, L, S = layer.weights.shape
-        if not layer.visible.all():
-            self.ax.add_patch(Rectangle((-0.5, -0.5), S, L, zorder=-1, **HIDDEN))
+        image = draw_weights(self.ax, layer, self.head, (-0.5, S - 0.5, L - 0.5, -0.5))
+        self.ax.set_aspect("equal")
         for axis, name, turned in ((self.ax.yaxis, layer.queries, 0), (self.ax.xaxis, layer.keys, 90)):
             labels, families = token_labels(snapshot.tokens[name][0])
-            every = math.ceil(len(labels) / MOST_LABELS)
-            axis.set_ticks(
-                range(0, len(labels), every), labels[::every], rotation=turned, fontfamily=families, parse_math=False
-            )
+            name_tokens(axis, labels, families, math.ceil(len(labels) / MOST_LABELS), rotation=turned)
         self.ax.tick_params(labelsize=7.5, colors=INK, length=0)
         self.ax.spines[:].set_color(GREY)
         self.ax.set_xlabel("key", fontsize=8, color=INK)
         self.ax.set_ylabel("query", fontsize=8, color=INK)
-        return self.ax.imshow(np.zeros((L, S)), cmap=SEQUENTIAL, norm=PowerNorm(0.5, 0.0, 1.0), aspect="equal")
+        return image
 
     def _frame(self, asked: Answer, S: int) -> None:
         """Frame the row of the question, and in it the key that holds the answer."""
@@ -148,12 +141,9 @@ class _Pane:
         return self.ax.annotate(shown, (self.left, 1.0), (0, points), **place, **font)
 
     def show(self, step: int) -> None:
-        import numpy as np
-
         snapshot = _at(self.trace, step)
-        weights, visible = (getattr(snapshot.maps[0], name)[0, self.head] for name in ("weights", "visible"))
         self.title.set_text(_in_one_line(self.name if snapshot.step == step else f"{self.name}, step {snapshot.step}")[0])
-        self.image.set_data(np.ma.masked_array(weights.float().numpy(), ~visible.numpy()))
+        self.image.set_data(masked_weights(snapshot.maps[0], self.head))
         answer = _asked(snapshot)
         if answer is not None:
             word, p = answer.top[0]

@@ -90,16 +90,12 @@ def projection_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     found: dict[str, dict[str, Tensor]] = {}
     for name in attention_cores(model):
         layer = model.get_submodule(name.removesuffix("core").removesuffix("."))
-        matrices = [(part, weight) for part, child in layer.named_children() if (weight := _matrix(child)) is not None]
-        chosen = {letter: [weight for part, weight in matrices if part[0] == letter] for letter in "qkv"}
-        if all(len(weights) == 1 for weights in chosen.values()):
+        weights = {part: getattr(child, "weight", None) for part, child in layer.named_children()}
+        matrices = {part: weight for part, weight in weights.items() if isinstance(weight, Tensor) and weight.dim() == 2}
+        chosen = {letter: [weight for part, weight in matrices.items() if part[0] == letter] for letter in "qkv"}
+        if all(len(of_letter) == 1 for of_letter in chosen.values()):
             found[name] = {letter: weight for letter, [weight] in chosen.items()}
     return found
-
-
-def _matrix(module: nn.Module) -> Tensor | None:
-    weight = getattr(module, "weight", None)
-    return weight if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def _log_histogram(norms: Tensor) -> dict[str, int]:

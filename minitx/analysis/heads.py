@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,8 +119,8 @@ class Head:
     @property
     def leading(self) -> str:
         """The score of the label. Without a label, the highest score."""
-        known = {name: (-math.inf, score.excess.mean)[not math.isnan(score.excess.mean)] for name, score in self.scores.items()}
-        return self.label if self.label in known else max(known, key=known.__getitem__)
+        means = {name: score.excess.mean for name, score in self.scores.items()}
+        return self.label if self.label in means else max(means, key=lambda name: (not math.isnan(means[name]), means[name]))
 
 
 @dataclass(frozen=True)
@@ -141,17 +141,6 @@ class Heads:
 
     heads: tuple[Head, ...]
     layers: tuple[Layer, ...]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a table as plain data: one row for each head and score, with ``excess_low`` and so on. Unknown numbers are None."""
-        table = []
-        for head in self.heads:
-            for name, score in head.scores.items():
-                row = {"layer": head.layer, "kind": head.kind, "head": head.head, "label": head.label, "score": name}
-                for key, value in asdict(score).items():
-                    row |= {f"{key}_{part}": one for part, one in value.items()} if isinstance(value, dict) else {key: value}
-                table.append({key: None if value != value else value for key, value in row.items()})
-        return table
 
     def lines(self) -> list[str]:
         """Return one line per head: its label, the excess of its leading score with the interval, and the excess of every score."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.answers import Asked, Rows, read_answers
+from minitx.analysis.answers import Asked, Rows, logits_of, read_answers
 from minitx.analysis.capture import (
     OUTPUTS,
     Indices,
@@ -100,9 +101,7 @@ def intervene(
         raise TypeError("to must be a number, a tensor, a function or records of capture, got None")
     if what not in CHANGEABLE:
         raise ValueError(f"what={what!r} must be one of {', '.join(CHANGEABLE)}")
-    if heads is not None and what in ("feedforward", "residual"):
-        raise ValueError(f"heads={heads} has no meaning for {what}, which has no heads")
-    modules = chosen_modules(model, what, layers)
+    modules = chosen_modules(model, what, layers, heads)
     if isinstance(to, Mapping):
         if (recorded := getattr(to, "what", None)) not in (None, what):
             raise ValueError(f"what={what!r} is replaced by records of {recorded!r}: capture(what={what!r}) records what fits")
@@ -296,12 +295,12 @@ def patch_heads(
         raise ValueError(f"what={what!r} must be one of {', '.join(kinds)}: what a head has")
     with evaluating(model):
         with capture(model, what=what) as seen:
-            right = _of_rows(score(_logits(model(**clean))), "score")
-        wrong = _of_rows(score(_logits(model(**corrupted))), "score")
+            right = _of_rows(score(logits_of(model(**clean))), "score")
+        wrong = _of_rows(score(logits_of(model(**corrupted))), "score")
         if not (whole := right - wrong).mean().abs() > 0:
             raise ValueError("clean and corrupted run have the same mean score, or one is NaN: there is nothing to restore")
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
-        patched = _each_head(model, num_heads, what, seen, lambda model: score(_logits(model(**corrupted))))
+        patched = _each_head(model, num_heads, what, seen, lambda model: score(logits_of(model(**corrupted))))
 
     def linearised(found: Tensor) -> Tensor:
         share = (gain := _of_rows(found, "score") - wrong).mean() / whole.mean()
@@ -337,21 +336,17 @@ def answers_without_heads(
 
     B, found = len(asked.rows), dict[str, list[Rows]]()
     length = inputs[asked.axis].shape[1] if asked.axis in inputs else 1
-    with evaluating(model), full_precision(next(iter(inputs.values())).device):
+    at_once = max(1, COPIED_TOKENS // (B * length))
+    device = next(iter(inputs.values())).device
+    with evaluating(model), full_precision(device):
         with _count_heads(model) as num_heads:
             model(**inputs)
         for name in chosen_names(list(num_heads), layers):
             found[name] = []
-            for heads in torch.arange(num_heads[name]).split(max(1, COPIED_TOKENS // (B * length))):
-                n = len(heads)
-
-                def silence(x: Tensor, heads: Tensor = heads, n: int = n) -> Tensor:
-                    x = x.clone()
-                    x.unflatten(0, (n, B))[torch.arange(n), :, heads] = 0.0
-                    return x
-
+            for heads in torch.eye(num_heads[name], dtype=torch.bool, device=device).split(at_once):
+                n, at = len(heads), heads.repeat_interleave(B, 0)[:, :, None, None]  # (n · B, H, 1, 1)
                 copies = {key: x.repeat(n, *[1] * (x.dim() - 1)) if _has_rows(x, B) else x for key, x in inputs.items()}
-                with intervene(model, "heads", silence, layers=[name]):
+                with intervene(model, "heads", partial(torch.masked_fill, mask=at, value=0.0), layers=[name]):
                     rows = read_answers(model(**copies), replace(asked, rows=[*asked.rows] * n))
                 if rows is None:
                     raise ValueError(
@@ -386,16 +381,10 @@ def _has_rows(x: Any, B: int) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and len(x) == B
 
 
-def _logits(found: Any) -> Any:
-    """The logits: what a model returns, or its attribute ``logits``, as in transformers."""
-    return getattr(found, "logits", found)
-
-
 @contextmanager
 def _count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
     """Give the number of heads of each attention core by name, 0 where a core does not run."""
-    cores = modules_of(model, "heads")
-    chosen_modules(model, "heads", None)  # raises where there are none
+    cores = chosen_modules(model, "heads", None)  # raises where there are none
     found = dict.fromkeys(cores, 0)
 
     def enter(name: str, core: nn.Module, args: tuple[AttentionCall], kwargs: dict[str, Any]) -> None:
@@ -474,7 +463,7 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
         _refuse_layers_after(model, last)
         for record in after[start:]:
             with intervene(model, "residual", {last: [*seen[last][:-1], record]}):
-                out.append(_logits(model(**inputs)))
+                out.append(logits_of(model(**inputs)))
     if not isinstance(out[0], Tensor):
         raise ValueError(f"{type(model).__name__} returns no logits, but {type(out[0]).__name__}: take the model with its head")
     return torch.stack(out)

@@ -170,7 +170,6 @@ def take_snapshot(
     device = next(iter(inputs.values())).device
     with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
         output = model(**inputs)
-    rows = read_answers(output, asked) if asked is not None else None
     source = next((axis for axis in (SOURCE, PIXELS) if axis in inputs), next(iter(inputs)))
     ran = {name: records for name, records in seen.items() if records}
     others = [name for name in ran if source == SOURCE and not _takes_ids(model, home_of(model, name))]
@@ -193,8 +192,8 @@ def take_snapshot(
             f"{', '.join(others)} read other tokens than {SOURCE}, such as pictures, and are left out: capture records them",
             stacklevel=2,
         )
-    found = _assembled(maps, inputs, told, tokens or {}, step, title)
-    if rows is None or asked is None or asked.axis not in found.tokens:
+    found = replace(_assembled(maps, inputs, told, tokens or {}), step=step, title=title)
+    if asked is None or asked.axis not in found.tokens or (rows := read_answers(output, asked)) is None:
         return found
     return replace(found, answers=Answers(asked.axis, rows))
 
@@ -209,8 +208,6 @@ def _assembled(
     inputs: Mapping[str, Tensor],
     told: Mapping[str, Tensor],
     tokens: Mapping[str, Sequence[Sequence[str]]],
-    step: int | None = None,
-    title: str = "",
 ) -> Snapshot:
     """Add ids, texts and padding to the maps. ``told``: padding by axis, where ``inputs`` have no mask of it."""
     sizes = {axis: size for m in maps for axis, size in ((m.queries, m.weights.shape[2]), (m.keys, m.weights.shape[3]))}
@@ -227,7 +224,7 @@ def _assembled(
     if unknown := set(tokens) - set(sizes):
         raise ValueError(f"tokens={sorted(unknown)} must be among {', '.join(sizes)}: the texts of what the model reads")
     texts = {axis: _texts(axis, size, B, ids, tokens) for axis, size in sizes.items()}
-    return Snapshot(tuple(maps), texts, ids, real, step, title)
+    return Snapshot(tuple(maps), texts, ids, real)
 
 
 def named_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -374,14 +371,11 @@ def read_snapshot(path: Path) -> Snapshot:
         {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
         for kind in ("ids/", "real/")
     )
-    return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"], _read_answers(header))
-
-
-def _read_answers(header: Mapping[str, Any]) -> Answers | None:
-    if "answers" not in header:
-        return None
-    axis, rows = header["answers"]
-    return Answers(axis, [[Answer(**{**one, "top": tuple(map(tuple, one["top"]))}) for one in row] for row in rows])
+    answers = None
+    if "answers" in header:
+        axis, rows = header["answers"]
+        answers = Answers(axis, [[Answer(**{**one, "top": tuple(map(tuple, one["top"]))}) for one in row] for row in rows])
+    return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"], answers)
 
 
 def read_snapshots(folder: Path | str) -> list[Snapshot]:

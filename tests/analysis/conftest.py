@@ -49,37 +49,3 @@ def window(browser):
     for one in windows:
         one.close()
     assert wrong == []
-
-
-@pytest.fixture
-def is_dark():
-    """``is_dark(page)``: whether its paper is dark."""
-
-    def dark(page):
-        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return sum(map(int, background.strip("rgba()").split(",")[:3])) < 3 * 64
-
-    return dark
-
-
-@pytest.fixture
-def weak_texts():
-    """``weak_texts(page)``: the texts whose contrast with their ground is below WCAG AA's 4.5."""
-    return lambda page: page.evaluate("""() => {
-      const parts = (colour) => colour.match(/[\\d.]+/g).map((x) => Number(x) * (colour.startsWith('color(srgb') ? 255 : 1));
-      const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
-        .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
-      const ground = (node) => {
-        for (let at = node; at; at = at.parentElement) {
-          const found = parts(getComputedStyle(at).backgroundColor);
-          if (found.length < 4 || found[3] > 0) return found;
-        }
-      };
-      const owns = (node) => [...node.childNodes].some(child => child.nodeType === 3 && child.data.trim());
-      return [...document.querySelectorAll('body *, svg text')].filter(node => node.checkVisibility() && owns(node))
-        .filter(node => !node.closest(':disabled, [aria-disabled=true], script, style')).map(node => {
-          const style = getComputedStyle(node);
-          const [a, b] = [light(parts(node.closest('svg') ? style.fill : style.color)), light(ground(node))];
-          return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), node.outerHTML.slice(0, 120)];
-        }).filter(([ratio]) => ratio < 4.5);
-    }""")

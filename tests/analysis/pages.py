@@ -1,4 +1,4 @@
-"""Snapshots with known weights for tests of the viewer, and what a page holds read back."""
+"""Snapshots with known weights for tests of the viewer, what a page holds read back, and what a browser says of it."""
 
 from __future__ import annotations
 
@@ -63,3 +63,50 @@ def with_answers(snapshot: Snapshot, answers: list[Answer], without: list[list[l
     """The snapshot with answers of its only row, and for each layer and head the answers without it."""
     heads = {one.name: [[row] for row in rows] for one, rows in zip(snapshot.maps, without or [], strict=False)}
     return replace(snapshot, answers=Answers("input_ids", [answers], heads))
+
+
+def choose(page, text: str) -> None:
+    """One of several."""
+    page.locator(".choice label:visible", has_text=re.compile(f"^{re.escape(text)}$")).click()
+
+
+def unnamed(page) -> list[str]:
+    """What can be reached or looked at in a page of a browser, and has no name."""
+    return page.evaluate(
+        "[...document.querySelectorAll('button, input, select, svg[role=img], [tabindex=\"0\"]')].filter(e => e.checkVisibility() &&"
+        " !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.ariaLabelledByElements?.length)).map(e => e.outerHTML)"
+    )
+
+
+def shows_focus(page) -> bool:
+    """Whether what has the focus of the keyboard is outlined."""
+    outline = "e => getComputedStyle(e.matches('.choice input') ? e.nextSibling : e).outlineStyle"
+    return page.locator(":focus").evaluate(outline) != "none"
+
+
+def is_dark(page) -> bool:
+    """Whether the paper of a page is dark."""
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, background.strip("rgba()").split(",")[:3])) < 3 * 64
+
+
+def weak_texts(page) -> list:
+    """The texts whose contrast with their ground is below WCAG AA's 4.5."""
+    return page.evaluate("""() => {
+      const parts = (colour) => colour.match(/[\\d.]+/g).map((x) => Number(x) * (colour.startsWith('color(srgb') ? 255 : 1));
+      const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
+        .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
+      const ground = (node) => {
+        for (let at = node; at; at = at.parentElement) {
+          const found = parts(getComputedStyle(at).backgroundColor);
+          if (found.length < 4 || found[3] > 0) return found;
+        }
+      };
+      const owns = (node) => [...node.childNodes].some(child => child.nodeType === 3 && child.data.trim());
+      return [...document.querySelectorAll('body *, svg text')].filter(node => node.checkVisibility() && owns(node))
+        .filter(node => !node.closest(':disabled, [aria-disabled=true], script, style')).map(node => {
+          const style = getComputedStyle(node);
+          const [a, b] = [light(parts(node.closest('svg') ? style.fill : style.color)), light(ground(node))];
+          return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), node.outerHTML.slice(0, 120)];
+        }).filter(([ratio]) => ratio < 4.5);
+    }""")

@@ -188,17 +188,6 @@ def test_a_target_of_one_token_is_a_target_and_a_decoder_without_a_mask_has_no_p
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_statistics_of_a_padded_row_are_those_of_the_row_alone(name):
-    model, inputs = adopted(name)
-    row = {key: value[1:] for key, value in inputs.items()}
-    real = {key: row[key.replace("input_ids", "attention_mask")][0] != 0 for key in row}
-    padded, alone = records_of(model, **row), records_of(model, **{key: value[:, real[key]] for key, value in row.items()})
-    for core, [found] in padded.items():
-        for statistic in ("entropy", "max_logit", "row_std", "query_norm", "key_norm"):
-            torch.testing.assert_close(found[statistic], alone[core][0][statistic], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", KINDS)
 def test_the_last_row_of_the_lens_is_the_answer_bit_for_bit(name):
     model, inputs = adopted(name)
     lens = logit_lens(model, **inputs)
@@ -350,7 +339,6 @@ def test_the_probe_finds_the_matrices_of_separate_projections(name):
     assert found.keys() == modules_of(model, "weights").keys()
     for core, weights in found.items():
         layer = model.get_submodule(core.removesuffix(".core"))
-        assert {id(w) for w in weights.values()} <= {id(w) for w in layer.parameters()} and len(weights) == 3
         assert [next(n for n, p in layer.named_parameters() if p is weights[x])[0] for x in "qkv"] == ["q", "k", "v"]
     assert not projection_weights(adopt_hf(build("GPT2"))) and not projection_weights(adopt_hf(build("Phi3")))
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from minitx.analysis import capture, intervene, knock_out_heads, take_snapshot
 from minitx.analysis.gradients import gradient_statistics
-from minitx.nn import Causal, DotProductAttention, KVCache, MultiHeadAttention
+from minitx.nn import Causal, KVCache, MultiHeadAttention
 from minitx.nn.efficient import LinearAttention
 from minitx.nn.functional import AttentionCall
 from tests.analysis.models import CHANGEABLE, IDS, Checkpointed, model_of, records_of, translation_of
@@ -64,6 +64,7 @@ def test_nothing_stays_on_the_modules_and_every_call_is_recorded_once():
     ({"attention": "additive"}, {"what": "weights"}, "need_weights=True returns them"),
     ({}, {"layers": ["cross"]}, "layers: 'cross' is none of"),
     ({}, {"heads": [3]}, "must be some of 0 to 2"),
+    ({}, {"what": "residual", "heads": [1]}, r"heads=\[1\] has no meaning for residual"),
 ])  # fmt: skip
 def test_what_is_not_there_is_refused_and_the_hooks_are_gone(model, options, message):
     model = torch.nn.Linear(2, 2) if model is None else model_of(**model)
@@ -200,15 +201,6 @@ def test_a_core_of_ones_own_is_looked_at_wherever_it_is():
         with pytest.raises(ValueError, match="no attention core with weights"), capture(model):
             pass
         assert knock_out_heads(model, lambda model: model(x).square().mean((1, 2))).mean.shape == (1, 3)
-
-
-def test_a_core_that_several_layers_share_is_recorded_once_a_call():
-    model, core = model_of(), DotProductAttention()
-    for block in model.blocks:
-        block.attention.core = core
-    for what in ("heads", "weights"):
-        seen = records_of(model, IDS, what=what)
-        assert {name: len(calls) for name, calls in seen.items()} == {"blocks.0.attention.core": 2}
 
 
 def test_gradients_of_a_core_that_runs_several_times_count_the_queries_of_every_call():

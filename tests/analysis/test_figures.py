@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from pages import random_snapshot
 
 from minitx.analysis import (
     canvas,
@@ -22,7 +23,6 @@ from minitx.analysis import (
 )
 from minitx.analysis.canvas import legend, panels, png, svg
 from minitx.analysis.figures import PROBED, SEQUENTIAL
-from minitx.analysis.snapshot import AttentionMap, Snapshot
 from tests.analysis.models import model_of, translation_of
 
 SCRIPTS = ["中文", "日本", "한국", "हिन्दी", "ไทย", "שלום", "سلام", "Ελλ", "🙂", "\ud800", "$x$", "%"]
@@ -48,11 +48,17 @@ def translation():
 
 def made(tokens):
     """One causal layer of one head with random weights on ``tokens``."""
-    L = len(tokens)
-    visible = torch.ones(1, 1, L, L).tril().bool()
-    weights = torch.randn(1, 1, L, L).masked_fill(~visible, -torch.inf).softmax(-1)
-    layer = AttentionMap("blocks.0.attention.core", "causal", *["input_ids"] * 2, weights, visible, torch.zeros(1, 1, L))
-    return Snapshot((layer,), {"input_ids": [tokens]}, {}, {"input_ids": torch.ones(1, L).bool()})
+    return random_snapshot(0, kinds=("causal",), H=1, tokens={"decoder_input_ids": [tokens]})
+
+
+@pytest.fixture
+def only_dejavu(monkeypatch):
+    """No font but the one that comes with matplotlib."""
+    own = [font for font in canvas.fonts() if font[0] == "DejaVu Sans"]
+    monkeypatch.setattr(canvas, "fonts", lambda: own)
+    canvas.family_with.cache_clear()
+    yield
+    canvas.family_with.cache_clear()
 
 
 def names(axis):
@@ -133,12 +139,10 @@ def test_the_named_tokens_of_a_sentence_of_any_length_do_not_overlap(count):
 
 
 @pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
-@pytest.mark.parametrize("only", [None, "DejaVu Sans"])
-def test_tokens_of_any_script_are_drawn_without_a_warning_of_matplotlib(only, monkeypatch):
+@pytest.mark.parametrize("only", [None, "only_dejavu"])
+def test_tokens_of_any_script_are_drawn_without_a_warning_of_matplotlib(only, request):
     if only:
-        own = [font for font in canvas.fonts() if font[0] == only]
-        monkeypatch.setattr(canvas, "fonts", lambda: own)
-    canvas.family_with.cache_clear()
+        request.getfixturevalue(only)
     figure = head_heatmap(replace(made(SCRIPTS), title="中文 $"), 0, 0)
     other, _ = panels(1, 1)
     legend(other, [("中文 $_", "#000000", "o", "-")])
@@ -146,17 +150,12 @@ def test_tokens_of_any_script_are_drawn_without_a_warning_of_matplotlib(only, mo
     shown = dict(zip(SCRIPTS, names(figure.axes[0].xaxis), strict=True))
     assert (shown["Ελλ"], shown["$x$"], shown["\ud800"]) == ("Ελλ", "$x$", "U+D800")
     assert only is None or shown["中文"] == "U+4E2DU+6587"
-    canvas.family_with.cache_clear()
 
 
-def test_a_missing_font_is_said_with_its_remedy(monkeypatch):
-    own = [font for font in canvas.fonts() if font[0] == "DejaVu Sans"]
-    monkeypatch.setattr(canvas, "fonts", lambda: own)
-    canvas.family_with.cache_clear()
+def test_a_missing_font_is_said_with_its_remedy(only_dejavu):
     with pytest.warns(UserWarning, match=r"no font for 我 学, .* code points.*Noto Sans CJK.*fontlist-\*\.json in ") as said:
         figure = heatmap(torch.eye(3), ["我", "学", "\ud800"])
     assert said[0].filename == __file__ and png(figure)
-    canvas.family_with.cache_clear()
 
 
 # --- statistics over steps

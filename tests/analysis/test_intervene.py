@@ -177,15 +177,6 @@ def test_patching_finds_the_one_head_that_carries_the_answer():
         patch_heads(model, clean, clean, lambda logits: logits[:, -1, 3])
 
 
-def test_the_lens_reads_each_block_as_if_the_model_ended_there():
-    model = model_of(torch.float64, num_layers=3, scale_logits=True)
-    lens = logit_lens(model, input_ids=IDS)
-    short = model_of(torch.float64, num_layers=1, scale_logits=True)
-    short.load_state_dict({n: t for n, t in model.state_dict().items() if n in short.state_dict()})
-    torch.testing.assert_close(lens[0], short(IDS), rtol=0, atol=1e-12)
-    assert torch.equal(lens[2], model(IDS))
-
-
 def test_an_encoder_decoder_is_changed_in_the_layer_that_is_named_and_its_decoder_is_read_by_the_lens():
     """An encoder's layers have names that end in those of the decoder."""
     model = translation_of()

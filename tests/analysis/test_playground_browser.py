@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import choose, is_dark, shows_focus, unnamed, weak_texts
 
 from minitx.analysis import attention_statistics
 from minitx.analysis.viewer import playground
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = pytest.mark.parametrize("lang", ["en", "zh"])
-SIZES = {"phone": (390, 844), "tablet": (820, 1180), "desk": (1280, 900)}
+SIZES = {"narrow": (320, 600), "phone": (390, 844), "tablet": (820, 1180), "desk": (1280, 900)}
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +74,6 @@ def assert_equals_reference(page, visible):
     wanted |= {"p": attention_weights(call), "out": reference_attention(call)}
     for name, value in wanted.items():
         torch.testing.assert_close(shown[name], value.flatten(), rtol=0, atol=1e-6)
-
-
-def choose(page, text):
-    page.locator(".choice label:visible", has_text=re.compile(f"^{re.escape(text)}$")).click()
 
 
 def fill_all(page, seed):
@@ -602,7 +599,7 @@ def test_one_switch_changes_the_language_of_everything(play, window, file):
 @pytest.mark.parametrize(
     "words", ["scene=1&step=7", "scene=2&factor=unscaled", "scene=3&optimizer=sgd&rate=1&at=200", "scene=4"]
 )
-def test_every_text_stands_out_from_its_ground_by_wcag_aa(play, is_dark, weak_texts, scheme, words):
+def test_every_text_stands_out_from_its_ground_by_wcag_aa(play, scheme, words):
     page = play(words, color_scheme="light", reduced_motion="reduce")
     if scheme == "dark":
         page.locator("#theme").click()
@@ -636,18 +633,13 @@ def test_the_page_is_used_with_the_keyboard_alone(play):
     assert page.locator("#hand").is_visible()
     for scene in (1, 2, 3, 4):
         page = play(f"scene={scene}&step=7&optimizer=sgd&rate=0&at=2")
-        unnamed = page.evaluate(
-            "[...document.querySelectorAll('button, input, select, svg[role=img]')].filter(e => e.checkVisibility() && !(e.ariaLabel ||"
-            " e.textContent.trim() || e.labels?.length)).map(e => e.outerHTML)"
-        )
-        assert unnamed == []
+        assert unnamed(page) == []
         reached = set()
         for _ in range(90):
             page.keyboard.press("Tab")
             if page.evaluate("document.activeElement === document.body"):
                 break
-            outline = "e => getComputedStyle(e.matches('.choice input') ? e.nextSibling : e).outlineStyle"
-            assert page.locator(":focus").evaluate(outline) != "none"
+            assert shows_focus(page)
             reached.add(
                 page.evaluate("document.activeElement.dataset.id ?? (document.activeElement.id || document.activeElement.name)")
             )
@@ -666,7 +658,7 @@ def test_nothing_is_cut_or_scrolled_sideways_at_any_width(play, lang, size):
     def assert_fits():
         assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
         wide = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
-        assert page.evaluate(wide) == 0
+        assert size == "narrow" or page.evaluate(wide) == 0  # on the narrowest, a table may be scrolled by itself
 
     page = play(f"lang={lang}", size=SIZES[size])
     for _ in range(7):
@@ -689,12 +681,6 @@ def test_nothing_is_cut_or_scrolled_sideways_at_any_width(play, lang, size):
     for button in page.locator(".code button").all():
         button.press("Enter")
     assert_fits()
-
-
-def test_a_narrow_phone_is_not_scrolled_sideways(play):
-    for words in ("scene=1&step=7", "scene=2&factor=own", "scene=3&at=200", "scene=4"):
-        page = play(words, size=(320, 600), offline=True, reduced_motion="reduce")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 320
 
 
 def test_the_first_screen_says_what_to_do_and_shows_numbers(play):
@@ -740,7 +726,7 @@ def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(p
 
 
 @pytest.mark.parametrize(("scene", "tables"), [(1, 1), (2, 1), (3, 2), (4, 0)])
-def test_a_printed_page_is_light_and_has_no_controls(play, is_dark, scene, tables):
+def test_a_printed_page_is_light_and_has_no_controls(play, scene, tables):
     page = play(f"scene={scene}&step=7&theme=dark")
     assert is_dark(page)
     page.emulate_media(media="print")

@@ -97,12 +97,6 @@ def test_a_sentence_without_its_padding_is_what_the_model_does_with_it_alone():
         torch.testing.assert_close(one.entropy(), other.entropy(), equal_nan=True)
 
 
-def test_entropy_is_one_for_equal_weights_and_undefined_for_one_key():
-    entropy = take_snapshot(model_of(scale=0.0), {"input_ids": SOURCE}).maps[0].entropy()
-    assert entropy[:, :, 0].isnan().all()
-    torch.testing.assert_close(entropy[:, :, 1:], torch.ones(2, 3, 4, dtype=torch.float64))
-
-
 def test_a_file_gives_the_snapshot_back_to_half_precision(tmp_path):
     model, inputs = translation()
     texts = {"input_ids": [["你", "好", "<script>", "\n", "é"]] * 2}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pages import SOURCE, TARGET, random_snapshot, with_answers
+from pages import SOURCE, TARGET, choose, is_dark, random_snapshot, shows_focus, unnamed, weak_texts, with_answers
 
 from minitx.analysis.answers import Answer
 from minitx.analysis.viewer import Trace, View, view, viewer_page
@@ -51,11 +51,13 @@ def pages(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture
-def visit(window, pages):
-    """``visit("one", "#layer=1")`` opens a page."""
+def visit(window, pages, tmp_path):
+    """``visit("one", "#layer=1")`` opens a page, ``visit([Trace(…)])`` or ``visit(view(…))`` another one."""
 
-    def open_page(name, address="", **options):
-        page = window(pages.get(name, name), address, **options)
+    def open_page(shown, address="", **options):
+        if not isinstance(shown, str):
+            (shown if isinstance(shown, View) else View(viewer_page(shown))).save(tmp_path / "page.html")
+        page = window(pages[shown] if isinstance(shown, str) else (tmp_path / "page.html").as_uri(), address, **options)
         for frame in page.frames[1:] or [page]:
             frame.wait_for_selector("#panes .cells")
         return page
@@ -88,10 +90,6 @@ def weight(snapshot, layer, head, q, k):
     return f"{snapshot.maps[layer].weights[0, head, q, k].item():.4f}"
 
 
-def choose(page, text):
-    page.locator(".choice label", has_text=re.compile(f"^{re.escape(text)}$")).click()
-
-
 def thumb(page, layer, head):
     return page.locator(f".thumb[data-layer='{layer}'][data-head='{head}']")
 
@@ -111,6 +109,7 @@ def test_pointing_at_a_cell_shows_its_weight_and_the_distance_to_the_likeliest_k
     k = int(row.argsort()[-2])
     assert f"z {math.log(row.max() / row[k]):.2f} below the row's largest" in pointed(page, 2, k)
     assert "z is the row's largest" in pointed(page, 2, int(row.argmax()))
+    assert ["the token itself" in pointed(page, 2, k) for k in (2, 3)] == [True, False]
 
 
 def test_thumbnails_and_kinds_of_attention_open_their_heads_and_tokens(visit):
@@ -138,7 +137,7 @@ def test_the_slider_its_arrow_keys_and_play_change_the_step(visit):
         assert weight(STEPS[at], SELF, 0, 1, 1) in pointed(page, 1, 1)
     page.locator("#play").click()
     page.locator("#step-text", has_text="60 (3 of 3)").wait_for()
-    assert "step=60" in address(page)
+    assert "step=60" in address(page) and page.locator("#play").inner_text() == "Play"
 
 
 def test_two_models_stand_side_by_side_and_as_a_difference(visit):
@@ -146,8 +145,9 @@ def test_two_models_stand_side_by_side_and_as_a_difference(visit):
     a, b = (s.maps[SELF].weights[0, 0, 3, 2].item() for s in (STEPS[1], OTHER))
     said = pointed(page, 3, 2, pane=1)
     assert f"A {a:.4f}" in said and f"B {b:.4f}" in said
+    assert "A − B" not in page.locator(".bars").first.inner_text()
     choose(page, "A − B")
-    assert page.locator(".pane").count() == 1
+    assert page.locator(".pane").count() == 1 and "A − B" in page.locator(".bars").inner_text()
     assert f"{a - b:+.4f}".replace("-", "−") in pointed(page, 3, 2)
     red, _, blue, _ = pixel(page, 3, 2)
     assert (red > blue) == (a > b)
@@ -161,12 +161,10 @@ def windowed(snapshot, **changes):
     return replace(snapshot, maps=maps)
 
 
-def test_two_models_with_other_masks_have_their_own_counts_and_largest_scores(visit, tmp_path):
+def test_two_models_with_other_masks_have_their_own_counts_and_largest_scores(visit):
     a, b = one, other = random_snapshot(1, kinds=("self",)), windowed(random_snapshot(2, kinds=("self",)))
     unknown = replace(b, maps=(replace(b.maps[0], max_logit=b.maps[0].max_logit * torch.nan),))
-    for name, second in (("b", other), ("unknown", unknown)):
-        (tmp_path / f"{name}.html").write_text(viewer_page([Trace("a", [one]), Trace("b", [second])]), encoding="utf-8")
-    page = visit((tmp_path / "b.html").as_uri(), "#q=3")
+    page = visit([Trace("a", [one]), Trace("b", [other])], "#q=3")
     for both in ("A beside B", "A − B"):
         choose(page, both)
         counts = re.findall(r"(\w): (\d+) of 7 keys", page.locator("#row-facts").inner_text())
@@ -176,7 +174,7 @@ def test_two_models_with_other_masks_have_their_own_counts_and_largest_scores(vi
     assert float(shown.inner_text().removeprefix("z ").replace("−", "-")) == pytest.approx(difference, abs=0.051)
     page.mouse.click(*cell(page, 0, 0))
     assert "B: 0 of 7 keys visible · entropy H̄ – · largest score |z| –" in page.locator("#row-facts").inner_text()
-    page = visit((tmp_path / "unknown.html").as_uri(), "#view=diff&q=3")
+    page = visit([Trace("a", [one]), Trace("b", [unknown])], "#view=diff&q=3")
     assert thumb(page, 0, 0).locator(".numbers").last.inner_text() == "z –"
     assert page.locator(".strip-names small").last.inner_text() == "–"
     choose(page, "A beside B")
@@ -194,7 +192,7 @@ def test_hidden_pairs_are_clear_and_their_hatching_can_be_switched_off(visit):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark_follow_the_system_until_another_theme_is_chosen(visit, is_dark, weak_texts, scheme):
+def test_light_and_dark_follow_the_system_until_another_theme_is_chosen(visit, scheme):
     page = visit("film", "#heads=1.2&step=300", color_scheme=scheme, reduced_motion="reduce")
     assert is_dark(page) == (scheme == "dark")
     assert weak_texts(page) == []
@@ -224,15 +222,10 @@ def test_the_map_is_walked_with_the_keyboard_alone_and_its_row_is_a_table(visit)
 
 def test_everything_that_can_be_reached_has_a_name_and_shows_its_focus(visit):
     page = visit("two")
-    unnamed = page.evaluate(
-        "[...document.querySelectorAll('button, input, select, [tabindex=\"0\"]')].filter(e => !e.hidden && !(e.ariaLabel ||"
-        " e.textContent.trim() || e.labels?.length || e.ariaLabelledByElements?.length)).map(e => e.outerHTML)"
-    )
-    assert unnamed == []
+    assert unnamed(page) == []
     for _ in range(12):
         page.keyboard.press("Tab")
-        outline = "e => getComputedStyle(e.matches('.choice input') ? e.nextSibling : e).outlineStyle"
-        assert page.locator(":focus").evaluate(outline) != "none"
+        assert shows_focus(page)
 
 
 def test_lines_of_one_token_alone_are_drawn_when_it_is_pointed_at(visit):
@@ -262,33 +255,23 @@ def test_text_of_users_is_text(visit):
     assert page.locator(".web .keys bdi").last.inner_text() == "שלום"  # apart from the direction of others
 
 
-def test_a_token_without_lines_says_that_no_weight_is_large_enough(visit, tmp_path):
+def test_a_token_without_lines_says_that_no_weight_is_large_enough(visit):
     one = windowed(random_snapshot(1, kinds=("self",)))
     one.maps[0].weights[0, 0, 2, 1] = torch.nan
-    (tmp_path / "a.html").write_text(viewer_page([Trace("a", [one])]), encoding="utf-8")
-    page, note = (
-        visit((tmp_path / "a.html").as_uri()),
-        "No weight of this token is large enough for a line (0.02 of the full colour).",
-    )
-    for side, i, wanted in (
-        ("keys", 6, note),
-        ("queries", 0, note),
-        ("queries", 2, f"NaN has no line. {note}"),
-        ("queries", 3, ""),
-    ):
+    page, note = visit([Trace("a", [one])]), "No weight of this token is large enough for a line (0.02 of the full colour)."
+    told = {("keys", 6): note, ("queries", 0): note, ("queries", 2): f"NaN has no line. {note}", ("queries", 3): ""}
+    for (side, i), wanted in told.items():
         page.locator(f".web .{side} li").nth(i).hover()
         assert page.locator(".lines .note").inner_text() == wanted
 
 
 @pytest.mark.parametrize("length", [4, 17, 97])
 @pytest.mark.parametrize("width", [940, 1100, 1400])
-def test_the_frame_of_a_view_shows_the_whole_map(length, width, window, tmp_path):
+def test_the_frame_of_a_view_shows_the_whole_map(length, width, visit):
     weights = torch.ones(2, length, length).tril()
     one = weights / weights.sum(-1, keepdim=True)
-    for number, shown in enumerate((view(one), view({"scaled": one, "unscaled": one}))):
-        shown.save(tmp_path / f"{number}.html")
-        page = window((tmp_path / f"{number}.html").as_uri(), size=(width, shown.height))
-        page.wait_for_selector("#panes .cells")
+    for shown in (view(one), view({"scaled": one, "unscaled": one})):
+        page = visit(shown, size=(width, shown.height))
         for board in page.locator(".map").all():
             box = board.bounding_box()
             assert box["y"] + box["height"] <= shown.height
@@ -322,31 +305,28 @@ def test_the_page_follows_where_the_browser_refuses_more_addresses(visit):
     assert any(address(page).startswith("#layer=1&head=1&") or page.wait_for_timeout(100) for _ in range(600))
 
 
-def test_the_legend_of_small_weights_has_their_numbers(visit, tmp_path):
-    view(torch.full((1, 1, 200, 200), 1 / 200)).save(tmp_path / "a.html")
-    page = visit((tmp_path / "a.html").as_uri(), "#scale=largest")
+def test_the_legend_of_small_weights_has_their_numbers(visit):
+    page = visit(view(torch.full((1, 1, 200, 200), 1 / 200)), "#scale=largest")
     assert page.locator(".tick").all_inner_texts() == ["0", "0.0013", "0.0025", "0.0038", "0.005"]
 
 
-def test_a_model_whose_answers_are_no_numbers_is_shown_with_them(visit, tmp_path):
+def test_a_model_whose_answers_are_no_numbers_is_shown_with_them(visit):
     for loss, p in ((math.nan, math.nan), (math.inf, 1.0)):
         one = Answer("Which?", 6, 3, "16", False, loss, (("4", p),))
         snapshot = with_answers(random_snapshot(0, kinds=("self",)), [one], [[[one]] * 3])
         snapshot.maps[0].weights[0, 0, 6, 3] = math.nan
-        (tmp_path / "a.html").write_text(viewer_page([Trace("model", [snapshot])]), encoding="utf-8")
-        page = visit((tmp_path / "a.html").as_uri(), "#out=1")
+        page = visit([Trace("model", [snapshot])], "#out=1")
         said = "Infinity" if p == 1 else "NaN"
         assert f"loss {said}" in page.locator(".answer .verdict").first.text_content()
         assert page.locator(".tops tbody tr").count() == 2
         assert page.locator("#row tbody td").first.inner_text() == "3"  # no number comes before the largest
 
 
-def test_tokens_that_look_alike_have_a_row_each_and_a_line_end_in_a_question_is_seen(visit, tmp_path):
+def test_tokens_that_look_alike_have_a_row_each_and_a_line_end_in_a_question_is_seen(visit):
     one = answer(0.4, "\n", text="Which token follows “\n”?", right="⏎")
     one = replace(one, top=(("\n", 0.5), ("⏎", 0.4), ("\u2800", 0.1)))
     snapshot = with_answers(random_snapshot(1, kinds=("self",)), [one], [[[one]] * 3])
-    (tmp_path / "a.html").write_text(viewer_page([Trace("a", [snapshot])]), encoding="utf-8")
-    page = visit((tmp_path / "a.html").as_uri(), "#q=6&out=1")
+    page = visit([Trace("a", [snapshot])], "#q=6&out=1")
     assert "Which token follows “⏎”?" in answers(page)[0]
     table = [row.inner_text().split() for row in page.locator(".tops tbody tr").all()]
     assert table == [["⏎", "0.50", "0.50"], ["⏎", "✓", "0.40", "0.40"], ["⟨U+2800⟩", "0.10", "0.10"]]
@@ -396,7 +376,7 @@ def test_the_question_and_what_each_model_says_stand_above_its_map_at_every_step
 
 
 @pytest.fixture
-def knocked(visit, tmp_path):
+def knocked(visit):
     """A page that knows the answers without each head: two layers of three heads, two questions. Head 1 of layer 1 matters for the second."""
 
     def rows(p):
@@ -406,9 +386,7 @@ def knocked(visit, tmp_path):
 
     without = [[rows(0.02 if (layer, head) == (1, 1) else 0.91) for head in range(3)] for layer in range(2)]
     snapshot = with_answers(random_snapshot(1, kinds=("self", "self")), rows(0.9), without)
-    path = tmp_path / "knocked.html"
-    path.write_text(viewer_page([Trace("model", [snapshot])]), encoding="utf-8")
-    return visit(path.as_uri(), "#layer=1&head=1&q=2")
+    return visit([Trace("model", [snapshot])], "#layer=1&head=1&q=2")
 
 
 def test_a_knocked_out_head_answers_at_once_with_what_was_computed_before(knocked):
@@ -457,20 +435,9 @@ def test_an_address_opens_a_knocked_out_head_and_a_page_without_such_answers_ign
     assert "Δ" not in page.locator("#symbols").inner_text()
 
 
-def test_play_plays_the_answers(visit):
-    page = visit("film")
-    page.locator("#play").click()
-    page.locator(".answer", has_text="The model says 9").wait_for()
-    page.locator(".answer", has_text="✓ right").wait_for()
-    assert page.locator("#play").inner_text() == "Play"
-
-
-def test_a_text_has_the_question_of_the_row_with_the_cursor_and_other_rows_have_none(visit, tmp_path):
+def test_a_text_has_the_question_of_the_row_with_the_cursor_and_other_rows_have_none(visit):
     rows = [answer(0.9, "b", at=at, text=f"Which token follows “{at}”?", right="b") for at in (1, 2)]
-    path = tmp_path / "text.html"
-    snapshot = with_answers(random_snapshot(1), rows)
-    path.write_text(viewer_page([Trace("a", [snapshot])]), encoding="utf-8")
-    page = visit(path.as_uri(), "#q=2")
+    page = visit([Trace("a", [with_answers(random_snapshot(1), rows)])], "#q=2")
     assert "follows “2”" in answers(page)[0]
     page.mouse.click(*cell(page, 1, 1))
     assert "follows “1”" in answers(page)[0]
@@ -492,18 +459,6 @@ def test_how_to_read_the_page_is_open_at_the_first_visit_and_stands_beside_the_m
     assert page.locator("#help").get_attribute("open") is None
 
 
-def test_what_z_and_entropy_are_is_said_where_they_stand(visit):
-    page = visit("film", "#q=2&k=2")
-    assert "entropy of the rows, 0 is one key" in page.locator("#symbols").inner_text()
-    assert "largest |score| before softmax" in page.locator("#symbols").inner_text()
-    assert "each row's entropy H̄ (0 is one key" in page.locator(".bars").first.inner_text()
-    choose(page, "A − B")
-    assert "A − B of each row's entropy" in page.locator(".bars").inner_text()
-    choose(page, "A beside B")
-    assert "the token itself" in readout(page)
-    assert "the token itself" not in pointed(page, 2, 3)
-
-
 @pytest.mark.parametrize("name", ["film", "two", "one"])
 def test_on_a_phone_the_map_is_on_the_first_screen_and_the_rest_is_behind_a_button(visit, name):
     page = visit(name, size=(390, 844))
@@ -512,7 +467,7 @@ def test_on_a_phone_the_map_is_on_the_first_screen_and_the_rest_is_behind_a_butt
     assert page.locator("#play").is_visible()
     assert not page.locator("#scale").is_visible()
     page.locator("#more").click()
-    assert page.locator("#scale").is_visible()
+    assert page.locator("#scale").is_visible() and unnamed(page) == []
     assert page.locator("#help").bounding_box()["y"] > board["y"]
     if name != "one":  # the second map follows the first, without lines between them
         assert page.locator(".cells").nth(1).bounding_box()["y"] < board["y"] + 844
@@ -520,7 +475,7 @@ def test_on_a_phone_the_map_is_on_the_first_screen_and_the_rest_is_behind_a_butt
         assert page.locator(".lines").is_visible()
 
 
-def test_a_printed_map_has_the_light_colours_of_the_legend_and_no_grid_over_them(visit, is_dark):
+def test_a_printed_map_has_the_light_colours_of_the_legend_and_no_grid_over_them(visit):
     light, page = visit("one"), visit("one", "#theme=dark", color_scheme="dark")
     assert pixel(page, 2, 3) != pixel(light, 2, 3)
     page.emulate_media(media="print")

@@ -387,13 +387,9 @@ def _page(title: str, data: dict[str, Any]) -> str:
 
 def _assembled(name: str, scripts: Sequence[str], given: Mapping[str, str]) -> str:
     """The files of this folder put together; the hashes in the policy allow this style and this script alone."""
-    style, script = (_joined(names) for names in (("base.css", f"{name}.css"), scripts))
+    style, script = ("\n".join(map(_read, names)) for names in (("base.css", f"{name}.css"), scripts))
     parts = {"style": style, "script": script, "style-hash": _hash(style), "script-hash": _hash(script), **given}
     return re.sub(r"\{\{([a-z-]+)\}\}", lambda place: parts[place[1]], _read(f"{name}.html"))  # in one pass: parts may hold {{
-
-
-def _joined(names: Sequence[str]) -> str:
-    return "\n".join(map(_read, names))
 
 
 def _hash(text: str) -> str:

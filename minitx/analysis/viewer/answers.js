@@ -105,8 +105,6 @@ function compareTops(all, without, row) {
   const table = element("table", "tops");
   const words = new Set([...all.top, ...without.top].map(([word]) => word));
   if (row.right !== null) words.add(row.right);
-  const head = element("tr");
-  head.append(...["answer", "all heads", `without head ${state.head}`].map((text) => Object.assign(element("th", "", text), { scope: "col" })));
   const p = (one, word) => one.top.find(([other]) => other === word)?.[1];
   const say = (one, word) => {
     const found = p(one, word) ?? (word === row.right ? Math.exp(-one.loss) : undefined);
@@ -115,14 +113,14 @@ function compareTops(all, without, row) {
     return cell;
   };
   const lines = [...words].map((word) => {
-    const line = element("tr", word === row.right ? "wanted" : "");
-    const name = Object.assign(element("th"), { scope: "row" });
+    const name = header("row");
     name.append(tokenOf(word), word === row.right ? " ✓" : "");
-    line.append(name, say(all, word), say(without, word));
-    return line;
+    const one = tableLine(name, say(all, word), say(without, word));
+    if (word === row.right) one.className = "wanted";
+    return one;
   });
   const [top, body] = [element("thead"), element("tbody")];
-  top.append(head);
+  top.append(tableLine(...["answer", "all heads", `without head ${state.head}`].map((text) => header("col", text))));
   body.append(...lines);
   table.append(top, body);
   return table;
@@ -139,11 +137,7 @@ function showStrongest() {
   const all = layers.flatMap((layer, depth) => Array.from({ length: DATA.layers[layer].shape[0] }, (_, head) => ({ layer, depth, head, effect: effectOf(trace, layer, head) })));
   const best = all.filter((one) => one.effect > 0.05).sort((a, b) => b.effect - a.effect).slice(0, MOST);
   byId("strongest").hidden = !best.length;
-  byId("strongest").replaceChildren(element("span", "soft", `Heads without which the loss of this question rises most${COMPARES ? ` (${NAMES[trace]})` : ""}:`), ...best.map(({ layer, depth, head, effect }) => {
-    const button = Object.assign(element("button", "", `L${depth} h${head} ${rounded(effect)}`), { type: "button" });
-    button.addEventListener("click", () => update({ layer, head }));
-    return button;
-  }));
+  byId("strongest").replaceChildren(element("span", "soft", `Heads without which the loss of this question rises most${COMPARES ? ` (${NAMES[trace]})` : ""}:`), ...best.map(({ layer, depth, head, effect }) => buildButton("", `L${depth} h${head} ${rounded(effect)}`, () => update({ layer, head }))));
 }
 
 // Below each thumbnail, what the loss of the cursor's question gains without the head.

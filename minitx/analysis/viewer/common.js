@@ -8,6 +8,21 @@ function element(tag, className = "", text = "") {
   return Object.assign(document.createElement(tag), { className, textContent: text });
 }
 
+function buildButton(className, text, onClick) {
+  const button = Object.assign(element("button", className, text), { type: "button" });
+  button.addEventListener("click", onClick);
+  return button;
+}
+
+// The header of a column ("col") or of a row ("row").
+const header = (scope, text = "", className = "") => Object.assign(element("th", className, text), { scope });
+
+function tableLine(...cells) {
+  const row = element("tr");
+  row.append(...cells);
+  return row;
+}
+
 // With Ctrl, Alt or Meta, a key is the browser's.
 const keyOf = (event) => (event.ctrlKey || event.altKey || event.metaKey ? "" : event.key);
 
@@ -18,9 +33,11 @@ const known = (value, digits) => (Number.isNaN(value) ? "–" : fixed(value, dig
 const signed = (value, digits = 4) => (value > 0 ? "+" : "") + fixed(value, digits);
 const short = (value) => (Math.abs(value) >= 1000 ? value.toExponential(1) : fixed(value, Math.abs(value) >= 100 ? 0 : 1));
 
-// --- one of several
+// --- one of several, in the fieldset whose id is `name`
 
-function buildChoice(fieldset, name, options, onChange) {
+function buildChoice(name, options, onChange) {
+  const fieldset = byId(name);
+  fieldset.querySelector("div")?.remove(); // it may be built again
   const row = element("div");
   for (const [value, text] of Object.entries(options)) {
     const label = element("label");

@@ -78,13 +78,13 @@ function writeAddress() {
 // --- the row of controls
 
 function buildControls() {
-  buildChoice(byId("group"), "group", { ...GROUPS.map((group) => group.label) }, (i) => {
+  buildChoice("group", { ...GROUPS.map((group) => group.label) }, (i) => {
     const from = groupOf(state.layer);
     const depth = from.layers.indexOf(state.layer);
     const to = GROUPS[i].layers;
     update({ layer: to[Math.min(depth, to.length - 1)] });
   });
-  buildChoice(byId("view"), "view", VIEWS, (view) => update({ view }));
+  buildChoice("view", VIEWS, (view) => update({ view }));
   byId("steps").hidden = STEPS.length < 2;
   byId("step").max = STEPS.length - 1;
   byId("step").addEventListener("input", (event) => update({ step: Number(event.target.value) }));
@@ -178,9 +178,8 @@ function buildThumbs(layers, H) {
         cells.push(element("span"));
         continue;
       }
-      const button = Object.assign(element("button", "thumb"), { type: "button", role: "radio" });
+      const button = Object.assign(buildButton("thumb", "", () => update({ layer, head })), { role: "radio" });
       Object.assign(button.dataset, { layer, head });
-      button.addEventListener("click", () => update({ layer, head }));
       cells.push(button);
     }
   });

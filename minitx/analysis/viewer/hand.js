@@ -112,12 +112,11 @@ function complain() {
 }
 
 function numberButton(id) {
-  const button = Object.assign(element("button", "cell"), { type: "button" });
-  button.dataset.id = id;
-  button.addEventListener("click", () => {
+  const button = buildButton("cell", "", () => {
     state.cell = id;
     showHand();
   });
+  button.dataset.id = id;
   return button;
 }
 
@@ -137,40 +136,34 @@ function buildHand() {
   const asking = texts[state.hand.query];
   Object.assign(byId("tokens"), { value: texts.join(" "), ariaInvalid: "false" });
   byId("query").replaceChildren(...texts.map((text, i) => Object.assign(element("option", "", text), { value: i })));
-  byId("mask").querySelector("div")?.remove();
-  buildChoice(byId("mask"), "mask", words().masks, (mask) => {
+  buildChoice("mask", words().masks, (mask) => {
     if (mask === "own") state.hand.own = visibleByHand();
     changeHand({ mask });
   });
   const [before, , after] = words().asks(asking);
   byId("asks").replaceChildren(before, element("bdi", "token", asking), after, ...[0, 1, 2].map((d) => numberInput(`q-${d}`, "q", asking, d)));
 
-  const head = element("tr");
-  head.append(Object.assign(element("th", "", key), { scope: "col" }));
-  for (const column of Object.keys(COLUMNS)) {
-    const cell = Object.assign(element("th", "", heads[column]), { scope: "col", colSpan: WIDE.has(column) ? 3 : 1 });
+  const columns = Object.keys(COLUMNS);
+  const named = columns.map((column) => {
+    const cell = Object.assign(header("col", heads[column]), { colSpan: WIDE.has(column) ? 3 : 1 });
     cell.dataset.column = column;
-    head.append(cell);
-  }
-  const line = (first, make) => {
-    const row = element("tr");
-    row.append(Object.assign(first, { scope: "row" }), ...Object.keys(COLUMNS).flatMap((column) => cellsOf(column, (d) => make(column, d))));
-    return row;
-  };
+    return cell;
+  });
+  const cells = (make) => columns.flatMap((column) => cellsOf(column, (d) => make(column, d)));
   const rows = texts.map((text, i) => {
-    const first = element("th");
+    const first = header("row");
     first.append(element("bdi", "token", text));
-    return line(first, (column, d) => {
+    return tableLine(first, ...cells((column, d) => {
       if (column === "k" || column === "v") return numberInput(`${column}-${i}-${d}`, column, text, d);
       if (column === "seen") return seenBox(i, text);
       return numberButton(column === "pv" ? `pv-${i}-${d}` : `${column}-${i}`);
-    });
+    }));
   });
-  const last = line(element("th", "", sum), (column, d) => ({ e: () => numberButton("sum"), p: () => numberButton("psum"), pv: () => numberButton(`out-${d}`) })[column]?.());
+  const last = cells((column, d) => ({ e: () => numberButton("sum"), p: () => numberButton("psum"), pv: () => numberButton(`out-${d}`) })[column]?.());
   const [thead, tbody, tfoot] = byId("row").children;
-  thead.replaceChildren(head);
+  thead.replaceChildren(tableLine(header("col", key), ...named));
   tbody.replaceChildren(...rows);
-  tfoot.replaceChildren(last);
+  tfoot.replaceChildren(tableLine(header("row", sum), ...last));
   complain();
   showHand();
 }
@@ -278,10 +271,8 @@ function typeTokens() {
 function startHand() {
   for (let step = 1; step <= STEPS_BY_HAND; step++) {
     const item = element("li");
-    const button = Object.assign(element("button", "", `${step} `), { type: "button" });
-    button.append(element("span"));
-    button.addEventListener("click", () => goToStep(step));
-    item.append(button);
+    item.append(buildButton("", `${step} `, () => goToStep(step)));
+    item.firstChild.append(element("span"));
     byId("hand-steps").append(item);
   }
   narrow.addEventListener("change", showHand);

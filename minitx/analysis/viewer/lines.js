@@ -89,7 +89,12 @@ class LinesView {
   showChips(isSigned) {
     this.chips.hidden = isSigned || this.H === 1;
     this.chips.replaceChildren(...Array.from({ length: this.H }, (_, head) => {
-      const chip = Object.assign(element("button", "chip", `h${head}`), { type: "button" });
+      const chip = buildButton("chip", `h${head}`, () => {
+        const extra = new Set(state.extra);
+        if (!extra.delete(head)) extra.add(head);
+        update({ extra });
+        views.find((view) => view.lines === this)?.lines.chips.children[head].focus();
+      });
       chip.style.setProperty("--colour", headColour(head));
       chip.ariaPressed = String(this.heads.includes(head));
       chip.ariaLabel = `Lines of head ${head}`;
@@ -97,12 +102,6 @@ class LinesView {
         chip.ariaDisabled = "true";
         chip.title = "the head on the map";
       }
-      chip.addEventListener("click", () => {
-        const extra = new Set(state.extra);
-        if (!extra.delete(head)) extra.add(head);
-        update({ extra });
-        views.find((view) => view.lines === this)?.lines.chips.children[head].focus();
-      });
       return chip;
     }));
   }

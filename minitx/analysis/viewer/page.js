@@ -161,24 +161,19 @@ function showRow() {
 
 function fillTable(columns, best, seen, values) {
   const names = { a: COMPARES ? "A" : "weight", b: COMPARES ? "B" : "weight", diff: "A − B" };
-  const line = (className, first, ...rest) => {
-    const row = element("tr", className);
-    row.append(first, ...rest);
-    return row;
-  };
-  const heading = (text, scope) => Object.assign(element("th", "", text), { scope });
   const say = (value, i) => element("td", "number", columns[i] === "diff" ? signed(value) : fixed(value));
-  const top = line("", ...["key", "position", ...columns.map((pane) => names[pane])].map((text) => heading(text, "col")));
+  const top = tableLine(...["key", "position", ...columns.map((pane) => names[pane])].map((text) => header("col", text)));
   document.querySelector("#row thead").replaceChildren(top);
   const rows = best.map((k) => {
-    const token = heading("", "row");
+    const token = header("row");
     token.append(element("bdi", "token", keysOf(state.layer)[k]));
-    return line("", token, element("td", "number", String(k)), ...values.map((column, i) => say(column[k], i)));
+    return tableLine(token, element("td", "number", String(k)), ...values.map((column, i) => say(column[k], i)));
   });
   const others = seen.filter((k) => !best.includes(k));
   if (others.length) {
     const sums = values.map((column) => others.reduce((sum, k) => sum + column[k], 0));
-    rows.push(line("rest", heading(`${others.length} other keys`, "row"), element("td"), ...sums.map(say)));
+    rows.push(tableLine(header("row", `${others.length} other keys`), element("td"), ...sums.map(say)));
+    rows.at(-1).className = "rest";
   }
   document.querySelector("#row tbody").replaceChildren(...rows);
 }

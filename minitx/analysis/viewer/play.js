@@ -165,7 +165,13 @@ function buildQuestion(scene, i, question) {
   const mine = (given[name] ??= { picked: null, numbers: null });
   const field = element("fieldset", "question");
   const answer = Object.assign(element("p", "answer"), { role: "status" });
-  const look = Object.assign(element("button", "main", words().look), { type: "button" });
+  const look = buildButton("main", words().look, () => {
+    if (mine.picked === null) answer.textContent = words().pick;
+    else {
+      mine.numbers = question.look();
+      show();
+    }
+  });
   const show = () => {
     look.disabled = mine.numbers !== null;
     for (const input of field.querySelectorAll("input")) input.disabled = mine.numbers !== null;
@@ -183,13 +189,6 @@ function buildQuestion(scene, i, question) {
     });
     label.append(input, element("span", "", text));
     field.append(label);
-  });
-  look.addEventListener("click", () => {
-    if (mine.picked === null) answer.textContent = words().pick;
-    else {
-      mine.numbers = question.look();
-      show();
-    }
   });
   field.append(look, answer);
   show();

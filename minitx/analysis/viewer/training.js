@@ -120,14 +120,15 @@ function showNumbers(runs, look) {
     largest: runs.map((run) => run.largest[look].toLocaleString("en", { maximumSignificantDigits: 3 })),
   };
   document.querySelector("#numbers tbody").replaceChildren(...Object.entries(values).map(([name, texts]) => tableRow(names[name], texts, name)));
-  const head = element("tr");
-  head.append(Object.assign(element("th", "", words().step_now(state.at)), { scope: "col" }), ...ARMS.map((arm) => Object.assign(element("th", "number", words().arms[arm]), { scope: "col" })));
-  document.querySelector("#numbers thead").replaceChildren(head);
+  showHeads("numbers", [words().step_now(state.at), ...ARMS.map((arm) => words().arms[arm])]);
+}
+
+function showHeads(table, texts) {
+  byId(table).tHead.replaceChildren(tableLine(...texts.map((text, i) => header("col", text, i ? "number" : ""))));
 }
 
 function tableRow(first, texts, name = "") {
-  const row = element("tr");
-  row.append(Object.assign(element("th", "", first), { scope: "row" }), ...texts.map((text) => Object.assign(element("td", "number", text))));
+  const row = tableLine(header("row", first), ...texts.map((text) => element("td", "number", text)));
   row.dataset.name = name;
   return row;
 }
@@ -151,9 +152,7 @@ function showTold(runs) {
 // All settings: what the reader has seen, and "?" for the others.
 function showSeen() {
   const { outcomes, optimizers, arms, setting_head: settingHead } = words();
-  const head = element("tr");
-  head.append(...[settingHead, ...ARMS.map((arm) => arms[arm])].map((text, i) => Object.assign(element("th", i ? "number" : "", text), { scope: "col" })));
-  document.querySelector("#seen thead").replaceChildren(head);
+  showHeads("seen", [settingHead, ...ARMS.map((arm) => arms[arm])]);
   const rows = OPTIMIZERS.flatMap((optimizer) => ratesOf(optimizer).map((rate, i) => {
     const name = `${optimizer}-${i}`;
     const found = settingOf(optimizer, i).map(outcome);
@@ -167,25 +166,20 @@ function showSeen() {
 
 function buildTraining() {
   const { optimizers, predictions, limit_heads: limitHeads } = words();
-  byId("optimizer").querySelector("div")?.remove();
-  buildChoice(byId("optimizer"), "optimizer", optimizers, (optimizer) => openSetting({ optimizer }));
+  buildChoice("optimizer", optimizers, (optimizer) => openSetting({ optimizer }));
   buildRates();
-  byId("predict").querySelector("div")?.remove();
-  buildChoice(byId("predict"), "predict", predictions, (picked) => {
+  buildChoice("predict", predictions, (picked) => {
     Object.assign(mine(), { picked: Number(picked), isOpen: true });
     showTraining();
   });
   const limits = TRAINING.limits;
-  const head = element("tr");
-  head.append(...limitHeads.map((text, i) => Object.assign(element("th", i ? "number" : "", text), { scope: "col" })));
-  document.querySelector("#limits thead").replaceChildren(head);
+  showHeads("limits", limitHeads);
   document.querySelector("#limits tbody").replaceChildren(...limits.adamw.map(([width], i) => tableRow(String(width), OPTIMIZERS.flatMap((name) => limits[name][i].slice(1, 4)).map((x) => x.toPrecision(2)), String(width))));
   showTraining();
 }
 
 function buildRates() {
-  byId("rate").querySelector("div")?.remove();
-  buildChoice(byId("rate"), "rate", Object.fromEntries(ratesOf(state.optimizer).map((rate, i) => [i, String(rate)])), (rate) => openSetting({ rate: Number(rate) }));
+  buildChoice("rate", Object.fromEntries(ratesOf(state.optimizer).map((rate, i) => [i, String(rate)])), (rate) => openSetting({ rate: Number(rate) }));
 }
 
 // --- changes

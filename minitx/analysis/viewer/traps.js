@@ -66,14 +66,14 @@ function buildTrap({ lines, wrong, fix }, number) {
   const part = element("section", "trap");
   const answer = Object.assign(element("div", "answer"), { role: "status" });
   const code = element("ol", "code");
-  const buttons = lines.map((line, i) => {
-    const button = Object.assign(element("button"), { type: "button", id: `line-${number}-${i}` });
-    button.append(element("code", "", line));
-    button.addEventListener("click", () => {
+  const buttons = lines.map((text, i) => {
+    const button = buildButton("", "", () => {
       if (clicked[number].has(wrong)) return;
       clicked[number].add(i);
       show(i);
     });
+    button.id = `line-${number}-${i}`;
+    button.append(element("code", "", text));
     const item = element("li");
     item.append(button);
     code.append(item);

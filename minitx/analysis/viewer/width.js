@@ -82,23 +82,17 @@ function showCounts(isSaid) {
   const done = (counted * QUERIES).toLocaleString("en");
   document.querySelector("#statistics caption").textContent = `${caption(done, numVisible())} ${counted < BATCHES ? still : ""}`;
   byId("statistics").dataset.rows = counted * QUERIES;
-  const heading = (text, name) => {
-    const cell = Object.assign(element("th", name === state.factor ? "number chosen" : "number", text), { scope: "col" });
-    return cell;
-  };
-  const head = element("tr");
+  const classOf = (factor) => (factor === state.factor ? "number chosen" : "number");
   const name = (factor) => (factor === "own" ? `${yours}: ${digits(ownFactor())}` : factors[factor]);
-  head.append(Object.assign(element("th", "", statistic), { scope: "col" }), ...Object.keys(found).map((factor) => heading(name(factor), factor)));
-  document.querySelector("#statistics thead").replaceChildren(head);
+  const heads = Object.keys(found).map((factor) => header("col", name(factor), classOf(factor)));
+  byId("statistics").tHead.replaceChildren(tableLine(header("col", statistic), ...heads));
   document.querySelector("#statistics tbody").replaceChildren(...Object.entries(rows).map(([key, text]) => {
-    const row = element("tr");
-    row.append(Object.assign(element("th", "", text), { scope: "row" }));
-    for (const [factor, of] of Object.entries(found)) {
-      const cell = element("td", factor === state.factor ? "number chosen" : "number", said(key, of[key]));
+    const cells = Object.entries(found).map(([factor, of]) => {
+      const cell = element("td", classOf(factor), said(key, of[key]));
       Object.assign(cell.dataset, { name: key, factor, value: of[key] });
-      row.append(cell);
-    }
-    return row;
+      return cell;
+    });
+    return tableLine(header("row", text), ...cells);
   }));
 }
 
@@ -186,8 +180,7 @@ function drawWeights() {
 
 function buildWidth() {
   for (const [id, texts] of [["factor", words().factors], ["half", words().halves]]) {
-    byId(id).querySelector("div")?.remove();
-    buildChoice(byId(id), id, texts, (value) => {
+    buildChoice(id, texts, (value) => {
       state[id] = value;
       showWidth();
     });
