@@ -71,7 +71,6 @@ def _bert_family(
             **BERT_BLOCK,
             "pool.dense": "pooler.dense",
         },
-        harmless=("directionality", "pooler_*"),
         ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
         copies={f"{head}.decoder.weight": "embeddings.word_embeddings.weight", **twice},
         renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
@@ -157,7 +156,6 @@ VIT = Family(
         "pool.dense": "pooler.dense",
     },
     shapes={"embeddings.position.weight": lambda config, shape: (1, *shape), "embeddings.patch_proj.weight": _kernel},
-    harmless=("encoder_stride", "pooler_output_size"),  # they do not change the output
     tidy=tidy_vit,
     untidy=untidy_dropout,
 )
@@ -238,7 +236,6 @@ T5 = Family(
     },
     tensors={"embeddings.token": "shared"},
     gated={".wi.": ".wi_1."},
-    harmless=("n_positions", "is_encoder_decoder", "dense_act_fn", "is_gated_act"),  # they follow from other keys
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     copies={
         "lm_head.weight": "shared.weight",
