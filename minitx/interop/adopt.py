@@ -439,8 +439,7 @@ def _attention(
     core: AdoptedCore = module.core
     if is_causal is None:  # a module that always gets a mask from transformers need not say it (NLLB-MoE, Mllama)
         is_causal = getattr(module, "is_causal", False) or (getattr(module, "is_decoder", False) and not core.is_cross)
-    causal = bool(is_causal)
-    mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, causal, query.shape[2], key)
+    mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, bool(is_causal), query.shape[2], key)
     key, value = key[:, :, :S], value[:, :, :S]
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries have one row
@@ -452,20 +451,11 @@ def _attention(
     if core.scale is not None:
         to, factor = core.scale
         scaling = scale_multiplier(to, query.shape[-1]) * factor / before
+    wanted = core.adoption.call.weights_wanted
     call = AttentionCall(
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        scaling,
-        softcap,
-        s_aux,
-        dropout_p=dropout,
-        need_weights=core.adoption.call.weights_wanted,
-        is_cross=core.is_cross,
+        query, key, value, mask, bias, scaling, softcap, s_aux, dropout_p=dropout, need_weights=wanted, is_cross=core.is_cross
     )
-    out, weights = core(call) if call.need_weights else (core(call), None)
+    out, weights = core(call) if wanted else (core(call), None)
     return out.transpose(1, 2).contiguous(), weights
 
 

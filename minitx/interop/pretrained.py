@@ -100,13 +100,10 @@ def from_pretrained(
         raise ValueError(f"{folder}: the model was built {how}")
     with torch.random.fork_rng(devices=[]):
         model = build_model(found, core)
-    targets = _tensors(model)
-    shapes, found_shapes = ({name: one.shape for name, one in some.items()} for some in (targets, tensors))
-    wrong = sorted(name for name in shapes.keys() | found_shapes.keys() if shapes.get(name) != found_shapes.get(name))
-    if wrong:
-        raise ValueError(f"{folder}: the weights do not fit this version of minitx; different tensors: {', '.join(wrong)}")
-    for name, tensor in targets.items():
-        tensor.data = tensors[name]
+    try:
+        model.load_state_dict(tensors, assign=True)  # tied ones have one name there
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: the weights do not fit this version of minitx: {error}") from None
     return model.eval()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
@@ -219,7 +219,7 @@ def _fill(
     Raises:
         ValueError: tensors that do not fit. The message lists all of them.
     """
-    places, faults, fresh = _places(model, family, architecture), [], {}
+    places, faults, fresh = _places(model, family, architecture), list[str](), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         place = places[name]
         if place.name not in tensors:
@@ -232,7 +232,7 @@ def _fill(
         else:
             tensor = place.view(tensors[place.name]).reshape(parameter.shape)
             tensor = tensor.to(dtype or tensor.dtype).contiguous()
-            fresh[parameter] = nn.Parameter(tensor + place.shift if place.shift else tensor)
+            fresh[name] = tensor + place.shift if place.shift else tensor
     for name in tensors.keys() - {place.name for place in places.values()}:
         original = family.copies.get(name)
         if original is None:
@@ -242,8 +242,7 @@ def _fill(
     if faults:
         listed = "; ".join(sorted(faults))
         raise ValueError(f"the weights do not fit {type(model).__name__}: {listed}. To ignore unexpected tensors: ignore=[...]")
-    every = model.named_parameters(remove_duplicate=False)
-    model.load_state_dict({name: fresh[parameter] for name, parameter in every}, assign=True)
+    model.load_state_dict(fresh, assign=True)
 
 
 def _write_tensors(model: TransformerModel, family: Family, architecture: Architecture) -> dict[str, Tensor]:
