@@ -114,17 +114,6 @@ ROBERTA = _bert_family(
 # --- ViT (Dosovitskiy et al. 2021): its patch embedding is a convolution, and the kernel is our matrix in another shape
 
 
-def tidy_vit(values: Values, names: Collection[str]) -> Values:
-    """Replace [side, side] by the side. Images and patches must be square."""
-    for name in ("image_size", "patch_size"):
-        sides = values.get(name)
-        if isinstance(sides, list) and len(set(sides)) == 1:
-            values[name] = sides[0]
-        elif isinstance(sides, list):
-            raise ValueError(f"{name}={sides} is not supported: images and patches must be square")
-    return values
-
-
 def _kernel(config: TransformerConfig, shape: Shape) -> Shape:
     side = config.patch_size
     return shape[0], shape[1] // side**2, side, side
@@ -156,7 +145,6 @@ VIT = Family(
         "pool.dense": "pooler.dense",
     },
     shapes={"embeddings.position.weight": lambda config, shape: (1, *shape), "embeddings.patch_proj.weight": _kernel},
-    tidy=tidy_vit,
     untidy=untidy_dropout,
 )
 

@@ -130,15 +130,6 @@ def test_folders_of_other_kinds_are_recognised(tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_a_tokenizer_lies_beside_the_model(tmp_path):
-    from minitx.data.tokenizers import load_tokenizer, train_tokenizer
-
-    ours = train_tokenizer("char", ["abcé"])
-    save_pretrained(build(), tmp_path, tokenizer=ours)
-    again = load_tokenizer(tmp_path)
-    assert again.encode("éa").tolist() == ours.encode("éa").tolist()
-
-
 # ---- a model that is no longer what its config describes
 
 

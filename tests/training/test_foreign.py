@@ -438,8 +438,9 @@ def test_a_schedule_that_reads_a_metric_gets_it_after_each_validation_and_resume
     options = {"schedule": plateau, "val_every": 1, "monitor": "train_loss", "ckpt_every": 1}
     data = Squares()
     fit(tmp_path / "run", data, max_steps=3, **options)
-    fit(tmp_path / "run", data, max_steps=6, ckpt_path="last", **options)
+    result = fit(tmp_path / "run", data, max_steps=6, ckpt_path="last", **options)
     rates = [row["lr"] for row in read_metrics(tmp_path / "run" / "metrics.csv")]
+    assert result["metrics"]["lr"] == 0.0015625
     assert rates == [0.05, 0.025, 0.0125, 0.00625, 0.003125, 0.0015625]
     with pytest.raises(ConfigError, match=r"^trainer\.monitor=nothing is not logged, and the schedule needs it"):
         fit(tmp_path / "none", data, **{**options, "monitor": "nothing"})
@@ -452,13 +453,6 @@ def test_overfitting_repeats_the_first_batch_of_a_loader_of_ones_own(tmp_path):
     fit(tmp_path / "first", first, model=copy.deepcopy(model))
     fit(tmp_path / "overfit", data, model=model, overfit=True)
     assert losses_of(tmp_path / "overfit") == losses_of(tmp_path / "first")
-
-
-def test_other_callbacks_can_watch_the_training_loss(tmp_path):
-    stop = {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "train_loss", "stopping_threshold": 1e9}
-    callbacks = CallbacksConfig(progress=False, parts={"early": stop})
-    result = fit(tmp_path, Squares(), callbacks=callbacks, val_every=2, max_steps=9)
-    assert result["steps"] == 2 and result["metrics"]["lr"] == 0.05
 
 
 # --- validation
