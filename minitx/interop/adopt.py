@@ -208,7 +208,7 @@ class AdoptedCore(DotProductAttention):
         """Give the cores the model's own scale again, for good, with the function as it is now. The weights take the change."""
         AdoptedCore.fold_scale(model, "own", 1.0, None)
         for module in adopted_cores(model).values():
-            module.core.scale, module.core.folds = None, []
+            module.core.folds = []
 
 
 def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:

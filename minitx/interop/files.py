@@ -190,13 +190,11 @@ def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mappin
             pair = [first, "$A", between, "$B:0"]
             made.post_processor = TemplateProcessing(single=pair[:2], pair=pair, special_tokens=special)
         made.save(str(folder / TOKENIZER))
-    options: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    options |= {"clean_up_tokenization_spaces": False, **({} if max_len is None else {"model_max_length": max_len})}
-    side = "left" if loader == "AutoModelForCausalLM" else "right"  # such a model continues the last column
-    write_json(folder / "tokenizer_config.json", {**options, "padding_side": side, **tokens})
+    options: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    options |= {} if max_len is None else {"model_max_length": max_len}
+    options["model_input_names"] = ["input_ids", "attention_mask"]
+    options["padding_side"] = "left" if loader == "AutoModelForCausalLM" else "right"  # such a model continues the last column
+    write_json(folder / "tokenizer_config.json", {**options, **tokens})
 
 
 def _readme(title: str, model: Any, name: str, task: str, loaders: Mapping[str, str], facts: Mapping[str, Any]) -> str:

@@ -158,9 +158,8 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 
 def _tensors(model: TransformerModel) -> dict[str, Tensor]:
     """Return the parameters, shared ones once, and the persistent buffers."""
-    parameters, names = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
-    buffers = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in names}
-    return {**parameters, **buffers}
+    once, every = dict(model.named_parameters()), model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in every.items() if name in once or not isinstance(tensor, nn.Parameter)}
 
 
 def _digest(tensors: Mapping[str, Tensor], config: Any) -> str:
