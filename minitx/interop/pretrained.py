@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
+from minitx.config.schema import first_line
 from minitx.interop.files import TOKENIZER, WEIGHTS, CanSave, find_folder, read_json, read_tensors, write_json, write_tensors
 from minitx.nn.layers import Core
 from minitx.nn.models import TransformerModel, build_model
@@ -103,7 +104,7 @@ def from_pretrained(
     try:
         model.load_state_dict(tensors, assign=True)  # tied ones have one name there
     except RuntimeError as error:
-        raise ValueError(f"{folder}: the weights do not fit this version of minitx: {error}") from None
+        raise ValueError(f"{folder}: the weights do not fit this version of minitx: {first_line(error)}") from None
     return model.eval()
 
 
