@@ -14,12 +14,14 @@ from __future__ import annotations
 import copy
 import dis
 import inspect
+import operator
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial, reduce
+from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -27,9 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from minitx.interop.folding import Fold, fold_adopted
+from minitx.interop.folding import Fold, fold_adopted, outermost
 from minitx.nn.attention import DotProductAttention
-from minitx.nn.blocks import is_block
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Dense, Mask, Padding
 from minitx.nn.scale import scale_multiplier
@@ -63,27 +64,28 @@ class TransformersMask(Dense):
             yield Padding(self.key_mask)
 
 
-class Running(threading.local):
-    """What a running call of an adopted model was given. Each thread has its own.
+@dataclass(eq=False)
+class Call:
+    """What a running call of an adopted model was given.
 
     Attributes:
-        outer: of each model that is running, one inside the other, the ``key_masks`` before it.
-        weights_wanted: whether the call has ``output_attentions=True``.
+        weights_wanted: whether the call, or one around it, has ``output_attentions=True``.
         key_masks: which keys of the running model are real, bool (B, S), as its ``attention_mask`` says, and those of the other
             sequence. None: no padding.
-        masks: the bool masks of the running call. Its layers share them, with what a kernel has computed of a mask.
+        masks: the bool masks of the outermost call by what they were made of. Its layers share them, with what a kernel has computed
+            of a mask.
     """
 
-    def __init__(self) -> None:
-        self.outer: list[list[Tensor | None]] = []
-        self.weights_wanted = False
-        self.key_masks: list[Tensor | None] = [None, None]
-        self.masks: list[tuple[Tensor | None, Tensor | None, tuple[Any, ...], Mask]] = []
+    weights_wanted: bool = False
+    key_masks: Sequence[Tensor | None] = (None, None)
+    masks: dict[tuple[Any, ...], Mask] = field(default_factory=dict)
 
-    @property
-    def depth(self) -> int:
-        """How many models are running."""
-        return len(self.outer)
+
+class Running(threading.local):
+    """The calls of an adopted model that are running, one inside the other. Each thread has its own."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
 
     def __reduce__(self) -> tuple[type[Running], tuple[()]]:
         return Running, ()  # a copy of the model runs nothing yet
@@ -96,9 +98,9 @@ class Adoption:
         configs: pairs of the copy of a config that the adopted model uses, and its original.
         hooks: the handles of the hooks that note the call.
         is_scaled: whether ``set_scale`` or ``fold_scale`` has changed a core.
-        weights_wanted: whether the last call had ``output_attentions=True``: for checkpointed layers that run again in the backward
-            pass, perhaps in a thread of autograd's.
-        running: what the running call was given.
+        weights_wanted: that of the last call: for checkpointed layers that run again in the backward pass, perhaps in a thread of
+            autograd's.
+        running: the calls that are running.
     """
 
     def __init__(self, configs: list[tuple[Any, Any]]) -> None:
@@ -107,23 +109,29 @@ class Adoption:
         self.weights_wanted, self.is_scaled = False, False
         self.running = Running()
 
+    @property
+    def call(self) -> Call:
+        """The innermost call."""
+        return self.running.calls[-1] if self.running.calls else Call(self.weights_wanted)
+
     def enter_model(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note the arguments of a call. An inner model may be called without ``output_attentions``, or with a mask that is built."""
-        is_inner = self.running.depth > 0
-        self.running.outer.append(self.running.key_masks)
-        self.running.key_masks = [*self.running.key_masks]
-        if self.is_scaled and not is_inner and not torch.compiler.is_compiling():
+        calls = self.running.calls
+        outer = calls[-1] if calls else Call()
+        if self.is_scaled and not calls and not torch.compiler.is_compiling():
             _check_ours(model)
         if len(args) > 1:
             options = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | options
         wanted = bool(options.get("output_attentions", getattr(model.config, "output_attentions", False)))
-        self.weights_wanted = self.running.weights_wanted = wanted or (self.running.weights_wanted and is_inner)
+        self.weights_wanted = wanted or outer.weights_wanted
+        key_masks = [*outer.key_masks]
         for index, name in enumerate(("attention_mask", "encoder_attention_mask")):
             mask = options.get(name)
             if isinstance(mask, Tensor) and mask.dim() == 2:
-                self.running.key_masks[index] = mask != 0
+                key_masks[index] = mask != 0
             elif mask is None or options.get("encoder_hidden_states") is not None:  # the mask around a decoder is the encoder's
-                self.running.key_masks[index] = None
+                key_masks[index] = None
+        calls.append(Call(self.weights_wanted, key_masks, outer.masks))
 
     def enter_attention(self, names: list[str], module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note whether the keys are of another sequence."""
@@ -132,35 +140,32 @@ class Adoption:
         module.core.is_cross = others or any(given.get(query) is not given.get(key) for query, key in QUERY_AND_KEY)
 
     def leave_model(self, *_: Any) -> None:
-        """Give the model around this one its own padding back (a model of pictures has none). The outermost forgets its masks."""
-        if self.running.outer:  # else a hook before ``enter_model`` failed
-            self.running.key_masks = self.running.outer.pop()
-        if not self.running.outer:
-            self.running.masks = []
+        """Give the model around this one its own padding back (a model of pictures has none)."""
+        if self.running.calls:  # else a hook before ``enter_model`` failed
+            self.running.calls.pop()
 
     def mask(self, tensor: Tensor | None, is_causal: bool, keys: tuple[int, int], is_cross: bool) -> Mask | None:
         """Return what transformers' mask of a layer means, for ``keys`` = (B, S). A call of the model has one object for a bool tensor."""
         if tensor is None and not is_causal:
             return None
-        running = self.running
-        key_mask = running.key_masks[is_cross]
-        for known, known_key_mask, known_sizes, made in running.masks:
-            if known is tensor and known_key_mask is key_mask and known_sizes == (is_causal, keys):
-                return made
+        call = self.call
+        key_mask = call.key_masks[is_cross]
+        made_of = (tensor, key_mask, is_causal, keys)  # tensors are equal as keys where they are one object
+        # a mask of floats may be a layer's own (Doge)
+        is_shared = (tensor is None or tensor.dtype == torch.bool) and not torch.compiler.is_compiling()
+        if is_shared and made_of in call.masks:
+            return call.masks[made_of]
         if tensor is None:
             mask: Mask = Causal()
         else:
-            real = key_mask
-            if real is not None and is_causal and not is_cross:
-                real = real[:, -keys[1] :]  # a cache with a window has the last keys
-            if real is not None and real.shape != keys:  # of other keys, for example of pictures
-                real = None
-            real = None if real is None else real.to(tensor.device)
+            if key_mask is not None and is_causal and not is_cross:
+                key_mask = key_mask[:, -keys[1] :]  # a cache with a window has the last keys
+            # one of another shape is of other keys, for example of pictures
+            real = None if key_mask is None or key_mask.shape != keys else key_mask.to(tensor.device)
             visible = tensor if tensor.dtype == torch.bool else _visible(tensor)
             mask = TransformersMask(visible[..., : keys[1]], is_causal, real)
-        is_shared = tensor is None or tensor.dtype == torch.bool  # one of floats may be a layer's own (Doge)
-        if is_shared and running.depth and not torch.compiler.is_compiling():
-            running.masks.append((tensor, key_mask, (is_causal, keys), mask))
+        if is_shared:
+            call.masks[made_of] = mask
         return mask
 
 
@@ -196,16 +201,14 @@ class AdoptedCore(DotProductAttention):
     @staticmethod
     def fold_scale(model: nn.Module, to: str | float, factor: float, inputs: Mapping[str, Any] | None) -> None:
         """Fold the scale of all adopted attention of ``model``, as ``minitx.nn.fold_scale`` says."""
-        from transformers import PreTrainedModel
-
-        fold_adopted(model, _outermost(model, PreTrainedModel), adopted_cores(model), to, factor, inputs)
+        fold_adopted(model, adopted_cores(model), to, factor, inputs)
 
     @staticmethod
     def fold_back(model: nn.Module) -> None:
         """Give the cores the model's own scale again, for good, with the function as it is now. The weights take the change."""
         AdoptedCore.fold_scale(model, "own", 1.0, None)
         for module in adopted_cores(model).values():
-            module.core.scale, module.core.folds = None, []
+            module.core.folds = []
 
 
 def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
@@ -232,8 +235,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-    outermost = list(_outermost(model, PreTrainedModel)) if isinstance(model, nn.Module) else []
-    if not outermost:
+    roots = list(outermost(model)) if isinstance(model, nn.Module) else []
+    if not roots:
         raise TypeError(f"adopt_hf takes a model of transformers, got {type(model).__name__}, which contains none")
     if adopted_cores(model):
         raise ValueError(f"{type(model).__name__} is adopted already: release_hf gives it back")
@@ -253,24 +256,22 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_model, with_kwargs=True))
             adoption.hooks.append(module.register_forward_hook(adoption.leave_model, always_call=True))
     _mark_blocks(model, layers)
-    for root in outermost:
+    for root in roots:
         root.adoption = adoption
         root.set_attn_implementation(NAME)
     still = [name for name, module in layers.items() if module.config._attn_implementation != NAME]
     if still:
         release_hf(model)
         raise ValueError(f"{still[0]} of {type(model).__name__} cannot change its attention: transformers left it as it was")
-    if torchs := [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]:
-        warnings.warn(
-            f"{', '.join(torchs)} of {type(model).__name__} is torch's nn.MultiheadAttention: it stays as it is, is not recorded, and keeps "
-            "its scale. swap_attention(model), before adopt_hf, gives it our core, too",
-            stacklevel=2,
-        )
-    if left := [name for name, kind in _without(model, layers) if _attends_by_itself(kind, others=True)]:
-        warnings.warn(
-            f"{', '.join(left)} of {type(model).__name__} computes its attention itself: it stays as it is, is not recorded, and keeps its scale",
-            stacklevel=2,
-        )
+    torchs = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    others = [name for name, kind in _without(model, layers) if _attends_by_itself(kind, others=True)]
+    of_torch = "is torch's nn.MultiheadAttention (swap_attention(model), before adopt_hf, gives it our core, too)"
+    for what, names in {of_torch: torchs, "computes its attention itself": others}.items():
+        if names:
+            said = (
+                f"{', '.join(names)} of {type(model).__name__} {what}: it stays as it is, is not recorded, and keeps its scale"
+            )
+            warnings.warn(said, stacklevel=2)
     return model
 
 
@@ -280,27 +281,24 @@ def release_hf(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not adopted, or is a part of the model that was adopted.
     """
-    holders = [module for module in model.modules() if isinstance(vars(module).get("adoption"), Adoption)]
-    roots: list[Any] = [module for module in holders if not isinstance(module, AdoptedCore)]
-    adoptions = [root.adoption for root in roots]
-    cores = adopted_cores(model).values()
-    if not roots:
-        raise ValueError(f"{type(model).__name__} is {'a part of an adopted model' if cores else 'not adopted'}")
+    modules = list(model.modules())
+    adoptions = [vars(one).pop("adoption") for one in modules if "adoption" in vars(one) and not isinstance(one, AdoptedCore)]
+    if not adoptions:
+        raise ValueError(f"{type(model).__name__} is {'a part of an adopted model' if adopted_cores(model) else 'not adopted'}")
     originals = {id(copied): original for adoption in adoptions for copied, original in adoption.configs}
-    for module in model.modules():
+    for module in modules:
         for name, value in vars(module).items():
             if id(value) in originals:
                 setattr(module, name, originals[id(value)])
         vars(module).pop("is_block", None)
-    for module in cores:
-        if module.core.adoption in adoptions:
-            for fold in reversed(module.core.folds):
+        core = getattr(module, "core", None)
+        if isinstance(core, AdoptedCore) and core.adoption in adoptions:
+            for fold in reversed(core.folds):
                 fold.apply(undo=True)
             del module.core
-    for root in roots:
-        for handle in root.adoption.hooks:
+    for adoption in adoptions:
+        for handle in adoption.hooks:
             handle.remove()
-        del root.adoption
     return model
 
 
@@ -319,14 +317,6 @@ def adopted_cores(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(getattr(module, "core", None), AdoptedCore)}
 
 
-def _outermost(module: nn.Module, kind: type) -> Iterator[Any]:
-    if isinstance(module, kind):
-        yield module
-    else:
-        for child in module.children():
-            yield from _outermost(child, kind)
-
-
 def _attention_layers(model: nn.Module) -> dict[str, Any]:
     """Return the attention modules of ``model`` by name. Raise a ValueError if some attention cannot be replaced."""
     layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
@@ -337,8 +327,6 @@ def _attention_layers(model: nn.Module) -> dict[str, Any]:
             f"the attention of {where} does not pass through transformers' AttentionInterface, "
             "so no other function can take its place"
         )
-    if taken := [name for name, module in layers.items() if hasattr(module, "core")]:
-        raise ValueError(f"{taken[0]} has an attribute named core already")
     return layers
 
 
@@ -352,14 +340,11 @@ def _mark_blocks(model: nn.Module, layers: Iterable[str]) -> None:
     """Note which modules are blocks, for those who look at the residual stream: layers of transformers' class, else of a list (ALBERT)."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and adopted_cores(module):
-            module.is_block = True
     for name in layers:
-        around = {path: model.get_submodule(path) for path in _around(name)}
-        listed = [path for path in around if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.ModuleList)]
-        if listed and not any(map(is_block, around.values())):
-            block: Any = around[listed[-1]]
+        around: list[Any] = [model, *map(model.get_submodule, _around(name))]
+        marked = [module for module in around if isinstance(module, GradientCheckpointingLayer)]
+        listed = [module for outer, module in pairwise(around) if isinstance(outer, nn.ModuleList)]
+        for block in marked or listed[-1:]:
             block.is_block = True
 
 
@@ -373,9 +358,9 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
     from transformers import AttentionInterface
 
     forward = inspect.unwrap(kind.forward)
-    if not isinstance(forward, FunctionType):
-        return False
-    return any(isinstance(forward.__globals__.get(name), AttentionInterface) for name in _names_of(forward.__code__))
+    return isinstance(forward, FunctionType) and any(
+        isinstance(forward.__globals__.get(name), AttentionInterface) for name in _names_of(forward.__code__)
+    )
 
 
 @cache
@@ -454,56 +439,35 @@ def _attention(
     core: AdoptedCore = module.core
     if is_causal is None:  # a module that always gets a mask from transformers need not say it (NLLB-MoE, Mllama)
         is_causal = getattr(module, "is_causal", False) or (getattr(module, "is_decoder", False) and not core.is_cross)
-    causal = bool(is_causal)
-    mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, causal, query.shape[2], key)
+    mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, bool(is_causal), query.shape[2], key)
     key, value = key[:, :, :S], value[:, :, :S]
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries have one row
-    before = own_factor(module, scaling)
+    own = getattr(module, "scaling", None)
+    before = own if scaling == 1 and isinstance(own, float) else 1.0  # OPT and Whisper multiply their queries themselves
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if not torch.compiler.is_compiling():
         core.own_scale, core.own_factor = scaling * before, before
     if core.scale is not None:
         to, factor = core.scale
         scaling = scale_multiplier(to, query.shape[-1]) * factor / before
+    wanted = core.adoption.call.weights_wanted
     call = AttentionCall(
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        scaling,
-        softcap,
-        s_aux,
-        dropout_p=dropout,
-        need_weights=(core.adoption.running if core.adoption.running.depth else core.adoption).weights_wanted,
-        is_cross=core.is_cross,
+        query, key, value, mask, bias, scaling, softcap, s_aux, dropout_p=dropout, need_weights=wanted, is_cross=core.is_cross
     )
-    out, weights = core(call) if call.need_weights else (core(call), None)
+    out, weights = core(call) if wanted else (core(call), None)
     return out.transpose(1, 2).contiguous(), weights
-
-
-def own_factor(module: Any, scaling: float | None) -> float:
-    """Return what a module multiplies its queries by before the call, in which ``scaling`` is then 1 (OPT, Whisper)."""
-    own = getattr(module, "scaling", None)
-    return own if scaling == 1 and isinstance(own, float) else 1.0
 
 
 def _mask_and_bias(
     core: AdoptedCore, attention_mask: Tensor | None, position_bias: Tensor | None, causal: bool, L: int, key: Tensor
 ) -> tuple[Mask | None, Tensor | None, int]:
     """What hides keys, what is added to the scores, and how many keys count: a static cache hands out keys that are not written."""
-    adoption, (B, _, S, _) = core.adoption, key.shape
+    (B, _, S, _), key_mask = key.shape, core.adoption.call.key_masks[core.is_cross]
     if attention_mask is None:
-        mask = adoption.mask(None, causal, (B, S), core.is_cross)
         S = min(L, S) if causal and L > 1 else S
-        return mask, None if position_bias is None else position_bias[..., :S], S
-    key_mask = adoption.running.key_masks[core.is_cross]
-    if causal and not core.is_cross and key_mask is not None and key_mask.shape[1] >= L:  # else it is of other keys
+    elif causal and not core.is_cross and key_mask is not None and key_mask.shape[1] >= L:  # else it is of other keys
         S = min(S, key_mask.shape[1])
-    bias = None if position_bias is None else position_bias[..., :S]
-    mask = adoption.mask(attention_mask, causal, (B, S), core.is_cross)
-    if attention_mask.dtype == torch.bool:
-        return mask, bias, S
-    added = attention_mask[..., :S]
-    return mask, added if bias is None else bias + added, S
+    mask = core.adoption.mask(attention_mask, causal, (B, S), core.is_cross)
+    added = [part[..., :S] for part in (position_bias, attention_mask) if part is not None and part.dtype != torch.bool]
+    return mask, reduce(operator.add, added) if added else None, S

@@ -50,7 +50,6 @@ GPT2 = Family(
         "blocks.*.feedforward.down_proj": "h.*.mlp.c_proj",
         "final_norm": "ln_f",
     },
-    harmless=("n_ctx", "n_special", "predict_special_tokens", "embd_pdrop", "attn_pdrop"),
     ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
     copies={"lm_head.weight": "wte.weight"},
     is_transposed=True,
@@ -190,7 +189,7 @@ def llama_family(
         prefix="model.",
         ignored=("layers.*.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"),
         copies={"lm_head.weight": "embed_tokens.weight"},
-        **{"tensors": LLAMA_TENSORS, "harmless": ("pretraining_tp",), "tidy": tidy_rope, "untidy": untidy_rope, **more},
+        **{"tensors": LLAMA_TENSORS, "tidy": tidy_rope, "untidy": untidy_rope, **more},
     )
 
 
@@ -224,9 +223,7 @@ def untidy_qwen(values: Values) -> Values:
 
 
 QWEN: Values = {"tidy": tidy_qwen, "untidy": untidy_qwen}
-QWEN_DEFAULTS = {
-    **{"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768},
-}
+QWEN_DEFAULTS = {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768}
 QWEN2 = llama_family("qwen2", "Qwen2ForCausalLM", WINDOW, QWEN_DEFAULTS, {"qkv_bias": True, "out_bias": False}, **QWEN)
 QWEN3 = llama_family(
     "qwen3",
@@ -315,7 +312,6 @@ def _gemma_family(model_type: str, name: str, keys: Mapping[str, str], defaults:
         fields,
         tensors={**LLAMA_TENSORS, **GEMMA_NORMS},
         norm_shift=1.0,
-        harmless=("hidden_act",),
         **more,
     )
 

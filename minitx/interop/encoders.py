@@ -71,7 +71,6 @@ def _bert_family(
             **BERT_BLOCK,
             "pool.dense": "pooler.dense",
         },
-        harmless=("directionality", "pooler_*"),
         ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
         copies={f"{head}.decoder.weight": "embeddings.word_embeddings.weight", **twice},
         renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
@@ -115,17 +114,6 @@ ROBERTA = _bert_family(
 # --- ViT (Dosovitskiy et al. 2021): its patch embedding is a convolution, and the kernel is our matrix in another shape
 
 
-def tidy_vit(values: Values, names: Collection[str]) -> Values:
-    """Replace [side, side] by the side. Images and patches must be square."""
-    for name in ("image_size", "patch_size"):
-        sides = values.get(name)
-        if isinstance(sides, list) and len(set(sides)) == 1:
-            values[name] = sides[0]
-        elif isinstance(sides, list):
-            raise ValueError(f"{name}={sides} is not supported: images and patches must be square")
-    return values
-
-
 def _kernel(config: TransformerConfig, shape: Shape) -> Shape:
     side = config.patch_size
     return shape[0], shape[1] // side**2, side, side
@@ -157,8 +145,6 @@ VIT = Family(
         "pool.dense": "pooler.dense",
     },
     shapes={"embeddings.position.weight": lambda config, shape: (1, *shape), "embeddings.patch_proj.weight": _kernel},
-    harmless=("encoder_stride", "pooler_output_size"),  # they do not change the output
-    tidy=tidy_vit,
     untidy=untidy_dropout,
 )
 
@@ -238,7 +224,6 @@ T5 = Family(
     },
     tensors={"embeddings.token": "shared"},
     gated={".wi.": ".wi_1."},
-    harmless=("n_positions", "is_encoder_decoder", "dense_act_fn", "is_gated_act"),  # they follow from other keys
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     copies={
         "lm_head.weight": "shared.weight",

@@ -19,16 +19,18 @@ Values = dict[str, Any]
 Shape = tuple[int, ...]
 Tidy = Callable[[Values, Collection[str]], Values]
 
-# patterns of keys that do not change what a trained model computes, in any family
+# patterns of keys that do not change what a trained model computes, in any family that does not read them
 HARMLESS = (
     *("_*", "name_or_path", "transformers.js_config", "unsloth_*", "is_llama_config", "auto_map", "*version"),
     *("dtype", "torch_dtype", "torchscript", "attn_implementation", "use_cache", "cache_implementation"),
-    *("initializer_range", "initializer_factor", "*dropout*", "gradient_checkpointing", "chunk_size_feed_forward"),
+    *("initializer_range", "initializer_factor", "*dropout*", "*_pdrop", "gradient_checkpointing", "chunk_size_feed_forward"),
     *("output_attentions", "output_hidden_states", "output_past", "return_dict", "use_return_dict", "tf_legacy_loss"),
     *("finetuning_task", "problem_type", "num_labels", "id2label", "label2id", "summary_*"),
     *("tokenizer_class", "prefix", "*_token_id", "*_token_ids", "task_specific_params"),
     *("max_length", "min_length", "do_sample", "num_beams", "temperature", "top_k", "top_p"),
     *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "early_stopping"),
+    *("n_ctx", "n_positions", "n_special", "predict_special_tokens", "directionality", "pooler_*", "encoder_stride"),
+    *("pretraining_tp", "hidden_act", "dense_act_fn", "is_gated_act", "is_encoder_decoder"),  # they follow from other keys
 )
 # fields of our config that do not change what a trained model computes
 TRAINING = ("dropout", "stochastic_depth", "checkpointing", "backend", "init", "init_fold", "init_zero_outputs")
@@ -82,7 +84,6 @@ class Family:
         is_transposed: whether the matrices of blocks have shape (in, out), as in ``Conv1D``.
         norm_shift: the weights of our norms minus theirs: 1 for norms that multiply by 1 + weight.
         shapes: for our names of tensors with another shape there, this shape as a function of the config and of our shape.
-        harmless: further patterns of keys that do not change what the model computes.
         ignored: patterns of tensors that no model uses.
         copies: tensors that may repeat another tensor, and the name of that one.
         renames: parts of tensor names in older files, and the present ones.
@@ -103,7 +104,6 @@ class Family:
     is_transposed: bool = False
     norm_shift: float = 0.0
     shapes: Mapping[str, Callable[[TransformerConfig, Shape], Shape]] = field(default_factory=dict)
-    harmless: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -164,10 +164,9 @@ def _read_key(family: Family, ours: str, values: Values) -> Any:
     theirs, words = values.get(key, family.defaults.get(key)), family.words.get(key)
     if words is None:
         return theirs
-    found = [meaning for word, meaning in words.items() if word == theirs]
-    if not found:
+    if theirs not in [*words]:  # a list is no key of a dictionary
         raise ValueError(f"{key}={theirs!r} is not supported: it must be one of {', '.join(map(repr, words))}")
-    return found[0]
+    return words[theirs]
 
 
 def _check_rest(family: Family, values: Values) -> list[str]:
@@ -180,7 +179,7 @@ def _check_rest(family: Family, values: Values) -> list[str]:
             continue
         if name in family.required:
             refused.append(f"{name}={value!r} is not supported: it must be {wanted!r}")
-        elif not value or any(fnmatchcase(name, pattern) for pattern in (*HARMLESS, *family.harmless)):
+        elif not value or any(fnmatchcase(name, pattern) for pattern in HARMLESS):
             passed.append(name)
         else:
             hint = f"to ignore it, pass overrides={{{name!r}: None}}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -62,8 +63,6 @@ def find_folder(name: str | Path) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -78,6 +77,22 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
+def read_shards(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of ``model.safetensors``, or of the shards that the index lists, by their names."""
+    shards = [WEIGHTS]
+    if not (folder / WEIGHTS).is_file():
+        if not (folder / INDEX).is_file():
+            pickled = any(folder.glob("*.bin"))
+            hint = "; pickled weights (*.bin) are not supported: save them with transformers as safetensors" if pickled else ""
+            raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
+        shards = sorted({str(shard) for shard in read_json(folder / INDEX).get("weight_map", {}).values()})
+        missing = [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]
+        if missing:
+            raise FileNotFoundError(f"{folder / INDEX} lists shards that are not in the folder: {', '.join(missing)}")
+    for shard in shards:
+        yield from read_tensors(folder / shard)[0].items()
+
+
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> None:
     """Write the tensors to one file, or to several files with an index if they exceed ``max_shard_bytes``."""
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -89,6 +104,15 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: i
         write_tensors({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
     if split.is_sharded:
         write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a safetensors file, memory-mapped, and its metadata."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
@@ -147,36 +171,30 @@ def _special_ids(config: Any, tokenizer: Any) -> dict[str, list[int]]:
 
 def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mapping[str, list[int]], tokenizer: Any) -> None:
     """Write ``tokenizer_config.json``. Remove from ``tokenizer.json`` tokens around a text: ``minitx.data`` does not add them."""
-    file = read_json(folder / TOKENIZER)
-    added = {token["id"]: token["content"] for token in file["added_tokens"]}
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    made = Tokenizer.from_file(str(folder / TOKENIZER))
+    added = {id: token.content for id, token in made.get_added_tokens_decoder().items()}
     tokens = {f"{role}_token": added[id] for role, found in ids.items() for id in found[:1] if id in added}
-    if unknown := file["model"].get("unk_token"):
+    if unknown := getattr(made.model, "unk_token", None):
         tokens = {"eos_token": unknown, **tokens, "unk_token": unknown}  # lm-eval asks for an eos_token
-    known = dict(file["model"].get("vocab", {})).keys() | set(added.values())  # Unigram has pairs of token and score
     # what the folder of the tokenizer says, for roles that nothing above fills
-    beside = getattr(tokenizer, "special_tokens", {})
+    beside, known = getattr(tokenizer, "special_tokens", {}), made.get_vocab()
     tokens = {**{role: text for role, text in beside.items() if text in known}, **tokens}
     if hasattr(tokenizer, "mark_ids"):
-        first = tokens.get("cls_token") if loader == "AutoModelForSequenceClassification" else None
-        file["post_processor"] = None if first is None else _first_token(first, tokens.get("eos_token", first), file)
-        write_json(folder / TOKENIZER, file)
-    options: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    options |= {"clean_up_tokenization_spaces": False, **({} if max_len is None else {"model_max_length": max_len})}
-    side = "left" if loader == "AutoModelForCausalLM" else "right"  # such a model continues the last column
-    write_json(folder / "tokenizer_config.json", {**options, "padding_side": side, **tokens})
-
-
-def _first_token(first: str, between: str, file: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a post-processor of ``tokenizers``: ``first`` before a text, and ``between`` before a second text."""
-    before, behind = ({"SpecialToken": {"id": token, "type_id": 0}} for token in (first, between))
-    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    ids = {token["content"]: token["id"] for token in file["added_tokens"]}
-    special = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in (first, between)}
-    single = [before, texts[0]]
-    return {"type": "TemplateProcessing", "single": single, "pair": [*single, behind, texts[1]], "special_tokens": special}
+        made.post_processor = None
+        if loader == "AutoModelForSequenceClassification" and "cls_token" in tokens:
+            first, between = tokens["cls_token"], tokens.get("eos_token", tokens["cls_token"])
+            special = [(token, made.token_to_id(token)) for token in (first, between)]
+            pair = [first, "$A", between, "$B:0"]
+            made.post_processor = TemplateProcessing(single=pair[:2], pair=pair, special_tokens=special)
+        made.save(str(folder / TOKENIZER))
+    options: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    options |= {} if max_len is None else {"model_max_length": max_len}
+    options["model_input_names"] = ["input_ids", "attention_mask"]
+    options["padding_side"] = "left" if loader == "AutoModelForCausalLM" else "right"  # such a model continues the last column
+    write_json(folder / "tokenizer_config.json", {**options, **tokens})
 
 
 def _readme(title: str, model: Any, name: str, task: str, loaders: Mapping[str, str], facts: Mapping[str, Any]) -> str:

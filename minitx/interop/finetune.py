@@ -124,9 +124,9 @@ def hf_from_config(
     Raises:
         ImportError, ValueError: see ``pretrained_hf``.
     """
-    known = _transformers().AutoConfig.for_model(**_without_kernels(config))
-    kind = _class_for(known, task)
-    with quiet():
+    with quiet() as transformers:
+        known = transformers.AutoConfig.for_model(**_without_kernels(config))
+        kind = _class_for(known, task)
         model = getattr(kind, "from_config", kind)(known)  # of an Auto class, or the class itself
     model.set_attn_implementation("eager")
     model = model.float().eval()
@@ -156,9 +156,9 @@ def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json, so it is not a Hugging Face folder")
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    with quiet():
+    with quiet() as transformers:
         try:
-            kind = _class_for(_transformers().AutoConfig.from_pretrained(folder, **local), task)
+            kind = _class_for(transformers.AutoConfig.from_pretrained(folder, **local), task)
             model, loading = kind.from_pretrained(
                 folder,
                 dtype="float32",
@@ -181,7 +181,8 @@ def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:
 
 def _class_for(config: Any, task: str | None) -> Any:
     """The class for a kind of task, or the one that the config names."""
-    transformers = _transformers()
+    import transformers
+
     if task in TASKS:
         return getattr(transformers, TASKS[task])
     found = getattr(transformers, (config.architectures or ["AutoModel"])[0], None)
@@ -223,23 +224,22 @@ def _with_lora(model: Any, lora: Lora, task: str | None) -> Any:
         return peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **own))
 
 
-def _transformers() -> Any:
+@contextmanager
+def quiet() -> Iterator[Any]:
+    """A context without progress bars and logs of transformers, which it gives.
+
+    Raises:
+        ImportError: ``transformers`` is not installed.
+    """
     try:
         import transformers
     except ImportError:
         raise ImportError("models of Hugging Face need the package transformers: pip install transformers") from None
-    return transformers
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """A context without progress bars and logs of transformers."""
-    from transformers import logging as theirs
-
+    theirs = transformers.logging
     with ExitStack() as after:
         after.callback(theirs.set_verbosity, theirs.get_verbosity())
         theirs.set_verbosity(theirs.CRITICAL)
         if theirs.is_progress_bar_enabled():
             after.callback(theirs.enable_progress_bar)
             theirs.disable_progress_bar()
-        yield
+        yield transformers

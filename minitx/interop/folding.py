@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,31 +44,32 @@ class Fold:
         """Multiply the queries or keys by ``ratio``, or divide them by it."""
         for parameter in self.module.parameters(recurse=False):
             factor = torch.where(self.rows, 1 / self.ratio if undo else self.ratio, 1.0).to(parameter)
-            if parameter.dim() > 1 and self.axis == 0:
-                factor = factor.view(-1, *(1,) * (parameter.dim() - 1))
-            parameter.copy_((parameter + self.shift) * factor - self.shift)
+            outputs = parameter.movedim(self.axis, -1)
+            outputs.copy_((outputs + self.shift) * factor - self.shift)
+
+
+def outermost(module: nn.Module) -> Iterator[Any]:
+    """The models of transformers in ``module`` that are not inside of another."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from outermost(child)
 
 
 def fold_adopted(
-    model: nn.Module,
-    roots: Iterable[Any],
-    layers: Mapping[str, Any],
-    to: str | float,
-    factor: float,
-    inputs: Mapping[str, Any] | None,
+    model: nn.Module, layers: Mapping[str, Any], to: str | float, factor: float, inputs: Mapping[str, Any] | None
 ) -> None:
-    """Give the cores of adopted ``layers`` another scale, and multiply their queries and keys so that the function stays the same.
-
-    ``roots`` are the transformers models in ``model``, which are called.
-    """
+    """Give the cores of adopted ``layers`` another scale, and multiply their queries and keys so that the function stays the same."""
     trained = {p: p.requires_grad for layer in layers.values() for p in layer.parameters() if p.is_floating_point()}
     try:
         for parameter in trained:
             parameter.requires_grad_()
-        calls = _first_calls(roots, layers, inputs)
-        folds = _folds_of(
-            model, layers, calls, {name: _ratio_of(name, layer, calls[name], to, factor) for name, layer in layers.items()}
-        )
+        calls = _first_calls(model, layers, inputs)
+        ratios = {name: _ratio_of(name, layer, calls[name], to, factor) for name, layer in layers.items()}
+        folds = _folds_of(model, layers, calls, ratios)
     finally:
         for parameter, flag in trained.items():
             parameter.requires_grad_(flag)
@@ -79,10 +80,10 @@ def fold_adopted(
         layers[name].core.folds += listed
 
 
-def _first_calls(roots: Iterable[Any], layers: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
-    """The first call of each layer's core while each model is called once."""
+def _first_calls(model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, AttentionCall]:
+    """The first call of each layer's core while each model of transformers is called once."""
     calls: dict[str, AttentionCall] = {}
-    for root in roots:
+    for root in outermost(model):
         with ExitStack() as hooks, evaluating(root), torch.enable_grad():
             for name, layer in layers.items():
                 hook = layer.core.register_forward_pre_hook(lambda _, args, name=name: calls.setdefault(name, args[0]) and None)
@@ -117,18 +118,18 @@ def _folds_of(
     queries, both = dict[str, list[Fold]](), dict[str, list[Fold]]()
     without = ""
     for name, layer in layers.items():
-        query, key, value = calls[name].query, calls[name].key, calls[name].value
-        rest = [part for part in (value, calls[name].attn_bias, calls[name].sinks) if isinstance(part, Tensor)]
-        if (of_query := _source_of(layer, query, (key, *rest))) is None:
+        call, ratio = calls[name], ratios[name]
+        rest = [part for part in (call.value, call.attn_bias, call.sinks) if isinstance(part, Tensor)]
+        if (of_query := _source_of(layer, call.query, (call.key, *rest))) is None:
             raise ValueError(
                 f"cannot fold the scale of {name}: no projection or norm of its own makes its queries and nothing else"
             )
-        share = math.sqrt(abs(ratios[name]))
-        queries[name] = [replace(of_query, ratio=ratios[name])]
-        both[name] = [replace(of_query, ratio=math.copysign(share, ratios[name]))]
-        if (of_key := _source_of(layer, key, (query, *rest))) is not None:
+        share = math.sqrt(abs(ratio))
+        queries[name] = [replace(of_query, ratio=ratio)]
+        both[name] = [replace(of_query, ratio=math.copysign(share, ratio))]
+        if (of_key := _source_of(layer, call.key, (call.query, *rest))) is not None:
             both[name].append(replace(of_key, ratio=share))
-        elif ratios[name] != 1:  # its keys may be those of another layer
+        elif ratio != 1:  # its keys may be those of another layer
             without = without or f"no projection or norm of {name} makes its keys and nothing else"
     if (reason := without or _why_shared(model, both)) and any(ratio != 1 for ratio in ratios.values()):
         if refused := _why_shared(model, queries):
@@ -208,4 +209,4 @@ def _combination(tensor: Tensor) -> Tensor:
 
 def _outputs(gradient: Tensor, axis: int) -> Tensor:
     """Which outputs of a module have a gradient, bool, from the gradient of one of its parameters."""
-    return gradient.movedim(axis, 0).flatten(1).any(1) if gradient.dim() > 1 else gradient != 0
+    return gradient.movedim(axis, 0).reshape(gradient.shape[axis], -1).any(1)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
-from minitx.interop.files import TOKENIZER, WEIGHTS, CanSave, find_folder, read_json, write_json, write_tensors
+from minitx.config.schema import first_line
+from minitx.interop.files import TOKENIZER, WEIGHTS, CanSave, find_folder, read_json, read_tensors, write_json, write_tensors
 from minitx.nn.layers import Core
 from minitx.nn.models import TransformerModel, build_model
 
@@ -83,7 +83,11 @@ def from_pretrained(
         hint = "; for a Hugging Face model, use load_hf" if "model_type" in values else ""
         wanted = f"format={FORMAT!r} and format_version={VERSION}"
         raise ValueError(f"{folder}: config.json must have {wanted}, got format={kind!r} and format_version={version!r}{hint}")
-    tensors = _read(folder, values.get("model"))
+    tensors, metadata = read_tensors(folder / WEIGHTS)
+    if "sha256" not in metadata:
+        raise ValueError(f"{folder / WEIGHTS} was not saved by save_pretrained: its metadata has no sha256")
+    if metadata["sha256"] != _digest(tensors, values.get("model")):
+        raise ValueError(f"{folder}: {WEIGHTS} is damaged, or config.json has changed since it was saved")
     try:
         found = from_dict(TransformerConfig, values["model"])
     except ConfigError as error:
@@ -97,13 +101,10 @@ def from_pretrained(
         raise ValueError(f"{folder}: the model was built {how}")
     with torch.random.fork_rng(devices=[]):
         model = build_model(found, core)
-    targets = _tensors(model)
-    shapes, found_shapes = ({name: one.shape for name, one in some.items()} for some in (targets, tensors))
-    wrong = sorted(name for name in shapes.keys() | found_shapes.keys() if shapes.get(name) != found_shapes.get(name))
-    if wrong:
-        raise ValueError(f"{folder}: the weights do not fit this version of minitx; different tensors: {', '.join(wrong)}")
-    for name, tensor in targets.items():
-        tensor.data = tensors[name]
+    try:
+        model.load_state_dict(tensors, assign=True)  # tied ones have one name there
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: the weights do not fit this version of minitx: {first_line(error)}") from None
     return model.eval()
 
 
@@ -119,13 +120,12 @@ def check_unchanged(model: nn.Module, caller: str) -> None:
         raise TypeError(f"{caller} saves models of minitx.nn, got {type(model).__name__}; {hint}")
     with torch.device("meta"):
         wanted = build_model(model.config, nn.Identity if model.has_own_core else None)
-    found, expected = {**_settings(model), **_parts(model)}, {**_settings(wanted), **_parts(wanted)}
-    faults = {
-        name: f"{name} is {found.get(name, 'missing')}, not {expected.get(name, 'a part of the config')}"
-        for name in sorted(expected.keys() | _parts(model).keys())
-        if name not in found or name not in expected or found[name] != expected[name]
-        if not (name.rpartition(".")[2] in TRAINING_ONLY or (model.has_own_core and ".core" in name))
-    }
+    parts, faults = _parts(model), {}
+    found, expected = {**_settings(model), **parts}, {**_settings(wanted), **_parts(wanted)}
+    for name in sorted({*expected, *parts}):
+        ours, theirs = found.get(name, "missing"), expected.get(name, "a part of the config")
+        if ours != theirs and not (name.rpartition(".")[2] in TRAINING_ONLY or (model.has_own_core and ".core" in name)):
+            faults[name] = f"{name} is {ours}, not {theirs}"
     for name, module in model.named_modules():  # torch has no public list of a module's hooks
         if module._forward_hooks or module._forward_pre_hooks:
             faults.setdefault(name or "the model", f"{name or 'the model'} has a hook, which no file keeps")
@@ -159,9 +159,8 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 
 def _tensors(model: TransformerModel) -> dict[str, Tensor]:
     """Return the parameters, shared ones once, and the persistent buffers."""
-    parameters, names = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
-    buffers = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in names}
-    return {**parameters, **buffers}
+    once, every = dict(model.named_parameters()), model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in every.items() if name in once or not isinstance(tensor, nn.Parameter)}
 
 
 def _digest(tensors: Mapping[str, Tensor], config: Any) -> str:
@@ -172,21 +171,3 @@ def _digest(tensors: Mapping[str, Tensor], config: Any) -> str:
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _read(folder: Path, config: Any) -> dict[str, Tensor]:
-    """Return the tensors of a folder. Raise a ValueError if they or ``config`` have changed since they were saved."""
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        with safe_open(path, "pt") as file:
-            wanted = (file.metadata() or {}).get("sha256")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if wanted is None:
-        raise ValueError(f"{path} is damaged or was not saved by save_pretrained: its metadata has no sha256")
-    if _digest(tensors, config) != wanted:
-        raise ValueError(f"{folder}: {WEIGHTS} is damaged, or config.json has changed since it was saved")
-    return tensors

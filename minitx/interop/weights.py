@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
 from minitx.interop.families import Architecture, Family, find_architecture, read_config, unlike, write_config
-from minitx.interop.files import INDEX, WEIGHTS, CanSave, find_folder, read_json, write_companions, write_json, write_shards
+from minitx.interop.files import CanSave, find_folder, read_json, read_shards, write_companions, write_json, write_shards
 from minitx.interop.pretrained import check_unchanged
 from minitx.nn.models import TransformerModel, build_model
 
@@ -151,39 +149,19 @@ def _with(values: Any, changes: Any) -> Any:
 def _read_files(folder: Path, family: Family, ignored: Sequence[str]) -> dict[str, Tensor]:
     """Return the tensors of the folder, by their names without the prefix and without the ignored ones."""
     tensors: dict[str, Tensor] = {}
-    for path in _files(folder):
-        try:
-            found = load_file(path)  # memory-mapped
-        except SafetensorError as error:
-            raise ValueError(f"{path.name} is not a valid safetensors file: {error}") from None
-        for name, tensor in found.items():
-            plain = name.removeprefix(family.prefix)
-            for old, new in family.renames.items():
-                plain = plain.replace(old, new)
-            if any(fnmatchcase(one, pattern) for one in (name, plain) for pattern in ignored):
-                continue
-            if plain in tensors:
-                raise ValueError(f"the weights contain {plain} twice, with and without the prefix {family.prefix}")
-            tensors[plain] = tensor
+    for name, tensor in read_shards(folder):
+        plain = name.removeprefix(family.prefix)
+        for old, new in family.renames.items():
+            plain = plain.replace(old, new)
+        if any(fnmatchcase(one, pattern) for one in (name, plain) for pattern in ignored):
+            continue
+        if plain in tensors:
+            raise ValueError(f"the weights contain {plain} twice, with and without the prefix {family.prefix}")
+        tensors[plain] = tensor
     for copy, original in family.copies.items():  # a file may contain only the copy
         if original not in tensors and copy in tensors:
             tensors[original] = tensors.pop(copy)
     return tensors
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return ``model.safetensors``, or the shards that the index lists."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).is_file():
-        shards = sorted({str(shard) for shard in read_json(folder / INDEX).get("weight_map", {}).values()})
-        missing = [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]
-        if missing:
-            raise FileNotFoundError(f"{folder / INDEX} lists shards that are not in the folder: {', '.join(missing)}")
-        return [folder / shard for shard in shards]
-    pickled = any(folder.glob("*.bin"))
-    hint = "; pickled weights (*.bin) are not supported: save them with transformers as safetensors" if pickled else ""
-    raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
 
 
 class Place(NamedTuple):
@@ -241,12 +219,11 @@ def _fill(
     Raises:
         ValueError: tensors that do not fit. The message lists all of them.
     """
-    places, faults, fresh = _places(model, family, architecture), [], {}
+    places, faults, fresh = _places(model, family, architecture), list[str](), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
-        place = places.get(name)
-        if place is None or place.name not in tensors:
-            lacking = "tensor for it" if place is None else place.name
-            faults.append(f"{name} {tuple(parameter.shape)} is missing: the file has no {lacking}")
+        place = places[name]
+        if place.name not in tensors:
+            faults.append(f"{name} {tuple(parameter.shape)} is missing: the file has no {place.name}")
         elif (shape := tuple(tensors[place.name].shape)) != place.shape:
             hint = " (is the table larger than vocab_size?)" if name == "embeddings.token.weight" else ""
             faults.append(f"{place.name} has shape {shape}, but the config needs {place.shape}{hint}")
@@ -255,7 +232,7 @@ def _fill(
         else:
             tensor = place.view(tensors[place.name]).reshape(parameter.shape)
             tensor = tensor.to(dtype or tensor.dtype).contiguous()
-            fresh[parameter] = nn.Parameter(tensor + place.shift if place.shift else tensor)
+            fresh[name] = tensor + place.shift if place.shift else tensor
     for name in tensors.keys() - {place.name for place in places.values()}:
         original = family.copies.get(name)
         if original is None:
@@ -265,8 +242,7 @@ def _fill(
     if faults:
         listed = "; ".join(sorted(faults))
         raise ValueError(f"the weights do not fit {type(model).__name__}: {listed}. To ignore unexpected tensors: ignore=[...]")
-    every = model.named_parameters(remove_duplicate=False)
-    model.load_state_dict({name: fresh[parameter] for name, parameter in every}, assign=True)
+    model.load_state_dict(fresh, assign=True)
 
 
 def _write_tensors(model: TransformerModel, family: Family, architecture: Architecture) -> dict[str, Tensor]:
@@ -274,8 +250,6 @@ def _write_tensors(model: TransformerModel, family: Family, architecture: Archit
     prefix = "" if architecture.is_base else family.prefix
     places, tensors = _places(model, family, architecture, prefix), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
-        if name not in places:
-            raise ValueError(f"{name} {tuple(parameter.shape)} has no counterpart in model_type={family.model_type!r}")
         place = places[name]
         part = place.view(tensors.setdefault(place.name, torch.empty(place.shape, dtype=parameter.dtype)))
         part.copy_((parameter.detach() - place.shift).reshape(part.shape))

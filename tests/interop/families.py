@@ -44,12 +44,9 @@ PAIRS = {"T5": T5, "MT5": T5, "UMT5": T5, "Bart": BART, "MBart": BART, "Pegasus"
 REFUSED = {
     "Falcon": SMALL, "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99},
     "GPTNeo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 99, "attention_types": [[["global", "local"], 1]]},
-    "GPTJ": {**GPT, "rotary_dim": 4},
+    "GPTJ": {**GPT, "rotary_dim": 4}, "Git": {"vision_config": PICTURE, **TEXT},
 }  # fmt: skip
-REFUSED |= {
-    "LongT5": T5, "PegasusX": {**BART, "block_size": 4, "num_global_tokens": 2}, "BigBirdPegasus": BART,
-    "Git": {"vision_config": PICTURE, **TEXT},
-}  # fmt: skip
+REFUSED_PAIRS = {"LongT5": T5, "PegasusX": {**BART, "block_size": 4, "num_global_tokens": 2}, "BigBirdPegasus": BART}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 BESIDE = {
@@ -64,24 +61,22 @@ QUICK = ("GPT2", "Llama", "Gemma2", "Bert", "T5", "ViT")
 """One of each kind, and of each way of writing a mask: run by every ``make test``."""
 
 
-def _class_of(name: str, kind: str) -> Any:
-    found = {"Gemma3": "Gemma3ForCausalLM", "Marian": "MarianMTModel", "GPT2": "GPT2LMHeadModel"}
-    endings = {"decoder": "ForCausalLM", "encoder": "ForMaskedLM", "picture": "Model", "pair": "ForConditionalGeneration"}
-    return getattr(transformers, found.get(name, f"{name}{endings[kind]}"))
-
-
-def _config_of(name: str, options: dict[str, Any]) -> Any:
-    return getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config"))(**options)
+KINDS = {
+    "ForCausalLM": {"GPT2": GPT, **DECODERS, **BESIDE, **REFUSED},
+    "ForMaskedLM": ENCODERS,
+    "Model": PICTURES,
+    "ForConditionalGeneration": {**PAIRS, "Whisper": SPEECH, **REFUSED_PAIRS},
+}
+"""The end of the name of the class, and the configs of its families."""
+REFUSED |= REFUSED_PAIRS
 
 
 def build(name: str) -> Any:
     """A model of a family in evaluation mode, the same at every call. Its matrices are three times as large as at the start."""
-    kinds = {"decoder": {"GPT2": GPT, **DECODERS, **BESIDE, **REFUSED}, "encoder": ENCODERS, "picture": PICTURES}
-    kinds |= {"pair": {**PAIRS, "Whisper": SPEECH}}
-    kind = next(kind for kind, found in kinds.items() if name in found)
-    kind = "pair" if name in ("LongT5", "PegasusX", "BigBirdPegasus") else kind
+    end, options = next((end, found[name]) for end, found in KINDS.items() if name in found)
+    cls = getattr(transformers, {"Marian": "MarianMTModel", "GPT2": "GPT2LMHeadModel"}.get(name, f"{name}{end}"))
     torch.manual_seed(0)
-    model = _class_of(name, kind)(_config_of(name, dict({**kinds["decoder"], **kinds[kind]}[name]))).eval()
+    model = cls(cls.config_class(**options)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

@@ -21,6 +21,21 @@ MODELS = {
     "encoder": {"architecture": "encoder", "head": "sequence", "num_labels": 3, "pooler": True},
     "t5": {"architecture": "encoder_decoder", "position": "t5", "num_buckets": 8},
     "vision": {"architecture": "vision", "head": "none", "image_size": 4, "num_channels": 1, "vocab_size": None},
+    "alibi": {"position": "alibi", "window": (2, None), "num_layers": 3, "softcap": 2.0, "sinks": True, "logit_softcap": 3.0},
+    "rotary": {
+        **{"position": "rotary", "rotary_scaling": "yarn", "rotary_factor": 2.0, "rotary_original_len": 3, "qk_norm": "rms"},
+        **{"num_kv_heads": 1, "norm": "rms", "activation": "swiglu", "bias": False, "scale": 1},
+    },
+    "sandwich": {
+        "norm_position": "sandwich",
+        "layer_scale": 0.1,
+        "stochastic_depth": 0.2,
+        "dropout": 0.1,
+        "scale": "log_length",
+    },
+    "additive": {"norm_position": "deepnorm", "embed_norm": True, "attention": "additive"},
+    "performer": {"parallel": True, "attention": "performer", "num_features": 3},
+    "linformer": {"architecture": "encoder", "attention": "linformer", "num_slots": 2},
 }
 
 
@@ -29,17 +44,19 @@ def build(name="tied", **options):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_model_comes_back_bit_for_bit(name, tmp_path):
+def test_the_same_model_comes_back_bit_for_bit_also_after_a_change_that_matters_in_training_alone(name, tmp_path):
     model = build(name)
     model = model.bfloat16() if name == "t5" else model
+    for module in model.modules():
+        for key, value in {"dropout": 0.5, "p": 0.5, "backend": "math", "strict": True}.items():
+            if isinstance(vars(module).get(key), type(value)):
+                setattr(module, key, value)
     save_pretrained(model, tmp_path / "new")
     state = torch.random.get_rng_state()
     again = from_pretrained(tmp_path / "new", config=model.config)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert type(again) is type(model) and again.config == model.config and not again.training
-    want, got = model.state_dict(), again.state_dict()
-    assert want.keys() == got.keys()
-    assert all(torch.equal(want[key], got[key]) and want[key].dtype == got[key].dtype for key in want)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert again.num_parameters() == model.num_parameters()
 
 
@@ -94,7 +111,7 @@ def test_a_model_is_saved_over_the_folder_that_it_came_from(tmp_path):
 
 
 def test_folders_of_other_kinds_are_recognised(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"No such file .*config\.json"):
         from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match=r"format=None.*load_hf"):
@@ -107,42 +124,11 @@ def test_folders_of_other_kinds_are_recognised(tmp_path):
     with pytest.raises(ValueError, match="save_pretrained"):
         from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"No such file .*model\.safetensors"):
         from_pretrained(tmp_path)
 
 
-def test_a_tokenizer_lies_beside_the_model(tmp_path):
-    from minitx.data.tokenizers import load_tokenizer, train_tokenizer
-
-    ours = train_tokenizer("char", ["abcé"])
-    save_pretrained(build(), tmp_path, tokenizer=ours)
-    again = load_tokenizer(tmp_path)
-    assert again.encode("éa").tolist() == ours.encode("éa").tolist()
-
-
 # ---- a model that is no longer what its config describes
-
-GENTLE = {"position": "rotary", "rotary_scaling": "yarn", "rotary_factor": 2.0, "rotary_original_len": 3}
-VARIANTS = [
-    {"position": "alibi", "window": (2, None), "num_layers": 3, "softcap": 2.0, "sinks": True, "logit_softcap": 3.0},
-    {**GENTLE, "qk_norm": "rms", "num_kv_heads": 1, "norm": "rms", "activation": "swiglu", "bias": False, "scale": 1},
-    {"norm_position": "sandwich", "layer_scale": 0.1, "stochastic_depth": 0.2, "dropout": 0.1, "scale": "log_length"},
-    {"norm_position": "deepnorm", "embed_norm": True, "attention": "additive"},
-    {"parallel": True, "attention": "performer", "num_features": 3},
-    {"architecture": "encoder", "attention": "linformer", "num_slots": 2},
-]
-
-
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_a_model_as_it_was_built_and_one_that_differs_in_training_alone_are_saved(options, tmp_path):
-    model = build(**options)
-    for module in model.modules():
-        for name, value in {"dropout": 0.5, "p": 0.5, "backend": "math", "strict": True}.items():
-            if isinstance(vars(module).get(name), type(value)):
-                setattr(module, name, value)
-    save_pretrained(model, tmp_path)
-    want, got = model.state_dict(), from_pretrained(tmp_path).state_dict()
-    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
 def quantised(model):
@@ -156,10 +142,6 @@ def cut(model):
 
 def used_twice(model):
     model.blocks[1] = model.blocks[0]
-
-
-def without(owner, name):
-    return lambda model: setattr(model.get_submodule(owner), name, None)
 
 
 def changed(owner, name, value):
@@ -182,8 +164,10 @@ CHANGES = [
     (changed("", "final_norm", torch.nn.Identity()), "final_norm is .*Identity"),
     (changed("embeddings", "token", torch.nn.Embedding(9, 4)), r"embeddings.token.num_embeddings is 9, not 7"),
     (changed("head", "weight", torch.nn.Parameter(torch.zeros(7, 4))), "head.weight is .*, not a part of the config"),
-    (without("blocks.0.attention.q_proj", "bias"), "blocks.0.attention.q_proj.bias is missing"),
+    (changed("blocks.0.attention.q_proj", "bias", None), "blocks.0.attention.q_proj.bias is missing"),
     (lambda model: parametrizations.spectral_norm(model.blocks[0].attention.q_proj), "q_proj is .*ParametrizedLinear"),
+    (lambda model: model.head.register_forward_hook(lambda *call: call[-1] * 2), "head has a hook, which no file keeps"),
+    (lambda model: model.register_forward_pre_hook(lambda *call: None), "the model has a hook"),
 ]
 
 
@@ -197,16 +181,6 @@ def test_a_model_that_was_changed_after_it_was_built_is_refused_by_the_part(save
     with pytest.raises(ValueError, match=f"^{save.__name__}: .*{message}"):
         save(model, tmp_path / "changed")
     assert not (tmp_path / "changed").exists()
-
-
-@pytest.mark.parametrize("save", [save_pretrained, save_hf])
-def test_a_model_with_a_hook_is_refused_because_no_file_keeps_it(save, tmp_path):
-    model = build(activation="gelu_tanh")
-    hook = model.head.register_forward_hook(lambda module, args, output: output * 2)
-    with pytest.raises(ValueError, match="head has a hook"):
-        save(model, tmp_path / "hooked")
-    hook.remove()
-    save(model, tmp_path / "plain")
 
 
 def test_a_folded_model_is_saved_with_its_new_scale(tmp_path):

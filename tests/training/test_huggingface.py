@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
 from extra import QUIET, last, losses_of
 from ranks import run_ranks, train_as
+from safetensors.torch import load_file, save_file
 
 from minitx.ablation.design import AblationConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
@@ -23,6 +25,7 @@ from minitx.training.run import train
 from tests.ablation.pretend import Here
 
 transformers = pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
+pytest.importorskip("peft", reason="adapters need the package peft")
 
 WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 WORDS = "the cat sat on a mat and saw one dog run to it"
@@ -129,7 +132,6 @@ LORA, UNSCALED = ["model.lora={r: 2, target_modules: [c_attn]}"], ["model.adopt=
 
 @pytest.mark.parametrize("more", [LORA, UNSCALED], ids=["lora", "unscaled"])
 def test_a_run_that_goes_on_is_bit_equal_to_one_that_was_never_stopped(more, words, tmp_path):
-    pytest.importorskip("peft", reason="adapters need the package peft")
     chosen = words("gpt2", *more, "schedule=constant")
     train(compose_config([*chosen, "trainer.max_steps=4"]), tmp_path / "whole")
     train(compose_config(chosen), tmp_path / "half")
@@ -142,7 +144,6 @@ def test_a_run_that_goes_on_is_bit_equal_to_one_that_was_never_stopped(more, wor
 def test_an_adapter_is_all_that_trains_and_its_checkpoint_needs_neither_trust_nor_the_folder_that_it_came_from(
     words, folders, tmp_path
 ):
-    pytest.importorskip("peft", reason="adapters need the package peft")
     shutil.copytree(folders / "llama", tmp_path / "gone")
     train(
         compose_config(words("llama", f"model.path={tmp_path / 'gone'}", "model.lora=3", "model.adopt=true")), tmp_path / "run"
@@ -213,7 +214,6 @@ def test_an_adopted_model_that_starts_as_another_function_is_refused(words, fold
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["model.lora=2"], ["model.adopt=true"]], ids=["plain", "lora", "adopted"])
 def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path):
-    pytest.importorskip("peft", reason="adapters need the package peft")
     chosen = words("llama", *more, "trainer.precision=64-true", "evaluation.at_end=true", "data.packing=false")
     for place, processes, over in (("one", 1, []), ("two", 2, ["trainer.devices=2", "trainer.strategy=sharded"])):
         run_ranks(processes, train_as, [*chosen, *over], tmp_path / place, tmp_path / "cache")
@@ -253,6 +253,13 @@ def test_from_python_a_switch_is_no_rank_either(folders):
             Lora(**values)
 
 
+@pytest.mark.parametrize(("package", "options"), [("peft", {"lora": 2}), ("transformers", {})])
+def test_a_package_that_is_missing_is_named_with_how_to_install_it(package, options, folders, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"pip install {package}"):
+        pretrained_hf(str(folders / "llama"), **options)
+
+
 def test_a_config_of_python_whose_labels_have_numbers_gives_its_model():
     config = transformers.BertConfig(**WIDE, vocab_size=19).to_dict()
     assert hf_from_config(config=config).config.id2label == config["id2label"]
@@ -260,8 +267,6 @@ def test_a_config_of_python_whose_labels_have_numbers_gives_its_model():
 
 def test_weights_that_are_missing_are_refused(words, folders, tmp_path):
     shutil.copytree(folders / "llama", tmp_path / "torn")
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(tmp_path / "torn" / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "torn" / "model.safetensors", metadata={"format": "pt"})
