@@ -15,7 +15,7 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.tables import Where, column_of, load_splits
+from minitx.data.tables import column_of, divided, load_tables
 from minitx.data.task import Ragged, Task, VocabSize, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -149,7 +149,7 @@ def chat(
     """Fine-tuning on conversations, with the loss on the answers only.
 
     Args:
-        path, val_path, subset, split, val_split: see ``Where``.
+        path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of the conversations that is held out for validation.
         messages_column: the column of conversations, which are lists of messages with ``role`` and ``content``.
         template: a chat template (jinja2), as on the Hugging Face hub; ``null``: that of the tokenizer's folder, else ours.
@@ -161,9 +161,8 @@ def chat(
     Raises:
         ConfigError: the data cannot be read or contain no conversations, or the template or the tokenizer does not fit.
     """
-    tables = load_splits(
-        Where(path, val_path, subset, split, val_split), lambda table: hold_out(range(len(table)), val_fraction)
-    )
+    found = load_tables(path, val_path, subset, split, val_split)
+    tables = divided(found, lambda table: hold_out(range(len(table)), val_fraction))
     splits = [_conversations(table, messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from glob import escape, glob
 from itertools import chain
 from pathlib import Path
@@ -23,37 +22,24 @@ Rows = tuple[np.ndarray, np.ndarray]
 """The rows of training and of validation."""
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where the rows of training and of validation are.
+def load_tables(
+    path: str, val_path: str | None, subset: str | None, split: str, val_split: str | None, **options: Any
+) -> list[Any]:
+    """Return the table of training and, if there is one, that of validation.
 
-    Attributes:
+    Args:
         path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several of them (``data/*.jsonl``), a folder, or a name on the
             Hugging Face hub. Each line of a text file is a row with the column ``text``.
         val_path: the table of validation rows; ``null``: see ``val_split``.
         subset: the name of one of several data sets at ``path`` on the hub.
         split: the training split. A local file has one split, ``train``. Slices such as ``train[:10%]`` are allowed.
         val_split: the validation split; ``null``: ``val_fraction`` of the rows is held out, unless ``val_path`` is given.
+        options: what ``load_table`` takes besides.
     """
-
-    path: str
-    val_path: str | None = None
-    subset: str | None = None
-    split: str = "train"
-    val_split: str | None = None
-
-
-def load_splits(where: Where, divide: Callable[[Any], Rows], **options: Any) -> tuple[Any, Any]:
-    """Return the rows of training and of validation. See ``load_tables`` and ``divided``."""
-    return divided(load_tables(where, **options), divide)
-
-
-def load_tables(where: Where, **options: Any) -> list[Any]:
-    """Return the table of training and, if there is one, that of validation. See ``load_table``."""
-    tables = [load_table(where.path, subset=where.subset, split=where.split, **options)]
-    if where.val_path is not None or where.val_split is not None:
-        path, key = (where.path, "path") if where.val_path is None else (where.val_path, "val_path")
-        options |= {"subset": where.subset, "split": where.val_split or "train", "split_key": "val_split"}
+    tables = [load_table(path, subset=subset, split=split, **options)]
+    if val_path is not None or val_split is not None:
+        path, key = (path, "path") if val_path is None else (val_path, "val_path")
+        options |= {"subset": subset, "split": val_split or "train", "split_key": "val_split"}
         tables.append(load_table(path, key, **options))
     return tables
 
@@ -77,7 +63,7 @@ def load_table(
     """Load a split as ``datasets.Dataset``, or with ``streaming`` as ``IterableDataset``.
 
     Args:
-        path, subset, split: see ``Where``.
+        path, subset, split: see ``load_tables``.
         key, split_key: the keys of path and split, for messages.
         streaming: read rows only when they are needed.
         reader: how to read files. ``texts``: columns of csv and tsv files to read as text, even if they look like numbers.
@@ -87,11 +73,9 @@ def load_table(
     Raises:
         ConfigError: the path or the split does not exist, the hub cannot be reached, or the files cannot be read.
     """
+    import datasets
+
     said, local = f"data.{key}={path}", Path(path).expanduser()
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(f"{said} needs the package datasets: pip install datasets") from None
     files, here = _files_of(path, said, **reader)
     options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming, **here}
     with _quiet() if here else contextlib.nullcontext():  # errors of local files are reported here
@@ -120,8 +104,7 @@ def _quiet() -> Iterator[None]:
 
     level, has_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if has_bars:
-        datasets.disable_progress_bars()
+    datasets.disable_progress_bars()
     try:
         yield
     finally:

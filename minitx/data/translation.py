@@ -13,7 +13,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
-from minitx.data.tables import Where, load_splits, load_table, texts_of
+from minitx.data.tables import divided, load_table, load_tables, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -60,7 +60,7 @@ def pairs(
         labels             t_1 … t_m eos            −100 behind the end
 
     Args:
-        path, val_path, subset, split, val_split: see ``Where``.
+        path, val_path, subset, split, val_split: see ``load_tables``.
         target_path: a text file with the targets of ``path``, line by line; ``null`` if ``path`` has two columns.
         val_target_path: the targets of ``val_path``.
         val_fraction: the part of the different sources that is held out for validation.
@@ -82,7 +82,9 @@ def pairs(
     require(target_path is None or source_column is None, lines)
     if target_path is None:
         columns = None if source_column is None else (source_column, str(target_column))
-        both = _columns(Where(path, val_path, subset, split, val_split), columns, val_fraction)
+        kind = "csv" if Path(path).suffix.lower() == ".txt" else None
+        options = {"texts": columns or (0, 1), "header": columns is not None, "kind": kind}
+        both = _columns(load_tables(path, val_path, subset, split, val_split, **options), columns, val_fraction, path)
     else:
         both = _files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
     return _task(f"data.path={path}", "pairs", both, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
@@ -110,7 +112,7 @@ def dates(
         tokenizer: ``char``: learned from the training split.
 
     Raises:
-        ConfigError: Babel is missing or does not know a locale, or the years or sizes do not fit each other.
+        ConfigError: Babel does not know a locale, or the years or sizes do not fit each other.
     """
     require(len(locales) > 0, "data.locales=[] must name at least one locale")
     said = f"data.first_year={first_year} and data.last_year={last_year} must be years of four digits in this order"
@@ -163,19 +165,17 @@ def _rows(pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: st
     return kept, rows
 
 
-def _columns(where: Where, columns: tuple[str, str] | None, val_fraction: float) -> Both:
+def _columns(tables: list[Any], columns: tuple[str, str] | None, val_fraction: float, path: str) -> Both:
     """Two columns of a table: those with a name, or the first two."""
-    kind = "csv" if Path(where.path).suffix.lower() == ".txt" else None
-    options = {"texts": [*(columns or (0, 1))], "header": columns is not None, "kind": kind}
 
     def read(table: Any) -> list[list[str]]:
         names = columns or table.column_names[:2]
-        said = f"data.path={where.path} has one column, but two are needed, separated by tabs (in .csv by commas)"
+        said = f"data.path={path} has one column, but two are needed, separated by tabs (in .csv by commas)"
         require(len(names) > 1, f"{said}, or data.target_path=FILE with the targets")
         return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
 
-    train, val = load_splits(where, lambda table: hold_out(read(table)[0], val_fraction), **options)
-    return _without_blanks(read(train), where.path), _without_blanks(read(val), where.path)
+    train, val = divided(tables, lambda table: hold_out(read(table)[0], val_fraction))
+    return _without_blanks(read(train), path), _without_blanks(read(val), path)
 
 
 def _files(path: str, target: str, val_path: str | None, val_target: str | None, val_fraction: float, **options: Any) -> Both:
@@ -234,7 +234,7 @@ def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, 
     Days, locales and patterns are drawn with a constant seed. All days of training are about equally frequent.
 
     Raises:
-        ConfigError: Babel is missing or does not know a locale.
+        ConfigError: Babel does not know a locale.
     """
     known = [(tag, babel_locale(tag)) for tag in locales]
     formats = [(tag, locale, date_patterns(locale)) for tag, locale in known]
@@ -258,12 +258,10 @@ def babel_locale(tag: str) -> Any:
     """Return Babel's locale ``tag``.
 
     Raises:
-        ConfigError: Babel is missing or does not know the locale.
+        ConfigError: Babel does not know the locale.
     """
-    try:
-        from babel import Locale, UnknownLocaleError
-    except ImportError:
-        raise ConfigError("data=dates needs the package Babel: pip install Babel") from None
+    from babel import Locale, UnknownLocaleError
+
     try:
         return Locale.parse(tag)
     except (UnknownLocaleError, ValueError):
