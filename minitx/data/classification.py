@@ -11,7 +11,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.tables import column_of, divided, labels_of, load_tables, texts_of
+from minitx.data.tables import column_of, divided, labels_of, load_tables, tell_left_out, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -119,8 +119,7 @@ def _with_text(texts: Texts, labels: np.ndarray, column: str, path: str) -> Exam
     """The rows of a split that have a text."""
     kept = np.array([any(row) for row in texts])
     require(bool(kept.any()), f"data.text_column={column} has no text in a split of data.path={path}")
-    if not kept.all():
-        log.info("left out %d of %d rows of data.path=%s: without text", (~kept).sum(), len(kept), path)
+    tell_left_out((~kept).sum(), len(kept), f"rows of data.path={path}: without text")
     return [row for row, keep in zip(texts, kept, strict=True) if keep], labels[kept]
 
 
@@ -174,11 +173,8 @@ def images(
     Raises:
         ConfigError: the data or a column is missing, or images are not square.
     """
-
-    def divide(table: Any) -> tuple[np.ndarray, np.ndarray]:
-        return stratified(labels_of([table], label_column)[0][0], val_fraction)
-
-    tables = divided(load_tables(path, val_path, subset, split, val_split), divide)
+    found = load_tables(path, val_path, subset, split, val_split)
+    tables = divided(found, lambda table: stratified(labels_of([table], label_column)[0][0], val_fraction))
     (labels, val_labels), names = labels_of(tables, label_column)
     pictures = Pictures(tables[0], image_column, image_size)
     val = Pictures(tables[1], image_column, image_size, pictures), val_labels

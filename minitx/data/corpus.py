@@ -611,12 +611,11 @@ def ngram_floors(train: Ids, val: Ids, vocab_size: int) -> dict[str, float] | No
     """
     if vocab_size > LARGEST_VOCABULARY or len(val) < 2:
         return None
-    unigrams = _counts(train, vocab_size, 1)
-    pairs = _counts(train, vocab_size, 2).reshape(vocab_size, vocab_size)  # (a, b)
-    wanted = _counts(val, vocab_size, 2).reshape(vocab_size, vocab_size)
-    p = (unigrams + 1) / (unigrams.sum() + vocab_size)  # (V,)
+    pairs, wanted = _count_pairs(train, vocab_size), _count_pairs(val, vocab_size)
     followers = (pairs > 0).sum(axis=1, keepdims=True)  # T(a), (V, 1)
-    seen = pairs.sum(axis=1, keepdims=True)  # c(a·), (V, 1)
+    seen = pairs.sum(axis=1, keepdims=True)  # c(a·), (V, 1): all tokens but the last
+    unigrams = seen[:, 0] + np.bincount(train[-1:], minlength=vocab_size)
+    p = (unigrams + 1) / (len(train) + vocab_size)  # (V,)
     interpolated = (pairs + followers * p) / np.maximum(seen + followers, 1)
     conditional = np.where(seen > 0, interpolated, p)  # (V, V)
     total = wanted.sum()
@@ -626,11 +625,10 @@ def ngram_floors(train: Ids, val: Ids, vocab_size: int) -> dict[str, float] | No
     }
 
 
-def _counts(ids: Ids, vocab_size: int, order: int) -> np.ndarray:
-    """How often every token (order 1) or pair a·V + b (order 2) occurs, (V^order,), block by block."""
-    counts = np.zeros(vocab_size**order, dtype=np.int64)
-    for start in range(0, max(len(ids) - order + 1, 0), _BLOCK):
-        block = ids[start : start + _BLOCK + order - 1].astype(np.int64)
-        index = block if order == 1 else block[:-1] * vocab_size + block[1:]
-        counts += np.bincount(index, minlength=counts.size)
-    return counts
+def _count_pairs(ids: Ids, vocab_size: int) -> np.ndarray:
+    """How often every token is followed by every token, (V, V), block by block."""
+    counts = np.zeros(vocab_size**2, dtype=np.int64)
+    for start in range(0, max(len(ids) - 1, 0), _BLOCK):
+        block = ids[start : start + _BLOCK + 1].astype(np.int64)
+        counts += np.bincount(block[:-1] * vocab_size + block[1:], minlength=counts.size)
+    return counts.reshape(vocab_size, vocab_size)

@@ -184,6 +184,12 @@ def _check_names(files: Sequence[str], said: str, **options: Any) -> None:
         require(fit, f"{said} has rows with more fields than its first line has names: {', '.join(map(str, table.columns))}")
 
 
+def tell_left_out(left_out: int, count: int, what: str) -> None:
+    """Say how many of ``count`` rows are left out, and why."""
+    if left_out:
+        log.info("left out %d of %d %s", left_out, count, what)
+
+
 def column_names(table: Any) -> list[str]:
     """Return the columns of a table. A stream may have to be read to know them."""
     return table.column_names or list(next(iter(table), {}))

@@ -345,9 +345,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
+    settings, template = _settings(file.parent), file.with_name("chat_template.jinja")
     try:
-        settings = _settings(file.parent)
-        return Tokenizer(file.read_text(encoding="utf-8"), _chat_template(file.parent, settings), _special_tokens(settings))
+        written = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
+        known = written if isinstance(written, str) else None
+        return Tokenizer(file.read_text(encoding="utf-8"), known, _special_tokens(settings))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; a tokenizer.json is wanted") from None
     except ValueError as error:
@@ -361,13 +363,6 @@ def _settings(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    found = settings.get("chat_template")
-    return found if isinstance(found, str) else None
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

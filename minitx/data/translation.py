@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,11 +12,10 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
-from minitx.data.tables import divided, load_table, load_tables, texts_of
+from minitx.data.tables import divided, load_table, load_tables, tell_left_out, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
-log = logging.getLogger(__name__)
 MARKS = ("pad", "bos", "eos")
 LONGEST_DATE = 64
 """More tokens than any date has."""
@@ -131,8 +129,7 @@ def _task(
     (_, train), (kept_val, val) = (_rows(part, made_by, longest, short) for part in both)
     count_unknown(made_by, (row[key] for row in train for key in ("input_ids", "labels")), name)
     count = sum(map(len, both))
-    if left_out := count - len(train) - len(val):
-        log.info("left out %d of %d pairs: longer than the config allows", left_out, count)
+    tell_left_out(count - len(train) - len(val), count, "pairs: longer than the config allows")
     fields = {"vocab_size": made_by.vocab_size, "pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
     for side, key in (("max_source_len", "input_ids"), ("max_target_len", "labels")):
         fields[side] = max(len(row[key]) for row in [*train, *val])
@@ -198,8 +195,7 @@ def _files(path: str, target: str, val_path: str | None, val_target: str | None,
 def _without_blanks(sides: Sequence[Sequence[str]], path: str) -> Pairs:
     found = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
     require(bool(found), f"data.path={path} has no pair without a blank side")
-    if len(found) < len(sides[0]):
-        log.info("left out %d of %d pairs of data.path=%s: a side is blank", len(sides[0]) - len(found), len(sides[0]), path)
+    tell_left_out(len(sides[0]) - len(found), len(sides[0]), f"pairs of data.path={path}: a side is blank")
     return found
 
 
@@ -236,8 +232,7 @@ def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, 
     Raises:
         ConfigError: Babel does not know a locale.
     """
-    known = [(tag, babel_locale(tag)) for tag in locales]
-    formats = [(tag, locale, date_patterns(locale)) for tag, locale in known]
+    formats = [(tag, locale, date_patterns(locale)) for tag, locale in zip(locales, map(babel_locale, locales), strict=True)]
     first = datetime.date(years[0], 1, 1).toordinal()
     count = datetime.date(years[1], 12, 31).toordinal() + 1 - first
     random = generator(VALIDATION_SEED, "dates")
