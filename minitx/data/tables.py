@@ -238,13 +238,13 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     read = [[*table[column_of(table, column, "label_column")]] for table in tables]
     read = _with_numbers([[value.strip() if isinstance(value, str) else value for value in values] for values in read], tables)
     for table, values in zip(tables, read, strict=True):
-        without = sum(value in (None, "") or value != value for value in values)  # NaN is not equal to itself
+        own = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
+        nothing = (None, "", -1) if own else (None, "")
+        without = sum(value in nothing or value != value for value in values)  # NaN is not equal to itself
         require(not without, f"data.label_column={column} has {without} of {len(values)} rows without a label: remove them")
         other = next((value for value in values if not isinstance(value, int | str)), None)
         said = f"data.label_column={column} must have words or whole numbers, got {type(other).__name__}"
         require(other is None, f"{said} ({other!r:.20}): a label is the name of a class")
-        own = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
-        require(not own or min(values, default=0) >= 0, f"data.label_column={column} has rows without a label (-1)")
         names = names or own
         columns.append([own[value] for value in values] if own else values)
     seen = {value for values in columns for value in values}

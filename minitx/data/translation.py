@@ -85,7 +85,7 @@ def pairs(
         both = _columns(load_tables(path, val_path, subset, split, val_split, **options), columns, val_fraction, path)
     else:
         both = _files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
-    return _task(f"data.path={path}", "pairs", both, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
+    return _task(f"data.path={path}", both, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
 
 
 def dates(
@@ -118,15 +118,15 @@ def dates(
     days = 365 * (last_year - first_year + 1)
     require(val_size < days, f"data.val_size={val_size} must be smaller than the number of days, about {days}")
     both = date_pairs(locales, (first_year, last_year), train_size, val_size)
-    return _task("data=dates", "dates", both, tokenizer, 0, (LONGEST_DATE, LONGEST_DATE), bucket)
+    return _task("data=dates", both, tokenizer, 0, (LONGEST_DATE, LONGEST_DATE), bucket)
 
 
 def _task(
-    name: str, short: str, both: Both, tokenizer: str | Tokenizer, bpe_vocab_size: int, longest: tuple[int, int], bucket: bool
+    name: str, both: Both, tokenizer: str | Tokenizer, bpe_vocab_size: int, longest: tuple[int, int], bucket: bool
 ) -> Task:
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain.from_iterable(both[0]), MARKS)
     pad_id, bos_id, eos_id = require_marks(made_by, *MARKS)
-    (_, train), (kept_val, val) = (_rows(part, made_by, longest, short) for part in both)
+    (_, train), (kept_val, val) = (_rows(part, made_by, longest, name) for part in both)
     count_unknown(made_by, (row[key] for row in train for key in ("input_ids", "labels")), name)
     count = sum(map(len, both))
     tell_left_out(count - len(train) - len(val), count, "pairs: longer than the config allows")
@@ -158,7 +158,7 @@ def _rows(pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: st
             kept.append(pair)
             rows.append({"input_ids": s, "decoder_input_ids": np.append(bos, t), "labels": np.append(t, eos)})
     said = f"data.max_source_len={longest[0]} and data.max_target_len={longest[1]} leave none of the {len(pairs)} pairs"
-    require(bool(kept), f"{said} of a split of data={name}")
+    require(bool(kept), f"{said} of a split of {name}")
     return kept, rows
 
 

@@ -115,7 +115,11 @@ def labels(*parts):
     return labels_of([part if isinstance(part, Dataset) else Dataset.from_dict({"label": part}) for part in parts], "label")
 
 
-NAMED = Dataset.from_dict({"label": [2, 0]}).cast_column("label", ClassLabel(names=["c", "a", "b"]))
+def named(*numbers):
+    return Dataset.from_dict({"label": numbers}).cast_column("label", ClassLabel(names=["c", "a", "b"]))
+
+
+NAMED = named(2, 0)
 
 
 def test_labels_are_numbered_by_name():
@@ -135,6 +139,7 @@ NO_LABELS = [
     (([4.5, 3.0],), r"must have words or whole numbers, got float \(4\.5\)"),
     (([["a"], ["a", "b"]],), r"must have words or whole numbers, got list \(\['a'\]\)"),
     (([4.5, float("nan")],), "has 1 of 2 rows without a label"),
+    ((named(2, -1, 0),), "has 1 of 3 rows without a label"),
     *(((["a", empty, "b", empty, "a"],), "has 2 of 5 rows without a label") for empty in ("", " ", None)),
 ]
 
