@@ -1,5 +1,4 @@
 import hashlib
-import inspect
 
 import pytest
 import torch
@@ -130,10 +129,3 @@ REFUSED = [
 def test_arguments_that_cannot_be_used_are_refused_by_their_last_key(name, values):
     with pytest.raises(ConfigError, match=rf"^data\.{list(values)[-1]}[= ]"):
         build({"_target_": f"minitx.data.{name}", **values}, "data")
-
-
-@pytest.mark.parametrize("name", sorted(set(sets.__all__) - {"Task"}))
-def test_a_data_set_is_a_function_whose_every_argument_has_a_type_and_is_explained(name):
-    function = getattr(sets, name)
-    for argument, one in inspect.signature(function).parameters.items():
-        assert one.annotation is not one.empty and argument in function.__doc__

@@ -10,7 +10,7 @@ from PIL import Image
 
 from minitx.config import ConfigError
 from minitx.data import digits, images
-from minitx.data.classification import LabelledImages, stratified
+from minitx.data.classification import LabelledImages
 from minitx.data.task import as_split, generator
 from tests.data.conftest import batch_of
 
@@ -25,13 +25,6 @@ def test_pixels_are_scaled_and_shifts_move_whole_images_in_all_directions_and_br
     found = {examples.row(0, generator(0, draw))["pixel_values"][0].tobytes() for draw in range(200)}
     framed = np.pad(SQUARE[0, 0] + 1, 1)
     assert found == {framed[y : y + 5, x : x + 5].astype(np.float32).tobytes() for y in range(3) for x in range(3)}
-
-
-def test_every_label_is_held_out_by_the_same_share():
-    labels = np.repeat(np.arange(3), [10, 50, 101])
-    train, val = stratified(labels, 0.2)
-    assert np.bincount(labels[val]).tolist() == [2, 10, 20]
-    assert sorted([*train, *val]) == list(range(161))
 
 
 def test_digits_become_a_task_and_say_what_to_install(monkeypatch):
