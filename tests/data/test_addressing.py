@@ -9,8 +9,6 @@ from minitx.data.task import generator
 class Counting(Source):
     """Rows that say where they come from: 1000 · step + row."""
 
-    split_name = "train"
-
     def batch(self, step, rows):
         return {"input_ids": 1000 * step + torch.arange(rows.start, rows.stop)}
 
