@@ -11,7 +11,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.tables import Where, column_of, labels_of, load_splits, load_tables, texts_of
+from minitx.data.tables import column_of, divided, labels_of, load_tables, tell_left_out, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -50,7 +50,7 @@ def classify(
     """Classification of the texts of a table. A row is the class token, if the tokenizer has one, and the text.
 
     Args:
-        path, val_path, subset, split, val_split: see ``Where``.
+        path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of the different texts that is held out for validation.
         text_column: the column of texts.
         second_column: a column of second texts. They follow the first text and an end mark, or
@@ -68,8 +68,7 @@ def classify(
     def texts(table: Any) -> Texts:
         return list(zip(*(texts_of(table, column, key) for key, column in columns.items()), strict=True))
 
-    where = Where(path, val_path, subset, split, val_split)
-    tables = load_tables(where, texts=[*columns.values(), label_column])
+    tables = load_tables(path, val_path, subset, split, val_split, texts=[*columns.values(), label_column])
     read = [*map(texts, tables)]
     labels, names = labels_of(tables, label_column)  # of the whole file: the few rows of validation may have numbers alone
     if len(tables) == 1:
@@ -120,8 +119,7 @@ def _with_text(texts: Texts, labels: np.ndarray, column: str, path: str) -> Exam
     """The rows of a split that have a text."""
     kept = np.array([any(row) for row in texts])
     require(bool(kept.any()), f"data.text_column={column} has no text in a split of data.path={path}")
-    if not kept.all():
-        log.info("left out %d of %d rows of data.path=%s: without text", (~kept).sum(), len(kept), path)
+    tell_left_out((~kept).sum(), len(kept), f"rows of data.path={path}: without text")
     return [row for row, keep in zip(texts, kept, strict=True) if keep], labels[kept]
 
 
@@ -165,7 +163,7 @@ def images(
     """Classification of images: a folder with one folder per label, or a table. Images are decoded when they are needed.
 
     Args:
-        path, val_path, subset, split, val_split: see ``Where``.
+        path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of every class that is held out for validation.
         image_column: the column of images.
         label_column: the column of labels, which are numbers or words.
@@ -175,11 +173,8 @@ def images(
     Raises:
         ConfigError: the data or a column is missing, or images are not square.
     """
-
-    def divide(table: Any) -> tuple[np.ndarray, np.ndarray]:
-        return stratified(labels_of([table], label_column)[0][0], val_fraction)
-
-    tables = load_splits(Where(path, val_path, subset, split, val_split), divide)
+    found = load_tables(path, val_path, subset, split, val_split)
+    tables = divided(found, lambda table: stratified(labels_of([table], label_column)[0][0], val_fraction))
     (labels, val_labels), names = labels_of(tables, label_column)
     pictures = Pictures(tables[0], image_column, image_size)
     val = Pictures(tables[1], image_column, image_size, pictures), val_labels

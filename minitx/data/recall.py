@@ -98,9 +98,8 @@ def _kv_lookup(num_keys: int, num_values: int, num_pairs: int, count: int, rando
     values = random.integers(num_values, size=(count, num_pairs))
     asked = random.integers(num_pairs, size=(count, 1))
     input_ids = np.concatenate([keys, np.take_along_axis(keys, asked, axis=1)], axis=1)
-    labels = np.full(input_ids.shape, IGNORED, np.int64)
-    labels[:, -1:] = num_keys + np.take_along_axis(values, asked, axis=1)
-    return _batch(input_ids=input_ids, token_type_ids=np.pad(values + 1, ((0, 0), (0, 1))), labels=labels)
+    answers = num_keys + np.take_along_axis(values, asked, axis=1)
+    return _batch(input_ids, answers, token_type_ids=np.pad(values + 1, ((0, 0), (0, 1))))
 
 
 def _multi_query_recall(
@@ -111,20 +110,14 @@ def _multi_query_recall(
     asked = _distinct(num_pairs, (count, num_queries), random)
     shown = np.stack([keys, values], axis=2).reshape(count, -1)  # (B, P, 2) -> (B, 2P)
     input_ids = np.concatenate([shown, np.take_along_axis(keys, asked, axis=1)], axis=1)
-    labels = np.full(input_ids.shape, IGNORED, np.int64)
-    labels[:, shown.shape[1] :] = np.take_along_axis(values, asked, axis=1)
-    return _batch(input_ids=input_ids, labels=labels)
+    return _batch(input_ids, np.take_along_axis(values, asked, axis=1))
 
 
 def _induction(num_tokens: int, segment_len: int, max_gap: int, count: int, random: np.random.Generator) -> Batch:
-    drawn = segment_len + max_gap
-    once = _distinct(num_tokens, (count, drawn), random)  # the row without the copy
+    once = _distinct(num_tokens, (count, segment_len + max_gap), random)  # the row without the copy
     first = max_gap - random.integers(max_gap + 1, size=(count, 1))
     copy = np.take_along_axis(once, first + np.arange(segment_len), axis=1)
-    input_ids = np.concatenate([once, copy[:, :-1]], axis=1)
-    labels = np.full(input_ids.shape, IGNORED, np.int64)
-    labels[:, drawn:] = copy[:, 1:]
-    return _batch(input_ids=input_ids, labels=labels)
+    return _batch(np.concatenate([once, copy[:, :-1]], axis=1), copy[:, 1:])
 
 
 def _check_pairs(num_pairs: int, num_keys: int) -> None:
@@ -154,8 +147,11 @@ def _distinct(num_kinds: int, shape: tuple[int, int], random: np.random.Generato
     return random.permuted(every, axis=1)[:, : shape[1]]
 
 
-def _batch(**arrays: np.ndarray) -> Batch:
-    return {key: torch.from_numpy(array) for key, array in arrays.items()}
+def _batch(input_ids: np.ndarray, answers: np.ndarray, **beside: np.ndarray) -> Batch:
+    """A batch whose last positions ask for ``answers``."""
+    before = input_ids.shape[1] - answers.shape[1]
+    labels = np.pad(answers, ((0, 0), (before, 0)), constant_values=IGNORED)
+    return {key: torch.from_numpy(array) for key, array in {"input_ids": input_ids, **beside, "labels": labels}.items()}
 
 
 def previous_occurrences(input_ids: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from glob import escape, glob
 from itertools import chain
 from pathlib import Path
@@ -23,37 +22,24 @@ Rows = tuple[np.ndarray, np.ndarray]
 """The rows of training and of validation."""
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where the rows of training and of validation are.
+def load_tables(
+    path: str, val_path: str | None, subset: str | None, split: str, val_split: str | None, **options: Any
+) -> list[Any]:
+    """Return the table of training and, if there is one, that of validation.
 
-    Attributes:
+    Args:
         path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several of them (``data/*.jsonl``), a folder, or a name on the
             Hugging Face hub. Each line of a text file is a row with the column ``text``.
         val_path: the table of validation rows; ``null``: see ``val_split``.
         subset: the name of one of several data sets at ``path`` on the hub.
         split: the training split. A local file has one split, ``train``. Slices such as ``train[:10%]`` are allowed.
         val_split: the validation split; ``null``: ``val_fraction`` of the rows is held out, unless ``val_path`` is given.
+        options: what ``load_table`` takes besides.
     """
-
-    path: str
-    val_path: str | None = None
-    subset: str | None = None
-    split: str = "train"
-    val_split: str | None = None
-
-
-def load_splits(where: Where, divide: Callable[[Any], Rows], **options: Any) -> tuple[Any, Any]:
-    """Return the rows of training and of validation. See ``load_tables`` and ``divided``."""
-    return divided(load_tables(where, **options), divide)
-
-
-def load_tables(where: Where, **options: Any) -> list[Any]:
-    """Return the table of training and, if there is one, that of validation. See ``load_table``."""
-    tables = [load_table(where.path, subset=where.subset, split=where.split, **options)]
-    if where.val_path is not None or where.val_split is not None:
-        path, key = (where.path, "path") if where.val_path is None else (where.val_path, "val_path")
-        options |= {"subset": where.subset, "split": where.val_split or "train", "split_key": "val_split"}
+    tables = [load_table(path, subset=subset, split=split, **options)]
+    if val_path is not None or val_split is not None:
+        path, key = (path, "path") if val_path is None else (val_path, "val_path")
+        options |= {"subset": subset, "split": val_split or "train", "split_key": "val_split"}
         tables.append(load_table(path, key, **options))
     return tables
 
@@ -77,7 +63,7 @@ def load_table(
     """Load a split as ``datasets.Dataset``, or with ``streaming`` as ``IterableDataset``.
 
     Args:
-        path, subset, split: see ``Where``.
+        path, subset, split: see ``load_tables``.
         key, split_key: the keys of path and split, for messages.
         streaming: read rows only when they are needed.
         reader: how to read files. ``texts``: columns of csv and tsv files to read as text, even if they look like numbers.
@@ -87,11 +73,9 @@ def load_table(
     Raises:
         ConfigError: the path or the split does not exist, the hub cannot be reached, or the files cannot be read.
     """
+    import datasets
+
     said, local = f"data.{key}={path}", Path(path).expanduser()
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(f"{said} needs the package datasets: pip install datasets") from None
     files, here = _files_of(path, said, **reader)
     options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming, **here}
     with _quiet() if here else contextlib.nullcontext():  # errors of local files are reported here
@@ -120,8 +104,7 @@ def _quiet() -> Iterator[None]:
 
     level, has_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if has_bars:
-        datasets.disable_progress_bars()
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
@@ -201,6 +184,12 @@ def _check_names(files: Sequence[str], said: str, **options: Any) -> None:
         require(fit, f"{said} has rows with more fields than its first line has names: {', '.join(map(str, table.columns))}")
 
 
+def tell_left_out(left_out: int, count: int, what: str) -> None:
+    """Say how many of ``count`` rows are left out, and why."""
+    if left_out:
+        log.info("left out %d of %d %s", left_out, count, what)
+
+
 def column_names(table: Any) -> list[str]:
     """Return the columns of a table. A stream may have to be read to know them."""
     return table.column_names or list(next(iter(table), {}))
@@ -249,13 +238,13 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     read = [[*table[column_of(table, column, "label_column")]] for table in tables]
     read = _with_numbers([[value.strip() if isinstance(value, str) else value for value in values] for values in read], tables)
     for table, values in zip(tables, read, strict=True):
-        without = sum(value in (None, "") or value != value for value in values)  # NaN is not equal to itself
+        own = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
+        nothing = (None, "", -1) if own else (None, "")
+        without = sum(value in nothing or value != value for value in values)  # NaN is not equal to itself
         require(not without, f"data.label_column={column} has {without} of {len(values)} rows without a label: remove them")
         other = next((value for value in values if not isinstance(value, int | str)), None)
         said = f"data.label_column={column} must have words or whole numbers, got {type(other).__name__}"
         require(other is None, f"{said} ({other!r:.20}): a label is the name of a class")
-        own = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
-        require(not own or min(values, default=0) >= 0, f"data.label_column={column} has rows without a label (-1)")
         names = names or own
         columns.append([own[value] for value in values] if own else values)
     seen = {value for values in columns for value in values}

@@ -14,15 +14,14 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from minitx.config import ConfigError
 from minitx.config.schema import first_line, require
-
-if TYPE_CHECKING:
-    import tokenizers
 
 log = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
@@ -64,8 +63,6 @@ class Tokenizer:
     def __init__(
         self, serialized: str, chat_template: str | None = None, special_tokens: Mapping[str, str] | None = None
     ) -> None:
-        import tokenizers
-
         try:
             self._model = tokenizers.Tokenizer.from_str(serialized)
         except Exception as error:  # tokenizers raises plain Exception
@@ -142,13 +139,12 @@ class Tokenizer:
                 return whole, places
         ids, found_at, before = list[np.ndarray](), list[np.ndarray](), 0
         for i, section in enumerate(sections):
-            ids.append(np.array(given[i // 2 : i // 2 + 1]) if i % 2 else self.encode(section))
+            each: Any = np.arange(len(section))[:, None] + (0, 1)
             if i % 2:
-                each: Any = [(0, len(section))]
+                each = [(0, len(section))]
             elif self.characters is None:
                 each = self._model.encode(section, add_special_tokens=False).offsets
-            else:
-                each = np.arange(len(section))[:, None] + (0, 1)
+            ids.append(np.array(given[i // 2 : i // 2 + 1]) if i % 2 else self.encode(section))
             found_at.append(before + np.array(each, dtype=np.int64).reshape(-1, 2))
             before += len(section)
         return np.concatenate(ids).astype(np.uint32), np.concatenate(found_at)
@@ -161,8 +157,6 @@ class Tokenizer:
     @functools.cached_property
     def _of_whole(self) -> tokenizers.Tokenizer:
         """The model, for texts in which the name of a special token is that token."""
-        import tokenizers
-
         return tokenizers.Tokenizer.from_str(self._model.to_str())
 
     def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
@@ -301,11 +295,9 @@ def _with_spaces(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def _byte_pairs(chunks: Iterable[str], vocab_size: int, special: list[str]) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     least = 256 + len(special)
     require(vocab_size >= least, f"vocab_size={vocab_size} must be at least {least}: 256 bytes and {' '.join(special)}")
-    model = Tokenizer(models.BPE())
+    model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -316,11 +308,9 @@ def _byte_pairs(chunks: Iterable[str], vocab_size: int, special: list[str]) -> t
 
 def _character_model(characters: Iterable[str], special: Sequence[str]) -> tokenizers.Tokenizer:
     """Whole words, where every character is a word."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
     words = [UNKNOWN, *sorted(characters), *special]
-    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
-    model.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    model = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    model.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     model.decoder = decoders.Replace(UNKNOWN, REPLACEMENT)
     model.add_special_tokens(list(special))
     return model
@@ -328,8 +318,6 @@ def _character_model(characters: Iterable[str], special: Sequence[str]) -> token
 
 def _characters_of(model: tokenizers.Tokenizer) -> str | None:
     """The sorted characters from which ``_character_model`` makes exactly this model; None if it does not."""
-    from tokenizers import models
-
     if not isinstance(model.model, models.WordLevel):
         return None
     characters = "".join(sorted(word for word in model.get_vocab() if len(word) == 1))
@@ -345,9 +333,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
+    settings, template = _settings(file.parent), file.with_name("chat_template.jinja")
     try:
-        settings = _settings(file.parent)
-        return Tokenizer(file.read_text(encoding="utf-8"), _chat_template(file.parent, settings), _special_tokens(settings))
+        written = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
+        known = written if isinstance(written, str) else None
+        return Tokenizer(file.read_text(encoding="utf-8"), known, _special_tokens(settings))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; a tokenizer.json is wanted") from None
     except ValueError as error:
@@ -361,13 +351,6 @@ def _settings(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    found = settings.get("chat_template")
-    return found if isinstance(found, str) else None
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,11 +12,10 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
-from minitx.data.tables import Where, load_splits, load_table, texts_of
+from minitx.data.tables import divided, load_table, load_tables, tell_left_out, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
-log = logging.getLogger(__name__)
 MARKS = ("pad", "bos", "eos")
 LONGEST_DATE = 64
 """More tokens than any date has."""
@@ -60,7 +58,7 @@ def pairs(
         labels             t_1 … t_m eos            −100 behind the end
 
     Args:
-        path, val_path, subset, split, val_split: see ``Where``.
+        path, val_path, subset, split, val_split: see ``load_tables``.
         target_path: a text file with the targets of ``path``, line by line; ``null`` if ``path`` has two columns.
         val_target_path: the targets of ``val_path``.
         val_fraction: the part of the different sources that is held out for validation.
@@ -82,10 +80,12 @@ def pairs(
     require(target_path is None or source_column is None, lines)
     if target_path is None:
         columns = None if source_column is None else (source_column, str(target_column))
-        both = _columns(Where(path, val_path, subset, split, val_split), columns, val_fraction)
+        kind = "csv" if Path(path).suffix.lower() == ".txt" else None
+        options = {"texts": columns or (0, 1), "header": columns is not None, "kind": kind}
+        both = _columns(load_tables(path, val_path, subset, split, val_split, **options), columns, val_fraction, path)
     else:
         both = _files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
-    return _task(f"data.path={path}", "pairs", both, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
+    return _task(f"data.path={path}", both, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
 
 
 def dates(
@@ -110,7 +110,7 @@ def dates(
         tokenizer: ``char``: learned from the training split.
 
     Raises:
-        ConfigError: Babel is missing or does not know a locale, or the years or sizes do not fit each other.
+        ConfigError: Babel does not know a locale, or the years or sizes do not fit each other.
     """
     require(len(locales) > 0, "data.locales=[] must name at least one locale")
     said = f"data.first_year={first_year} and data.last_year={last_year} must be years of four digits in this order"
@@ -118,19 +118,18 @@ def dates(
     days = 365 * (last_year - first_year + 1)
     require(val_size < days, f"data.val_size={val_size} must be smaller than the number of days, about {days}")
     both = date_pairs(locales, (first_year, last_year), train_size, val_size)
-    return _task("data=dates", "dates", both, tokenizer, 0, (LONGEST_DATE, LONGEST_DATE), bucket)
+    return _task("data=dates", both, tokenizer, 0, (LONGEST_DATE, LONGEST_DATE), bucket)
 
 
 def _task(
-    name: str, short: str, both: Both, tokenizer: str | Tokenizer, bpe_vocab_size: int, longest: tuple[int, int], bucket: bool
+    name: str, both: Both, tokenizer: str | Tokenizer, bpe_vocab_size: int, longest: tuple[int, int], bucket: bool
 ) -> Task:
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain.from_iterable(both[0]), MARKS)
     pad_id, bos_id, eos_id = require_marks(made_by, *MARKS)
-    (_, train), (kept_val, val) = (_rows(part, made_by, longest, short) for part in both)
+    (_, train), (kept_val, val) = (_rows(part, made_by, longest, name) for part in both)
     count_unknown(made_by, (row[key] for row in train for key in ("input_ids", "labels")), name)
     count = sum(map(len, both))
-    if left_out := count - len(train) - len(val):
-        log.info("left out %d of %d pairs: longer than the config allows", left_out, count)
+    tell_left_out(count - len(train) - len(val), count, "pairs: longer than the config allows")
     fields = {"vocab_size": made_by.vocab_size, "pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
     for side, key in (("max_source_len", "input_ids"), ("max_target_len", "labels")):
         fields[side] = max(len(row[key]) for row in [*train, *val])
@@ -159,23 +158,21 @@ def _rows(pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: st
             kept.append(pair)
             rows.append({"input_ids": s, "decoder_input_ids": np.append(bos, t), "labels": np.append(t, eos)})
     said = f"data.max_source_len={longest[0]} and data.max_target_len={longest[1]} leave none of the {len(pairs)} pairs"
-    require(bool(kept), f"{said} of a split of data={name}")
+    require(bool(kept), f"{said} of a split of {name}")
     return kept, rows
 
 
-def _columns(where: Where, columns: tuple[str, str] | None, val_fraction: float) -> Both:
+def _columns(tables: list[Any], columns: tuple[str, str] | None, val_fraction: float, path: str) -> Both:
     """Two columns of a table: those with a name, or the first two."""
-    kind = "csv" if Path(where.path).suffix.lower() == ".txt" else None
-    options = {"texts": [*(columns or (0, 1))], "header": columns is not None, "kind": kind}
 
     def read(table: Any) -> list[list[str]]:
         names = columns or table.column_names[:2]
-        said = f"data.path={where.path} has one column, but two are needed, separated by tabs (in .csv by commas)"
+        said = f"data.path={path} has one column, but two are needed, separated by tabs (in .csv by commas)"
         require(len(names) > 1, f"{said}, or data.target_path=FILE with the targets")
         return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
 
-    train, val = load_splits(where, lambda table: hold_out(read(table)[0], val_fraction), **options)
-    return _without_blanks(read(train), where.path), _without_blanks(read(val), where.path)
+    train, val = divided(tables, lambda table: hold_out(read(table)[0], val_fraction))
+    return _without_blanks(read(train), path), _without_blanks(read(val), path)
 
 
 def _files(path: str, target: str, val_path: str | None, val_target: str | None, val_fraction: float, **options: Any) -> Both:
@@ -198,8 +195,7 @@ def _files(path: str, target: str, val_path: str | None, val_target: str | None,
 def _without_blanks(sides: Sequence[Sequence[str]], path: str) -> Pairs:
     found = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
     require(bool(found), f"data.path={path} has no pair without a blank side")
-    if len(found) < len(sides[0]):
-        log.info("left out %d of %d pairs of data.path=%s: a side is blank", len(sides[0]) - len(found), len(sides[0]), path)
+    tell_left_out(len(sides[0]) - len(found), len(sides[0]), f"pairs of data.path={path}: a side is blank")
     return found
 
 
@@ -234,10 +230,9 @@ def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, 
     Days, locales and patterns are drawn with a constant seed. All days of training are about equally frequent.
 
     Raises:
-        ConfigError: Babel is missing or does not know a locale.
+        ConfigError: Babel does not know a locale.
     """
-    known = [(tag, babel_locale(tag)) for tag in locales]
-    formats = [(tag, locale, date_patterns(locale)) for tag, locale in known]
+    formats = [(tag, locale, date_patterns(locale)) for tag, locale in zip(locales, map(babel_locale, locales), strict=True)]
     first = datetime.date(years[0], 1, 1).toordinal()
     count = datetime.date(years[1], 12, 31).toordinal() + 1 - first
     random = generator(VALIDATION_SEED, "dates")
@@ -258,12 +253,10 @@ def babel_locale(tag: str) -> Any:
     """Return Babel's locale ``tag``.
 
     Raises:
-        ConfigError: Babel is missing or does not know the locale.
+        ConfigError: Babel does not know the locale.
     """
-    try:
-        from babel import Locale, UnknownLocaleError
-    except ImportError:
-        raise ConfigError("data=dates needs the package Babel: pip install Babel") from None
+    from babel import Locale, UnknownLocaleError
+
     try:
         return Locale.parse(tag)
     except (UnknownLocaleError, ValueError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,26 +68,23 @@ def generate(
     [torch.Size([4]), torch.Size([4])]
     """
     sampler = Sampler() if sampler is None else sampler
-    prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
-    reader, logits, seen, stop_ids, max_new_tokens = begin(
-        model, input_ids, **prompt, max_new_tokens=max_new_tokens, stop=stop, use_cache=use_cache
-    )
-    uniforms = row_uniforms(len(logits), max_new_tokens, generator) if sampler.temperature > 0.0 else None
-    answers: list[list[int]] = [[] for _ in logits]
-    is_open = [True] * len(logits)
+    reader = Reader(model, input_ids, key_mask, decoder_input_ids, max_new_tokens, stop, context, use_cache)
+    max_new_tokens = reader.max_new_tokens
+    uniforms = row_uniforms(len(input_ids), max_new_tokens, generator) if sampler.temperature > 0.0 else None
+    answers: list[list[int]] = [[] for _ in input_ids]
+    is_open = [True] * len(input_ids)
     for step in range(max_new_tokens):
-        tokens = sampler.choose(logits, seen, None if uniforms is None else uniforms[:, step])  # (B,)
+        tokens = sampler.choose(reader.logits, reader.seen, None if uniforms is None else uniforms[:, step])  # (B,)
         for row, token in enumerate(tokens.tolist()):
-            is_open[row] = is_open[row] and token not in stop_ids
+            is_open[row] = is_open[row] and token not in reader.stop
             if is_open[row]:  # a finished row stays in the batch, but its tokens are not used
                 answers[row].append(token)
                 if on_token is not None:
                     on_token(row, token)
         if step + 1 == max_new_tokens or not any(is_open):
             break
-        seen.scatter_(1, tokens.unsqueeze(1), True)
-        logits = reader.read(tokens.unsqueeze(1))
-    return [torch.tensor(answer, dtype=torch.long, device=logits.device) for answer in answers]
+        reader.read(tokens)
+    return [torch.tensor(answer, dtype=torch.long, device=reader.logits.device) for answer in answers]
 
 
 def length_norm(length: int, penalty: float) -> float:
@@ -145,18 +143,15 @@ def beam_search(
     if not -10 <= length_penalty <= 10:  # beyond, float32 cannot hold the norm of a long text
         raise ValueError(f"length_penalty={length_penalty} must be a number from -10 to 10")
     sampler = Sampler(repetition_penalty=repetition_penalty)
-    prompt: dict[str, Any] = {"key_mask": key_mask, "decoder_input_ids": decoder_input_ids, "context": context}
-    reader, logits, seen, stop_ids, max_new_tokens = begin(
-        model, input_ids, **prompt, max_new_tokens=max_new_tokens, stop=stop, use_cache=use_cache
-    )
-    B, V = logits.shape
-    stops = torch.tensor([*stop_ids], dtype=torch.long, device=logits.device)
-    scores = logits.new_zeros(B, 1)  # log P of the k texts of each row; k is 1 at first
-    texts = torch.zeros(B, 1, 0, dtype=torch.long, device=logits.device)
-    best_score, best = logits.new_full((B,), -math.inf), list(texts[:, 0])
+    reader = Reader(model, input_ids, key_mask, decoder_input_ids, max_new_tokens, stop, context, use_cache)
+    (B, V), max_new_tokens = reader.logits.shape, reader.max_new_tokens
+    stops = torch.tensor([*reader.stop], dtype=torch.long, device=reader.logits.device)
+    scores = reader.logits.new_zeros(B, 1)  # log P of the k texts of each row; k is 1 at first
+    texts = torch.zeros(B, 1, 0, dtype=torch.long, device=stops.device)
+    best_score, best = scores.new_full((B,), -math.inf), list(texts[:, 0])
     for length in range(1, max_new_tokens + 1):
         k = scores.shape[1]
-        log_probs = sampler.filtered(logits, seen).log_softmax(dim=-1).view(B, k, V)
+        log_probs = sampler.filtered(reader.logits, reader.seen).log_softmax(dim=-1).view(B, k, V)
         scores, chosen = (scores.unsqueeze(-1) + log_probs).flatten(1).topk(min(num_beams, k * V))  # (B, k')
         parents, tokens = chosen // V, chosen % V
         texts = texts.gather(1, parents.unsqueeze(-1).expand(-1, -1, length - 1))
@@ -172,33 +167,102 @@ def beam_search(
             break
         rows = (parents + k * torch.arange(B, device=parents.device).unsqueeze(1)).flatten()  # (B * k',)
         reader.reorder(rows)
-        seen = seen.index_select(0, rows).scatter(1, tokens.view(-1, 1), True)
-        logits = reader.read(tokens.view(-1, 1))
-    return [answer[:-1] if int(answer[-1]) in stop_ids else answer for answer in best]
+        reader.read(tokens.flatten())
+    return [answer[:-1] if int(answer[-1]) in reader.stop else answer for answer in best]
 
 
-class Begun(NamedTuple):
-    """The state after the prompt has been read."""
+class Reader:
+    """The texts that a model continues, and what it says of their next tokens.
 
-    reader: Reader
-    logits: Tensor  # (B, V), for the first new id
-    seen: Tensor  # bool (B, V), True for the ids of the prompt's real tokens
-    stop: frozenset[int]  # ids that end a text
-    max_new_tokens: int
+    Earlier ids are kept in a cache. They are read again without ``use_cache``, or if the model has no ``make_cache``. When a text
+    becomes longer than ``context``, only the newer half is kept and read again.
+
+    Args:
+        See ``generate``.
+
+    Attributes:
+        logits: (B, V), of the next token, in at least float32.
+        seen: bool (B, V), True for the ids of a text's real tokens.
+        stop: the ids that end a text.
+        max_new_tokens: as given, or its default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        key_mask: Tensor | None,
+        decoder_input_ids: Tensor | None,
+        max_new_tokens: int | None,
+        stop: Iterable[int] | None,
+        context: int | None,
+        use_cache: bool,
+    ) -> None:
+        _check_model(model)
+        prompt, prompt_mask = _prompt(model, input_ids, key_mask, decoder_input_ids)
+        self.model, self.context, length = model, context, prompt.shape[1]
+        self.max_new_tokens = _fitting(model, length, max_new_tokens, context)
+        self.make_cache: Any = getattr(model, "make_cache", None) if use_cache else None
+        self.capacity = min(length + self.max_new_tokens - 1, context or sys.maxsize)
+        self.memory = model.encode(input_ids, key_mask=key_mask) if has_source(model) else None  # type: ignore[operator]
+        self.source_mask = key_mask if has_source(model) else None
+        self.ids, self.key_mask = prompt, prompt_mask  # that the model sees
+        self.logits = self._read_all(context or length)
+        real = torch.ones_like(prompt, dtype=torch.long) if prompt_mask is None else prompt_mask.long()
+        counts = torch.zeros(self.logits.shape, dtype=torch.long, device=self.logits.device)
+        self.seen = counts.scatter_add(1, prompt.long(), real) > 0
+        self.stop = _stop_ids(model, stop, self.logits.shape[-1])
+
+    def read(self, tokens: Tensor) -> None:
+        """Continue each text with one of ``tokens`` (B,)."""
+        ids = tokens.unsqueeze(1)
+        self.seen.scatter_(1, ids, True)
+        self.ids = torch.cat((self.ids, ids), dim=1)
+        if self.key_mask is not None:
+            self.key_mask = F.pad(self.key_mask, (0, 1), value=True)
+        if self.context is not None and self.ids.shape[1] > self.context:
+            self.logits = self._read_all(max(self.context // 2, 1))
+        elif self.cache is None:
+            self.logits = self._read_all(self.ids.shape[1])
+        else:
+            self.logits = self._logits(ids, None)
+
+    def _read_all(self, kept: int) -> Tensor:
+        """Read the last ``kept`` ids of each text, and forget the others. Return the logits."""
+        self.ids, self.key_mask = self.ids[:, -kept:], None if self.key_mask is None else self.key_mask[:, -kept:]
+        self.cache = None if self.make_cache is None else self.make_cache(self.capacity)
+        return self._logits(self.ids, self.key_mask)
+
+    def _logits(self, ids: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The logits (B, V) of the last position. Of our models, the head is computed for this position only."""
+        args: tuple[Tensor | None, ...] = (ids,)
+        model, options = self.model, {"cache": self.cache, "key_mask": key_mask}
+        if self.memory is not None:
+            args, options = (None, ids), {**options, "key_mask": self.source_mask, "memory": self.memory}
+        given = {name: value for name, value in options.items() if value is not None}
+        if isinstance(model, TransformerModel):
+            last = model.head(model(*args, **given, return_hidden=True)[:, -1])  # type: ignore[operator]
+        else:
+            logits = model(*args, **given)
+            if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids.shape:
+                got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+                raise TypeError(f"model must return logits (B, L, V) for input_ids {tuple(ids.shape)}, got {got}")
+            last = logits[:, -1]
+        last = last.to(torch.promote_types(last.dtype, torch.float32))
+        if not bool(torch.isfinite(last.amax(dim=-1)).all()):
+            raise FloatingPointError("the model's logits are not finite")
+        return last
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace each row i by the row ``rows[i]``."""
+        if self.cache is not None:
+            self.cache.reorder(rows)
+        for name in ("memory", "source_mask", "ids", "key_mask", "seen"):
+            kept = getattr(self, name)
+            setattr(self, name, None if kept is None else kept.index_select(0, rows))
 
 
-def begin(
-    model: nn.Module,
-    input_ids: Tensor,
-    *,
-    key_mask: Tensor | None,
-    decoder_input_ids: Tensor | None,
-    max_new_tokens: int | None,
-    stop: Iterable[int] | None,
-    context: int | None,
-    use_cache: bool,
-) -> Begun:
-    """Check the arguments of ``generate`` and read the prompt."""
+def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     if hasattr(model, "prepare_inputs_for_generation"):
@@ -208,13 +272,6 @@ def begin(
         raise ValueError(f"model must be a decoder or an encoder-decoder, got {type(model).__name__} with architecture={kind}")
     if model.training:
         raise ValueError("model is in training mode, in which dropout is active: call model.eval() first")
-    prompt, prompt_mask = _prompt(model, input_ids, key_mask, decoder_input_ids)
-    max_new_tokens = _fitting(model, prompt.shape[1], max_new_tokens, context)
-    reader = Reader(model, input_ids, key_mask, prompt.shape[1] + max_new_tokens - 1 if use_cache else None, context)
-    logits = reader.read(prompt, prompt_mask)
-    real = torch.ones_like(prompt, dtype=torch.long) if prompt_mask is None else prompt_mask.long()
-    seen = torch.zeros(logits.shape, dtype=torch.long, device=logits.device).scatter_add(1, prompt.long(), real) > 0
-    return Begun(reader, logits, seen, _stop_ids(model, stop, logits.shape[-1]), max_new_tokens)
 
 
 def check_count(name: str, number: int | None) -> None:
@@ -257,9 +314,7 @@ def _fitting(model: nn.Module, length: int, max_new_tokens: int | None, context:
     check_count("context", context)
     if context is not None and has_source(model):
         raise ValueError(f"context={context} can only be used with a causal model, not with an encoder-decoder")
-    if of_config(model, "position") != "learned":
-        return max_new_tokens or 256
-    max_len = of_config(model, "max_len")
+    max_len = of_config(model, "max_len") if of_config(model, "position") == "learned" else sys.maxsize
     if context is not None:
         if context > max_len:
             raise ValueError(f"context={context} must be at most max_len={max_len}")
@@ -279,81 +334,6 @@ def _stop_ids(model: nn.Module, stop: Iterable[int] | None, V: int) -> frozenset
         if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < V:
             raise ValueError(f"stop must contain ids from 0 to {V - 1}, got {id!r}")
     return frozenset(ids)
-
-
-class Reader:
-    """Feed the next ids to a model and return its logits.
-
-    Earlier ids are kept in a cache. They are read again if ``capacity`` is None or the model has no ``make_cache``. When a text
-    becomes longer than ``context``, only the newer half is kept and read again.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        input_ids: Tensor,
-        key_mask: Tensor | None,
-        capacity: int | None,
-        context: int | None = None,
-    ) -> None:
-        self.model, self.capacity, self.context = model, capacity, context
-        self.memory = model.encode(input_ids, key_mask=key_mask) if has_source(model) else None  # type: ignore[operator]
-        self.source_mask = key_mask if has_source(model) else None
-        self.cache: Any = None
-        self.ids: Tensor | None = None  # the ids that the model sees, and their key mask
-        self.key_mask: Tensor | None = None
-
-    def read(self, ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Read ids (B, L) and return the logits (B, V) of the next token, in at least float32. ``key_mask``: of the prompt."""
-        view, view_mask, kept = ids, key_mask, self.context or 0
-        if self.ids is not None:
-            view, kept = torch.cat((self.ids, ids), dim=1), max(kept // 2, 1)
-            view_mask = None if self.key_mask is None else F.pad(self.key_mask, (0, ids.shape[1]), value=True)
-        forgets = self.context is not None and view.shape[1] > self.context
-        if forgets:
-            view, view_mask = view[:, -kept:], None if view_mask is None else view_mask[:, -kept:]
-        self.ids, self.key_mask = view, view_mask
-        if self.cache is None or forgets:
-            ids, key_mask, self.cache = view, view_mask, self._new_cache()
-        last = self._forward(ids, key_mask)
-        last = last.to(torch.promote_types(last.dtype, torch.float32))
-        if not bool(torch.isfinite(last.amax(dim=-1)).all()):
-            raise FloatingPointError("the model's logits are not finite")
-        return last
-
-    def _forward(self, ids: Tensor, key_mask: Tensor | None) -> Tensor:
-        options: dict[str, Any] = {} if self.cache is None else {"cache": self.cache}
-        if self.memory is not None:
-            return last_logits(self.model, None, ids, key_mask=self.source_mask, memory=self.memory, **options)
-        if key_mask is not None:
-            options["key_mask"] = key_mask
-        return last_logits(self.model, ids, **options)
-
-    def _new_cache(self) -> Any:
-        make: Any = getattr(self.model, "make_cache", None)
-        if self.capacity is None or make is None:
-            return None
-        return make(min(self.capacity, self.context or self.capacity))
-
-    def reorder(self, rows: Tensor) -> None:
-        """Replace each row i by the row ``rows[i]``."""
-        if self.cache is not None:
-            self.cache.reorder(rows)
-        for name in ("memory", "source_mask", "ids", "key_mask"):
-            kept = getattr(self, name)
-            setattr(self, name, None if kept is None else kept.index_select(0, rows))
-
-
-def last_logits(model: nn.Module, *args: Any, **options: Any) -> Tensor:
-    """Return the logits (B, V) of the last position. The head is computed for this position only."""
-    if not isinstance(model, TransformerModel):
-        logits = model(*args, **options)
-        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != args[-1].shape:
-            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise TypeError(f"model must return logits (B, L, V) for input_ids {tuple(args[-1].shape)}, got {got}")
-        return logits[:, -1]
-    hidden = model(*args, **options, return_hidden=True)
-    return model.head(hidden[:, -1])  # type: ignore[operator]
 
 
 def of_config(model: nn.Module, name: str) -> Any:

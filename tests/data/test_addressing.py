@@ -9,8 +9,6 @@ from minitx.data.task import generator
 class Counting(Source):
     """Rows that say where they come from: 1000 · step + row."""
 
-    split_name = "train"
-
     def batch(self, step, rows):
         return {"input_ids": 1000 * step + torch.arange(rows.start, rows.stop)}
 
@@ -50,18 +48,9 @@ def test_the_first_step_may_be_repeated():
     assert ids_of(batches) == ids_of(loader(num_steps=1)) * 3
 
 
-NO_SLICES = [
-    (Address(0), 5, "divisible"),
-    (Address(-1), 1, "step"),
-    (Address(0, micro=2), 2, "micro"),
-    (Address(0, rank=2), 1, "rank"),
-]
-
-
-@pytest.mark.parametrize(("address", "accumulate", "word"), NO_SLICES)
-def test_a_slice_that_no_step_has_is_refused_by_name(address, accumulate, word):
-    with pytest.raises(ValueError, match=word):
-        rows_of(address, 12, accumulate, world=2)
+def test_a_batch_that_cannot_be_divided_is_refused():
+    with pytest.raises(ValueError, match=r"^batch_size=12 must be divisible by accumulate=5 x world=2"):
+        rows_of(Address(0), 12, 5, world=2)
 
 
 def test_the_length_is_that_of_the_whole_run_and_a_step_after_its_end_is_refused():

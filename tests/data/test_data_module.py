@@ -1,18 +1,19 @@
 import hashlib
-import inspect
 
 import pytest
 import torch
 
 import minitx.data as sets
 from minitx.config import ConfigError
-from minitx.data.batches import Address
+from minitx.data.batches import Address, TrainSource
 from minitx.data.datamodule import DataModule
+from minitx.data.recall import answer_positions
 from minitx.data.task import Task
 from minitx.training.nodes import build
 
 KEY_VALUE = sets.kv_lookup(num_keys=13, num_values=5, num_pairs=7, val_size=41)
 INDUCTION = sets.induction(num_tokens=20, segment_len=5, max_gap=7, val_size=41)
+QUERIES = sets.multi_query_recall(num_keys=13, num_values=5, num_pairs=7, num_queries=3, val_size=41)
 
 
 # what a task says of itself
@@ -40,6 +41,22 @@ def test_a_recall_task_says_what_a_model_needs(task, fields, chance):
     values = batch.get("token_type_ids", torch.zeros_like(batch["input_ids"]))[0].tolist()
     shown = [f"{i}:{v}" if v else str(i) for i, v in zip(batch["input_ids"][0].tolist(), values, strict=True)]
     assert module.texts(batch)["input_ids"] == [shown]
+
+
+@pytest.mark.parametrize(("task", "length", "last"), [(KEY_VALUE, 8, 1), (QUERIES, 17, 3), (INDUCTION, 16, 4)])
+def test_the_last_positions_are_asked_for_and_only_they_have_an_answer_which_stands_at_its_position(task, length, last):
+    batch = TrainSource(task.train, seed=0, batch_size=503)[Address(2)]
+    position, asked = answer_positions(batch), batch["labels"] != -100
+    assert torch.equal(asked, (torch.arange(length) >= length - last).expand(503, length))
+    assert torch.equal(position >= 0, asked)
+    assert (position <= torch.arange(position.shape[1]))[asked].all(), "a causal head can look there"
+    shown = 13 - 1 + batch["token_type_ids"] if task is KEY_VALUE else batch["input_ids"]
+    assert torch.equal(shown.gather(1, position.clamp(min=0))[asked], batch["labels"][asked])
+
+
+def test_a_row_without_pairs_is_refused_from_python_too():
+    with pytest.raises(ConfigError, match=r"^data\.num_pairs=0 must lie in \[1, "):
+        sets.kv_lookup(num_pairs=0)
 
 
 @pytest.mark.parametrize(("content", "values"), [("x" * 20, {"context_len": 31}), ("x" * 20, {"val_fraction": 0.05})])
@@ -112,10 +129,3 @@ REFUSED = [
 def test_arguments_that_cannot_be_used_are_refused_by_their_last_key(name, values):
     with pytest.raises(ConfigError, match=rf"^data\.{list(values)[-1]}[= ]"):
         build({"_target_": f"minitx.data.{name}", **values}, "data")
-
-
-@pytest.mark.parametrize("name", sorted(set(sets.__all__) - {"Task"}))
-def test_a_data_set_is_a_function_whose_every_argument_has_a_type_and_is_explained(name):
-    function = getattr(sets, name)
-    for argument, one in inspect.signature(function).parameters.items():
-        assert one.annotation is not one.empty and argument in function.__doc__

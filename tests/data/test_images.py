@@ -5,10 +5,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from PIL import Image
 
 from minitx.config import ConfigError
 from minitx.data import digits, images
-from minitx.data.classification import LabelledImages, stratified
+from minitx.data.classification import LabelledImages
 from minitx.data.task import as_split, generator
 from tests.data.conftest import batch_of
 
@@ -25,13 +27,6 @@ def test_pixels_are_scaled_and_shifts_move_whole_images_in_all_directions_and_br
     assert found == {framed[y : y + 5, x : x + 5].astype(np.float32).tobytes() for y in range(3) for x in range(3)}
 
 
-def test_every_label_is_held_out_by_the_same_share():
-    labels = np.repeat(np.arange(3), [10, 50, 101])
-    train, val = stratified(labels, 0.2)
-    assert np.bincount(labels[val]).tolist() == [2, 10, 20]
-    assert sorted([*train, *val]) == list(range(161))
-
-
 def test_digits_become_a_task_and_say_what_to_install(monkeypatch):
     task = digits()
     assert task.model_fields == {"num_labels": 10, "image_size": 8, "num_channels": 1}
@@ -44,13 +39,16 @@ def test_digits_become_a_task_and_say_what_to_install(monkeypatch):
 @pytest.fixture
 def image_folder(tmp_path, offline_datasets):
     """A folder with a folder of pictures for each label; a picture's first pixel is its number."""
-    image = pytest.importorskip("PIL.Image")
     for label in ("cat", "dog"):
         (tmp_path / "pictures" / label).mkdir(parents=True)
         for n in range(10):
             pixels = np.full((6, 6, 3), n if label == "cat" else 100 + n, np.uint8)
-            image.fromarray(pixels).save(tmp_path / "pictures" / label / f"{n}.png")
+            Image.fromarray(pixels).save(tmp_path / "pictures" / label / f"{n}.png")
     return tmp_path / "pictures"
+
+
+def all_batches(task):
+    return [batch_of(as_split(task, which)) for which in ("train", "val")]
 
 
 def test_a_folder_of_images_becomes_a_task(image_folder):
@@ -64,13 +62,10 @@ def test_a_folder_of_images_becomes_a_task(image_folder):
 
 
 def test_pictures_are_resized_when_asked_and_refused_when_of_several_sizes(image_folder):
-    import PIL.Image
-
     assert images(path=str(image_folder), image_size=4).model_fields["image_size"] == 4
-    PIL.Image.fromarray(np.zeros((6, 9, 3), np.uint8)).save(image_folder / "cat" / "wide.png")
-    task = images(path=str(image_folder), shift=0)
+    Image.fromarray(np.zeros((6, 9, 3), np.uint8)).save(image_folder / "cat" / "wide.png")
     with pytest.raises(ConfigError, match=r"^data\.image_size=null.*6x9"):
-        [batch_of(as_split(task, which)) for which in ("train", "val")]
+        all_batches(images(path=str(image_folder), shift=0))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # PIL leaves the file open
@@ -79,16 +74,13 @@ def test_a_picture_that_cannot_be_read_is_named_by_its_column_and_row(image_fold
     path = image_folder / "cat" / "3.png"
     for content in (b"no picture", path.read_bytes()[:50]):
         path.write_bytes(content)
-        task = images(path=str(image_folder), shift=0)
         with pytest.raises(ConfigError, match=r"^data\.image_column=image: image \d+ of a split cannot be read: \w+"):
-            [batch_of(as_split(task, which)) for which in ("train", "val")]
+            all_batches(images(path=str(image_folder), shift=0))
 
 
 def test_colours_that_a_grey_first_picture_takes_from_the_others_are_said_to_be_lost_once(image_folder, caplog):
-    import PIL.Image
-
     for path in image_folder.glob("cat/*.png"):
-        PIL.Image.open(path).convert("L").save(path)
+        Image.open(path).convert("L").save(path)
     task = images(path=str(image_folder), val_path=str(image_folder))
     batch_of(as_split(task, "train"))
     assert task.model_fields["num_channels"] == 1
@@ -96,13 +88,10 @@ def test_colours_that_a_grey_first_picture_takes_from_the_others_are_said_to_be_
 
 
 def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_datasets):
-    import datasets
-    import PIL.Image
-
     (tmp_path / "set").mkdir()
     for split, values in (("train", [7, 30, 7, 50]), ("test", [50, 7, 30])):
-        pictures = [PIL.Image.fromarray(np.full((4, 4), value, np.uint8)) for value in values]
-        table = datasets.Dataset.from_dict({"image": pictures, "label": [f"k{value}" for value in values]})
+        pictures = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in values]
+        table = Dataset.from_dict({"image": pictures, "label": [f"k{value}" for value in values]})
         table.to_parquet(tmp_path / "set" / f"{split}.parquet")
     task = images(path=str(tmp_path / "set"), val_split="test")
     assert (task.label_names, task.model_fields["num_channels"]) == (("k30", "k50", "k7"), 1)

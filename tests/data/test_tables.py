@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset
 
 from minitx.config import ConfigError
 from minitx.data.tables import labels_of, load_table
@@ -110,44 +111,40 @@ def test_other_first_lines_and_packed_files_are_not_taken_for_such_rows(write_te
     assert load_table(str(tmp_path / "data"))["label"][:] == ["good"]
 
 
-def test_labels_are_numbered_by_name():
-    import datasets
+def labels(*parts):
+    return labels_of([part if isinstance(part, Dataset) else Dataset.from_dict({"label": part}) for part in parts], "label")
 
-    named = datasets.Dataset.from_dict({"label": [2, 0]}).cast_column("label", datasets.ClassLabel(names=["c", "a", "b"]))
-    (train, val), names = labels_of([named, datasets.Dataset.from_dict({"label": ["a", "c"]})], "label")
+
+def named(*numbers):
+    return Dataset.from_dict({"label": numbers}).cast_column("label", ClassLabel(names=["c", "a", "b"]))
+
+
+NAMED = named(2, 0)
+
+
+def test_labels_are_numbered_by_name():
+    (train, val), names = labels(NAMED, ["a", "c"])
     assert (train.tolist(), val.tolist(), names) == ([2, 0], [1, 0], ("c", "a", "b"))
-    (train, val), names = labels_of([datasets.Dataset.from_dict({"label": part}) for part in ([10, 9], [11])], "label")
+    (train, val), names = labels([10, 9], [11])
     assert (train.tolist(), val.tolist(), names) == ([1, 0], [2], ("9", "10", "11"))
     assert train.dtype == np.int64
-    for other, said in (["a", "d"], "d of one split"), ([0, 1], "of one split"):
-        with pytest.raises(ConfigError, match=rf"^data\.label_column=label must .*{said}"):
-            labels_of([named, datasets.Dataset.from_dict({"label": other})], "label")
-    with pytest.raises(ConfigError, match="words and numbers"):
-        labels_of([datasets.Dataset.from_dict({"label": part}) for part in (["a"], [1])], "label")
+    (found,), names = labels(["pos", "neg", "pos ", " neg"])  # white space makes no class
+    assert (found.tolist(), names) == ([1, 0, 1, 0], ("neg", "pos"))
 
 
-def test_a_label_that_is_no_class_is_not_called_missing():
-    import datasets
-
-    with pytest.raises(ConfigError, match=r"label_column=label must have words or whole numbers, got float \(4\.5\)"):
-        labels_of([datasets.Dataset.from_dict({"label": [4.5, 3.0]})], "label")
-    with pytest.raises(ConfigError, match=r"must have words or whole numbers, got list \(\['a'\]\)"):
-        labels_of([datasets.Dataset.from_dict({"label": [["a"], ["a", "b"]]})], "label")
-    with pytest.raises(ConfigError, match="1 of 2 rows without a label"):
-        labels_of([datasets.Dataset.from_dict({"label": [4.5, float("nan")]})], "label")
-
-
-def test_white_space_around_a_label_makes_no_class():
-    import datasets
-
-    (labels,), names = labels_of([datasets.Dataset.from_dict({"label": ["pos", "neg", "pos ", " neg"]})], "label")
-    assert (labels.tolist(), names) == ([1, 0, 1, 0], ("neg", "pos"))
+NO_LABELS = [
+    ((NAMED, ["a", "d"]), "must have the same labels in both splits, got d of one split"),
+    ((NAMED, [0, 1]), "must .* of one split"),
+    ((["a"], [1]), "must .* words and numbers"),
+    (([4.5, 3.0],), r"must have words or whole numbers, got float \(4\.5\)"),
+    (([["a"], ["a", "b"]],), r"must have words or whole numbers, got list \(\['a'\]\)"),
+    (([4.5, float("nan")],), "has 1 of 2 rows without a label"),
+    ((named(2, -1, 0),), "has 1 of 3 rows without a label"),
+    *(((["a", empty, "b", empty, "a"],), "has 2 of 5 rows without a label") for empty in ("", " ", None)),
+]
 
 
-@pytest.mark.parametrize("empty", ["", " ", None])
-def test_a_row_without_a_label_is_refused_and_counted(empty):
-    import datasets
-
-    table = datasets.Dataset.from_dict({"label": ["a", empty, "b", empty, "a"]})
-    with pytest.raises(ConfigError, match=r"^data\.label_column=label has 2 of 5 rows without a label"):
-        labels_of([table], "label")
+@pytest.mark.parametrize(("parts", "said"), NO_LABELS)
+def test_what_is_no_label_is_refused(parts, said):
+    with pytest.raises(ConfigError, match=rf"^data\.label_column=label {said}"):
+        labels(*parts)

@@ -25,7 +25,7 @@ from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.view import ViewConfig
 from minitx.config import ParameterRule, Part, RunConfig, TransformerConfig, to_dict
-from minitx.data.tables import Where
+from minitx.data.tables import load_tables
 from minitx.data.task import tokenizer_of
 from minitx.data.tokenizers import Tokenizer
 from minitx.interop.finetune import Lora, pretrained_hf
@@ -80,7 +80,7 @@ def keys(cls: type) -> list[Key]:
     ]
 
 
-SHARED = {"Where": Where, "tokenizer_of": tokenizer_of, "kjv": data.kjv}
+SHARED = {"load_tables": load_tables, "tokenizer_of": tokenizer_of, "kjv": data.kjv}
 SHARED |= {name: getattr(optimizers, name) for name in ("adamw", "constant", "linear")}
 """What explains arguments of several targets."""
 LOADING = [
