@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
 from minitx.config.schema import Bound, Count, Natural, NotNegative, Positive, Share, require
 from minitx.training.devices import is_sharded, widest_float
-from minitx.training.nodes import call, factory, named_by
+from minitx.training.nodes import build, named_by
 
 Rules = tuple[ParameterRule, ...]
 
@@ -166,15 +166,11 @@ def build_optimizer(network: nn.Module, node: Part, head_dim: int = 1) -> torch.
     Raises:
         ConfigError: the target cannot be built, or does not return a ``torch.optim.Optimizer``.
     """
-    names = named_by(node, "optimizer")
-    more = {"head_dim": head_dim} if "head_dim" in names and "head_dim" not in node else {}
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    made = factory(node, "optimizer", positional=1)
-    found = call(made, "optimizer", node, network if "network" in names else trained, **more)
-    if not isinstance(found, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer._target_={node['_target_']} must give a torch.optim.Optimizer, got {type(found).__name__}"
-        )
+    first = network if "network" in named_by(node, "optimizer") else trained
+    found = build(node, "optimizer", {"head_dim": head_dim}, first)
+    said = f"optimizer._target_={node['_target_']} must give a torch.optim.Optimizer"
+    require(isinstance(found, torch.optim.Optimizer), f"{said}, got {type(found).__name__}")
     return found
 
 
@@ -269,8 +265,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, node: Part, max_steps: int)
     Raises:
         ConfigError: the target cannot be built.
     """
-    more = {"max_steps": max_steps} if "max_steps" in named_by(node, "schedule") and "max_steps" not in node else {}
-    return call(factory(node, "schedule", given=more, positional=1), "schedule", node, optimizer, **more)
+    return build(node, "schedule", {"max_steps": max_steps}, optimizer)
 
 
 # --- Muon
