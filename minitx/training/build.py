@@ -214,12 +214,8 @@ class Caller:
         Raises:
             ConfigError: it is neither a mapping with ``labels`` nor a pair of tensors.
         """
-        if (
-            isinstance(found, tuple | list)
-            and len(found) == 2
-            and all(isinstance(part, Tensor) for part in found)
-            and self.names
-        ):
+        are_tensors = [isinstance(part, Tensor) for part in found] if isinstance(found, tuple | list) else []
+        if are_tensors == [True, True] and self.names:
             return {self.names[0]: found[0], "labels": found[1]}
         if not isinstance(found, Mapping) or "labels" not in found:
             what = f"a mapping with {', '.join(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
@@ -419,6 +415,12 @@ def open_data(
     )
 
 
+def task_of(data: Any) -> Task | None:
+    """Return the task of the data of a run, or None where they are a data module of the user's."""
+    task = data if isinstance(data, Task) else getattr(data, "task", None)
+    return task if isinstance(task, Task) else None
+
+
 def in_steps(config: RunConfig, data: L.LightningDataModule) -> RunConfig:
     """Return the config with all counts in optimizer steps where the data are a ``Task``, whose number of rows decides them."""
     from minitx.data.datamodule import DataModule
@@ -476,7 +478,7 @@ def network_of(node: Part, data: L.LightningDataModule | None = None) -> nn.Modu
         node = node if data is None else fitted(node, data)
         given["core"] = core_of(shape_of_node(node))
     elif data is not None:
-        task = getattr(data, "task", None)
+        task = task_of(data)
         asked = {"task": getattr(task, "kind", None), "tokenizer": getattr(task, "tokenizer", None)}
         given = {**decided_fields(data), **asked}
     model = build(node, "model", given)
@@ -537,8 +539,7 @@ def _in_float64(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
 
 def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:
     """Return the fields of a model that the data decide, under common names such as ``num_classes``."""
-    task = getattr(data, "task", None)
-    fields = dict(task.model_fields if isinstance(task, Task) else getattr(data, "model_fields", {}))
+    fields = dict(getattr(task_of(data) or data, "model_fields", {}))
     for name, other in (("num_labels", "num_classes"), ("num_classes", "num_labels")):
         if name in fields:
             fields.setdefault(other, fields[name])

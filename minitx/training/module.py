@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from minitx.config import IGNORED, ConfigError, RunConfig, TransformerConfig, to_dict
+from minitx.config import IGNORED, ConfigError, RunConfig, to_dict
 from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
-from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of
+from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of, task_of
 from minitx.training.checkpoints import FORMAT, read_checkpoint
 from minitx.training.devices import (
     compiled,
@@ -393,22 +393,20 @@ def stored_state(config: RunConfig, data: L.LightningDataModule, network: nn.Mod
     ours.
     """
     own_steps = isinstance(network, L.LightningModule)
-    tokenizer = getattr(getattr(data, "task", data), "tokenizer", None)
+    tokenizer = getattr(task_of(data) or data, "tokenizer", None)
     return {
         "config": {**to_dict(config), **({"objective": {}, "optimizer": {}, "schedule": {}} if own_steps else {})},
-        "model": stored_node(config, data, config_of(network), network),
+        "model": stored_node(config, data, network),
         "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
         "prefix": "" if own_steps else "network.",
         "format": FORMAT,
     }
 
 
-def stored_node(
-    config: RunConfig, data: L.LightningDataModule, ours: TransformerConfig | None, network: nn.Module
-) -> dict[str, Any]:
+def stored_node(config: RunConfig, data: L.LightningDataModule, network: nn.Module) -> dict[str, Any]:
     """Return the node of a model in a checkpoint: that of one of ours, the attribute ``stored_node`` of the network, the user's node
     with the fields that the data decided, or, for a model that was given from Python, its class."""
-    if ours is not None:
+    if (ours := config_of(network)) is not None:
         return node_of(ours)
     if isinstance(own := getattr(network, "stored_node", None), Mapping):
         return dict(own)

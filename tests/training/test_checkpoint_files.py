@@ -16,7 +16,6 @@ from minitx.training.checkpoints import (
     CheckpointError,
     load_model,
     load_weights,
-    newest_valid,
     read_checkpoint,
     write_checkpoint,
 )
@@ -89,7 +88,7 @@ def test_the_newest_whole_one_is_offered(path):
     assert_refused(path, "is not a file", f"ckpt_path={best}")
     assert_refused(path.parent, "is not a file")  # a folder
     best.write_bytes(b"")
-    assert newest_valid(path.parent) == older
+    assert_refused(path, f"ckpt_path={older}")
     older.unlink()
     with pytest.raises(ConfigError, match=r"best.ckpt cannot be read[^;]*$"):
         read_checkpoint(best)
