@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
-from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read
+from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read, require
 from minitx.config.training import MODEL, NODES
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
@@ -482,8 +482,8 @@ def network_of(node: Part, data: L.LightningDataModule | None = None) -> nn.Modu
         asked = {"task": getattr(task, "kind", None), "tokenizer": getattr(task, "tokenizer", None)}
         given = {**decided_fields(data), **asked}
     model = build(node, "model", given)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model._target_={node['_target_']} must give a torch.nn.Module, got {type(model).__name__}")
+    said = f"model._target_={node['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
+    require(isinstance(model, nn.Module), said)
     return model
 
 
@@ -585,8 +585,6 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
     if task.kind not in _MODELS_OF:
         return
     kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
-    if (model.architecture, model.head) not in kinds:
-        wanted = " or ".join(f"model.architecture={kind} with model.head={head}" for kind, head in kinds)
-        raise ConfigError(
-            f"model.architecture={model.architecture} with model.head={model.head} does not fit {task.name}, which needs {wanted}"
-        )
+    own = model.architecture, model.head
+    given, *wanted = (f"model.architecture={kind} with model.head={head}" for kind, head in (own, *kinds))
+    require(own in kinds, f"{given} does not fit {task.name}, which needs {' or '.join(wanted)}")

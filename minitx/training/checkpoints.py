@@ -130,14 +130,13 @@ def check_digest(path: Path) -> None:
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        if size <= _COMMENT_LEN:
-            raise ConfigError(f"it is {'empty' if size == 0 else 'cut short'} ({size} bytes)")
+        require(size > _COMMENT_LEN, f"it is {'cut short' if size else 'empty'} ({size} bytes)")
         file.seek(size - _COMMENT_LEN)
         comment = file.read()
-        if not comment.startswith(_MARK):
-            raise ConfigError("it does not end as a checkpoint of minitx does: it is cut short, damaged, or another program's")
-        if _sha256(file, size - _COMMENT_LEN).encode() != comment.removeprefix(_MARK):
-            raise ConfigError("it is damaged (the SHA-256 is not the one that was written)")
+        foreign = "it does not end as a checkpoint of minitx does: it is cut short, damaged, or another program's"
+        require(comment.startswith(_MARK), foreign)
+        is_whole = _sha256(file, size - _COMMENT_LEN).encode() == comment.removeprefix(_MARK)
+        require(is_whole, "it is damaged (the SHA-256 is not the one that was written)")
 
 
 def _offer(path: Path, key: str, verb: str) -> str:

@@ -142,8 +142,7 @@ def parameter_groups(
         groups[base * rate, weight_decay * decay, eps * add, name in matrices].append(parameter)
     if unused:
         raise ConfigError(f"optimizer.rules[{min(unused)}].match={rules[min(unused)].match} matches no parameter name")
-    if not groups:
-        raise ConfigError("optimizer.rules freeze every parameter: nothing is left to train")
+    require(bool(groups), "optimizer.rules freeze every parameter: nothing is left to train")
     return [
         {"params": params, "lr": rate, "weight_decay": decay, "eps": add, **({"matrix": True} if matrix else {})}
         for (rate, decay, add, matrix), params in groups.items()
@@ -155,8 +154,7 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
         factor = evaluate_factor(getattr(rule, key), head_dim=head_dim)
     except OverflowError:
         factor = math.inf
-    if not 0.0 <= factor < math.inf:
-        raise ConfigError(f"{path}.{key}={getattr(rule, key)} must be a finite factor of zero or more")
+    require(0.0 <= factor < math.inf, f"{path}.{key}={getattr(rule, key)} must be a finite factor of zero or more")
     return factor
 
 
@@ -247,8 +245,7 @@ def _after_warmup(
     optimizer: torch.optim.Optimizer, max_steps: int, warmup: int, curve: Callable[[float], float], start: int | None = None
 ) -> LambdaLR:
     """The factor (step + 1) / warmup, then ``curve`` of t, which runs from 0 to 1 between the steps ``start`` and ``max_steps``."""
-    if warmup > max_steps:
-        raise ConfigError(f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={max_steps}")
+    require(warmup <= max_steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={max_steps}")
     first = warmup if start is None else start
 
     def factor(step: int) -> float:
@@ -346,10 +343,8 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:
