@@ -352,10 +352,8 @@ def check_own_steps(config: RunConfig, data: L.LightningDataModule, name: str, o
         ConfigError: the config asks for it.
     """
     options = config.trainer
-    if isinstance(data, DataModule):
-        raise ConfigError(
-            f"model: {name} is a LightningModule, which takes the batches of a LightningDataModule, and data is a Task"
-        )
+    said = f"model: {name} is a LightningModule, which takes the batches of a LightningDataModule, and data is a Task"
+    require(not isinstance(data, DataModule), said)
     asked = {
         "objective": objective is not None,
         "trainer.stop_at": options.stop_at is not None,
@@ -368,10 +366,9 @@ def check_own_steps(config: RunConfig, data: L.LightningDataModule, name: str, o
         "evaluation.at_end=true": config.evaluation.at_end,
         "on_nonfinite=record": config.on_nonfinite == "record",
     }
-    if wanted := [key for key, is_asked in asked.items() if is_asked]:
-        raise ConfigError(
-            f"{wanted[0]} does not apply to {name}, a LightningModule with steps of its own: it needs a network as model"
-        )
+    for key, is_asked in asked.items():
+        said = f"{key} does not apply to {name}, a LightningModule with steps of its own: it needs a network as model"
+        require(not is_asked, said)
 
 
 def stored_state(config: RunConfig, data: L.LightningDataModule, network: nn.Module) -> dict[str, Any]:

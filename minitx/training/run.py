@@ -124,8 +124,7 @@ def build_callbacks(
         needed = config.evaluation.test == "best"
         own.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode, needed=needed))
     own.append(WandbExtras(state["config"], folder, **to_dict(config.callbacks.wandb)))
-    path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
-    last = LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every, state)
+    last = LastCheckpoint(folder / "checkpoints", options, state)
     before = LambdaCallback(on_train_end=last.on_train_end)  # WeightAveraging puts the average into the model then
     return [before, *own, *build_all(config.callbacks.parts, "callbacks", L.Callback), last]
 
