@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
-from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read
+from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read, require
 from minitx.config.training import MODEL, NODES
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
@@ -214,12 +214,8 @@ class Caller:
         Raises:
             ConfigError: it is neither a mapping with ``labels`` nor a pair of tensors.
         """
-        if (
-            isinstance(found, tuple | list)
-            and len(found) == 2
-            and all(isinstance(part, Tensor) for part in found)
-            and self.names
-        ):
+        are_tensors = [isinstance(part, Tensor) for part in found] if isinstance(found, tuple | list) else []
+        if are_tensors == [True, True] and self.names:
             return {self.names[0]: found[0], "labels": found[1]}
         if not isinstance(found, Mapping) or "labels" not in found:
             what = f"a mapping with {', '.join(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
@@ -419,6 +415,12 @@ def open_data(
     )
 
 
+def task_of(data: Any) -> Task | None:
+    """Return the task of the data of a run, or None where they are a data module of the user's."""
+    task = data if isinstance(data, Task) else getattr(data, "task", None)
+    return task if isinstance(task, Task) else None
+
+
 def in_steps(config: RunConfig, data: L.LightningDataModule) -> RunConfig:
     """Return the config with all counts in optimizer steps where the data are a ``Task``, whose number of rows decides them."""
     from minitx.data.datamodule import DataModule
@@ -476,12 +478,12 @@ def network_of(node: Part, data: L.LightningDataModule | None = None) -> nn.Modu
         node = node if data is None else fitted(node, data)
         given["core"] = core_of(shape_of_node(node))
     elif data is not None:
-        task = getattr(data, "task", None)
+        task = task_of(data)
         asked = {"task": getattr(task, "kind", None), "tokenizer": getattr(task, "tokenizer", None)}
         given = {**decided_fields(data), **asked}
     model = build(node, "model", given)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model._target_={node['_target_']} must give a torch.nn.Module, got {type(model).__name__}")
+    said = f"model._target_={node['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
+    require(isinstance(model, nn.Module), said)
     return model
 
 
@@ -537,8 +539,7 @@ def _in_float64(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
 
 def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:
     """Return the fields of a model that the data decide, under common names such as ``num_classes``."""
-    task = getattr(data, "task", None)
-    fields = dict(task.model_fields if isinstance(task, Task) else getattr(data, "model_fields", {}))
+    fields = dict(getattr(task_of(data) or data, "model_fields", {}))
     for name, other in (("num_labels", "num_classes"), ("num_classes", "num_labels")):
         if name in fields:
             fields.setdefault(other, fields[name])
@@ -584,8 +585,6 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
     if task.kind not in _MODELS_OF:
         return
     kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
-    if (model.architecture, model.head) not in kinds:
-        wanted = " or ".join(f"model.architecture={kind} with model.head={head}" for kind, head in kinds)
-        raise ConfigError(
-            f"model.architecture={model.architecture} with model.head={model.head} does not fit {task.name}, which needs {wanted}"
-        )
+    own = model.architecture, model.head
+    given, *wanted = (f"model.architecture={kind} with model.head={head}" for kind, head in (own, *kinds))
+    require(own in kinds, f"{given} does not fit {task.name}, which needs {' or '.join(wanted)}")

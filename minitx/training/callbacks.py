@@ -23,7 +23,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from minitx.analysis.counting import train_flops
-from minitx.config import ConfigError, SamplesConfig, TransformerConfig
+from minitx.config import ConfigError, SamplesConfig, TrainerConfig, TransformerConfig
+from minitx.config.schema import require
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
@@ -310,24 +311,22 @@ class LastCheckpoint(StepCallback, Checkpoint):
     A step and its validation are finished before a checkpoint is written. A second signal stops the run at once. This class is
     a ``Checkpoint``, because Lightning calls those after all other callbacks: everything that belongs to the step is then
     logged and in the checkpoint. Each process has its own signals and clock. Several processes agree on them with a small
-    collective every ``agree_every`` steps and after each validation.
+    collective every ``log_every`` steps and after each validation.
 
     At step ``max_steps`` it sets ``trainer.should_stop``, so that Lightning validates inside ``fit``. ``best.ckpt`` and all
     other callbacks then see the last validation too.
 
     Args:
-        path: the path of the checkpoint. None: no checkpoint. Signals still stop the run.
-        every: steps between checkpoints.
-        minutes: minutes between checkpoints. None: off.
-        agree_every: steps between the collectives of several processes.
+        folder: the folder of checkpoints.
+        options: ``ckpt_every``, ``ckpt_minutes`` and ``log_every`` are read. With ``ckpt_every=0`` there is no checkpoint, and
+            signals still stop the run.
         state: plain data to store in every checkpoint of the run (``stored_state``).
     """
 
-    def __init__(
-        self, path: Path | None, every: int, minutes: float | None, agree_every: int, state: Mapping[str, Any] | None = None
-    ) -> None:
-        self.path, self.every, self.agree_every, self.state = path, every, agree_every, state or {}
-        self.seconds = math.inf if minutes is None else 60.0 * minutes
+    def __init__(self, folder: Path, options: TrainerConfig, state: Mapping[str, Any]) -> None:
+        self.path, self.every = folder / "last.ckpt" if options.ckpt_every else None, options.ckpt_every
+        self.agree_every, self.state = options.log_every, state
+        self.seconds = math.inf if options.ckpt_minutes is None else 60.0 * options.ckpt_minutes
         self.saved_at, self.saved_step = time.monotonic(), -1
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
@@ -490,16 +489,15 @@ class Samples(StepCallback):
             raise ConfigError(f"callbacks.samples needs text and a decoder or encoder-decoder of ours, got {kind}")
         if isinstance(trainer.strategy, Sharded):
             raise ConfigError("callbacks.samples needs whole weights on one device, got trainer.strategy=sharded")
-        if not self.options.prompts or not all(self.options.prompts):
-            raise ConfigError(
-                f"callbacks.samples.prompts={list(self.options.prompts)} must be texts to continue, none of them empty"
-            )
+        prompts = self.options.prompts
+        said = f"callbacks.samples.prompts={list(prompts)} must be texts to continue, none of them empty"
+        require(bool(prompts) and all(prompts), said)
         if kind == "encoder_decoder" and config.position == "learned" and self.options.max_new_tokens > config.max_len:
             raise ConfigError(
                 f"callbacks.samples.max_new_tokens={self.options.max_new_tokens} must be at most model.max_len={config.max_len}"
             )
         try:
-            self._ids = [[int(id) for id in self.tokenizer.encode(prompt)] for prompt in self.options.prompts]
+            self._ids = [[int(id) for id in self.tokenizer.encode(prompt)] for prompt in prompts]
         except ValueError as error:
             raise ConfigError(f"callbacks.samples.prompts cannot be read by the tokenizer: {error}") from error
 

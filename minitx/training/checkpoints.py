@@ -16,6 +16,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -31,7 +32,7 @@ from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.nn.scale import ScoreScale, fold_scale
 from minitx.training import rank
-from minitx.training.build import GIVEN, check_trusted, config_of, import_modules, load_data, network_of
+from minitx.training.build import GIVEN, check_trusted, config_of, import_modules, load_data, network_of, task_of
 from minitx.training.nodes import arguments_of, completed, named_by
 from minitx.training.objectives import Objective, build_objective
 
@@ -104,25 +105,20 @@ def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go
         raise ConfigError(f"{key}={path} is not a file that exists{_offer(path, key, verb)}")
     try:
         return _read(path)
-    except ConfigError as error:
-        said = f"{key}={path} cannot be read as a checkpoint of minitx: {error}"
+    except Exception as error:  # torch raises many kinds for a damaged or foreign file
+        said = f"{key}={path} cannot be read as a checkpoint of minitx: {first_line(error)}"
         raise ConfigError(f"{said}{_offer(path, key, verb)}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        check_digest(path)
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        state = dict(found["minitx"])
-        if not is_part(state["model"]):
-            raise ConfigError("an unreleased minitx before 0.1 wrote it, which this one does not read: train again")
-    except ConfigError:
-        raise
-    except Exception as error:  # torch raises many kinds for a damaged or foreign file
-        raise ConfigError(first_line(error)) from None
+    check_digest(path)
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    state = dict(found["minitx"])
+    unreleased = "an unreleased minitx before 0.1 wrote it, which this one does not read: train again"
+    require(is_part(state["model"]), unreleased)
     written = state.get("format", FORMAT)
-    if not isinstance(written, int) or written > FORMAT:
-        raise ConfigError(f"a newer minitx wrote it (format {written}, this one reads up to {FORMAT}): update minitx")
+    newer = f"a newer minitx wrote it (format {written}, this one reads up to {FORMAT}): update minitx"
+    require(isinstance(written, int) and written <= FORMAT, newer)
     return found
 
 
@@ -134,32 +130,23 @@ def check_digest(path: Path) -> None:
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        if size <= _COMMENT_LEN:
-            raise ConfigError(f"it is {'empty' if size == 0 else 'cut short'} ({size} bytes)")
+        require(size > _COMMENT_LEN, f"it is {'cut short' if size else 'empty'} ({size} bytes)")
         file.seek(size - _COMMENT_LEN)
         comment = file.read()
-        if not comment.startswith(_MARK):
-            raise ConfigError("it does not end as a checkpoint of minitx does: it is cut short, damaged, or another program's")
-        if _sha256(file, size - _COMMENT_LEN).encode() != comment.removeprefix(_MARK):
-            raise ConfigError("it is damaged (the SHA-256 is not the one that was written)")
-
-
-def newest_valid(folder: Path) -> Path | None:
-    """Return the newest intact checkpoint in ``folder``, or None."""
-    files = filter(Path.is_file, folder.glob("*.ckpt"))
-    for path in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
-        try:
-            _read(path)
-        except ConfigError:
-            continue
-        return path
-    return None
+        foreign = "it does not end as a checkpoint of minitx does: it is cut short, damaged, or another program's"
+        require(comment.startswith(_MARK), foreign)
+        is_whole = _sha256(file, size - _COMMENT_LEN).encode() == comment.removeprefix(_MARK)
+        require(is_whole, "it is damaged (the SHA-256 is not the one that was written)")
 
 
 def _offer(path: Path, key: str, verb: str) -> str:
     """What to do about ``path``: take the newest whole checkpoint beside it, if there is one."""
-    found = newest_valid(path.parent) if path.parent.is_dir() else None
-    return f"; {verb} the newest whole one beside it with {key}={found}" if found else ""
+    files = filter(Path.is_file, path.parent.glob("*.ckpt"))
+    for found in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
+        with suppress(Exception):  # of a damaged or foreign file
+            _read(found)
+            return f"; {verb} the newest whole one beside it with {key}={found}"
+    return ""
 
 
 def _append_digest(file: BinaryIO) -> None:
@@ -260,12 +247,11 @@ def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
             place = find_folder(path)
         except (ImportError, FileNotFoundError) as error:
             raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from None
-    if place.is_dir() and (place / "config.json").is_file():
+    if (place / "config.json").is_file():
         return _of_folder(place, path, json.loads(overrides), ignore)
-    if json.loads(overrides) or ignore:
-        raise ConfigError(f"init_from.overrides and init_from.ignore belong to a Hugging Face folder, not to {path}")
-    if place.is_dir() and not (place / ".metadata").is_file():
-        raise ConfigError(f"init_from.path={path} is a folder without config.json")
+    require(not place.is_dir(), f"init_from.path={path} is a folder without config.json")
+    said = f"init_from.overrides and init_from.ignore belong to a Hugging Face folder, not to {path}"
+    require(not (json.loads(overrides) or ignore), said)
     checkpoint = read_checkpoint(place, key="init_from.path", verb="start from")
     state = checkpoint["minitx"]
     shape = arguments_of(state["model"]) if state["model"]["_target_"] == MODEL else None
@@ -361,37 +347,32 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     """
     if config.ckpt_path is None:
         return 0
-    checkpoint = read_checkpoint(config.ckpt_path)
-    other = changes_of(checkpoint["minitx"]["model"], state["model"], "model")
-    if other:
-        raise ConfigError(f"ckpt_path={config.ckpt_path} holds another model than the config asks for: {'; '.join(other)}")
+    checkpoint, named = read_checkpoint(config.ckpt_path), f"ckpt_path={config.ckpt_path}"
+    stored = checkpoint["minitx"]
+    saved, wanted = stored["config"], state["config"]
+    other = "; ".join(changes_of(stored["model"], state["model"], "model"))
+    require(not other, f"{named} holds another model than the config asks for: {other}")
     for name in ("optimizer", "schedule"):  # their state in the checkpoint would win over the config
-        changed = changes_of(checkpoint["minitx"]["config"][name], state["config"][name], name)
-        if changed:
-            raise ConfigError(
-                f"ckpt_path={config.ckpt_path} goes on with its own {name}, and the config asks for another: "
-                f"{'; '.join(f'{name}.{key}' for key in changed)}. "
-                "Leave it as it was, or start a new run from the weights with init_from.path"
-            )
+        changed = "; ".join(changes_of(saved[name], wanted[name], name))
+        said = f"{named} goes on with its own {name}, and the config asks for another: {changed}"
+        require(not changed, f"{said}. Leave it as it was, or start a new run from the weights with init_from.path")
     lambdas = ["lr_lambdas" in each for each in checkpoint["lr_schedulers"]]
     if state["prefix"] and not all(lambdas):  # the state of a LambdaLR has no number of steps
-        check_length(config, checkpoint["minitx"]["config"]["trainer"])
-    known = [tokenizers.from_dict(each["tokenizer"]) for each in (checkpoint["minitx"], state) if each["tokenizer"]]
+        check_length(config, saved["trainer"])
+    known = [tokenizers.from_dict(each["tokenizer"]) for each in (stored, state) if each["tokenizer"]]
     if len({*map(tokenizers.fingerprint, known)}) > 1:  # as many ids may stand for other text
         raise ConfigError(
-            f"ckpt_path={config.ckpt_path} was trained with another tokenizer than the data have now. Go on with the data of the run, "
+            f"{named} was trained with another tokenizer than the data have now. Go on with the data of the run, "
             "or start a new run from the weights with init_from.path, which brings the tokenizer"
         )
-    saved, wanted = checkpoint["minitx"]["config"], state["config"]
     others = [f"seed {saved['seed']} != {wanted['seed']}"] if saved["seed"] != wanted["seed"] else []
-    changed = changes_of(saved["data"], wanted["data"], "data")
-    others += [f"data.{change}" for change in changed if not change.startswith(("cache_dir ", "num_workers "))]
+    changes = changes_of(saved["data"], wanted["data"], "data")
+    others += [change for change in changes if not change.startswith(("data.cache_dir ", "data.num_workers "))]
     if others:
-        said = "ckpt_path=%s goes on with another seed or other data, so rows may come twice or not at all: %s"
-        log.warning(said, config.ckpt_path, "; ".join(others))
+        said = "%s goes on with another seed or other data, so rows may come twice or not at all: %s"
+        log.warning(said, named, "; ".join(others))
     step, most = int(checkpoint["global_step"]), config.trainer.max_steps
-    if most is not None and step > most:
-        raise ConfigError(f"ckpt_path={config.ckpt_path} is of step {step}, after trainer.max_steps={most}")
+    require(most is None or step <= most, f"{named} is of step {step}, after trainer.max_steps={most}")
     return step if state["prefix"] else checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
 
 
@@ -413,7 +394,7 @@ def changes_of(saved: Mapping[str, Any], wanted: Mapping[str, Any], key: str) ->
     if saved and saved.get("_target_") == wanted.get("_target_"):
         saved, wanted = completed(saved, key), completed(wanted, key)
     names = {**wanted, **saved}
-    return [f"{name} {saved.get(name)} != {wanted.get(name)}" for name in names if saved.get(name) != wanted.get(name)]
+    return [f"{key}.{name} {saved.get(name)} != {wanted.get(name)}" for name in names if saved.get(name) != wanted.get(name)]
 
 
 # --- building the contents of a checkpoint again
@@ -442,12 +423,10 @@ class Stored:
         Raises:
             ConfigError: the data do not exist, or no longer fit the model's vocabulary.
         """
-        self._check_not_given("data")
-        check_trusted(self.untrusted.get("data"), "data")
+        self._check("data")
         data = load_data(self.config, self.tokenizer)
-        task = data if isinstance(data, Task) else getattr(data, "task", None)
-        size = getattr(getattr(self.network, "config", None), "vocab_size", None)
-        if size is not None and isinstance(task, Task) and task.model_fields.get("vocab_size", 0) > size:
+        task, size = task_of(data), getattr(getattr(self.network, "config", None), "vocab_size", None)
+        if size is not None and task is not None and task.model_fields.get("vocab_size", 0) > size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
         return data
 
@@ -457,25 +436,28 @@ class Stored:
         Raises:
             ConfigError: as ``data``; or the data are not a ``Task``.
         """
-        data = self.data()
-        task = data if isinstance(data, Task) else getattr(data, "task", None)
-        if not isinstance(task, Task):
+        task = task_of(self.data())
+        if task is None:
             raise ConfigError("row is for the data of a Task; give text=TEXT instead")
         return task
 
-    def _check_not_given(self, name: str) -> None:
-        node = getattr(self.config, name)
-        if is_part(node) and node["_target_"] == GIVEN:
+    def _check(self, name: str) -> None:
+        """Refuse a part that was given from Python, or that is not trusted."""
+        if getattr(self.config, name)["_target_"] == GIVEN:
             raise ConfigError(
                 f"ckpt_path={self.path} was trained with {name} given from Python, which no checkpoint holds: give evaluate.py "
                 f"{name}._target_=MODULE.NAME (the viewer reads text=TEXT), or call evaluate() from Python"
             )
+        check_trusted(self.untrusted.get(name), name)
 
     def objective(self) -> Objective:
         """Build the objective of the run."""
-        self._check_not_given("objective")
-        check_trusted(self.untrusted.get("objective"), "objective")
+        self._check("objective")
         return build_objective(self.config.objective)
+
+
+_OF_TRAINING = ("logger", "callbacks", "ckpt_path", "init_from", "output_dir", "optimizer", "schedule")
+"""Keys of a stored config that only its training needs."""
 
 
 def load_stored(
@@ -501,11 +483,9 @@ def load_stored(
     """
     checkpoint = read_checkpoint(path, verb="read")
     state = checkpoint["minitx"]
-    values = {**state["config"], "logger": {}, "callbacks": {}}
-    values |= {"ckpt_path": None, "init_from": {}, "output_dir": None}
+    values = {name: value for name, value in state["config"].items() if name not in _OF_TRAINING}
     trainer = {key: value for key, value in values["trainer"].items() if key not in ("plugins", "profiler", "extra")}
     values |= {"trainer": trainer, "model": state["model"]}
-    values = {name: value for name, value in values.items() if name not in ("optimizer", "schedule")}
     values["objective"] = values["objective"] or {"_target_": NODES["objective"]}  # a LightningModule of the user's has none
     changes = dict(changes or {})
     untrusted = {}

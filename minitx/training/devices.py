@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import resource
 import sys
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, TrainerConfig
+from minitx.config.schema import require
 from minitx.data.corpus import data_dir
 from minitx.nn.blocks import is_block
 
@@ -55,16 +57,11 @@ def check_count(options: TrainerConfig) -> None:
         ConfigError: there are fewer GPUs than required, fewer devices than required with ``auto``, or float64 is used on
             Apple's GPU.
     """
-    mps = int(torch.backends.mps.is_available())
-    asked, devices = options.accelerator, options.devices
+    mps, asked = int(torch.backends.mps.is_available()), options.accelerator
     found = mps if asked == "mps" else torch.cuda.device_count() or mps
-    if asked in ("gpu", "mps") and devices > found:
-        raise ConfigError(f"trainer.accelerator={asked} with trainer.devices={devices}: this machine has {found} usable GPUs")
-    if asked == "auto" and devices > max(found, 1):
-        raise ConfigError(
-            f"trainer.devices={devices} with trainer.accelerator=auto: this machine has {found} usable GPUs; "
-            "trainer.accelerator=cpu runs as many processes on the CPU"
-        )
+    most = {"cpu": math.inf, "auto": max(found, 1)}.get(asked, found)
+    said = f"trainer.accelerator={asked} with trainer.devices={options.devices}: this machine has {found} usable GPUs"
+    require(options.devices <= most, f"{said}; trainer.accelerator=cpu runs as many processes on the CPU")
     if options.precision == "64-true" and device_type(options) == "mps":
         raise ConfigError("trainer.precision=64-true: Apple's GPU has no float64; set trainer.accelerator=cpu")
 

@@ -163,9 +163,8 @@ def evaluate(
     # without Lightning there is no such network, and to load it takes longer than a short evaluation
     lightning = sys.modules.get("lightning.pytorch")
     if lightning is not None and isinstance(network, lightning.LightningModule):
-        name = type(network).__name__
         raise ConfigError(
-            f"model: {name} is a LightningModule, which evaluates itself: "
+            f"model: {type(network).__name__} is a LightningModule, which evaluates itself: "
             "train.py with its experiment, output_dir=FOLDER, ckpt_path=last and evaluation.test=last"
         )
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
@@ -369,11 +368,7 @@ def evaluate_splits(
     folder: Path,
     state: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Evaluate the finished network as ``config.evaluation`` says, and return the metrics that were logged at the end of the run.
-
-    Raises:
-        ConfigError: the best weights are to be tested, and there are none.
-    """
+    """Evaluate the finished network as ``config.evaluation`` says, and return the metrics that were logged at the end of the run."""
     from lightning.pytorch.callbacks import WeightAveraging
 
     from minitx.training.module import TrainingModule
@@ -385,10 +380,6 @@ def evaluate_splits(
             report(evaluate(network, data, options, module.objective), folder)
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
-        logged = (
-            f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
-        )
-        require(best is None or best.exists(), logged)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging):  # it would load the weights that were trained beside the averaged ones
                 callback._average_model = None

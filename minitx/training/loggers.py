@@ -86,8 +86,7 @@ def _log_to(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind = type(error), error, error.__traceback__
-        handler.emit(logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (error,), kind))
+        handler.emit(logging.makeLogRecord({"msg": error, "exc_info": (type(error), error, error.__traceback__)}))
         raise
     finally:
         root.removeHandler(handler)
@@ -272,11 +271,11 @@ def summary(trainer: L.Trainer, config: RunConfig, module: L.LightningModule, da
     options, ours = config.trainer, module if isinstance(module, TrainingModule) else None
     ends = [f"{options.max_steps:,}"] if options.max_steps else []
     ends += [f"{options.max_epochs:,} epoch{'s' * (options.max_epochs > 1)}"] if options.max_epochs else []
-    every = {None: "after each epoch", 0: "at the end"}.get(
-        options.val_every, f"every {options.val_every:,}" if options.val_every else ""
-    )
-    if (epochs := options.extra.get("check_val_every_n_epoch")) and options.val_every is None:
-        every = f"every {epochs} epochs"
+    if options.val_every is None:
+        epochs = options.extra.get("check_val_every_n_epoch")
+        every = f"every {epochs} epochs" if epochs else "after each epoch"
+    else:
+        every = f"every {options.val_every:,}" if options.val_every else "at the end"
     tokenizer = data.task.tokenizer if isinstance(data, DataModule) else None
     lines = {
         "model": describe_model(ours.network if ours else module),

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from minitx.config import IGNORED, ConfigError, RunConfig, TransformerConfig, to_dict
+from minitx.config import IGNORED, ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
-from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of
+from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of, task_of
 from minitx.training.checkpoints import FORMAT, read_checkpoint
 from minitx.training.devices import (
     compiled,
@@ -79,12 +79,10 @@ class TrainingModule(L.LightningModule):
         objective: a function of (logits, batch) that returns a sum over the targets, or sums by name.
         make_optimizer: a function from the network to the optimizer. make_schedule: a function from the optimizer and the number
             of steps to the schedule, which is stepped once per update, or with ``ReduceLROnPlateau`` after each validation.
-        clip: largest global gradient norm, or None. It is done here, because Lightning does not allow clipping with bf16 and a
-            fused optimizer.
-        compile: compile network and objective as one function. ``network`` itself stays uncompiled, for probes and checkpoints.
+        options: ``clip``, ``compile``, ``shard`` and ``monitor`` are read. Clipping is done here, because Lightning does not allow it
+            with bf16 and a fused optimizer. Network and objective are compiled as one function, and ``network`` itself stays
+            uncompiled, for probes and checkpoints. ``ReduceLROnPlateau`` gets ``monitor``.
         seed: the seed of random draws. In each step the generators are seeded by (seed, step, micro-batch, rank).
-        shard: ``trainer.shard``, the classes of modules that FSDP shards one by one.
-        monitor: the metric that ``ReduceLROnPlateau`` gets.
 
     Attributes:
         step_loss: this process's part of the mean loss of the step, or without ``num_targets`` the mean over its own rows.
@@ -99,22 +97,17 @@ class TrainingModule(L.LightningModule):
         objective: Objective,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         make_schedule: Callable[[torch.optim.Optimizer, int], Any],
-        *,
-        clip: float | None = None,
-        compile: bool = False,
+        options: TrainerConfig | None = None,
         seed: int = 0,
-        shard: Sequence[str] = (),
-        monitor: str = "val_loss",
     ) -> None:
         super().__init__()
         self.network = network
         self.objective, self.make_optimizer, self.make_schedule = objective, make_optimizer, make_schedule
-        self.clip, self.seed, self.shard = clip, seed, shard
+        self.options, self.seed = options or TrainerConfig(), seed
         self.caller = caller = Caller(network)
-        maybe_compiled = compiled if compile else lambda function: function
+        maybe_compiled = compiled if self.options.compile else lambda function: function
         self._sums_of = maybe_compiled(lambda batch: self.objective(caller(batch), batch))
         self._hidden_of = maybe_compiled(lambda inputs: network(**inputs, return_hidden=True))
-        self.monitor = monitor
         self.latch = Latch()
         self.step_loss: Tensor | float = 0.0
         self.step_sums: Sums = {}
@@ -128,7 +121,7 @@ class TrainingModule(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not any(isinstance(p, DTensor) for p in self.network.parameters()):
-            parallelize(self.network, self.device_mesh["data_parallel"], self.shard)
+            parallelize(self.network, self.device_mesh["data_parallel"], self.options.shard)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
@@ -140,7 +133,7 @@ class TrainingModule(L.LightningModule):
         schedule = self.make_schedule(optimizer, int(steps))
         if isinstance(schedule, ReduceLROnPlateau):
             # stepped after a validation, before its checkpoint: Lightning's turn never comes
-            never = {"interval": "epoch", "frequency": sys.maxsize, "monitor": self.monitor}
+            never = {"interval": "epoch", "frequency": sys.maxsize, "monitor": self.options.monitor}
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **never}}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -214,8 +207,8 @@ class TrainingModule(L.LightningModule):
         # the loss of several ranks is theirs alone: all must come to the same answer, so it is looked at where it is summed
         alone = self.trainer.world_size == 1
         self.latch.check(optimizer, self.grad_norm + self.step_loss if alone else self.grad_norm, self.global_step)
-        if self.clip is not None:
-            factor = (self.clip / (self.grad_norm + 1e-6)).clamp(max=1.0)
+        if self.options.clip is not None:
+            factor = (self.options.clip / (self.grad_norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(local_parts(gradients), factor)
         if self.device.type == "cpu" or not skips_on_device(optimizer):
             self.raise_if_nonfinite()
@@ -246,16 +239,14 @@ class TrainingModule(L.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        means = self._log_means("val")
+        means, monitor = self._log_means("val"), self.options.monitor
         known = {**self.trainer.callback_metrics, **means}
         for schedule in [one.scheduler for one in self.trainer.lr_scheduler_configs]:
             if not isinstance(schedule, ReduceLROnPlateau) or self.trainer.sanity_checking:
                 continue
-            if self.monitor not in known:
-                raise ConfigError(
-                    f"trainer.monitor={self.monitor} is not logged, and the schedule needs it; there are {', '.join(known)}"
-                )
-            schedule.step(float(known[self.monitor]))
+            said = f"trainer.monitor={monitor} is not logged, and the schedule needs it; there are {', '.join(known)}"
+            require(monitor in known, said)
+            schedule.step(float(known[monitor]))
 
     def on_test_epoch_end(self) -> None:
         self._log_means("test")
@@ -349,11 +340,8 @@ def build_module(
         built,
         partial(build_optimizer, node=config.optimizer, head_dim=head_dim),
         lambda optimizer, steps: build_schedule(optimizer, config.schedule, steps),
-        clip=config.trainer.clip,
-        compile=config.trainer.compile,
-        seed=config.seed,
-        shard=config.trainer.shard,
-        monitor=config.trainer.monitor,
+        config.trainer,
+        config.seed,
     )
 
 
@@ -364,10 +352,8 @@ def check_own_steps(config: RunConfig, data: L.LightningDataModule, name: str, o
         ConfigError: the config asks for it.
     """
     options = config.trainer
-    if isinstance(data, DataModule):
-        raise ConfigError(
-            f"model: {name} is a LightningModule, which takes the batches of a LightningDataModule, and data is a Task"
-        )
+    said = f"model: {name} is a LightningModule, which takes the batches of a LightningDataModule, and data is a Task"
+    require(not isinstance(data, DataModule), said)
     asked = {
         "objective": objective is not None,
         "trainer.stop_at": options.stop_at is not None,
@@ -380,10 +366,9 @@ def check_own_steps(config: RunConfig, data: L.LightningDataModule, name: str, o
         "evaluation.at_end=true": config.evaluation.at_end,
         "on_nonfinite=record": config.on_nonfinite == "record",
     }
-    if wanted := [key for key, is_asked in asked.items() if is_asked]:
-        raise ConfigError(
-            f"{wanted[0]} does not apply to {name}, a LightningModule with steps of its own: it needs a network as model"
-        )
+    for key, is_asked in asked.items():
+        said = f"{key} does not apply to {name}, a LightningModule with steps of its own: it needs a network as model"
+        require(not is_asked, said)
 
 
 def stored_state(config: RunConfig, data: L.LightningDataModule, network: nn.Module) -> dict[str, Any]:
@@ -393,22 +378,20 @@ def stored_state(config: RunConfig, data: L.LightningDataModule, network: nn.Mod
     ours.
     """
     own_steps = isinstance(network, L.LightningModule)
-    tokenizer = getattr(getattr(data, "task", data), "tokenizer", None)
+    tokenizer = getattr(task_of(data) or data, "tokenizer", None)
     return {
         "config": {**to_dict(config), **({"objective": {}, "optimizer": {}, "schedule": {}} if own_steps else {})},
-        "model": stored_node(config, data, config_of(network), network),
+        "model": stored_node(config, data, network),
         "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
         "prefix": "" if own_steps else "network.",
         "format": FORMAT,
     }
 
 
-def stored_node(
-    config: RunConfig, data: L.LightningDataModule, ours: TransformerConfig | None, network: nn.Module
-) -> dict[str, Any]:
+def stored_node(config: RunConfig, data: L.LightningDataModule, network: nn.Module) -> dict[str, Any]:
     """Return the node of a model in a checkpoint: that of one of ours, the attribute ``stored_node`` of the network, the user's node
     with the fields that the data decided, or, for a model that was given from Python, its class."""
-    if ours is not None:
+    if (ours := config_of(network)) is not None:
         return node_of(ours)
     if isinstance(own := getattr(network, "stored_node", None), Mapping):
         return dict(own)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,20 +160,26 @@ def factory(node: Part, key: str, given: Collection[str] | None = (), positional
     return partial(made.func, *made.args, **read_call(made.func, made.keywords, f"{key}.", given, positional + len(made.args)))
 
 
-def build(node: Part, key: str, given: Mapping[str, Any] | None = None) -> Any:
+def build(node: Part, key: str, given: Mapping[str, Any] | None = None, *args: Any) -> Any:
     """Call the target of ``node``.
 
     Args:
         given: further arguments. They are passed if the target has a parameter of that name and ``node`` does not set it.
             ``**kwargs`` does not count.
+        args: the first arguments, by position.
 
     Raises:
         ConfigError: see ``factory``; or the target raises an error. The message begins with the key.
     """
-    made = factory(node, key, given or ())
+    made = factory(node, key, given or (), len(args))
     names = parameter_names(made.func)
     fitting = {name: value for name, value in (given or {}).items() if name in names and name not in made.keywords}
-    return call(made, key, node, **fitting)
+    try:
+        return made(*args, **fitting)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}") from error
 
 
 def build_callable(node: Part, key: str, arguments: int) -> Any:
@@ -186,16 +192,6 @@ def build_callable(node: Part, key: str, arguments: int) -> Any:
         if len(needed) - len(node.get("_args_", ())) == arguments:
             return factory(node, key, positional=arguments)
     return build(node, key)
-
-
-def call(made: Callable[..., Any], key: str, node: Part, *args: Any, **kwargs: Any) -> Any:
-    """Call ``made``. An exception becomes a ConfigError of one sentence."""
-    try:
-        return made(*args, **kwargs)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{key}._target_={node['_target_']} cannot be built: {reason(error)}") from error
 
 
 def build_all(group: Mapping[str, Part | None], key: str, kind: type, given: Mapping[str, Any] | None = None) -> list[Any]:

@@ -218,24 +218,21 @@ def build_objective(node: Any) -> Objective:
             trained.
     """
     found = build_callable(node, "objective", arguments=2) if is_part(node) else node
-    if not callable(found):
-        raise ConfigError(f"objective={type(found).__name__} must be callable: (logits, batch) to a sum over the targets")
-    if isinstance(found, nn.Module) and (names := [name for name, p in found.named_parameters() if p.requires_grad]):
-        raise ConfigError(
-            f"objective: {type(found).__name__} has a weight {names[0]}, which no optimizer trains: put it into the model"
-        )
-    if isinstance(found, nn.Module) and type(found).__module__.startswith("torch.nn."):
-        reduction = getattr(found, "reduction", None)
-        if reduction != "sum":
-            raise ConfigError(
-                f"objective.reduction={reduction} must be sum: minitx divides by the targets of the whole step, over all devices"
-            )
-        if (ignored := getattr(found, "ignore_index", IGNORED)) != IGNORED:
-            raise ConfigError(
-                f"objective.ignore_index={ignored} must be {IGNORED}: labels of {IGNORED} are those that do not count"
-            )
-        return TorchLoss(found)
-    return found
+    kind = type(found).__name__
+    require(callable(found), f"objective={kind} must be callable: (logits, batch) to a sum over the targets")
+    if not isinstance(found, nn.Module):
+        return found
+    for name, parameter in found.named_parameters():
+        said = f"objective: {kind} has a weight {name}, which no optimizer trains: put it into the model"
+        require(not parameter.requires_grad, said)
+    if not type(found).__module__.startswith("torch.nn."):
+        return found
+    reduction, ignored = getattr(found, "reduction", None), getattr(found, "ignore_index", IGNORED)
+    said = f"objective.reduction={reduction} must be sum: minitx divides by the targets of the whole step, over all devices"
+    require(reduction == "sum", said)
+    said = f"objective.ignore_index={ignored} must be {IGNORED}: labels of {IGNORED} are those that do not count"
+    require(ignored == IGNORED, said)
+    return TorchLoss(found)
 
 
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
@@ -350,11 +347,11 @@ def check_head(objective: CrossEntropy, network: nn.Module, kind: str) -> None:
     Raises:
         ConfigError: the head is not ``lm``, or has another layer.
     """
-    head = network.get_submodule("head") if objective.chunk_tokens is not None and kind == "lm" else None
+    if objective.chunk_tokens is None:
+        return
+    head = network.get_submodule("head") if kind == "lm" else None
     softcap = getattr(head, "softcap", None)
-    if objective.chunk_tokens is not None and (not isinstance(head, nn.Linear) or softcap is not None):
-        more = "model.head_transform=True" if softcap is None else f"model.logit_softcap={softcap}"
-        found = f"model.head={kind}" + (f" with {more}" if kind == "lm" else "")
-        raise ConfigError(
-            f"objective.chunk_tokens={objective.chunk_tokens} needs model.head=lm that is one linear map, got {found}: set it to null"
-        )
+    more = "model.head_transform=True" if softcap is None else f"model.logit_softcap={softcap}"
+    found = f"model.head={kind}" + (f" with {more}" if kind == "lm" else "")
+    said = f"objective.chunk_tokens={objective.chunk_tokens} needs model.head=lm that is one linear map, got {found}"
+    require(isinstance(head, nn.Linear) and softcap is None, f"{said}: set it to null")

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
 from minitx.config.schema import Bound, Count, Natural, NotNegative, Positive, Share, require
 from minitx.training.devices import is_sharded, widest_float
-from minitx.training.nodes import call, factory, named_by
+from minitx.training.nodes import build, named_by
 
 Rules = tuple[ParameterRule, ...]
 
@@ -142,8 +142,7 @@ def parameter_groups(
         groups[base * rate, weight_decay * decay, eps * add, name in matrices].append(parameter)
     if unused:
         raise ConfigError(f"optimizer.rules[{min(unused)}].match={rules[min(unused)].match} matches no parameter name")
-    if not groups:
-        raise ConfigError("optimizer.rules freeze every parameter: nothing is left to train")
+    require(bool(groups), "optimizer.rules freeze every parameter: nothing is left to train")
     return [
         {"params": params, "lr": rate, "weight_decay": decay, "eps": add, **({"matrix": True} if matrix else {})}
         for (rate, decay, add, matrix), params in groups.items()
@@ -155,8 +154,7 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
         factor = evaluate_factor(getattr(rule, key), head_dim=head_dim)
     except OverflowError:
         factor = math.inf
-    if not 0.0 <= factor < math.inf:
-        raise ConfigError(f"{path}.{key}={getattr(rule, key)} must be a finite factor of zero or more")
+    require(0.0 <= factor < math.inf, f"{path}.{key}={getattr(rule, key)} must be a finite factor of zero or more")
     return factor
 
 
@@ -166,15 +164,11 @@ def build_optimizer(network: nn.Module, node: Part, head_dim: int = 1) -> torch.
     Raises:
         ConfigError: the target cannot be built, or does not return a ``torch.optim.Optimizer``.
     """
-    names = named_by(node, "optimizer")
-    more = {"head_dim": head_dim} if "head_dim" in names and "head_dim" not in node else {}
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    made = factory(node, "optimizer", positional=1)
-    found = call(made, "optimizer", node, network if "network" in names else trained, **more)
-    if not isinstance(found, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer._target_={node['_target_']} must give a torch.optim.Optimizer, got {type(found).__name__}"
-        )
+    first = network if "network" in named_by(node, "optimizer") else trained
+    found = build(node, "optimizer", {"head_dim": head_dim}, first)
+    said = f"optimizer._target_={node['_target_']} must give a torch.optim.Optimizer"
+    require(isinstance(found, torch.optim.Optimizer), f"{said}, got {type(found).__name__}")
     return found
 
 
@@ -251,8 +245,7 @@ def _after_warmup(
     optimizer: torch.optim.Optimizer, max_steps: int, warmup: int, curve: Callable[[float], float], start: int | None = None
 ) -> LambdaLR:
     """The factor (step + 1) / warmup, then ``curve`` of t, which runs from 0 to 1 between the steps ``start`` and ``max_steps``."""
-    if warmup > max_steps:
-        raise ConfigError(f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={max_steps}")
+    require(warmup <= max_steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={max_steps}")
     first = warmup if start is None else start
 
     def factor(step: int) -> float:
@@ -269,8 +262,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, node: Part, max_steps: int)
     Raises:
         ConfigError: the target cannot be built.
     """
-    more = {"max_steps": max_steps} if "max_steps" in named_by(node, "schedule") and "max_steps" not in node else {}
-    return call(factory(node, "schedule", given=more, positional=1), "schedule", node, optimizer, **more)
+    return build(node, "schedule", {"max_steps": max_steps}, optimizer)
 
 
 # --- Muon
@@ -351,10 +343,8 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:

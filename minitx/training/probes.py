@@ -18,7 +18,8 @@ from minitx.analysis.capture import Look, attention_cores, warn_of_calls, watch
 from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
 from minitx.analysis.statistics import attention_statistics, logit_step, token_cosine
-from minitx.config import IGNORED, ConfigError, ProbeConfig
+from minitx.config import IGNORED, ProbeConfig
+from minitx.config.schema import require
 from minitx.data.task import Batch
 from minitx.nn.blocks import is_block
 from minitx.nn.functional import full_precision
@@ -83,10 +84,8 @@ class Probe(StepCallback):
         self._first_favourites = state_dict["first_favourites"]
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        if not attention_cores(module.network):
-            raise ConfigError(
-                "callbacks.probe.every: the model has no attention with weights to look at; set it to 0, or model.adopt=true for model=hf"
-            )
+        said = "callbacks.probe.every: the model has no attention with weights to look at; set it to 0, or model.adopt=true for model=hf"
+        require(bool(attention_cores(module.network)), said)
         if trainer.is_global_zero:
             drop_records(self.path, trainer.global_step)
 

@@ -33,6 +33,7 @@ from minitx.training.build import (
     import_modules,
     in_steps,
     open_data,
+    task_of,
 )
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, progress
 from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
@@ -92,7 +93,7 @@ def train(
             trainer = build_trainer(config, module, opened, folder, loggers, callbacks, done)
             nonfinite_step = fit(trainer, module, opened, config, folder)
             metrics = {} if nonfinite_step else evaluate_splits(trainer, module, opened, config, folder, state)
-    floors = getattr(getattr(opened, "task", None), "floors", {})
+    floors = getattr(task_of(opened), "floors", {})
     size = sum(p.numel() for p in network.parameters())
     return summarise(folder, trainer.global_step, nonfinite_step, metrics=metrics, floors=floors, num_parameters=size)
 
@@ -123,8 +124,7 @@ def build_callbacks(
         needed = config.evaluation.test == "best"
         own.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode, needed=needed))
     own.append(WandbExtras(state["config"], folder, **to_dict(config.callbacks.wandb)))
-    path = folder / "checkpoints" / "last.ckpt" if options.ckpt_every else None
-    last = LastCheckpoint(path, options.ckpt_every, options.ckpt_minutes, options.log_every, state)
+    last = LastCheckpoint(folder / "checkpoints", options, state)
     before = LambdaCallback(on_train_end=last.on_train_end)  # WeightAveraging puts the average into the model then
     return [before, *own, *build_all(config.callbacks.parts, "callbacks", L.Callback), last]
 
@@ -135,7 +135,6 @@ def callbacks_of_steps(
     """Return the callbacks that belong to our own training step: the rows of ``metrics.csv``, ``stop_at``, probes and samples."""
     options, asked = config.trainer, config.callbacks
     check_parallel(config, module.network)
-    task = getattr(data, "task", None)
     own: list[Any] = [StepLog(options.log_every, config_of(module.network), options.peak_tflops)]
     if options.stop_at is not None:
         own.append(StopAt(**to_dict(options.stop_at)))
@@ -148,7 +147,7 @@ def callbacks_of_steps(
     if asked.samples.every:
         prompts = asked.samples.prompts or tuple(default_prompts(data))
         chosen = dataclasses.replace(asked.samples, prompts=prompts)
-        own.append(Samples(folder, task.tokenizer if task else None, chosen, config.seed))
+        own.append(Samples(folder, getattr(task_of(data), "tokenizer", None), chosen, config.seed))
     return own
 
 
@@ -269,17 +268,13 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     plugins: list[Any] = [AtomicCheckpointIO()]
     if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
         plugins, precision = [*plugins, DoublePrecision()], None
-    where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
-    return {**where, "strategy": build_strategy(options), "plugins": plugins, "precision": precision}
-
-
-def build_strategy(options: TrainerConfig) -> Strategy | str:
-    """Return Lightning's ``strategy``: DDP for several devices, unless ``trainer.strategy`` is another one."""
+    strategy: Strategy | str = "auto"
     if options.strategy == "sharded":
-        return Sharded(options.world_size)
-    if options.strategy == "ddp" or options.world_size > 1:
-        return DDPStrategy(gradient_as_bucket_view=True)
-    return "auto"
+        strategy = Sharded(options.world_size)
+    elif options.strategy == "ddp" or options.world_size > 1:
+        strategy = DDPStrategy(gradient_as_bucket_view=True)
+    where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
+    return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
 
 
 def check_parallel(config: RunConfig, network: nn.Module) -> None:

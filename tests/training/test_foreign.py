@@ -27,6 +27,7 @@ from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import read_metrics
 from minitx.training.module import NonFiniteError
+from tests.interop.families import TEXT, build
 
 
 class Squares(L.LightningDataModule):
@@ -182,21 +183,9 @@ def test_what_is_not_finite_ends_the_run_before_the_update_also_without_found_in
 
 # --- models of transformers, and wrappers around them
 
-SIZES = {"vocab_size": 37, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-
 
 def bert(**options):
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **WIDE, **options))
-
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, n_embd=16, n_layer=2, n_head=2))
-
-
-def t5():
-    config = transformers.T5Config(**SIZES, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
-    return transformers.T5ForConditionalGeneration(config)
+    return transformers.BertForMaskedLM(transformers.BertConfig(**TEXT, **options))
 
 
 def lora(model, *targets):
@@ -205,11 +194,8 @@ def lora(model, *targets):
 
 
 MODELS = {
-    "bert": bert,
-    "gpt2": gpt2,
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **WIDE)),
-    "t5": t5,
-    "compiled lora on gpt2": lambda: torch.compile(lora(gpt2(), "c_attn"), backend="eager"),
+    **{name: partial(build, name) for name in ("Bert", "GPT2", "Llama", "T5")},
+    "compiled lora on GPT2": lambda: torch.compile(lora(build("GPT2"), "c_attn"), backend="eager"),
 }
 
 
@@ -228,20 +214,20 @@ def test_a_model_of_transformers_gets_our_masks_under_its_names_and_neither_labe
     torch.manual_seed(3)
     model, calls = MODELS[name]().eval(), []
     inner = next(part for part in model.modules() if isinstance(part, transformers.PreTrainedModel))
-    batch = padded_batch(of_pairs=name == "t5")
+    batch = padded_batch(of_pairs=name == "T5")
     with torch.no_grad():
         ids, asked = {"input_ids": batch["input_ids"]}, {"attention_mask": batch["key_mask"].long()}
-        if name == "t5":
+        if name == "T5":
             ids |= {"decoder_input_ids": batch["decoder_input_ids"]}
             ids |= {"decoder_attention_mask": batch["decoder_key_mask"].long()}
         wanted, without = inner(**ids, **asked).logits, inner(**ids).logits
         inner.register_forward_pre_hook(lambda part, args, kwargs: calls.append(kwargs), with_kwargs=True)
         found = Caller(model)(batch | {"num_targets": torch.tensor(3)})
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    if name in ("bert", "t5"):  # padding on the right is in nobody's past
+    if name in ("Bert", "T5"):  # padding on the right is in nobody's past
         assert not torch.allclose(found, without)
     assert calls[0].get("labels") is None and "num_targets" not in calls[0] and calls[0].get("use_cache") is not True
-    if name in ("gpt2", "llama", "t5"):
+    if name in ("GPT2", "Llama", "T5"):
         assert calls[0]["use_cache"] is False
 
 
@@ -249,7 +235,7 @@ def rows_of_tokens(real, **more):
     return [{"input_ids": list(range(3, 3 + n)), "labels": list(range(3, 3 + n)), **more} for n in real]
 
 
-def train_tokens(folder, model, rows, *, vocab_size=37, num_labels=2, **options):
+def train_tokens(folder, model, rows, *, vocab_size=99, num_labels=2, **options):
     fields = {"vocab_size": vocab_size, "num_labels": num_labels}
     task = Task(**{"name": "mine", "train": rows, "val": rows, "model_fields": fields, **options})
     options = {"objective": None, "precision": "32-true", "max_steps": 2, "val_batch_size": 2}
@@ -270,7 +256,7 @@ class Reads(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.head = nn.Embedding(37, 8), nn.Linear(8, 37)
+        self.embed, self.head = nn.Embedding(99, 8), nn.Linear(8, 99)
 
     def forward(self, input_ids, **kwargs):
         return self.head(self.embed(input_ids))
@@ -311,7 +297,7 @@ def test_a_model_from_pretrained_trains_with_dropout_and_what_its_owner_froze_st
         def __init__(self):
             super().__init__()
             self.frozen = bert().requires_grad_(False).eval()
-            self.tuned, self.norm, self.head = bert().eval(), nn.BatchNorm1d(37).eval(), nn.Linear(37, 37)
+            self.tuned, self.norm, self.head = bert().eval(), nn.BatchNorm1d(99).eval(), nn.Linear(99, 99)
 
         def forward(self, input_ids, attention_mask):
             logits = self.frozen(input_ids, attention_mask).logits + self.tuned(input_ids, attention_mask).logits
@@ -329,16 +315,14 @@ def test_a_model_from_pretrained_trains_with_dropout_and_what_its_owner_froze_st
 
 def test_what_of_a_model_does_not_take_part_is_said_at_the_start(tmp_path, caplog):
     caplog.set_level("INFO")
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2}
-    mixture = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **WIDE, **experts))
-    train_tokens(tmp_path / "mixture", mixture, rows_of_tokens([5, 3, 2]))
+    train_tokens(tmp_path / "mixture", build("Mixtral"), rows_of_tokens([5, 3, 2]))
     assert "its router loss is not part of the objective" in caplog.text and "is larger than" not in caplog.text
     caplog.clear()
     train_tokens(tmp_path / "larger", bert(), rows_of_tokens([5, 3, 2], token_type_ids=[0]), vocab_size=31, key_masks={})
-    assert "the vocabulary of BertForMaskedLM, 37, is larger than that of the data, 31" in caplog.text
+    assert "the vocabulary of BertForMaskedLM, 99, is larger than that of the data, 31" in caplog.text
     assert "router" not in caplog.text
-    with pytest.raises(ConfigError, match="the vocabulary of BertForMaskedLM, 37, is smaller than that of the data, 41"):
-        train_tokens(tmp_path / "smaller", torch.compile(bert(), backend="eager"), rows_of_tokens([5]), vocab_size=41)
+    with pytest.raises(ConfigError, match="the vocabulary of BertForMaskedLM, 99, is smaller than that of the data, 101"):
+        train_tokens(tmp_path / "smaller", torch.compile(bert(), backend="eager"), rows_of_tokens([5]), vocab_size=101)
     with pytest.raises(ConfigError, match="the number of labels of BertForMaskedLM, 2, is smaller than that of the data, 3"):
         train_tokens(tmp_path / "labels", bert(), rows_of_tokens([5]), num_labels=3)
 

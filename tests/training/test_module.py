@@ -61,14 +61,14 @@ class Recorder(L.Callback):
             self.norms.append(float(module.grad_norm))
 
 
-def fit(rows, accumulate, *, network=None, **options):
+def fit(rows, accumulate, *, network=None, clip=None):
     torch.manual_seed(5)
     module = TrainingModule(
         network or Table(),
         CrossEntropy(),
         lambda network: torch.optim.SGD(network.parameters(), lr=0.3),
         lambda optimizer, steps: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-        **options,
+        TrainerConfig(clip=clip),
     )
     seen = Recorder()
     loader = torch.utils.data.DataLoader(list(batches(rows, accumulate)), batch_size=None)

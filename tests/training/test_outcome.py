@@ -158,26 +158,24 @@ def test_reports_that_were_asked_for_are_shown_or_stand_in_the_folder(make_confi
     assert re.search(r"network +\| DecoderLM", caplog.text)
 
 
-def test_a_callback_that_counts_epochs_is_refused(make_config, tmp_path):
-    for name, given in (
-        ("StochasticWeightAveraging", {"swa_lrs": 0.1}),
-        ("GradientAccumulationScheduler", {"scheduling": {0: 3}}),
-    ):
-        node = {"own": {"_target_": f"lightning.pytorch.callbacks.{name}", **given}}
-        with pytest.raises(ConfigError, match=rf"^callbacks: {name} .* epoch"):
-            train(make_config(callbacks__parts=node), tmp_path / "run")
-        assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match="no file would have it"):  # with epochs, too: last.ckpt had no average
-        run_module.check_callbacks([L.callbacks.StochasticWeightAveraging(0.1)], addressed=False)
+OTHERS = [
+    ("callbacks__parts", "lightning.pytorch.callbacks.StochasticWeightAveraging", {"swa_lrs": 0.1}, "callbacks: Sto.* epoch"),
+    ("callbacks__parts", "lightning.pytorch.callbacks.GradientAccumulationScheduler", {"scheduling": {0: 3}}, "callbacks: Gr.* epoch"),
+    ("callbacks__parts", "torch.nn.ReLU", {}, r"callbacks\.own\._target_=torch\.nn\.ReLU must give a Callback of Lightning, got ReLU"),
+    ("logger", "torch.nn.ReLU", {}, r"logger\.own\._target_=torch\.nn\.ReLU must give a Logger of Lightning, got ReLU"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("group", "kind"), [("callbacks__parts", "Callback"), ("logger", "Logger")])
-def test_a_class_that_is_no_callback_or_logger_is_refused_by_its_key_before_the_run_has_a_folder(make_config, tmp_path, group, kind):  # fmt: skip
-    node = {"own": {"_target_": "torch.nn.ReLU"}}
-    config = make_config(callbacks__parts=node) if group != "logger" else make_config(logger=node)
-    with pytest.raises(ConfigError, match=rf"own\._target_=torch\.nn\.ReLU must give a {kind} of Lightning, got ReLU"):
-        train(config, tmp_path / "run")
+@pytest.mark.parametrize(("group", "target", "given", "said"), OTHERS)
+def test_what_is_no_callback_or_logger_or_counts_epochs_is_refused_before_the_run_has_a_folder(make_config, tmp_path, group, target, given, said):  # fmt: skip
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        train(make_config(**{group: {"own": {"_target_": target, **given}}}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_averaged_by_epoch_are_refused_with_epochs_too():  # last.ckpt had no average
+    with pytest.raises(ConfigError, match="no file would have it"):
+        run_module.check_callbacks([L.callbacks.StochasticWeightAveraging(0.1)], addressed=False)
 
 
 def test_of_two_runs_that_start_in_one_folder_at_once_the_second_to_be_built_is_refused(make_config, tmp_path, monkeypatch):

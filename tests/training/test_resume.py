@@ -5,13 +5,14 @@ import dataclasses
 import itertools
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
 import torch
 from extra import last, train_with
-from killing import result_of
+from killing import blows, hit_and_go_on, length_of, result_of, run
 
 from minitx.config import ConfigError, node, to_dict
 from minitx.training.build import open_data
@@ -117,21 +118,30 @@ def test_a_run_that_goes_on_with_other_micro_batches_reads_each_step_once(make_c
         assert validated[0] == pytest.approx(validated[1], rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"optimizer__lr": 0.25}, r"optimizer\.lr 0\.001 != 0\.25"),
-        ({"optimizer": node(sgd)}, r"optimizer\._target_ \S+adamw != \S+sgd"),
-        ({"trainer__max_steps": 5}, r"is of step 6, after trainer\.max_steps=5"),
-        ({"callbacks__parts": {"early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping"}}}, r"callbacks\.early"),
-    ],
-)
-def test_what_a_resumed_run_would_not_do_is_refused_before_anything_is_written(make_config, tmp_path, changes, said):
-    folder = tmp_path / "run"
-    train(make_config(trainer__ckpt_every=6), folder, files={"config.yaml": "good"})
-    with pytest.raises(ConfigError, match=said):
-        train(resumed(make_config(**changes), folder), folder, files={"config.yaml": "bad"})
-    assert (folder / "config.yaml").read_text(encoding="utf-8") == "good"
+OTHERS = [
+    ({"optimizer__lr": 0.25}, r"optimizer\.lr 0\.001 != 0\.25"),
+    ({"optimizer": node(sgd)}, r"optimizer\._target_ \S+adamw != \S+sgd"),
+    ({"trainer__max_steps": 5}, r"is of step 6, after trainer\.max_steps=5"),
+    ({"callbacks__parts": {"early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping"}}}, r"callbacks\.early"),
+    *(
+        ({f"model__{name}": value}, rf"holds another model.*model\.{name} \S+ != {value}")
+        for name, value in {"scale": "unscaled", "num_heads": 1, "softcap": 5.0}.items()
+    ),
+]
+
+
+def test_a_checkpoint_holds_plain_data_and_what_a_resumed_run_would_not_do_is_refused_before_anything_is_written(
+    make_config, tmp_path
+):
+    config, folder = make_config(trainer__ckpt_every=6, probe__every=3), tmp_path / "run"
+    train(config, folder, files={"config.yaml": "good"})
+    stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["minitx"]["config"]
+    assert json.loads(json.dumps(stored)) == json.loads(json.dumps(to_dict(config)))
+    for changes, said in OTHERS:
+        for place in (folder, tmp_path / "new"):
+            with pytest.raises(ConfigError, match=said):
+                train(resumed(make_config(**changes), folder), place, files={"config.yaml": "bad"})
+    assert (folder / "config.yaml").read_text(encoding="utf-8") == "good" and not (tmp_path / "new").exists()
 
 
 def test_a_run_of_sgd_on_shards_goes_on_with_the_fused_kernel_of_whole_weights(make_config, tmp_path, monkeypatch):
@@ -255,14 +265,31 @@ def test_a_schedule_whose_state_has_the_number_of_steps_does_not_go_on_to_anothe
     assert len(read_metrics(tmp_path / "metrics.csv")) == 4
 
 
-def test_a_checkpoint_holds_plain_data_and_one_of_another_model_is_refused(make_config, tmp_path):
-    config = make_config(trainer__ckpt_every=6, probe__every=3)
-    train(config, tmp_path / "first")
-    path = tmp_path / "first" / "checkpoints" / "last.ckpt"
-    stored = torch.load(path, weights_only=True)["minitx"]["config"]
-    assert json.loads(json.dumps(stored)) == json.loads(json.dumps(to_dict(config)))
-    for field, value in {"scale": "unscaled", "num_heads": 1, "softcap": 5.0}.items():
-        other = dataclasses.replace(config, model={**config.model, field: value})
-        with pytest.raises(ConfigError, match=rf"holds another model.*{field} \S+ != {value}"):
-            train(resumed(other, tmp_path / "first"), tmp_path / "second")
-    assert not (tmp_path / "second").exists()
+# --- a run that was killed or stopped at any moment
+
+STEPS = 48
+BLOWS = blows(seed=1, kills=4, terms=1, interrupts=1, tmpdirs=[None])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """The result of the run that was left alone."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert run(length_of(STEPS), folder, cache) == 0
+    assert run([*length_of(STEPS), "seed=1"], folder.parent / "other", cache) == 0
+    assert result_of(folder.parent / "other") != result_of(folder)  # the digest sees a difference
+    return result_of(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", BLOWS, ids=lambda blow: f"{signal.Signals(blow.number).name}-{blow.after:.2f}-{blow.save}")
+def test_a_run_that_was_hit_comes_to_the_same_end(blow, whole, cache, tmp_path):
+    found = hit_and_go_on(STEPS, tmp_path / "run", cache, blow)
+    assert found["result"] == whole
+    assert found["left"] == ["best.ckpt", "last.ckpt"]  # and no half of one
+    assert found["code"] in (0, -blow.number, 128 + blow.number)
