@@ -114,8 +114,8 @@ def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
     ({"position": "rotary", "rotary_low": 2.0}, "rotary_low=2.0 belongs to rotary_scaling=yarn or llama3"),
     ({"num_features": 7}, "num_features=7 belongs to attention=performer, got attention=exact"),
     ({"attention": "additive", "backend": "math"}, "backend=math belongs to attention=exact"),
-    ({"qk_norm_eps": 0.1}, "qk_norm_eps=0.1 belongs to qk_norm=rms or layer or l2, got qk_norm=None"),
-    ({"architecture": "encoder", "scale_logits": True}, "scale_logits=True belongs to architecture=decoder"),
+    ({"qk_norm_eps": 0.1}, "qk_norm_eps=0.1 belongs to qk_norm=rms or layer or l2, got qk_norm=null"),
+    ({"architecture": "encoder", "scale_logits": True}, "scale_logits=true belongs to architecture=decoder"),
     ({"patch_size": 4}, "patch_size=4 belongs to architecture=vision"),
 ])  # fmt: skip
 def test_a_field_of_a_model_that_would_have_no_effect_is_refused(given, said):

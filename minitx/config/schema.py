@@ -221,7 +221,7 @@ def read(hint: Any, value: Any, key: str) -> Any:
     if hint is tuple or origin is tuple:
         return _read_tuple(parts or (Any, ...), value, key)
     if origin is Mapping:
-        require(isinstance(value, Mapping), f"{key}={_shown(value)!s:.60} must be a group of keys")
+        require(isinstance(value, Mapping), f"{key}={shown(value)!s:.60} must be a group of keys")
         names = [*map(str, value)]  # YAML reads 0.001 and "0.001" as two names
         twice = next((name for name in names if names.count(name) > 1), None)
         require(twice is None, f"{key} has {twice} twice")
@@ -229,7 +229,7 @@ def read(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if isinstance(value, typing.cast(type, hint)):
             return value
-        require(isinstance(value, Mapping), f"{key}={_shown(value)!s:.60} must be a group of keys")
+        require(isinstance(value, Mapping), f"{key}={shown(value)!s:.60} must be a group of keys")
         return from_dict(typing.cast(type, hint), value, f"{key}.")
     return _read_plain(hint, value, key)
 
@@ -242,7 +242,7 @@ def _read_bounded(hint: Any, bound: Any, value: Any, key: str) -> Any:
     except ConfigError:
         if get_origin(hint) not in UNIONS:  # the bound of a union says all that is wanted
             raise
-    require(bound.holds(value), f"{key}={_shown(value)} must {bound.wanted}")
+    require(bound.holds(value), f"{key}={shown(value)} must {bound.wanted}")
     return value
 
 
@@ -268,9 +268,9 @@ def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
 
 
 def _read_tuple(parts: tuple[Any, ...], value: Any, key: str) -> tuple[Any, ...]:
-    require(isinstance(value, list | tuple), f"{key}={_shown(value)} must be a list")
+    require(isinstance(value, list | tuple), f"{key}={shown(value)} must be a list")
     hints = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
-    require(len(value) == len(hints), f"{key}={_shown(value)} must have {len(hints)} entries")
+    require(len(value) == len(hints), f"{key}={shown(value)} must have {len(hints)} entries")
     return tuple(read(hint, entry, f"{key}[{i}]") for i, (hint, entry) in enumerate(zip(hints, value, strict=True)))
 
 
@@ -293,11 +293,14 @@ def _wrong(options: Iterable[Any], value: Any, key: str) -> ConfigError:
     wanted = f"must be {' or '.join(filter(None, kinds)) or 'another'}"
     if value is None:
         return ConfigError(f"{key}=null is not allowed: it {wanted}")
-    return ConfigError(f"{key}={_shown(value)!s:.60} {wanted}, got {type(value).__name__}")
+    return ConfigError(f"{key}={shown(value)!s:.60} {wanted}, got {type(value).__name__}")
 
 
-def _shown(value: Any) -> Any:
-    return "null" if value is None else list(value) if isinstance(value, tuple) else value
+def shown(value: Any) -> Any:
+    """Return a value as it is written in YAML, for messages."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
@@ -310,7 +313,8 @@ def needs(config: Any, name: str, other: str, *values: str, verb: str = "needs")
     """Raise a ConfigError if the field ``name`` is not at its default although the field ``other`` is none of ``values``."""
     value, found = getattr(config, name), getattr(config, other)
     is_default = value == type(config).__dataclass_fields__[name].default
-    require(is_default or found in values, f"{name}={value} {verb} {other}={' or '.join(values)}, got {other}={found}")
+    said = f"{name}={shown(value)} {verb} {other}={' or '.join(values)}, got {other}={shown(found)}"
+    require(is_default or found in values, said)
 
 
 def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
