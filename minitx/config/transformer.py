@@ -13,11 +13,11 @@ from minitx.config.training import evaluate_factor
 SCALE_WORDS = ("inv_sqrt", "unscaled", "inv", "learned", "log_length")
 
 
-def _is_scale(scale: str | float) -> bool:
+def _is_scale(scale: object) -> bool:
     if scale in SCALE_WORDS:
         return True
     try:
-        return math.isfinite(evaluate_factor(scale, head_dim=2**20))
+        return isinstance(scale, str | float) and math.isfinite(evaluate_factor(scale, head_dim=2**20))
     except (ConfigError, OverflowError):
         return False
 
@@ -64,7 +64,7 @@ _LIMITS = {
         "window": ((None,), "it hides no key from a query"),
         "position": (("learned", "sinusoidal", "rotary", "none"), "it never holds the scores of keys, to which this adds"),
     },
-    ("attention", "linformer"): {"architecture": (("encoder", "vision"), "it is not causal: its slots mix all positions")},
+    ("attention", "linformer"): {"architecture": (("encoder", "vision"), "its slots mix all positions, so it is not causal")},
     ("attention", "linear", "performer"): {"sinks": ((False,), "it has no softmax over keys")},
     ("architecture", "vision"): {
         "head": (("sequence", "none"), "its head is sequence or none"),
