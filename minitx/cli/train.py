@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.command_line import check_flags, exit_code, sentence
-from minitx.cli.compose import build_config, build_grid, find_own_modules, grid_config, idle, register_defaults, unlisted
+from minitx.cli.compose import build_config, build_grid, find_own_modules, idle, register_defaults, unlisted
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.schema import require
@@ -59,7 +59,10 @@ def run_job(composed: DictConfig) -> float | None:
     find_own_modules(own_config_dirs())
     try:
         grid = build_grid(composed, command_words())
-        config = build_config(composed, typed_words()) if grid is None else grid_config(command_words())
+        if grid is None:
+            config = build_config(composed, command_words())
+        else:  # the other keys are for its runs, and checked there
+            config = RunConfig(experiment=composed.experiment, output_dir=composed.output_dir, seed=composed.seed)
         folder = output_folder(config, composed, grid)
         if grid is not None:
             from minitx.cli.ablate import run_ablation
@@ -69,7 +72,7 @@ def run_job(composed: DictConfig) -> float | None:
             _GRIDS.add(folder)
             run_ablation(grid, folder, command_words(), command())
             return None
-        for said in () if FOLDER in os.environ else idle(config, typed_words()):
+        for said in () if FOLDER in os.environ else idle(config, command_words()):
             require(HydraConfig.get().mode == RunMode.MULTIRUN, said)  # in a sweep another job may read it
             log.warning("job %s: %s", HydraConfig.get().job.num, said)
         if needs_launch(config.trainer):
@@ -134,15 +137,10 @@ def own_config_dirs() -> list[str]:
     return [source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "command-line"]
 
 
-def typed_words() -> list[str]:
-    """Return the overrides of this job as they were typed, with their interpolations."""
-    found: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    return list(found)
-
-
 def command_words() -> list[str]:
-    """Return the command line of this job only, without the other jobs of a sweep."""
-    return [*(f"{CONFIG_DIR}{folder}" for folder in own_config_dirs()), *typed_words()]
+    """Return the command line of this job only, without the other jobs of a sweep, as it was typed, with its interpolations."""
+    typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return [*(f"{CONFIG_DIR}{folder}" for folder in own_config_dirs()), *typed]
 
 
 def command() -> str:
