@@ -283,27 +283,38 @@ def help_text(cls: type[Any], usage: str) -> str:
     return "\n".join([*lines, "", "  traceback=true shows where an error came from", ""])
 
 
-def check_output(path: str) -> None:
-    """Check that the folder of ``output`` exists, and that ``output`` is not a folder.
+def check_output(path: str, *endings: str) -> None:
+    """Check that the folder of ``output`` exists, and that ``output`` is not a folder and has one of these endings, if there are any.
 
     Raises:
         ConfigError: the message names the path.
     """
     require(Path(path).absolute().parent.is_dir(), f"output={path} is in a folder that does not exist")
     require(not os.path.isdir(path), f"output={path} is a folder, but must name a file")
+    fits = not endings or Path(path).suffix.lower() in endings
+    require(fits, f"output={path} must end in {' or '.join(endings)}")
 
 
 @contextmanager
-def writing(name: str, path: str | Path) -> Iterator[None]:
-    """A context for writing to ``path``, the value of the key ``name``. A failure becomes a ConfigError of one sentence.
+def refusing(said: str = "", *kinds: type[Exception]) -> Iterator[None]:
+    """A context in which a ``ValueError``, or an error of these kinds, becomes a ConfigError with ``said`` before its message."""
+    try:
+        yield
+    except (ValueError, *kinds) as error:
+        raise ConfigError(f"{said}{error}") from error
+
+
+@contextmanager
+def writing(name: str, path: str | Path, *kinds: type[Exception]) -> Iterator[None]:
+    """A context for writing to ``path``, the value of the key ``name``. An ``OSError``, or an error of these kinds, becomes a ConfigError.
 
     Raises:
         ConfigError: the message names key and path.
     """
     try:
         yield
-    except OSError as error:
-        raise ConfigError(f"{name}={path} cannot be written: {error.strerror}") from None
+    except (OSError, *kinds) as error:
+        raise ConfigError(f"{name}={path} cannot be written: {getattr(error, 'strerror', error)}") from None
 
 
 def write(text: str) -> None:

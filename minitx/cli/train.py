@@ -124,11 +124,8 @@ class SweepFolder(Callback):
             is_empty = [path.name for path in folder.glob("*")] == ["multirun.yaml"]
             if is_empty:
                 (folder / "multirun.yaml").unlink()
-                here = Path.cwd()
-                made = [place for place in (folder, *folder.parents) if here in place.absolute().parents]
-                with suppress(OSError):  # a folder above it that holds something else
-                    for empty in made:
-                        empty.rmdir()
+                with suppress(OSError):  # the current folder
+                    os.removedirs(os.path.relpath(folder))  # and the empty ones above it
         return is_empty
 
 
@@ -200,8 +197,7 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
         return Path(os.environ[FOLDER])
     job = HydraConfig.get()
     sweeps = job.mode == RunMode.MULTIRUN
-    typed: Any = OmegaConf.to_container(composed, resolve=False)
-    is_shared = sweeps and config.output_dir and "${" not in str(typed["output_dir"])
+    is_shared = sweeps and config.output_dir and not OmegaConf.is_interpolation(composed, "output_dir")
     said = f"output_dir={config.output_dir} is one folder for all jobs of -m: set hydra.sweep.dir, or leave it out"
     require(not is_shared, said)
     if grid is not None:

@@ -124,21 +124,17 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         ConfigError: an unknown key (the message suggests a similar one), a value of another type, or a combination that the
             dataclass does not allow. The message begins with the full key.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = hints_of(cls)  # type: ignore[arg-type]
-    rest = next((name for name, field in fields.items() if field.metadata.get("rest")), None)  # takes every further key
-    more = {key: value for key, value in values.items() if key not in fields}
-    if rest is None:
-        _check_names(more, fields, path, others=getattr(cls, "OTHER_NAMES", {}))
-    for key, value in values.items():
-        built = key in fields and is_part(value) and _is_closed(hints[key])
-        require(not built, f"{path}{key} has a _target_, but nothing is built there: give its keys or its value alone")
-    given = {key: read(hints[key], value, f"{path}{key}") for key, value in values.items() if key in fields}
+    hints, rest = hints_of(cls), None  # type: ignore[arg-type]
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        is_built = is_part(values.get(field.name)) and _is_closed(hints[field.name])
+        require(
+            not is_built, f"{path}{field.name} has a _target_, but nothing is built there: give its keys or its value alone"
+        )
+        rest = field.name if field.metadata.get("rest") else rest  # takes every further key
+    more = {key: value for key, value in values.items() if rest is not None and key not in hints}
+    given = read_call(cls, {key: value for key, value in values.items() if key not in more}, path)
     if rest is not None:
         given[rest] = {**given.get(rest, {}), **read(hints[rest], more, path.rstrip("."))}
-    for name, field in fields.items():
-        if field.default is field.default_factory is dataclasses.MISSING:
-            require(name in values, f"{path}{name} is missing")
     try:
         return cls(**given)
     except ConfigError as error:
@@ -188,7 +184,7 @@ def read_call(
     hints = hints_of(target)
     named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-        _check_names(values, named, path, beside)
+        _check_names(values, named, path, beside, getattr(target, "OTHER_NAMES", {}))
     for name, one in named.items():
         known = given is None or one.default is not one.empty or name in values or name in given
         require(known, f"{path}{name} is missing")
@@ -349,16 +345,12 @@ def to_dict(config: Any) -> Any:
 
 def defaults(target: Any) -> dict[str, Any]:
     """Return the defaults of a dataclass, or of the parameters of a function, as plain data. A key that must be given is ``???``."""
-    found: dict[str, Any] = {}
     target = config_class_of(target) or target
-    if dataclasses.is_dataclass(target):
-        for field in dataclasses.fields(target):
-            if field.default_factory is not dataclasses.MISSING:
-                found |= {} if field.metadata.get("rest") else {field.name: to_dict(field.default_factory())}
-            else:
-                found[field.name] = "???" if field.default is dataclasses.MISSING else to_dict(field.default)
-        return found
-    for name, one in inspect.signature(target).parameters.items():
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
-            found[name] = "???" if one.default is one.empty else to_dict(one.default)
-    return found
+    parameters = inspect.signature(target).parameters.values()
+    found = {one.name: one.default for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    for field in dataclasses.fields(target) if dataclasses.is_dataclass(target) else ():
+        if field.metadata.get("rest"):
+            del found[field.name]
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return {name: "???" if value is inspect.Parameter.empty else to_dict(value) for name, value in found.items()}
