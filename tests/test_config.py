@@ -37,6 +37,7 @@ def test_a_config_survives_the_way_through_plain_data():
     (lambda: RunConfig(imports="mine"), "imports=mine must be a list"),
     (lambda: TransformerConfig(qk_norm="rmss"), "qk_norm=rmss .*did you mean rms"),
     (lambda: TransformerConfig(attention=None), "attention=None is not allowed"),
+    (lambda: TransformerConfig(scale=True), "scale=true must be one of inv_sqrt"),
 ])  # fmt: skip
 def test_a_value_of_another_type_or_a_word_that_its_field_does_not_know_is_named_from_python_too(make, said):
     TransformerConfig(qk_norm=None, attention={"_target_": "mine.Core"})

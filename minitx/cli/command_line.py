@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from minitx import __version__
 from minitx.cli.compose import GROUPS
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
-from minitx.config import ConfigError, RunConfig, from_dict
+from minitx.config import CONFIG_DIR, ConfigError, RunConfig, from_dict
 from minitx.config.schema import Config, defaults, first_line, nearest, require
 
 T = TypeVar("T")
@@ -102,9 +102,9 @@ class _Flags(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {advice}")
 
 
-def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str] | None]:
-    """Check the flags. Return the arguments with all flags at the end, as Hydra needs them, and the folder of ``--config-dir``; and if
-    ``--help`` or ``--cfg job`` asks for the config of ``train``, its overrides.
+def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """Check the flags. Return the arguments with all flags at the end, as Hydra needs them; the words of ``compose.composed`` among
+    them; and whether ``--help`` or ``--cfg job`` asks for the config of ``train``.
 
     Raises:
         ConfigError: a flag is unknown, or a word is not UTF-8 text in the locale of this process.
@@ -114,10 +114,9 @@ def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[st
         require(is_text, f"{word!a} is not UTF-8 text; in a locale without UTF-8, PYTHONUTF8=1 reads it")
     given = _Flags().parse_intermixed_args(list(arguments))
     flags = [word for word in arguments if word not in given.overrides]
-    is_shown = given.config_name is None and (given.help or given.cfg == "job")
-    folders = [given.config_dir] if given.config_dir else []
     overrides = [quoted(word) for word in given.overrides]
-    return [*overrides, *flags], folders, overrides if is_shown else None
+    words = [f"{CONFIG_DIR}{given.config_dir}", *overrides] if given.config_dir else overrides
+    return [*overrides, *flags], words, given.config_name is None and (given.help or given.cfg == "job")
 
 
 def quoted(word: str) -> str:
@@ -296,24 +295,24 @@ def check_output(path: str, *endings: str) -> None:
 
 
 @contextmanager
-def refusing(said: str = "", *kinds: type[Exception]) -> Iterator[None]:
-    """A context in which a ``ValueError``, or an error of these kinds, becomes a ConfigError with ``said`` before its message."""
+def refusing(said: str = "", kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """A context in which an error of these kinds becomes a ConfigError with ``said`` before its message."""
     try:
         yield
-    except (ValueError, *kinds) as error:
+    except kinds as error:
         raise ConfigError(f"{said}{error}") from error
 
 
 @contextmanager
-def writing(name: str, path: str | Path, *kinds: type[Exception]) -> Iterator[None]:
-    """A context for writing to ``path``, the value of the key ``name``. An ``OSError``, or an error of these kinds, becomes a ConfigError.
+def writing(name: str, path: str | Path, kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """A context for writing to ``path``, the value of the key ``name``. An error of these kinds becomes a ConfigError.
 
     Raises:
         ConfigError: the message names key and path.
     """
     try:
         yield
-    except (OSError, *kinds) as error:
+    except kinds as error:
         raise ConfigError(f"{name}={path} cannot be written: {getattr(error, 'strerror', error)}") from None
 
 

@@ -88,8 +88,8 @@ def build_config(composed: DictConfig, words: Iterable[str] = ()) -> RunConfig:
     config = from_dict(RunConfig, values)
     if config.experiment == "finetune" and config.init_from.path is None and config.model["_target_"] == MODEL:
         raise ConfigError("experiment=finetune goes on with a model: add init_from.path=FOLDER, or model=hf model.path=FOLDER")
-    chosen_nodes: dict[str, Any] = {name: _as_chosen(config, name, typed) for name in NODES if name in typed}
-    config = dataclasses.replace(config, **chosen_nodes)
+    nodes: dict[str, Any] = {name: _as_chosen(config, name, typed) for name in NODES if name in typed}
+    config = dataclasses.replace(config, **nodes)
     check_nodes(config)
     _check_parts(config, typed)
     return with_defaults(config)
@@ -116,6 +116,7 @@ def _as_chosen(config: RunConfig, group: str, typed: Mapping[str, str]) -> dict[
     return {key: value for key, value in node.items() if key not in left}
 
 
+@cache
 def _targets(group: str) -> dict[str, str]:
     """Return the targets of our options of a group. An option without one has that of the option which its ``defaults`` name."""
     paths = [path for path in files("minitx.configs").joinpath(group).iterdir() if path.name.endswith(".yaml")]
@@ -199,9 +200,8 @@ def composed(words: Sequence[str]) -> DictConfig:
     ``words`` are overrides, and ``--config-dir=FOLDER`` for configs of the user's own.
     """
     register_defaults()
-    folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
     overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
-    find_own_modules(folders)
+    folders = find_own_modules(words)
     quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
     search = [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
     running = GlobalHydra.instance().hydra  # Hydra keeps one at a time
@@ -252,19 +252,21 @@ def compose_grid(words: Sequence[str]) -> AblationConfig | None:
     return build_grid(composed(words), words)
 
 
-def find_own_modules(config_dirs: Iterable[str | Path]) -> None:
-    """Let ``_target_`` find modules in the current folder, in each folder of configs, and in the folder above it.
+def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
+    """Let ``_target_`` find modules in the current folder, in each folder of configs, and in the folder above it. Return those
+    folders of configs, which ``words``, those of ``composed``, name.
 
     They come last in ``sys.path``, so that a file of the user's never replaces a library.
 
     Raises:
         ConfigError: an option of a group in such a folder has the name of one of ours, which Hydra would take instead.
     """
-    places = [Path.cwd()]
-    for folder in config_dirs:
-        _check_names(Path(folder))
-        places += [Path(folder).absolute(), Path(folder).absolute().parent]
-    sys.path += [str(place) for place in places if str(place) not in sys.path]
+    folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
+    for place in [Path.cwd(), *(place for folder in folders for place in (folder, folder.parent))]:
+        sys.path += [str(place)] if str(place) not in sys.path else []
+    for folder in folders:
+        _check_names(folder)
+    return folders
 
 
 def _check_names(folder: Path) -> None:

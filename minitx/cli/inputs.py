@@ -53,7 +53,7 @@ def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | 
     Raises:
         ConfigError: see ``load_stored``.
     """
-    find_own_modules(())
+    find_own_modules()
     return load_stored(path, trust=trust, changes=changes)
 
 
@@ -89,7 +89,7 @@ def attention_of(
     device, read = next(model.parameters()).device, Caller(model).inputs(inputs.tensors)
     tensors = {name: tensor.to(device) for name, tensor in read.items() if tensor.dim()}
     told: dict[str, Any] = {"tokens": inputs.texts, "asked": inputs.asked, "title": title_of(model)}
-    with refusing("", RuntimeError, IndexError):
+    with refusing("", (ValueError, RuntimeError, IndexError)):
         snapshot = take_snapshot(model, tensors, layers=layers, step=step, **told)
         return with_knock_outs(snapshot, model, tensors, inputs.asked) if knock_out else snapshot
 
@@ -182,7 +182,7 @@ def text_inputs(
 def _own_answer(model: nn.Module, ids: list[int], num_beams: int = 1, **options: Any) -> list[int]:
     """Return the answer of an encoder–decoder to ``ids``. ``options`` are those of ``generate`` and ``beam_search``."""
     write: Any = generate if num_beams == 1 else partial(beam_search, num_beams=num_beams)
-    with refusing("target is missing, and the model's own answer cannot be had: ", FloatingPointError):
+    with refusing("target is missing, and the model's own answer cannot be had: ", (ValueError, FloatingPointError)):
         (answer,) = write(model, torch.tensor([ids], device=next(model.parameters()).device), **options)
     found: list[int] = answer.tolist()
     return found

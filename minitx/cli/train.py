@@ -40,10 +40,10 @@ def main() -> int:
 
     def program() -> None:
         _GRIDS.clear()
-        sys.argv[1:], config_dirs, shown = check_flags(sys.argv[1:])
-        find_own_modules(config_dirs)
-        if shown is not None:
-            sys.argv[1:1] = unlisted([*(f"{CONFIG_DIR}{folder}" for folder in config_dirs), *shown])
+        sys.argv[1:], words, is_shown = check_flags(sys.argv[1:])
+        find_own_modules(words)
+        if is_shown:
+            sys.argv[1:1] = unlisted(words)
         try:
             hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")(run_job)()
         finally:
@@ -56,11 +56,12 @@ def main() -> int:
 def run_job(composed: DictConfig) -> float | None:
     """Run one job of Hydra: a run or a grid. Return the value of ``optimized_metric`` for sweepers."""
     speak_on_the_first_rank()
-    find_own_modules(own_config_dirs())
+    words = command_words()
+    find_own_modules(words)
     try:
-        grid = build_grid(composed, command_words())
+        grid = build_grid(composed, words)
         if grid is None:
-            config = build_config(composed, command_words())
+            config = build_config(composed, words)
         else:  # the other keys are for its runs, and checked there
             config = RunConfig(experiment=composed.experiment, output_dir=composed.output_dir, seed=composed.seed)
         folder = output_folder(config, composed, grid)
@@ -70,14 +71,14 @@ def run_job(composed: DictConfig) -> float | None:
             said = f"output_dir={folder} is the folder of another grid of this sweep (-m), whose report this one would replace"
             require(folder not in _GRIDS, f"{said}: set one with ${{…}} in it, such as output_dir=runs/${{hydra:job.num}}")
             _GRIDS.add(folder)
-            run_ablation(grid, folder, command_words(), command())
+            run_ablation(grid, folder, words, command())
             return None
-        for said in () if FOLDER in os.environ else idle(config, command_words()):
+        for said in () if FOLDER in os.environ else idle(config, words):
             require(HydraConfig.get().mode == RunMode.MULTIRUN, said)  # in a sweep another job may read it
             log.warning("job %s: %s", HydraConfig.get().job.num, said)
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
-        if not command_words() and HydraConfig.get().job.config_name == "train":
+        if not words and HydraConfig.get().job.config_name == "train":
             log.info("no arguments: this trains the default model on the King James text; train.py --help shows the choices")
         result = run_training(config, folder, command())
         log.info("%s", summary_line(result, folder))
@@ -129,15 +130,11 @@ class SweepFolder(Callback):
         return is_empty
 
 
-def own_config_dirs() -> list[str]:
-    """Return the ``--config-dir`` of this command line, if there is one."""
-    return [source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "command-line"]
-
-
 def command_words() -> list[str]:
     """Return the command line of this job only, without the other jobs of a sweep, as it was typed, with its interpolations."""
     typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    return [*(f"{CONFIG_DIR}{folder}" for folder in own_config_dirs()), *typed]
+    sources = HydraConfig.get().runtime.config_sources
+    return [*(f"{CONFIG_DIR}{source.path}" for source in sources if source.provider == "command-line"), *typed]
 
 
 def command() -> str:

@@ -159,28 +159,23 @@ def _say(traces: list[Trace], side: str) -> str:
 
 
 def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
+    from minitx.analysis.capture import chosen_names
     from minitx.analysis.snapshot import read_snapshots
     from minitx.analysis.viewer import Trace
 
     row, traces = config.row or 0, []
     for path, shown in zip(paths.values(), _names(list(paths.values())), strict=True):
-        try:
+        with refusing("without a checkpoint, the page shows what a run recorded: "):
             snapshots = read_snapshots(Path(path))
-        except ValueError as error:
-            raise ConfigError(f"{error}; or give one of its checkpoints") from error
         count = snapshots[0].num_rows
         require(row < count, f"row={row} must lie in [0, {count}), the sentences that {path} holds")
-        traces.append(Trace(shown, [_with_layers(snapshot.sentence(row), config) for snapshot in snapshots]))
+        with refusing():
+            kept = chosen_names([layer.name for layer in snapshots[0].maps], config.chosen_layers)
+        shots = [snapshot.sentence(row) for snapshot in snapshots]
+        shots = [dataclasses.replace(shot, maps=tuple(layer for layer in shot.maps if layer.name in kept)) for shot in shots]
+        traces.append(Trace(shown, shots))
         _check_size(traces[-1].snapshots[0], sum(len(trace.snapshots) for trace in traces))
     return f"Attention on recorded sentence {row}", traces
-
-
-def _with_layers(snapshot: Snapshot, config: ViewConfig) -> Snapshot:
-    from minitx.analysis.capture import chosen_names
-
-    with refusing():
-        kept = chosen_names([layer.name for layer in snapshot.maps], config.chosen_layers)
-    return dataclasses.replace(snapshot, maps=tuple(layer for layer in snapshot.maps if layer.name in kept))
 
 
 # --- what models do with texts or a row

@@ -146,11 +146,8 @@ def _is_closed(hint: Any) -> bool:
     parts = [part for part in get_args(hint) if not isinstance(part, Bound)]
     if get_origin(hint) in (Annotated, tuple, *UNIONS):
         return all(map(_is_closed, parts))
-    return (
-        get_origin(hint) is Literal
-        or hint in (int, float, bool, str, types.NoneType, Ellipsis)
-        or dataclasses.is_dataclass(hint)
-    )
+    is_plain = hint in (int, float, bool, str, types.NoneType, Ellipsis) or get_origin(hint) is Literal
+    return is_plain or dataclasses.is_dataclass(hint)
 
 
 def read_call(

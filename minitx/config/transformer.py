@@ -58,7 +58,7 @@ _BELONG_TO = {
 }
 """Fields that have an effect only beside some values of another field."""
 
-_LIMITS = {
+_LIMITS: Mapping[tuple[str, ...], Mapping[str, tuple[tuple[str | bool | None, ...], str]]] = {
     ("attention", "linear", "performer", "linformer"): {
         "architecture": (("decoder", "encoder", "vision"), "it has one set of keys, and a source needs another"),
         "window": ((None,), "it hides no key from a query"),
