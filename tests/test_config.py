@@ -100,7 +100,7 @@ FITS = {
     ("init_from", {"fold_scale": True}, "^init_from.fold_scale=true needs init_from.path"),
     ("init_from", {"overrides": {"a": 1}}, "^init_from.overrides={'a': 1} needs init_from.path"),
     ("init_from", {"ignore": ["a"]}, "^init_from.ignore=.* needs init_from.path"),
-    ("trainer", {"shard": ["Block"], "strategy": "ddp"}, "^trainer.shard=.* needs strategy=sharded, got strategy=ddp"),
+    ("trainer", {"shard": ["Block"], "strategy": "ddp"}, "^trainer.shard=.* belongs to strategy=sharded, got strategy=ddp"),
 ])  # fmt: skip
 def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
     from_dict(RunConfig, FITS)

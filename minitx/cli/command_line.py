@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -300,20 +300,12 @@ def refusing(said: str = "", kinds: tuple[type[Exception], ...] = (ValueError,))
     try:
         yield
     except kinds as error:
-        raise ConfigError(f"{said}{error}") from error
+        raise ConfigError(f"{said}{getattr(error, 'strerror', None) or error}") from error
 
 
-@contextmanager
-def writing(name: str, path: str | Path, kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """A context for writing to ``path``, the value of the key ``name``. An error of these kinds becomes a ConfigError.
-
-    Raises:
-        ConfigError: the message names key and path.
-    """
-    try:
-        yield
-    except kinds as error:
-        raise ConfigError(f"{name}={path} cannot be written: {getattr(error, 'strerror', error)}") from None
+def writing(path: str | Path, *kinds: type[Exception]) -> AbstractContextManager[None]:
+    """A context for writing to ``path``, the value of ``output``, in which an ``OSError``, or an error of these kinds, is refused."""
+    return refusing(f"output={path} cannot be written: ", (OSError, *kinds))
 
 
 def write(text: str) -> None:

@@ -55,7 +55,7 @@ def _export(config: ExportConfig) -> None:
         require(config.model_type is None, "model_type is for models of minitx.nn, not for a model of transformers")
         save = _save_theirs
     cannot = refusing(f"ckpt_path={config.ckpt_path} cannot be exported: ", (TypeError, ValueError))
-    with writing("output", config.output, (OSError, SafetensorError)), cannot:
+    with writing(config.output, SafetensorError), cannot:
         save(stored.network, Path(config.output), **options)
     write(f"{config.output}\n")
 

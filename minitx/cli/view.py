@@ -117,7 +117,7 @@ def _play(config: PlayConfig) -> None:
 
 
 def _write_page(page: str, output: str, said: str = "") -> None:
-    with writing("output", output):
+    with writing(output):
         Path(output).write_text(page, encoding="utf-8")
     write(f"{said}{output}  {len(page.encode()) / 1e6:.2f} MB\n")
 
@@ -142,7 +142,7 @@ def _view(config: ViewConfig) -> None:
 def _write_film(config: ViewConfig, traces: list[Trace]) -> None:
     from minitx.analysis.film import write_film
 
-    with writing("output", config.output), refusing(f"output={config.output}: "):
+    with writing(config.output), refusing(f"output={config.output}: "):
         steps = write_film(traces, config.output, head=config.head)
     write(f"{steps} steps\n{config.output}  {Path(config.output).stat().st_size / 1e6:.2f} MB\n")
 

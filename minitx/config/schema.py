@@ -126,10 +126,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """
     hints, rest = hints_of(cls), None  # type: ignore[arg-type]
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        is_built = is_part(values.get(field.name)) and _is_closed(hints[field.name])
-        require(
-            not is_built, f"{path}{field.name} has a _target_, but nothing is built there: give its keys or its value alone"
-        )
+        said = f"{path}{field.name} has a _target_, but nothing is built there: give its keys or its value alone"
+        require(not is_part(values.get(field.name)) or not _is_closed(hints[field.name]), said)
         rest = field.name if field.metadata.get("rest") else rest  # takes every further key
     more = {key: value for key, value in values.items() if rest is not None and key not in hints}
     given = read_call(cls, {key: value for key, value in values.items() if key not in more}, path)
@@ -180,23 +178,17 @@ def read_call(
         return {parameters[0].name: from_dict(cls, values, path)}
     hints = hints_of(target)
     named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-        _check_names(values, named, path, beside, getattr(target, "OTHER_NAMES", {}))
+    takes_any, others = any(one.kind is one.VAR_KEYWORD for one in parameters), getattr(target, "OTHER_NAMES", {})
+    for key in () if takes_any else values:
+        if key in others:
+            raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
+        if key not in named:
+            known = [*named, *beside]
+            raise ConfigError(f"{path}{key} is not a key{nearest(key, known, path) or '; allowed here: ' + ', '.join(known)}")
     for name, one in named.items():
         known = given is None or one.default is not one.empty or name in values or name in given
         require(known, f"{path}{name} is missing")
     return {name: read(hints.get(name, Any), value, f"{path}{name}") for name, value in values.items()}
-
-
-def _check_names(
-    keys: Iterable[str], allowed: Iterable[str], path: str, beside: Sequence[str] = (), others: Mapping[str, str] = {}
-) -> None:
-    known = [*allowed, *beside]
-    for key in keys:
-        if key in others:
-            raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
-        if key not in allowed:
-            raise ConfigError(f"{path}{key} is not a key{nearest(key, known, path) or '; allowed here: ' + ', '.join(known)}")
 
 
 def read(hint: Any, value: Any, key: str) -> Any:
@@ -302,11 +294,11 @@ def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
     require(value in allowed, f"{key}={value} is not allowed: one of {words}{nearest(value, allowed)}")
 
 
-def needs(config: Any, name: str, other: str, *values: str, verb: str = "needs") -> None:
+def needs(config: Any, name: str, other: str, *values: str) -> None:
     """Raise a ConfigError if the field ``name`` is not at its default although the field ``other`` is none of ``values``."""
     value, found = getattr(config, name), getattr(config, other)
     is_default = value == type(config).__dataclass_fields__[name].default
-    said = f"{name}={shown(value)} {verb} {other}={' or '.join(values)}, got {other}={shown(found)}"
+    said = f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(found)}"
     require(is_default or found in values, said)
 
 

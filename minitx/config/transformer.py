@@ -268,7 +268,7 @@ class TransformerConfig(Config):
             require(getattr(self, name) != (), f"{name}=[] is a pattern over the layers: it needs an entry")
         for (other, *values), names in _BELONG_TO.items():
             for name in names:
-                needs(self, name, other, *values, verb="belongs to")
+                needs(self, name, other, *values)
         for (other, *values), limits in _LIMITS.items():
             kind = getattr(self, other)
             for name, (possible, why) in limits.items():
