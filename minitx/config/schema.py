@@ -183,8 +183,8 @@ def read_call(
         if key in others:
             raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
         if key not in named:
-            known = [*named, *beside]
-            raise ConfigError(f"{path}{key} is not a key{nearest(key, known, path) or '; allowed here: ' + ', '.join(known)}")
+            names = [*named, *beside]
+            raise ConfigError(f"{path}{key} is not a key{nearest(key, names, path) or '; allowed here: ' + ', '.join(names)}")
     for name, one in named.items():
         known = given is None or one.default is not one.empty or name in values or name in given
         require(known, f"{path}{name} is missing")
