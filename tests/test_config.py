@@ -37,6 +37,7 @@ def test_a_config_survives_the_way_through_plain_data():
     (lambda: RunConfig(imports="mine"), "imports=mine must be a list"),
     (lambda: TransformerConfig(qk_norm="rmss"), "qk_norm=rmss .*did you mean rms"),
     (lambda: TransformerConfig(attention=None), "attention=None is not allowed"),
+    (lambda: TransformerConfig(scale=True), "scale=true must be one of inv_sqrt"),
 ])  # fmt: skip
 def test_a_value_of_another_type_or_a_word_that_its_field_does_not_know_is_named_from_python_too(make, said):
     TransformerConfig(qk_norm=None, attention={"_target_": "mine.Core"})
@@ -99,7 +100,7 @@ FITS = {
     ("init_from", {"fold_scale": True}, "^init_from.fold_scale=true needs init_from.path"),
     ("init_from", {"overrides": {"a": 1}}, "^init_from.overrides={'a': 1} needs init_from.path"),
     ("init_from", {"ignore": ["a"]}, "^init_from.ignore=.* needs init_from.path"),
-    ("trainer", {"shard": ["Block"], "strategy": "ddp"}, "^trainer.shard=.* needs strategy=sharded, got strategy=ddp"),
+    ("trainer", {"shard": ["Block"], "strategy": "ddp"}, "^trainer.shard=.* belongs to strategy=sharded, got strategy=ddp"),
 ])  # fmt: skip
 def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
     from_dict(RunConfig, FITS)
@@ -114,8 +115,8 @@ def test_what_does_not_fit_together_is_named_by_its_key(group, changed, key):
     ({"position": "rotary", "rotary_low": 2.0}, "rotary_low=2.0 belongs to rotary_scaling=yarn or llama3"),
     ({"num_features": 7}, "num_features=7 belongs to attention=performer, got attention=exact"),
     ({"attention": "additive", "backend": "math"}, "backend=math belongs to attention=exact"),
-    ({"qk_norm_eps": 0.1}, "qk_norm_eps=0.1 belongs to qk_norm=rms or layer or l2, got qk_norm=None"),
-    ({"architecture": "encoder", "scale_logits": True}, "scale_logits=True belongs to architecture=decoder"),
+    ({"qk_norm_eps": 0.1}, "qk_norm_eps=0.1 belongs to qk_norm=rms or layer or l2, got qk_norm=null"),
+    ({"architecture": "encoder", "scale_logits": True}, "scale_logits=true belongs to architecture=decoder"),
     ({"patch_size": 4}, "patch_size=4 belongs to architecture=vision"),
 ])  # fmt: skip
 def test_a_field_of_a_model_that_would_have_no_effect_is_refused(given, said):

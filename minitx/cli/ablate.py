@@ -22,7 +22,7 @@ from minitx.ablation.grid import Cell, Record, Runs, cells, code_fingerprint, co
 from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
 from minitx.cli.command_line import CellsFailedError, sentence
-from minitx.cli.compose import NOT_FOR_CELLS, compose_cell, compose_config
+from minitx.cli.compose import by_key, compose_cell, compose_config, for_cells
 from minitx.cli.launch import ProgramStoppedError, run_training
 from minitx.config import CONFIG_DIR, ConfigError
 from minitx.config.schema import require
@@ -39,10 +39,10 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     """
     from minitx.ablation.measures import check_measures
 
-    common = [text for text in overrides if not text.lstrip("+~").startswith(NOT_FOR_CELLS)]
+    common = for_cells(overrides)
     require("ckpt_path" not in settings(common), "ckpt_path is for one run: a grid goes on with the same command")
     chosen = cells(grid, common=["callbacks.progress=false", "trainer.threads=1", *common])
-    if any(text.lstrip("+").startswith("seed=") for text in overrides):
+    if "seed" in by_key(overrides):
         log.info("seed= is not for a grid: ablation.studies.NAME.seeds are the seeds of its runs")
     folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder  # it stands in stored commands
     if grid.report_only:

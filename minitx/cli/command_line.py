@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from minitx import __version__
 from minitx.cli.compose import GROUPS
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
-from minitx.config import ConfigError, RunConfig, from_dict
+from minitx.config import CONFIG_DIR, ConfigError, RunConfig, from_dict
 from minitx.config.schema import Config, defaults, first_line, nearest, require
 
 T = TypeVar("T")
@@ -102,9 +102,9 @@ class _Flags(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {advice}")
 
 
-def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str] | None]:
-    """Check the flags. Return the arguments with all flags at the end, as Hydra needs them, and the folder of ``--config-dir``; and if
-    ``--help`` or ``--cfg job`` asks for the config of ``train``, its overrides.
+def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """Check the flags. Return the arguments with all flags at the end, as Hydra needs them; the words of ``compose.composed`` among
+    them; and whether ``--help`` or ``--cfg job`` asks for the config of ``train``.
 
     Raises:
         ConfigError: a flag is unknown, or a word is not UTF-8 text in the locale of this process.
@@ -114,10 +114,9 @@ def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[st
         require(is_text, f"{word!a} is not UTF-8 text; in a locale without UTF-8, PYTHONUTF8=1 reads it")
     given = _Flags().parse_intermixed_args(list(arguments))
     flags = [word for word in arguments if word not in given.overrides]
-    is_shown = given.config_name is None and (given.help or given.cfg == "job")
-    folders = [given.config_dir] if given.config_dir else []
     overrides = [quoted(word) for word in given.overrides]
-    return [*overrides, *flags], folders, overrides if is_shown else None
+    words = [f"{CONFIG_DIR}{given.config_dir}", *overrides] if given.config_dir else overrides
+    return [*overrides, *flags], words, given.config_name is None and (given.help or given.cfg == "job")
 
 
 def quoted(word: str) -> str:
@@ -283,27 +282,30 @@ def help_text(cls: type[Any], usage: str) -> str:
     return "\n".join([*lines, "", "  traceback=true shows where an error came from", ""])
 
 
-def check_output(path: str) -> None:
-    """Check that the folder of ``output`` exists, and that ``output`` is not a folder.
+def check_output(path: str, *endings: str) -> None:
+    """Check that the folder of ``output`` exists, and that ``output`` is not a folder and has one of these endings, if there are any.
 
     Raises:
         ConfigError: the message names the path.
     """
     require(Path(path).absolute().parent.is_dir(), f"output={path} is in a folder that does not exist")
     require(not os.path.isdir(path), f"output={path} is a folder, but must name a file")
+    fits = not endings or Path(path).suffix.lower() in endings
+    require(fits, f"output={path} must end in {' or '.join(endings)}")
 
 
 @contextmanager
-def writing(name: str, path: str | Path) -> Iterator[None]:
-    """A context for writing to ``path``, the value of the key ``name``. A failure becomes a ConfigError of one sentence.
-
-    Raises:
-        ConfigError: the message names key and path.
-    """
+def refusing(said: str = "", kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """A context in which an error of these kinds becomes a ConfigError with ``said`` before its message."""
     try:
         yield
-    except OSError as error:
-        raise ConfigError(f"{name}={path} cannot be written: {error.strerror}") from None
+    except kinds as error:
+        raise ConfigError(f"{said}{getattr(error, 'strerror', None) or error}") from error
+
+
+def writing(path: str | Path, *kinds: type[Exception]) -> AbstractContextManager[None]:
+    """A context for writing to ``path``, the value of ``output``, in which an ``OSError``, or an error of these kinds, is refused."""
+    return refusing(f"output={path} cannot be written: ", (OSError, *kinds))
 
 
 def write(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import logging
@@ -25,6 +26,7 @@ from minitx.ablation.design import AblationConfig
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_part
 from minitx.config.schema import defaults, require, to_dict
 from minitx.config.training import MODEL, NODES
+from minitx.training.nodes import check_nodes, completed, foreign_keys, parameter_names, target_of, with_defaults
 
 log = logging.getLogger(__name__)
 
@@ -48,76 +50,100 @@ def register_defaults() -> None:
     store.store(group="schema", name="run", node=node)
 
 
-def build_config(composed: DictConfig, typed: Iterable[str] = ()) -> RunConfig:
+def by_key(words: Iterable[str]) -> dict[str, str]:
+    """Return overrides by the key that they set or delete. The last one for a key counts."""
+    return {word.lstrip("+~").partition("=")[0]: word for word in words}
+
+
+def for_cells(words: Iterable[str]) -> list[str]:
+    """Return the overrides of a grid that reach every cell."""
+    return [word for word in words if not word.lstrip("+~").startswith(NOT_FOR_CELLS)]
+
+
+def build_config(composed: DictConfig, words: Iterable[str] = ()) -> RunConfig:
     """Return the composed config as dataclasses, with interpolations resolved and fields checked.
 
     Args:
-        typed: the overrides of the command line. With ``init_from``, they take precedence over the shape of the model in the
-            file.
+        words: those of ``composed``. With ``init_from``, they take precedence over the shape of the model in the file.
     """
     try:
         values = plain(composed)
     except InterpolationKeyError:  # it may name a key that is at the default of its target
         values = plain(_with_defaults(composed))
     for name in ("experiment", "debug"):  # what a file without that line says lands there
-        if isinstance(values.get(name), dict | list):
-            raise ConfigError(
-                f"{name}={values[name]} is no config: its file must hold keys and begin with the line '# @package _global_'"
-            )
+        said = f"{name}={values.get(name)} is no config: its file must hold keys and begin with the line '# @package _global_'"
+        require(not isinstance(values.get(name), dict | list), said)
     for name in GROUPS:
-        if not values.get(name):
-            raise ConfigError(
-                f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
-            )
-        _check_option(name, values[name], typed)
+        said = f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
+        require(bool(values.get(name)), said)
     for name in ("debug", "ablation"):
         values.pop(name, None)
+    typed = by_key(words)
     if (values.get("init_from") or {}).get("path") and values["model"].get("_target_") == MODEL:
         from minitx.training.checkpoints import stored_shape
 
-        words = [word for word in typed if word.lstrip("+~").startswith("model.")]
         shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."))
-        chosen = {name.lstrip("+~").partition(".")[2].partition("=")[0] for name in words}
+        chosen = {name.partition(".")[2] for name in typed if name.startswith("model.")}
         values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
-    values = _without_leftovers(values, typed)
     config = from_dict(RunConfig, values)
     if config.experiment == "finetune" and config.init_from.path is None and config.model["_target_"] == MODEL:
         raise ConfigError("experiment=finetune goes on with a model: add init_from.path=FOLDER, or model=hf model.path=FOLDER")
-    from minitx.training.nodes import check_nodes, with_defaults  # which find the targets, and with them torch
-
+    nodes: dict[str, Any] = {name: _as_chosen(config, name, typed) for name in NODES if name in typed}
+    config = dataclasses.replace(config, **nodes)
     check_nodes(config)
     _check_parts(config, typed)
     return with_defaults(config)
 
 
-def _check_parts(config: RunConfig, typed: Iterable[str]) -> None:
-    """Raise a ConfigError if something was typed that a LightningModule or a LightningDataModule does by itself."""
-    from minitx.training.nodes import named_by, target_of
+def _as_chosen(config: RunConfig, group: str, typed: Mapping[str, str]) -> dict[str, Any]:
+    """Return the node of a group of which ``group=OPTION`` was typed, without the keys that an experiment sets for its own option.
 
-    names = {word.lstrip("+~").partition("=")[0]: word for word in typed}
-    of_model = [name for name in names if name.partition(".")[0] in ("objective", "optimizer", "schedule", "on_nonfinite")]
-    loading = [name for name in names if name in ("data.batch_size", "data.num_workers", "trainer.val_batch_size")]
-    for part, kind, typed_names, has in (
+    These keys belong to another option of ours. Any other key that the target does not know is kept, and refused later.
+
+    Raises:
+        ConfigError: keys of an experiment make the group something else than the option.
+    """
+    word, node, targets = typed[group], getattr(config, group), _targets(group)
+    target = targets.get(word.partition("=")[2], node["_target_"])
+    said = f"{word} was typed, but the config also says {group}._target_={node['_target_']}, which comes later"
+    require(node["_target_"] == target, f"{said}: leave out {word}, or these keys of {group}")
+    if group == "data":
+        return dict(node)
+    known = {key for target in set(targets.values()) for key in defaults(target_of({"_target_": target}, group))}
+    left = [key for key in foreign_keys(node, group) if key in known and f"{group}.{key}" not in typed]
+    if left:
+        log.info("%s: without %s, which the experiment sets for another option", group, ", ".join(left))
+    return {key: value for key, value in node.items() if key not in left}
+
+
+@cache
+def _targets(group: str) -> dict[str, str]:
+    """Return the targets of our options of a group. An option without one has that of the option which its ``defaults`` name."""
+    paths = [path for path in files("minitx.configs").joinpath(group).iterdir() if path.name.endswith(".yaml")]
+    options: dict[str, Any] = {path.name[: -len(".yaml")]: OmegaConf.create(path.read_text(encoding="utf-8")) for path in paths}
+    return {name: option.get("_target_") or options[option.defaults[0]]["_target_"] for name, option in options.items()}
+
+
+def _check_parts(config: RunConfig, typed: Mapping[str, str]) -> None:
+    """Raise a ConfigError if something was typed that a LightningModule or a LightningDataModule does by itself."""
+    of_model = [name for name in typed if name.partition(".")[0] in ("objective", "optimizer", "schedule", "on_nonfinite")]
+    loading = [name for name in typed if name in ("data.batch_size", "data.num_workers", "trainer.val_batch_size")]
+    for part, kind, names, has in (
         ("model", "LightningModule", of_model, "optimizers and losses"),
         ("data", "LightningDataModule", loading, "loaders"),
     ):
-        found = target_of(getattr(config, part), part) if typed_names else None
-        if not isinstance(found, type):
-            continue
-        import lightning.pytorch
+        found = target_of(getattr(config, part), part) if names else None
+        heard = {f"{part}.{name}" for name in parameter_names(found)}
+        unheard = [name for name in names if name not in heard]
+        if unheard and isinstance(found, type):
+            import lightning.pytorch
 
-        heard = {f"{part}.{name}" for name in named_by(getattr(config, part), part)}
-        unheard = [name for name in typed_names if name not in heard]
-        if unheard and issubclass(found, getattr(lightning.pytorch, kind)):
-            raise ConfigError(
-                f"{names[unheard[0]]} does not apply to {found.__name__}, a {kind} with {has} of its own: its arguments are {part}.NAME"
-            )
+            said = f"{typed[unheard[0]]} does not apply to {found.__name__}, a {kind} with {has} of its own"
+            require(not issubclass(found, getattr(lightning.pytorch, kind)), f"{said}: its arguments are {part}.NAME")
 
 
-def idle(config: RunConfig, typed: Iterable[str]) -> Iterator[str]:
+def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
     """Yield a sentence for each value that was typed, is not the default, and is read only beside another key."""
-    from minitx.training.nodes import with_defaults
-
     callbacks, data = config.callbacks, config.data if str(config.data["_target_"]).startswith("minitx.") else {}
     targets = [str(node["_target_"]) for node in (*config.logger.values(), *callbacks.parts.values()) if node]
     own = [name for name in targets if not name.startswith(("lightning.", "minitx.training."))]  # may read any key
@@ -136,49 +162,9 @@ def idle(config: RunConfig, typed: Iterable[str]) -> Iterator[str]:
     )
     usual = with_defaults(RunConfig(data={"_target_": config.data["_target_"]}))
     given, default = (OmegaConf.create(to_dict(each)) for each in (config, usual))
-    for word, (pattern, is_read, needed) in itertools.product(typed, rules):
-        name = word.lstrip("+~").partition("=")[0]
+    for (name, word), (pattern, is_read, needed) in itertools.product(by_key(words).items(), rules):
         if not is_read and re.fullmatch(pattern, name) and OmegaConf.select(given, name) != OmegaConf.select(default, name):
             yield f"{word} has no effect without {needed}"
-
-
-def _without_leftovers(values: dict[str, Any], typed: Iterable[str]) -> dict[str, Any]:
-    """Return the config without the keys that an experiment sets for its own option of a part, if another ``group=OPTION`` was typed.
-
-    These keys belong to another option of ours. Any other key that the target does not know is kept, and refused later.
-    """
-    from minitx.training.nodes import foreign_keys, target_of
-
-    found = dict(values)
-    words = [word.lstrip("+~").partition("=")[0] for word in typed]
-    for name in [name for name in NODES if name in words and name != "data" and is_part(values[name])]:
-        texts = [path.read_text(encoding="utf-8") for path in files("minitx.configs").joinpath(name).iterdir()]
-        options: list[Any] = [OmegaConf.create(text) for text in texts if "_target_:" in text]
-        known = {key for option in options for key in defaults(target_of(option, name))}
-        left = [key for key in foreign_keys(values[name], name) if key in known and f"{name}.{key}" not in words]
-        if left:
-            log.info("%s: without %s, which the experiment sets for another option", name, ", ".join(left))
-            found[name] = {key: value for key, value in values[name].items() if key not in left}
-    return found
-
-
-def _check_option(group: str, node: Mapping[str, Any], typed: Iterable[str]) -> None:
-    """Raise a ConfigError if ``group=OPTION`` was typed, but keys of an experiment make the group something else."""
-    chosen = [word.partition("=")[2] for word in typed if word.startswith(f"{group}=")]
-    target = _target_of_option(group, chosen[-1]) if chosen else None
-    if target and node.get("_target_") != target:
-        raise ConfigError(
-            f"{group}={chosen[-1]} was typed, but the config also says {group}._target_={node.get('_target_')}, which comes later: "
-            f"leave out {group}={chosen[-1]}, or these keys of {group}"
-        )
-
-
-def _target_of_option(group: str, name: str) -> str | None:
-    """Return the target of one of our options, which it may have from the option that its ``defaults`` name."""
-    file = files("minitx.configs").joinpath(group, f"{name}.yaml")
-    option: Any = OmegaConf.create(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    bases = [base for base in option.get("defaults", ()) if isinstance(base, str) and base != "_self_"]
-    return option.get("_target_") or next(filter(None, (_target_of_option(group, base) for base in bases)), None)
 
 
 def build_grid(found: DictConfig, words: Sequence[str]) -> AblationConfig | None:
@@ -192,9 +178,8 @@ def build_grid(found: DictConfig, words: Sequence[str]) -> AblationConfig | None
         return None
     grid = from_dict(AblationConfig, plain(node), "ablation.")
     bases = [study.base for study in grid.chosen().values()]
-    of_runs = composed(
-        [word for word in words if not word.lstrip("+~").startswith(NOT_FOR_CELLS) or all(word in base for base in bases)]
-    )
+    kept = for_cells(words)
+    of_runs = composed([word for word in words if word in kept or all(word in base for base in bases)])
     whole, theirs = (dict[str, Any](OmegaConf.to_container(config)) for config in (found, of_runs))  # type: ignore[arg-type]
     for name in sorted(set(whole) - {"experiment", "ablation", "output_dir", "seed"}):
         said = f"{name} is set beside the grid, in a file of experiment= or --config-name, and no run of the grid would have it"
@@ -215,9 +200,8 @@ def composed(words: Sequence[str]) -> DictConfig:
     ``words`` are overrides, and ``--config-dir=FOLDER`` for configs of the user's own.
     """
     register_defaults()
-    folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
     overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
-    find_own_modules(folders)
+    folders = find_own_modules(words)
     quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
     search = [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
     running = GlobalHydra.instance().hydra  # Hydra keeps one at a time
@@ -233,24 +217,20 @@ def unlisted(words: Sequence[str]) -> list[str]:
     """Return overrides that add the keys of nodes which are at the defaults of their targets, for ``--help`` and ``--cfg``."""
     found = composed(words)
     whole: Any = OmegaConf.to_container(_with_defaults(found))
-    groups = {group: whole[group] for group in GROUPS if is_part(whole.get(group))}
-    keys = {
-        f"{group}.{name}": value for group, node in groups.items() for name, value in node.items() if name not in found[group]
-    }
-    return [f"+{key}={json.dumps(value)}" for key, value in keys.items() if not isinstance(value, dict)]
+    nodes = {group: whole[group] for group in NODES if is_part(whole.get(group))}
+    added = [(group, name, node[name]) for group, node in nodes.items() for name in node if name not in found[group]]
+    return [f"+{group}.{name}={json.dumps(value)}" for group, name, value in added if not isinstance(value, dict)]
 
 
 def _with_defaults(composed: DictConfig) -> DictConfig:
     """Return a config with every key of its nodes. Interpolations are kept."""
-    from minitx.training.nodes import completed
-
     values: Any = OmegaConf.to_container(composed)
     return OmegaConf.create({name: completed(node, name) if is_part(node) else node for name, node in values.items()})
 
 
 def compose_config(words: Sequence[str]) -> RunConfig:
     """Return the config of the run ``train.py WORDS``. ``words`` are those of ``composed``."""
-    return build_config(composed(words), [word for word in words if not word.startswith(CONFIG_DIR)])
+    return build_config(composed(words), words)
 
 
 def compose_cell(words: Sequence[str]) -> RunConfig:
@@ -261,7 +241,7 @@ def compose_cell(words: Sequence[str]) -> RunConfig:
     config = copy.deepcopy(_composed_once(tuple(word for word in words if word not in late)))
     for override in OverridesParser.create().parse_overrides(late):
         OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_add())
-    return build_config(config, [word for word in words if not word.startswith(CONFIG_DIR)])
+    return build_config(config, words)
 
 
 _composed_once = cache(composed)
@@ -272,24 +252,21 @@ def compose_grid(words: Sequence[str]) -> AblationConfig | None:
     return build_grid(composed(words), words)
 
 
-def grid_config(words: Sequence[str]) -> RunConfig:
-    """Return the config of a grid's own words. Those for its runs may fit another model than this config's, and are checked there."""
-    return compose_config([word for word in words if word.lstrip("+~").startswith((CONFIG_DIR, *NOT_FOR_CELLS))])
-
-
-def find_own_modules(config_dirs: Iterable[str | Path]) -> None:
-    """Let ``_target_`` find modules in the current folder, in each folder of configs, and in the folder above it.
+def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
+    """Let ``_target_`` find modules in the current folder, in each folder of configs, and in the folder above it. Return those
+    folders of configs, which ``words``, those of ``composed``, name.
 
     They come last in ``sys.path``, so that a file of the user's never replaces a library.
 
     Raises:
         ConfigError: an option of a group in such a folder has the name of one of ours, which Hydra would take instead.
     """
-    places = [Path.cwd()]
-    for folder in config_dirs:
-        _check_names(Path(folder))
-        places += [Path(folder).absolute(), Path(folder).absolute().parent]
-    sys.path += [str(place) for place in places if str(place) not in sys.path]
+    folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
+    for place in [Path.cwd(), *(place for folder in folders for place in (folder, folder.parent))]:
+        sys.path += [str(place)] if str(place) not in sys.path else []
+    for folder in folders:
+        _check_names(folder)
+    return folders
 
 
 def _check_names(folder: Path) -> None:

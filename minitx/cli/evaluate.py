@@ -62,5 +62,5 @@ def _evaluate(config: EvaluateConfig) -> None:
     if config.output is not None:
         name = getattr(getattr(data, "task", data), "name", type(data).__name__)
         plain = {"ckpt_path": config.ckpt_path, "data": name, **found.to_dict()}
-        with writing("output", config.output):
+        with writing(config.output):
             Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.command_line import StoredConfig, key, run_program, write, writing
-from minitx.config import ConfigError
+from minitx.cli.command_line import StoredConfig, key, refusing, run_program, write, writing
 from minitx.config.schema import require
 
 if TYPE_CHECKING:
@@ -55,13 +54,9 @@ def _export(config: ExportConfig) -> None:
     if hasattr(stored.network, "save_pretrained"):  # a model of transformers
         require(config.model_type is None, "model_type is for models of minitx.nn, not for a model of transformers")
         save = _save_theirs
-    with writing("output", config.output):
-        try:
-            save(stored.network, Path(config.output), **options)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"ckpt_path={config.ckpt_path} cannot be exported: {error}") from error
-        except SafetensorError as error:  # of a full disk
-            raise ConfigError(f"output={config.output} cannot be written: {error}") from error
+    cannot = refusing(f"ckpt_path={config.ckpt_path} cannot be exported: ", (TypeError, ValueError))
+    with writing(config.output, SafetensorError), cannot:
+        save(stored.network, Path(config.output), **options)
     write(f"{config.output}\n")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.command_line import StoredConfig, key, run_program, write
+from minitx.cli.command_line import StoredConfig, key, refusing, run_program, write
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import Count, require
 
@@ -82,10 +82,8 @@ def _generate(config: GenerateConfig) -> None:
         answer(config.prompt)
         return
     for number, line in enumerate(_lines(), 1):
-        try:
+        with refusing(f"line {number} of stdin: "):
             answer(line)
-        except ConfigError as error:
-            raise ConfigError(f"line {number} of stdin: {error}") from error
 
 
 def _lines() -> Iterator[str]:

@@ -18,6 +18,7 @@ from minitx.analysis.answers import Asked, next_tokens
 from minitx.analysis.capture import Layers, attention_cores, chosen_modules
 from minitx.analysis.intervene import with_knock_outs
 from minitx.analysis.snapshot import Snapshot, take_snapshot
+from minitx.cli.command_line import refusing
 from minitx.cli.compose import find_own_modules
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import first_line, require
@@ -52,7 +53,7 @@ def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | 
     Raises:
         ConfigError: see ``load_stored``.
     """
-    find_own_modules(())
+    find_own_modules()
     return load_stored(path, trust=trust, changes=changes)
 
 
@@ -62,15 +63,10 @@ def with_attention(stored: Stored) -> nn.Module:
     Raises:
         ConfigError: it has no attention that can be shown.
     """
-    if is_of_transformers(unwrapped(stored.network)) and not attention_cores(stored.network):
-        try:
+    with refusing(f"ckpt_path={stored.path} cannot be shown: "):
+        if is_of_transformers(unwrapped(stored.network)) and not attention_cores(stored.network):
             adopt_hf(stored.network)
-        except ValueError as error:
-            raise ConfigError(f"ckpt_path={stored.path} cannot be shown: {error}") from error
-    try:
         chosen_modules(stored.network, "weights", None)
-    except ValueError as error:
-        raise ConfigError(f"ckpt_path={stored.path} cannot be shown: {error}") from error
     return stored.network
 
 
@@ -92,12 +88,10 @@ def attention_of(
     """
     device, read = next(model.parameters()).device, Caller(model).inputs(inputs.tensors)
     tensors = {name: tensor.to(device) for name, tensor in read.items() if tensor.dim()}
-    try:
-        told: dict[str, Any] = {"tokens": inputs.texts, "asked": inputs.asked, "title": title_of(model)}
+    told: dict[str, Any] = {"tokens": inputs.texts, "asked": inputs.asked, "title": title_of(model)}
+    with refusing("", (ValueError, RuntimeError, IndexError)):
         snapshot = take_snapshot(model, tensors, layers=layers, step=step, **told)
         return with_knock_outs(snapshot, model, tensors, inputs.asked) if knock_out else snapshot
-    except (ValueError, RuntimeError, IndexError) as error:
-        raise ConfigError(" ".join(str(error).split())[:300]) from error
 
 
 def check_reads_alike(
@@ -172,12 +166,12 @@ def text_inputs(
     marks = tokenizer.mark_ids
     before = [marks["cls"]] if config.head == "sequence" and "cls" in marks else []  # the class token
     rows = {SOURCE: before + encode_text(tokenizer, text, name)}
-    _check_length(config, rows[SOURCE], name)
+    _check_ids(rows[SOURCE], name, config.max_len)
     if config.architecture == "encoder_decoder":
         answer = _own_answer(model, rows[SOURCE], **options) if target is None else encode_text(tokenizer, target, "target")
         assert config.bos_id is not None
         rows[TARGET] = [config.bos_id, *answer]
-        _check_length(config, rows[TARGET], "target")
+        _check_ids(rows[TARGET], "target", config.max_len)
     tensors = {axis: torch.tensor([row]) for axis, row in rows.items()}
     axis = TARGET if TARGET in rows else SOURCE
     writes = config.architecture in ("decoder", "encoder_decoder")
@@ -188,10 +182,8 @@ def text_inputs(
 def _own_answer(model: nn.Module, ids: list[int], num_beams: int = 1, **options: Any) -> list[int]:
     """Return the answer of an encoder–decoder to ``ids``. ``options`` are those of ``generate`` and ``beam_search``."""
     write: Any = generate if num_beams == 1 else partial(beam_search, num_beams=num_beams)
-    try:
+    with refusing("target is missing, and the model's own answer cannot be had: ", (ValueError, FloatingPointError)):
         (answer,) = write(model, torch.tensor([ids], device=next(model.parameters()).device), **options)
-    except (ValueError, FloatingPointError) as error:
-        raise ConfigError(f"the model's own answer cannot be had: {error}; give it as target=TEXT") from error
     found: list[int] = answer.tolist()
     return found
 
@@ -206,15 +198,14 @@ def _id_inputs(config: TransformerConfig, text: str) -> Inputs:
     for name, numbers, size in (("ids", ids, config.vocab_size or 0), ("types", types, config.type_vocab_size or 1)):
         largest = max(numbers, default=-1)
         require(largest < size, f"text has {largest} among its {name}, which must lie in [0, {size})")
-    _check_length(config, ids, "text")
+    _check_ids(ids, "text", config.max_len)
     tensors = {SOURCE: torch.tensor([ids])} | ({TYPES: torch.tensor([types])} if config.type_vocab_size else {})
     return Inputs(tensors, {SOURCE: [key_value_texts(ids, types)]})
 
 
-def _check_length(config: TransformerConfig, ids: list[int], name: str) -> None:
+def _check_ids(ids: Sequence[int], name: str, limit: int) -> None:
     require(bool(ids), f"{name} is empty: the model needs one token at least")
-    said = f"{name} has {len(ids)} tokens, but the model reads {config.max_len} at most (max_len)"
-    require(len(ids) <= config.max_len, said)
+    require(len(ids) <= limit, f"{name} has {len(ids)} tokens, but the model reads {limit} at most")
 
 
 def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
@@ -283,10 +274,8 @@ def open_hf(path: str, name: str) -> tuple[Any, Any]:
             raise ConfigError(f"{said} has no tokenizer that transformers can read: {first_line(error)}") from error
     files = {"tokenizer.json", *tokenizer.vocab_files_names.values()}  # without them, transformers makes an empty one
     require(any((folder / file).is_file() for file in files), f"{said} has no tokenizer: none of {', '.join(sorted(files))}")
-    try:
+    with refusing(f"{said} cannot be shown: "):
         return adopt_hf(load_folder(folder)), tokenizer
-    except ValueError as error:
-        raise ConfigError(f"{said} cannot be shown: {error}") from error
 
 
 def _hf_folder(path: str, said: str) -> Path:
@@ -340,11 +329,8 @@ def hf_ids(model: Any, tokenizer: Any, text: str, name: str, *, is_target: bool 
     check_utf8(text, name)
     found = tokenizer(text_target=text) if is_target else tokenizer(text)
     ids, size = found[SOURCE], model.get_input_embeddings().num_embeddings
-    limit = getattr(model.config, "max_position_embeddings", None) or len(ids)
-    require(bool(ids), f"{name} is empty: the model needs one token at least")
-    require(max(ids, default=0) < size, f"{name} has the id {max(ids, default=0)}, but the model knows {size} tokens")
-    said = f"{name} has {len(ids)} tokens, but the model reads {limit} at most (max_position_embeddings)"
-    require(len(ids) <= limit, said)
+    _check_ids(ids, name, getattr(model.config, "max_position_embeddings", None) or len(ids))
+    require(max(ids) < size, f"{name} has the id {max(ids)}, but the model knows {size} tokens")
     return found
 
 

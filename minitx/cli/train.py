@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.command_line import check_flags, exit_code, sentence
-from minitx.cli.compose import build_config, build_grid, find_own_modules, grid_config, idle, register_defaults, unlisted
+from minitx.cli.compose import build_config, build_grid, find_own_modules, idle, register_defaults, unlisted
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.schema import require
@@ -40,10 +40,10 @@ def main() -> int:
 
     def program() -> None:
         _GRIDS.clear()
-        sys.argv[1:], config_dirs, shown = check_flags(sys.argv[1:])
-        find_own_modules(config_dirs)
-        if shown is not None:
-            sys.argv[1:1] = unlisted([*(f"{CONFIG_DIR}{folder}" for folder in config_dirs), *shown])
+        sys.argv[1:], words, is_shown = check_flags(sys.argv[1:])
+        find_own_modules(words)
+        if is_shown:
+            sys.argv[1:1] = unlisted(words)
         try:
             hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")(run_job)()
         finally:
@@ -56,10 +56,14 @@ def main() -> int:
 def run_job(composed: DictConfig) -> float | None:
     """Run one job of Hydra: a run or a grid. Return the value of ``optimized_metric`` for sweepers."""
     speak_on_the_first_rank()
-    find_own_modules(own_config_dirs())
+    words = command_words()
+    find_own_modules(words)
     try:
-        grid = build_grid(composed, command_words())
-        config = build_config(composed, typed_words()) if grid is None else grid_config(command_words())
+        grid = build_grid(composed, words)
+        if grid is None:
+            config = build_config(composed, words)
+        else:  # the other keys are for its runs, and checked there
+            config = RunConfig(experiment=composed.experiment, output_dir=composed.output_dir, seed=composed.seed)
         folder = output_folder(config, composed, grid)
         if grid is not None:
             from minitx.cli.ablate import run_ablation
@@ -67,14 +71,14 @@ def run_job(composed: DictConfig) -> float | None:
             said = f"output_dir={folder} is the folder of another grid of this sweep (-m), whose report this one would replace"
             require(folder not in _GRIDS, f"{said}: set one with ${{…}} in it, such as output_dir=runs/${{hydra:job.num}}")
             _GRIDS.add(folder)
-            run_ablation(grid, folder, command_words(), command())
+            run_ablation(grid, folder, words, command())
             return None
-        for said in () if FOLDER in os.environ else idle(config, typed_words()):
+        for said in () if FOLDER in os.environ else idle(config, words):
             require(HydraConfig.get().mode == RunMode.MULTIRUN, said)  # in a sweep another job may read it
             log.warning("job %s: %s", HydraConfig.get().job.num, said)
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
-        if not command_words() and HydraConfig.get().job.config_name == "train":
+        if not words and HydraConfig.get().job.config_name == "train":
             log.info("no arguments: this trains the default model on the King James text; train.py --help shows the choices")
         result = run_training(config, folder, command())
         log.info("%s", summary_line(result, folder))
@@ -121,28 +125,16 @@ class SweepFolder(Callback):
             is_empty = [path.name for path in folder.glob("*")] == ["multirun.yaml"]
             if is_empty:
                 (folder / "multirun.yaml").unlink()
-                here = Path.cwd()
-                made = [place for place in (folder, *folder.parents) if here in place.absolute().parents]
-                with suppress(OSError):  # a folder above it that holds something else
-                    for empty in made:
-                        empty.rmdir()
+                with suppress(OSError):  # the current folder
+                    os.removedirs(os.path.relpath(folder))  # and the empty ones above it
         return is_empty
 
 
-def own_config_dirs() -> list[str]:
-    """Return the ``--config-dir`` of this command line, if there is one."""
-    return [source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "command-line"]
-
-
-def typed_words() -> list[str]:
-    """Return the overrides of this job as they were typed, with their interpolations."""
-    found: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    return list(found)
-
-
 def command_words() -> list[str]:
-    """Return the command line of this job only, without the other jobs of a sweep."""
-    return [*(f"{CONFIG_DIR}{folder}" for folder in own_config_dirs()), *typed_words()]
+    """Return the command line of this job only, without the other jobs of a sweep, as it was typed, with its interpolations."""
+    typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    sources = HydraConfig.get().runtime.config_sources
+    return [*(f"{CONFIG_DIR}{source.path}" for source in sources if source.provider == "command-line"), *typed]
 
 
 def command() -> str:
@@ -202,8 +194,7 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
         return Path(os.environ[FOLDER])
     job = HydraConfig.get()
     sweeps = job.mode == RunMode.MULTIRUN
-    typed: Any = OmegaConf.to_container(composed, resolve=False)
-    is_shared = sweeps and config.output_dir and "${" not in str(typed["output_dir"])
+    is_shared = sweeps and config.output_dir and not OmegaConf.is_interpolation(composed, "output_dir")
     said = f"output_dir={config.output_dir} is one folder for all jobs of -m: set hydra.sweep.dir, or leave it out"
     require(not is_shared, said)
     if grid is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.command_line import StoredConfig, check_output, checkpoint_of, key, run_program, write, writing
+from minitx.cli.command_line import StoredConfig, check_output, checkpoint_of, key, refusing, run_program, write, writing
 from minitx.config import ConfigError
 from minitx.config.schema import Config, Count, Natural, require
 
@@ -25,6 +25,9 @@ USAGE = """python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value 
 python scripts/view_attention.py model=FOLDER text=TEXT [key=value ...]
 python scripts/view_attention.py --play [output=FILE]   a page to play with, without a model"""
 PLAY_USAGE = "python scripts/view_attention.py --play [output=FILE]"
+FILM = (".gif", ".png", ".webp")
+"""The endings of animated pictures."""
+
 LARGEST_PAGE = 256 * 2**20
 """In bytes. Browsers need minutes for larger pages, or fail."""
 
@@ -62,26 +65,22 @@ class ViewConfig(StoredConfig):
     @property
     def is_film(self) -> bool:
         """Return whether the output is an animated picture."""
-        return Path(self.output).suffix.lower() in (".gif", ".png", ".webp")
+        return Path(self.output).suffix.lower() in FILM
 
     def check(self) -> None:
-        require(not self.knock_out or not self.is_film, "knock_out is for a page, not for a film")
-        require(not self.head or self.is_film, f"head={self.head} is for a film, output=NAME.gif: a page shows all heads")
-        require(bool(self.ckpt_path or self.model), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
-        require(not (self.ckpt_path and self.model), "model takes the place of ckpt_path: give one of them")
-        require(
-            not (self.model and self.row is not None),
-            "row is for checkpoints: a Hugging Face folder has no data, so give text=TEXT",
-        )
-        require(not (self.model and self.trust), "trust is for checkpoints: no code of a Hugging Face folder runs")
-        require(not self.model or self.text is not None, "text is missing: give text=TEXT for the model to read")
-        require(self.compare is None or self.compare_text is None, "compare_text takes the place of compare: give one of them")
-        require(self.compare_text is None or self.text is not None, "compare_text is compared with a text: give text=TEXT, too")
-        require(self.text is None or self.row is None, f"row={self.row} takes the place of text: give one of them")
-        require(self.target is None or self.text is not None, "target belongs to a text: give text=TEXT, too")
-        is_page = Path(self.output).suffix.lower() in (".html", ".htm")
-        require(is_page or self.is_film, f"output={self.output} must end in .html, or for a film in .gif, .png or .webp")
-        check_output(self.output)
+        given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
+        require(bool(given & {"ckpt_path", "model"}), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
+        for name, other in (("model", "ckpt_path"), ("row", "text"), ("compare_text", "compare")):
+            require(not {name, other} <= given, f"{name} takes the place of {other}: give one of them")
+        for name in ("row", "trust"):
+            require(
+                not {name, "model"} <= given, f"{name} is for checkpoints: a Hugging Face folder has no data, and runs no code"
+            )
+        for name in ("model", "target", "compare_text"):
+            require(name not in given or "text" in given, f"text is missing: {name} needs text=TEXT beside it")
+        require("knock_out" not in given or not self.is_film, "knock_out is for a page, not for a film")
+        require("head" not in given or self.is_film, f"head={self.head} is for a film, output=NAME.gif: a page shows all heads")
+        check_output(self.output, ".html", ".htm", *FILM)
 
     @property
     def chosen_layers(self) -> list[int | str] | None:
@@ -101,9 +100,7 @@ class PlayConfig(Config):
     pages: str | None = key(None, "address of pages about minitx, for a link at the top; null: no link")
 
     def check(self) -> None:
-        is_page = Path(self.output).suffix.lower() in (".html", ".htm")
-        require(is_page, f"output={self.output} must end in .html")
-        check_output(self.output)
+        check_output(self.output, ".html", ".htm")
 
 
 def main() -> int:
@@ -120,7 +117,7 @@ def _play(config: PlayConfig) -> None:
 
 
 def _write_page(page: str, output: str, said: str = "") -> None:
-    with writing("output", output):
+    with writing(output):
         Path(output).write_text(page, encoding="utf-8")
     write(f"{said}{output}  {len(page.encode()) / 1e6:.2f} MB\n")
 
@@ -137,21 +134,16 @@ def _view(config: ViewConfig) -> None:
     if config.is_film:
         _write_film(config, traces)
         return
-    try:
+    with refusing():
         page = viewer_page(traces, title=title)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     _write_page(page, config.output, f"{_say(traces, 'model' if config.compare_text is None else 'text')}\n")
 
 
 def _write_film(config: ViewConfig, traces: list[Trace]) -> None:
     from minitx.analysis.film import write_film
 
-    try:
-        with writing("output", config.output):
-            steps = write_film(traces, config.output, head=config.head)
-    except ValueError as error:
-        raise ConfigError(f"output={config.output}: {error}") from error
+    with writing(config.output), refusing(f"output={config.output}: "):
+        steps = write_film(traces, config.output, head=config.head)
     write(f"{steps} steps\n{config.output}  {Path(config.output).stat().st_size / 1e6:.2f} MB\n")
 
 
@@ -167,30 +159,23 @@ def _say(traces: list[Trace], side: str) -> str:
 
 
 def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
+    from minitx.analysis.capture import chosen_names
     from minitx.analysis.snapshot import read_snapshots
     from minitx.analysis.viewer import Trace
 
     row, traces = config.row or 0, []
     for path, shown in zip(paths.values(), _names(list(paths.values())), strict=True):
-        try:
+        with refusing("without a checkpoint, the page shows what a run recorded: "):
             snapshots = read_snapshots(Path(path))
-        except ValueError as error:
-            raise ConfigError(f"{error}; or give one of its checkpoints") from error
         count = snapshots[0].num_rows
         require(row < count, f"row={row} must lie in [0, {count}), the sentences that {path} holds")
-        traces.append(Trace(shown, [_with_layers(snapshot.sentence(row), config) for snapshot in snapshots]))
+        with refusing():
+            kept = chosen_names([layer.name for layer in snapshots[0].maps], config.chosen_layers)
+        shots = [snapshot.sentence(row) for snapshot in snapshots]
+        shots = [dataclasses.replace(shot, maps=tuple(layer for layer in shot.maps if layer.name in kept)) for shot in shots]
+        traces.append(Trace(shown, shots))
         _check_size(traces[-1].snapshots[0], sum(len(trace.snapshots) for trace in traces))
     return f"Attention on recorded sentence {row}", traces
-
-
-def _with_layers(snapshot: Snapshot, config: ViewConfig) -> Snapshot:
-    from minitx.analysis.capture import chosen_names
-
-    try:
-        kept = chosen_names([layer.name for layer in snapshot.maps], config.chosen_layers)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return dataclasses.replace(snapshot, maps=tuple(layer for layer in snapshot.maps if layer.name in kept))
 
 
 # --- what models do with texts or a row

@@ -124,21 +124,15 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         ConfigError: an unknown key (the message suggests a similar one), a value of another type, or a combination that the
             dataclass does not allow. The message begins with the full key.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = hints_of(cls)  # type: ignore[arg-type]
-    rest = next((name for name, field in fields.items() if field.metadata.get("rest")), None)  # takes every further key
-    more = {key: value for key, value in values.items() if key not in fields}
-    if rest is None:
-        _check_names(more, fields, path, others=getattr(cls, "OTHER_NAMES", {}))
-    for key, value in values.items():
-        built = key in fields and is_part(value) and _is_closed(hints[key])
-        require(not built, f"{path}{key} has a _target_, but nothing is built there: give its keys or its value alone")
-    given = {key: read(hints[key], value, f"{path}{key}") for key, value in values.items() if key in fields}
+    hints, rest = hints_of(cls), None  # type: ignore[arg-type]
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        said = f"{path}{field.name} has a _target_, but nothing is built there: give its keys or its value alone"
+        require(not is_part(values.get(field.name)) or not _is_closed(hints[field.name]), said)
+        rest = field.name if field.metadata.get("rest") else rest  # takes every further key
+    more = {key: value for key, value in values.items() if rest is not None and key not in hints}
+    given = read_call(cls, {key: value for key, value in values.items() if key not in more}, path)
     if rest is not None:
         given[rest] = {**given.get(rest, {}), **read(hints[rest], more, path.rstrip("."))}
-    for name, field in fields.items():
-        if field.default is field.default_factory is dataclasses.MISSING:
-            require(name in values, f"{path}{name} is missing")
     try:
         return cls(**given)
     except ConfigError as error:
@@ -150,11 +144,8 @@ def _is_closed(hint: Any) -> bool:
     parts = [part for part in get_args(hint) if not isinstance(part, Bound)]
     if get_origin(hint) in (Annotated, tuple, *UNIONS):
         return all(map(_is_closed, parts))
-    return (
-        get_origin(hint) is Literal
-        or hint in (int, float, bool, str, types.NoneType, Ellipsis)
-        or dataclasses.is_dataclass(hint)
-    )
+    is_plain = hint in (int, float, bool, str, types.NoneType, Ellipsis) or get_origin(hint) is Literal
+    return is_plain or dataclasses.is_dataclass(hint)
 
 
 def read_call(
@@ -187,23 +178,17 @@ def read_call(
         return {parameters[0].name: from_dict(cls, values, path)}
     hints = hints_of(target)
     named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-        _check_names(values, named, path, beside)
+    takes_any, others = any(one.kind is one.VAR_KEYWORD for one in parameters), getattr(target, "OTHER_NAMES", {})
+    for key in () if takes_any else values:
+        if key in others:
+            raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
+        if key not in named:
+            names = [*named, *beside]
+            raise ConfigError(f"{path}{key} is not a key{nearest(key, names, path) or '; allowed here: ' + ', '.join(names)}")
     for name, one in named.items():
         known = given is None or one.default is not one.empty or name in values or name in given
         require(known, f"{path}{name} is missing")
     return {name: read(hints.get(name, Any), value, f"{path}{name}") for name, value in values.items()}
-
-
-def _check_names(
-    keys: Iterable[str], allowed: Iterable[str], path: str, beside: Sequence[str] = (), others: Mapping[str, str] = {}
-) -> None:
-    known = [*allowed, *beside]
-    for key in keys:
-        if key in others:
-            raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
-        if key not in allowed:
-            raise ConfigError(f"{path}{key} is not a key{nearest(key, known, path) or '; allowed here: ' + ', '.join(known)}")
 
 
 def read(hint: Any, value: Any, key: str) -> Any:
@@ -221,7 +206,7 @@ def read(hint: Any, value: Any, key: str) -> Any:
     if hint is tuple or origin is tuple:
         return _read_tuple(parts or (Any, ...), value, key)
     if origin is Mapping:
-        require(isinstance(value, Mapping), f"{key}={_shown(value)!s:.60} must be a group of keys")
+        require(isinstance(value, Mapping), f"{key}={shown(value)!s:.60} must be a group of keys")
         names = [*map(str, value)]  # YAML reads 0.001 and "0.001" as two names
         twice = next((name for name in names if names.count(name) > 1), None)
         require(twice is None, f"{key} has {twice} twice")
@@ -229,7 +214,7 @@ def read(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if isinstance(value, typing.cast(type, hint)):
             return value
-        require(isinstance(value, Mapping), f"{key}={_shown(value)!s:.60} must be a group of keys")
+        require(isinstance(value, Mapping), f"{key}={shown(value)!s:.60} must be a group of keys")
         return from_dict(typing.cast(type, hint), value, f"{key}.")
     return _read_plain(hint, value, key)
 
@@ -242,7 +227,7 @@ def _read_bounded(hint: Any, bound: Any, value: Any, key: str) -> Any:
     except ConfigError:
         if get_origin(hint) not in UNIONS:  # the bound of a union says all that is wanted
             raise
-    require(bound.holds(value), f"{key}={_shown(value)} must {bound.wanted}")
+    require(bound.holds(value), f"{key}={shown(value)} must {bound.wanted}")
     return value
 
 
@@ -268,9 +253,9 @@ def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
 
 
 def _read_tuple(parts: tuple[Any, ...], value: Any, key: str) -> tuple[Any, ...]:
-    require(isinstance(value, list | tuple), f"{key}={_shown(value)} must be a list")
+    require(isinstance(value, list | tuple), f"{key}={shown(value)} must be a list")
     hints = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
-    require(len(value) == len(hints), f"{key}={_shown(value)} must have {len(hints)} entries")
+    require(len(value) == len(hints), f"{key}={shown(value)} must have {len(hints)} entries")
     return tuple(read(hint, entry, f"{key}[{i}]") for i, (hint, entry) in enumerate(zip(hints, value, strict=True)))
 
 
@@ -293,11 +278,14 @@ def _wrong(options: Iterable[Any], value: Any, key: str) -> ConfigError:
     wanted = f"must be {' or '.join(filter(None, kinds)) or 'another'}"
     if value is None:
         return ConfigError(f"{key}=null is not allowed: it {wanted}")
-    return ConfigError(f"{key}={_shown(value)!s:.60} {wanted}, got {type(value).__name__}")
+    return ConfigError(f"{key}={shown(value)!s:.60} {wanted}, got {type(value).__name__}")
 
 
-def _shown(value: Any) -> Any:
-    return "null" if value is None else list(value) if isinstance(value, tuple) else value
+def shown(value: Any) -> Any:
+    """Return a value as it is written in YAML, for messages."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
@@ -306,11 +294,12 @@ def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
     require(value in allowed, f"{key}={value} is not allowed: one of {words}{nearest(value, allowed)}")
 
 
-def needs(config: Any, name: str, other: str, *values: str, verb: str = "needs") -> None:
+def needs(config: Any, name: str, other: str, *values: str) -> None:
     """Raise a ConfigError if the field ``name`` is not at its default although the field ``other`` is none of ``values``."""
     value, found = getattr(config, name), getattr(config, other)
     is_default = value == type(config).__dataclass_fields__[name].default
-    require(is_default or found in values, f"{name}={value} {verb} {other}={' or '.join(values)}, got {other}={found}")
+    said = f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(found)}"
+    require(is_default or found in values, said)
 
 
 def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
@@ -345,16 +334,12 @@ def to_dict(config: Any) -> Any:
 
 def defaults(target: Any) -> dict[str, Any]:
     """Return the defaults of a dataclass, or of the parameters of a function, as plain data. A key that must be given is ``???``."""
-    found: dict[str, Any] = {}
     target = config_class_of(target) or target
-    if dataclasses.is_dataclass(target):
-        for field in dataclasses.fields(target):
-            if field.default_factory is not dataclasses.MISSING:
-                found |= {} if field.metadata.get("rest") else {field.name: to_dict(field.default_factory())}
-            else:
-                found[field.name] = "???" if field.default is dataclasses.MISSING else to_dict(field.default)
-        return found
-    for name, one in inspect.signature(target).parameters.items():
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
-            found[name] = "???" if one.default is one.empty else to_dict(one.default)
-    return found
+    parameters = inspect.signature(target).parameters.values()
+    found = {one.name: one.default for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    for field in dataclasses.fields(target) if dataclasses.is_dataclass(target) else ():
+        if field.metadata.get("rest"):
+            del found[field.name]
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return {name: "???" if value is inspect.Parameter.empty else to_dict(value) for name, value in found.items()}

@@ -19,7 +19,9 @@ from minitx.config.schema import (
     Positive,
     is_part,
     nearest,
+    needs,
     require,
+    shown,
 )
 
 IGNORED = -100
@@ -109,25 +111,20 @@ class StopAtConfig(Config):
         check_limit(self.metric, self.value)
 
 
+_SAME = "accelerator deterministic devices max_epochs max_steps num_nodes plugins precision profiler strategy"
 REPLACED = {
-    **{
-        name: f"trainer.{name}"
-        for name in ("accelerator", "devices", "num_nodes", "strategy", "precision", "plugins", "profiler")
-    },
-    **{name: f"trainer.{name}" for name in ("deterministic", "max_steps", "max_epochs")},
-    **{
-        "logger": "logger",
-        "callbacks": "callbacks",
-        "default_root_dir": "output_dir",
-        "enable_progress_bar": "callbacks.progress",
-    },
-    **{
-        "accumulate_grad_batches": "trainer.accumulate",
-        "gradient_clip_val": "trainer.clip",
-        "overfit_batches": "trainer.overfit",
-    },
-    **{"val_check_interval": "trainer.val_every", "limit_val_batches": "trainer.val_batches"},
-    **{"log_every_n_steps": "trainer.log_every", "enable_checkpointing": "trainer.ckpt_every"},
+    "accumulate_grad_batches": "trainer.accumulate",
+    "callbacks": "callbacks",
+    "default_root_dir": "output_dir",
+    "enable_checkpointing": "trainer.ckpt_every",
+    "enable_progress_bar": "callbacks.progress",
+    "gradient_clip_val": "trainer.clip",
+    "limit_val_batches": "trainer.val_batches",
+    "log_every_n_steps": "trainer.log_every",
+    "logger": "logger",
+    "overfit_batches": "trainer.overfit",
+    "val_check_interval": "trainer.val_every",
+    **{name: f"trainer.{name}" for name in _SAME.split()},
 }
 """Arguments of Lightning's Trainer that are not allowed in ``trainer.extra``, and the keys that take their place."""
 
@@ -216,16 +213,12 @@ class TrainerConfig(Config):
     def check(self) -> None:
         for name, node in {"profiler": self.profiler, **{f"plugins[{i}]": node for i, node in enumerate(self.plugins)}}.items():
             require(not isinstance(node, Mapping) or is_part(node), f"{name}={node} has no _target_, which names a class")
-        named = not self.shard or self.strategy == "sharded"
-        require(named, f"shard={list(self.shard)} needs strategy=sharded, got strategy={self.strategy}")
+        needs(self, "shard", "strategy", "sharded")
         for name in sorted(set(REPLACED) & set(self.extra)):
             raise ConfigError(f"extra.{name}={self.extra[name]} cannot be given here: use {REPLACED[name]}")
         if self.max_epochs is None:
-            for name, value in {
-                "max_steps": self.max_steps or 1000,
-                "val_every": 250 if self.val_every is None else self.val_every,
-            }.items():
-                object.__setattr__(self, name, value)
+            object.__setattr__(self, "max_steps", self.max_steps or 1000)
+            object.__setattr__(self, "val_every", 250 if self.val_every is None else self.val_every)
 
     @property
     def world_size(self) -> int:
@@ -358,12 +351,10 @@ class InitFrom(Config):
 
     def check(self) -> None:
         require(self.path != "", "path= must name a checkpoint or a model folder")
-        for name in ("overrides", "ignore", "fold_scale") if self.path is None else ():
+        for name in ("overrides", "ignore", "fold_scale"):
             value = getattr(self, name)
-            require(
-                not value,
-                f"{name}={str(value).lower() if value is True else value} needs init_from.path, the weights to start from",
-            )
+            said = f"{name}={shown(value)} needs init_from.path, the weights to start from"
+            require(self.path is not None or not value, said)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,12 @@ SCALE_WORDS = ("inv_sqrt", "unscaled", "inv", "learned", "log_length")
 
 
 def _is_scale(scale: object) -> bool:
-    if isinstance(scale, str) and scale not in SCALE_WORDS:
-        try:
-            evaluate_factor(scale, head_dim=2**20)
-        except (ConfigError, OverflowError):
-            return False
+    if scale in SCALE_WORDS:
         return True
-    return scale in SCALE_WORDS or (isinstance(scale, float) and math.isfinite(scale))
+    try:
+        return isinstance(scale, str | float) and math.isfinite(evaluate_factor(scale, head_dim=2**20))
+    except (ConfigError, OverflowError):
+        return False
 
 
 Scale = Annotated[
@@ -53,10 +52,27 @@ _BELONG_TO = {
     ("position", "rotary"): ["rotary_base", "rotary_interleaved", "rotary_scaling", "rotary_original_len"],
     ("position", "learned", "sinusoidal"): ["position_offset"],
     ("position", "t5"): ["num_buckets", "max_distance"],
+    ("rotary_scaling", "linear", "ntk", "yarn", "llama3"): ["rotary_factor"],
     ("rotary_scaling", "yarn", "llama3"): ["rotary_low", "rotary_high"],
     ("qk_norm", "rms", "layer", "l2"): ["qk_norm_eps"],
 }
 """Fields that have an effect only beside some values of another field."""
+
+_LIMITS: Mapping[tuple[str, ...], Mapping[str, tuple[tuple[str | bool | None, ...], str]]] = {
+    ("attention", "linear", "performer", "linformer"): {
+        "architecture": (("decoder", "encoder", "vision"), "it has one set of keys, and a source needs another"),
+        "window": ((None,), "it hides no key from a query"),
+        "position": (("learned", "sinusoidal", "rotary", "none"), "it never holds the scores of keys, to which this adds"),
+    },
+    ("attention", "linformer"): {"architecture": (("encoder", "vision"), "its slots mix all positions, so it is not causal")},
+    ("attention", "linear", "performer"): {"sinks": ((False,), "it has no softmax over keys")},
+    ("architecture", "vision"): {
+        "head": (("sequence", "none"), "its head is sequence or none"),
+        "position": (("learned", "none"), "its patches have position=learned or none"),
+        "window": ((None,), "it counts neighbours in a row, which patches of a picture are not"),
+    },
+}
+"""What else a field must be beside some values of another field, and why. Some of it would show only in the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,55 +258,22 @@ class TransformerConfig(Config):
     patch_size: Count = 2
 
     def check(self) -> None:
-        self._check_heads()
-        self._check_patterns()
-        self._check_attention()
-        self._check_architecture()
-        stretched = self.rotary_factor != 1.0 and self.rotary_scaling is None
-        require(not stretched, f"rotary_factor={self.rotary_factor} needs rotary_scaling, got rotary_scaling=null")
-
-    def _check_heads(self) -> None:
         require(
             self.head_dim is not None or self.embed_dim % self.num_heads == 0,
             f"embed_dim={self.embed_dim} is not divisible by num_heads={self.num_heads}; "
             "choose another number of heads or set head_dim",
         )
         require(self.num_heads % self.kv_heads == 0, f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
-
-    def _check_patterns(self) -> None:
         for name in ("window", "rotary_base", "rotary_factor"):
             require(getattr(self, name) != (), f"{name}=[] is a pattern over the layers: it needs an entry")
-
-    def _check_attention(self) -> None:
-        """What an efficient core cannot do. Some of it would show only in the first step."""
-        kind = self.attention
-        if kind in ("exact", "additive") or isinstance(kind, Mapping):
-            return
-        cross = self.architecture == "encoder_decoder"
-        require(
-            not cross, f"attention={kind} has one set of keys, and architecture=encoder_decoder needs another for its source"
-        )
-        mixes = kind == "linformer" and self.architecture == "decoder"
-        require(
-            not mixes, "attention=linformer is not causal: its slots mix all positions, so architecture=decoder cannot use it"
-        )
-        require(
-            self.window is None, f"window={self.window} has no meaning with attention={kind}, which hides no key from a query"
-        )
-        biased = self.position in ("alibi", "t5")
-        require(not biased, f"position={self.position} adds to the scores of keys, which attention={kind} never holds")
-        require(not self.sinks or kind == "linformer", f"sinks=True has no meaning with attention={kind}")
-
-    def _check_architecture(self) -> None:
         for (other, *values), names in _BELONG_TO.items():
             for name in names:
-                needs(self, name, other, *values, verb="belongs to")
-        if self.architecture != "vision":
-            return
-        for name, fitting in {"head": ("sequence", "none"), "position": ("learned", "none")}.items():
-            value = getattr(self, name)
-            require(value in fitting, f"{name}={value} must be {' or '.join(fitting)} with architecture=vision")
-        require(self.window is None, f"window={self.window} counts neighbours in a row, which patches of a picture are not")
+                needs(self, name, other, *values)
+        for (other, *values), limits in _LIMITS.items():
+            kind = getattr(self, other)
+            for name, (possible, why) in limits.items():
+                fits = kind not in values or getattr(self, name) in possible
+                require(fits, f"{name}={getattr(self, name)} does not go with {other}={kind}: {why}")
         whole = self.image_size is None or self.image_size % self.patch_size == 0
         require(whole, f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
 

@@ -45,8 +45,8 @@ def test_an_exported_run_has_the_ids_the_logits_and_the_text_of_the_checkpoint(c
     assert written[0]["generated_text"] in (said.strip("\n"), f"In the{said.strip(chr(10))}")
 
 
-def test_the_readme_says_what_the_run_knows(output, last, runs, place):
-    output("export", last("text"), "output=out")
+def test_the_readme_of_a_runs_folder_says_what_the_run_knows(output, runs, place):
+    output("export", f"ckpt_path={runs / 'text'}", "output=out")
     text = (place / "out" / "README.md").read_text(encoding="utf-8")
     for words in ("20 steps", "text.txt", "validation loss", "GPT2LMHeadModel", "AutoModelForCausalLM.from_pretrained"):
         assert words in text

@@ -96,21 +96,20 @@ def test_conversations_are_written_with_the_template_of_the_folder_of_the_model(
     assert (said.code, said.err) == (0, "")
 
 
-def exported_and_trained(output, place):
-    """The exported model, the network of the run, and ids for both. Their logits are equal."""
+@pytest.mark.parametrize("more", [
+    "", "model.adopt=true model.lora=2", "model.adopt=true model.scale=20", "model.adopt=true model.scale=20 model.lora=2",
+    "model.adopt=true model.scale=20 model.fold_scale=true",
+])  # fmt: skip
+def test_a_model_as_it_is_is_exported_as_its_own_library_saves_it(cli, output, theirs, place, more):
+    assert cli(*as_it_is(theirs, *more.split())).code == 0
     output("export", f"ckpt_path={LAST}", "output=out")
     network, tokenizer, _ = load_model(LAST)
     ids = torch.tensor([tokenizer.encode("the Word was God").tolist()])
     again = transformers.AutoModelForCausalLM.from_pretrained(place / "out").eval()
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, network(input_ids=ids).logits, rtol=0, atol=1e-5)
-    return again, network, ids
-
-
-@pytest.mark.parametrize("more", [[], ["model.adopt=true", "model.lora=2"]], ids=["plain", "adopted with LoRA"])
-def test_a_model_as_it_is_is_exported_as_its_own_library_saves_it(cli, output, theirs, place, more):
-    assert cli(*as_it_is(theirs, *more)).code == 0
-    _, _, ids = exported_and_trained(output, place)
+        if "scale=20" in more and "fold_scale" not in more:  # whose scores are tiny
+            assert (again(ids).logits - release_hf(network)(input_ids=ids).logits).abs().max() > 1e-4
     assert transformers.AutoTokenizer.from_pretrained(place / "out")("the Word was God").input_ids == ids[0].tolist()
     assert "lora" not in (place / "out" / "config.json").read_text()
     assert "GPT2LMHeadModel" in (place / "out" / "README.md").read_text()
@@ -128,15 +127,6 @@ def test_an_exported_model_keeps_the_special_tokens_and_the_template_of_the_fold
     assert (found.pad_token, found.unk_token) == tuple(sorted(known)[40:42])
     assert found.mask_token is None and found.chat_template == "{{ messages }}"
     assert len({len(row) for row in found(["the Word", "God"], padding=True).input_ids}) == 1
-
-
-@pytest.mark.parametrize("more", [[], ["model.fold_scale=true"], ["model.lora=2"]], ids=["set", "folded", "with LoRA"])
-def test_another_score_scale_is_folded_into_the_weights_that_are_exported(cli, output, theirs, place, more):
-    assert cli(*as_it_is(theirs, "model.adopt=true", "model.scale=20", *more)).code == 0
-    again, network, ids = exported_and_trained(output, place)
-    if "model.fold_scale=true" not in more:  # whose scores are tiny
-        with torch.no_grad():
-            assert (again(ids).logits - release_hf(network)(input_ids=ids).logits).abs().max() > 1e-4
 
 
 def test_keys_on_the_command_line_win_over_those_in_the_folder(cli, assert_refused, theirs):

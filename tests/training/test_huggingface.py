@@ -246,7 +246,7 @@ def test_what_cannot_be_had_of_a_model_is_one_sentence_and_leaves_no_folder(more
 
 
 def test_from_python_a_switch_is_no_rank_either(folders):
-    with pytest.raises(ConfigError, match="lora=True must be"):
+    with pytest.raises(ConfigError, match="lora=true must be"):
         pretrained_hf(str(folders / "llama"), lora=True)
     for values in ({"r": True}, {"lora_alpha": 0}, {"lora_dropout": 1.5}):
         with pytest.raises(ConfigError, match=f"^{next(iter(values))}="):

@@ -58,7 +58,7 @@ WRONG = [
     ("objective", {"label_smooth": 0.1}, "objective.label_smooth is not a key (did you mean objective.label_smoothing?)"),
     ("objective", {"label_smoothing": 1}, "objective.label_smoothing=1.0 must lie in [0, 1)"),
     ("optimizer", {"momentun": 0.9}, "optimizer.momentun is not a key (did you mean optimizer.momentum?)"),
-    ("optimizer", {"momentum": True}, "optimizer.momentum=True must be a number, got bool"),
+    ("optimizer", {"momentum": True}, "optimizer.momentum=true must be a number, got bool"),
     ("schedule", {"warmup": 3}, "schedule.warmup is not a key (did you mean schedule.warmup_steps?)"),
     ("schedule", {"warmup_steps": -1}, "schedule.warmup_steps=-1 must be zero or more, and finite"),
 ]
