@@ -13,11 +13,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Row, compare, exact, parser, peak, ratio_interval, row, seconds_of, write
+from harness import Row, compare, exact, measure, parser, peak, ratio_interval, row, seconds_of
 from peers import TorchModel, hugging_face_encoder, loss_of
 from torch import Tensor, nn
 
@@ -31,27 +32,25 @@ Work = Callable[[], object]
 CALLS = 12  # under one mask, as in the layers of a model
 
 
-def work(tensors: list[Tensor], options: dict[str, Any], backend: str, calls: int = 1) -> Work:
+def work(call: Callable[[], Tensor], calls: int = 1) -> Work:
     """Calls, with a backward pass where the tensors ask for it."""
 
     def run() -> None:
         for _ in range(calls):
-            out = attention(*tensors, **options, backend=backend)
+            out = call()
             if out.requires_grad:
                 out.sum().backward()
 
     return run
 
 
-def fused(
-    pairs: int, shape: tuple[int, ...], wanted: dict[str, str | None], dtype: torch.dtype = torch.float32
-) -> Iterator[Row]:
+def fused(pairs: int, shape: tuple[int, ...], wanted: dict[str, str], dtype: torch.dtype = torch.float32) -> Iterator[Row]:
     """P5, each backend of ``wanted`` on (B, H, L, D)."""
     tensors = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
-    math_ = work(tensors, {"is_causal": True}, "math")
+    math_ = work(partial(attention, *tensors, is_causal=True, backend="math"))
     label = f"causal, {shape[2]} tokens, forward and backward"
     for backend, speed in wanted.items():
-        ours = work(tensors, {"is_causal": True}, backend)
+        ours = work(partial(attention, *tensors, is_causal=True, backend=backend))
         found = compare(math_, ours, pairs=pairs)
         yield row("P5", f"{backend} over math, speed", label, found, speed)
         yield row("P5", f"{backend} over math, peak memory", label, exact(peak(ours) / peak(math_)), "<= 0.125")
@@ -70,11 +69,9 @@ def documents(n: int) -> Documents:
 
 # name of a kind of call -> (sizes that differ from 4 rows of 4 heads of 32 with gradients, n queries and n keys; options)
 Kind = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
+CAUSAL = {"is_causal": True}
 KINDS: dict[str, Kind] = {
-    **{
-        f"causal {n}": ({"n": n, "B": max(1, min(16, 4096 // n))}, lambda: {"is_causal": True})
-        for n in (16, 64, 256, 1024, 2048)
-    },
+    **{f"causal {n}": ({"n": n, "B": max(1, min(16, 4096 // n))}, lambda: CAUSAL) for n in (16, 64, 256, 1024, 2048)},
     "full 512": ({"n": 512}, dict),
     **{f"padded {n}": ({"n": n}, lambda n=n: {"attn_mask": lengths(n)}) for n in (128, 512)},
     "documents 512": ({"n": 512}, lambda: {"attn_mask": documents(512), "is_causal": True}),
@@ -84,11 +81,11 @@ KINDS: dict[str, Kind] = {
     },
     "alibi 512": ({"n": 512}, lambda: {"attn_bias": ALiBi(4), "is_causal": True}),
     **{f"t5 {n}": ({"n": n, "B": b}, lambda: {"attn_bias": T5RelativeBias(4)}) for n, b in ((128, 4), (1024, 1))},
-    "grouped 512": ({"n": 512, "Hkv": 1}, lambda: {"is_causal": True}),
+    "grouped 512": ({"n": 512, "Hkv": 1}, lambda: CAUSAL),
     **{f"dropout {n}": ({"n": n}, lambda: {"dropout_p": 0.1, "is_causal": True}) for n in (64, 512)},
     **{f"soft-cap {n}": ({"n": n, "B": b}, lambda: {"softcap": 30.0, "is_causal": True}) for n, b in ((128, 4), (1024, 1))},
-    "wide values 512": ({"n": 512, "Dv": 64}, lambda: {"is_causal": True}),
-    "no gradient 512": ({"n": 512, "grad": False}, lambda: {"is_causal": True}),
+    "wide values 512": ({"n": 512, "Dv": 64}, lambda: CAUSAL),
+    "no gradient 512": ({"n": 512, "grad": False}, lambda: CAUSAL),
     "cross 64 to 512, padded": ({"n": 512, "L": 64}, lambda: {"attn_mask": lengths(512)}),
     "decoding 1 of 512, padded": ({"n": 512, "L": 1, "grad": False}, lambda: {"attn_mask": lengths(512)}),
     "decoding 1 of 512, sinks": ({"n": 512, "L": 1, "grad": False}, lambda: {"sinks": torch.zeros(4), "is_causal": True}),
@@ -109,9 +106,10 @@ def rounds_of(kind: Kind, rounds: int, block: float, dtype: torch.dtype) -> tupl
     reports = [report for report in explain(*tensors, **options) if report.can]
     runs = {}
     for name in (report.name for report in reports):
-        work(tensors, options, name)()
-        times = max(1, math.ceil(block / min(seconds_of(work(tensors, options, name)) for _ in range(3))))
-        runs[name] = (work(tensors, options, name, times), times)
+        call = partial(attention, *tensors, **options, backend=name)
+        work(call)()
+        times = max(1, math.ceil(block / min(seconds_of(work(call)) for _ in range(3))))
+        runs[name] = (work(call, times), times)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(rounds):
         for name in list(runs)[:: 1 if index % 2 == 0 else -1]:
@@ -140,36 +138,26 @@ def choice(pairs: int, words: str = "", dtype: torch.dtype = torch.float32) -> I
         found[name] = {"auto": auto, "best": best, "median": statistics.median(ratios), "ratios": ratios, "seconds": medians}
     columns = zip(*(one["ratios"] for one in found.values()), strict=True)
     means = [math.exp(statistics.fmean(map(math.log, column))) for column in columns]
-    yield row(
-        "P6", "regret of auto, geometric mean", f"{len(found)} kinds of call", ratio_interval(means), "<= 1.03", kinds=found
-    )
-    worst = max(found, key=lambda name: found[name]["median"])
+    label, worst = f"{len(found)} kinds of call", max(found, key=lambda name: found[name]["median"])
+    yield row("P6", "regret of auto, geometric mean", label, ratio_interval(means), "<= 1.03", kinds=found)
     interval = ratio_interval(found[worst]["ratios"])
-    yield row("P6", "regret of auto, the worst kind", f"{len(found)} kinds of call", interval, None, "lower", kind=worst)
+    yield row("P6", "regret of auto, the worst kind", label, interval, None, "lower", kind=worst)
 
 
-def under_a_mask(tensors: list[Tensor], key_mask: Tensor, kernel: Callable[..., Tensor] | None) -> Work:
-    """Calls of ours under one causal and padded mask, or of torch's bare ``kernel`` with the same mask as a dense tensor."""
-    L = key_mask.shape[1]
-    dense = (Causal() & Padding(key_mask)).dense(L, L).clone()
-
-    def run() -> None:
-        mask = Causal() & Padding(key_mask)
-        for _ in range(CALLS):
-            out = attention(*tensors, mask) if kernel is None else kernel(*tensors, attn_mask=dense)
-            if out.requires_grad:
-                out.sum().backward()
-
-    return run
+def under_a_mask(tensors: list[Tensor], key_mask: Tensor) -> None:
+    """Calls of ours under one causal and padded mask."""
+    work(partial(attention, *tensors, Causal() & Padding(key_mask)), CALLS)()
 
 
-def masked(pairs: int, shapes: tuple[tuple[int, ...], ...]) -> Iterator[Row]:
-    """P6, under a mask: ours hides NaN in padding and gives zero for empty rows."""
-    for B, H, L, D in shapes:
+def masked(pairs: int) -> Iterator[Row]:
+    """P6, under a mask: ours hides NaN in padding and gives zero for empty rows; torch's bare kernel gets a dense tensor."""
+    for B, H, L, D in ((4, 8, 128, 32), (4, 8, 256, 32), (2, 8, 512, 64), (1, 8, 1024, 64)):
         key_mask = torch.arange(L)[None] < torch.linspace(L // 2, L, B).long()[:, None]
+        dense = (Causal() & Padding(key_mask)).dense(L, L).clone()
         for backward in (False, True):
             tensors = [torch.randn(B, H, L, D, requires_grad=backward) for _ in range(3)]
-            bare, ours = (under_a_mask(tensors, key_mask, kernel) for kernel in (F.scaled_dot_product_attention, None))
+            bare = work(partial(F.scaled_dot_product_attention, *tensors, attn_mask=dense), CALLS)
+            ours = partial(under_a_mask, tensors, key_mask)
             label = f"B, H, L, D = {B}, {H}, {L}, {D}, forward{' and backward' * backward}"
             what = "causal and padded over torch's kernel with the dense mask"
             yield row("P6", what, label, compare(bare, ours, pairs=pairs), "<= 1.10")
@@ -209,45 +197,32 @@ def epoch(model: nn.Module, batches: list[dict[str, Tensor]]) -> Work:
     return train
 
 
-def ragged(pairs: int, width: int, batches: int, longest: int = 128, size: int = 32) -> Iterator[Row]:
+def ragged(pairs: int, batches: int = 2, longest: int = 128, size: int = 32) -> Iterator[Row]:
     """P7; ``size`` rows in a batch."""
-    shape = partial(TransformerConfig, vocab_size=2048, embed_dim=width, num_heads=4, num_layers=4, max_len=longest)
-    config = shape(architecture="encoder", norm_position="post", embed_norm=True, tie_embeddings=False)
+    shape = {"vocab_size": 2048, "embed_dim": 128, "num_heads": 4, "num_layers": 4, "max_len": longest}
+    config = TransformerConfig(**shape, architecture="encoder", norm_position="post", embed_norm=True, tie_embeddings=False)  # type: ignore[arg-type]
     share = torch.distributions.Beta(0.8, 1.2).sample((size * batches,))
     rows = [torch.randint(1, 2048, (int(n),)) for n in (share * longest).ceil().clamp(1, longest)]
     alike, sorted_ = ([padded(all_[i : i + size]) for i in range(0, len(rows), size)] for all_ in (rows, sorted(rows, key=len)))
     tokens = sum(map(len, rows))
     fill = tokens / sum(batch["key_mask"].numel() for batch in alike)
     others = {"nn.TransformerEncoder": TorchModel(config), "transformers' BERT": hugging_face_encoder(config)}
+    ways = {"packed": ([packed(batch) for batch in alike], ">= 1.8"), "bucketed": (sorted_, None)}
+    label = f"rows of 1 to {longest} tokens, about 40 % full"
     for name, theirs in others.items():
-        for how, ours in {"packed": [packed(batch) for batch in alike], "bucketed": sorted_}.items():
+        for how, (ours, wanted) in ways.items():
             found = compare(epoch(theirs, alike), epoch(build_model(config), ours), pairs=pairs)
             known = {"tokens_per_second": round(tokens / found["seconds"][1]), "fill": fill}
-            what = f"real tokens/s over {name}, ours {how}"
-            yield row(
-                "P7",
-                what,
-                f"rows of 1 to {longest} tokens, about 40 % full",
-                found,
-                ">= 1.8" if how == "packed" else None,
-                **known,
-            )
+            yield row("P7", f"real tokens/s over {name}, ours {how}", label, found, wanted, **known)
 
 
 def main() -> None:
-    parse = parser(__doc__, ("P5", "P6", "P7"))
-    parse.add_argument("--quick", action="store_true", help="small sizes: does it run?")
-    given = parse.parse_args()
-    torch.manual_seed(0)
-    shapes = ((4, 8, 128, 32), (4, 8, 256, 32), (2, 8, 512, 64), (1, 8, 1024, 64))
-    length, kinds, shapes, width = (128, "causal 16", shapes[:1], 32) if given.quick else (1024, "", shapes, 128)
-    wanted: dict[str, str | None] = {"sdpa": ">= 2.5", "chunked": ">= 2.5"}
-    parts: dict[str, Callable[[], Iterator[Row]]] = {
-        "P5": lambda: fused(given.pairs, (4, 8, length, 32), wanted),
-        "P6": lambda: (one for rows in (choice(given.pairs, kinds), masked(given.pairs, shapes)) for one in rows),
-        "P7": lambda: ragged(given.pairs, width, 1 if given.quick else 2),
-    }
-    write("attention", [one for target in given.only for one in parts[target]()])
+    given = parser(__doc__, ("P5", "P6", "P7")).parse_args()
+    measure("attention", given, {
+        "P5": lambda: fused(given.pairs, (4, 8, 1024, 32), {"sdpa": ">= 2.5", "chunked": ">= 2.5"}),
+        "P6": lambda: chain(choice(given.pairs), masked(given.pairs)),
+        "P7": lambda: ragged(given.pairs),
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The loader, over two other ways to the same rows of the same tokens: nanoGPT's `
 comments say (the file mapped again for every batch, a slice for each row cast to int64 and stacked), and Hugging Face ``datasets`` in
 torch format, random rows through a ``DataLoader``. All give int64 inputs and labels of the same shape; nobody has workers.
 
-P13: a text of ``--megabytes``, made by repeating and shuffling the lines of a text at hand, through ``scripts/train.py data=text
+P13: a text of ``--megabytes``, made by repeating and shuffling the lines of the King James text, through ``scripts/train.py data=text
 data.tokenizer=bpe``, over a text of 1 MB. What the first start takes more than the second is tokenising: learning, encoding, counting.
 """
 
@@ -16,13 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from harness import ROOT, Row, compare, compared, exact, parser, row, turns, write
+from harness import ROOT, Row, compare, compared, exact, measure, parser, row, turns
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -31,20 +32,14 @@ from minitx.data.corpus import corpus_stem, data_dir, read_text
 from minitx.data.datamodule import DataModule
 
 SIZES = ((12, 64), (64, 256))  # rows, tokens a row
-BATCHES = 20  # in a piece of work, so that the clock counts nothing
 WATCHED = """
 import resource, subprocess, sys
 done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 sys.exit(done.returncode)
 """  # a process of its own starts the run, because the most memory of a process includes that of the one that started it
-RUN = (
-    "trainer.max_steps=1",
-    "trainer.accelerator=cpu",
-    "trainer.val_batches=1",
-    "trainer.ckpt_every=0",
-    "callbacks.progress=false",
-)
+RUN = ("trainer.max_steps=1", "trainer.accelerator=cpu", "trainer.val_batches=1", "trainer.ckpt_every=0")
+RUN += ("callbacks.progress=false",)
 
 
 def get_batch(tokens: Any, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
@@ -72,16 +67,6 @@ def forever(loader: Iterable[Any]) -> Iterator[Any]:
         yield from loader
 
 
-def pieces(batch: Callable[[], object]) -> Callable[[], None]:
-    """``BATCHES`` batches after each other."""
-
-    def work() -> None:
-        for _ in range(BATCHES):
-            batch()
-
-    return work
-
-
 def loader_over_others(pairs: int) -> Iterator[Row]:
     """P10, the rows of the loader."""
     for batch_size, context in SIZES:
@@ -92,12 +77,12 @@ def loader_over_others(pairs: int) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as folder:
             theirs = forever(DataLoader(hugging_face_rows(tokens, context, folder), batch_size=batch_size, shuffle=True))
             sides: dict[str, Callable[[], object]] = {
-                "nanoGPT's get_batch": lambda: get_batch(tokens, batch_size, context),  # noqa: B023
-                "random rows of datasets": lambda: next(theirs),  # noqa: B023
+                "nanoGPT's get_batch": partial(get_batch, tokens, batch_size, context),
+                "random rows of datasets": partial(next, theirs),
             }
             for name, side in sides.items():
-                found = compare(pieces(side), pieces(lambda: next(loader)), pairs=pairs, block=0.25)  # noqa: B023
-                speed = {"batches_per_second": round(BATCHES / found["seconds"][1])}
+                found = compare(side, partial(next, loader), pairs=pairs, block=0.25, warm=40)
+                speed = {"batches_per_second": round(1 / found["seconds"][1])}
                 yield row("P10", f"batches from the loader over {name}", f"{batch_size} x {context}", found, None, **speed)
 
 
@@ -147,10 +132,9 @@ def of_tokenizers(text: Path, at_once: int = 10_000) -> tuple[float, float]:
     return learned - began, time.perf_counter() - learned
 
 
-def large_text(pairs: int, megabytes: float, source: Path | None) -> Iterator[Row]:
+def large_text(pairs: int, megabytes: float) -> Iterator[Row]:
     """P13."""
-    lines = (source.read_text(encoding="utf-8") if source else "".join(read_text(None))).splitlines(keepends=True)
-    label = f"{megabytes:g} MB"
+    lines, label = "".join(read_text(None)).splitlines(keepends=True), f"{megabytes:g} MB"
     wanted = (">= 0.8", "<= 600", "<= 1.1") if megabytes >= 1000 else (None, None, None)  # what the targets speak of
     with tempfile.TemporaryDirectory(prefix="minitx-bench-") as name:
         large, small = texts = [Path(name) / f"{size}.txt" for size in ("large", "small")]
@@ -163,12 +147,9 @@ def large_text(pairs: int, megabytes: float, source: Path | None) -> Iterator[Ro
         finally:
             forget(texts)
         learning, encoding = of_tokenizers(large)
-    second = compared(blocks)
+    second, more = compared(blocks), exact(memory[0] - memory[1])
     ours = seconds[0] - second["seconds"][1]
-    more, known = (
-        exact(memory[0] - memory[1]),
-        {"our_seconds": ours, "learning_seconds": learning, "encoding_seconds": encoding},
-    )
+    known = {"our_seconds": ours, "learning_seconds": learning, "encoding_seconds": encoding}
     yield row("P13", "tokenising over tokenizers' encode_batch alone", label, exact(encoding / ours), wanted[0], **known)
     yield row("P13", "tokenising over tokenizers' learning and encode_batch", label, exact((learning + encoding) / ours), None)
     yield row("P13", "most resident MB over a run on 1 MB", label, more, wanted[1], "lower", resident_mb=memory)
@@ -178,14 +159,12 @@ def large_text(pairs: int, megabytes: float, source: Path | None) -> Iterator[Ro
 def main() -> None:
     parse = parser(__doc__, ("P10", "P13"))
     parse.add_argument("--megabytes", type=float, default=1000, help="of the large text")
-    parse.add_argument("--text", type=Path, help="the text at hand; default: the King James text")
     parse.add_argument("--starts", type=int, default=4, help="pairs of second starts, an even number")
     given = parse.parse_args()
-    parts = {
+    measure("data", given, {
         "P10": lambda: loader_over_others(given.pairs),
-        "P13": lambda: large_text(given.starts, given.megabytes, given.text),
-    }
-    write("data", [one for target in given.only for one in parts[target]()])
+        "P13": lambda: large_text(given.starts, given.megabytes),
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Row, compare, median_interval, parser, ratio_interval, row, seconds_of, write
+from harness import Row, compare, measure, median_interval, parser, ratio_interval, row, seconds_of
 from peers import Peer, decoder, hugging_face
 from torch import Tensor, nn
 
@@ -53,9 +53,9 @@ def token_seconds(model: nn.Module, prompt: Tensor, new: int = 9) -> float:
     return median_interval([b - a for a, b in pairwise(clock)])["median"]
 
 
-def large(pairs: int, width: int, layers: int, start: int, new: int) -> Iterator[Row]:
+def large(pairs: int, new: int, start: int = 256) -> Iterator[Row]:
     """GPT-2's shape."""
-    peer = hugging_face(decoder(VOCABULARY, width, layers, start + new + 32))
+    peer = hugging_face(decoder(VOCABULARY, 768, 12, start + new + 32))
     peer.module.eval()
     model, prompt = peer.ours.eval(), torch.randint(VOCABULARY, (1, start))
     label = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M, {start} + {new} tokens"
@@ -112,8 +112,9 @@ class Plain(nn.Module):
         return self.head(self.norm(x))
 
 
-def small(pairs: int, layers: int = 12, V: int = 512, E: int = 64, start: int = 64, new: int = 64) -> Row:
+def small(pairs: int, layers: int = 12, V: int = 512, E: int = 64, start: int = 64, new: int = 64) -> Iterator[Row]:
     """A prompt, then ``new`` steps of one token; the prompt is a hundredth of the time."""
+    torch.set_num_threads(1)
     config = decoder(V, E, layers, start + new)
     ours, plain = DecoderLM(config).eval(), Plain(V, E, config.num_heads, layers, start + new).eval()
     prompt, token = torch.randint(V, (1, start)), torch.tensor([[7]])
@@ -132,18 +133,14 @@ def small(pairs: int, layers: int = 12, V: int = 512, E: int = 64, start: int = 
             plain(token, caches, start + step)
 
     label = f"{layers} layers of width {E}, {new} tokens after {start}"
-    return row("P8", "a token over plain torch", label, compare(run_plain, run_ours, pairs=pairs), "<= 1.3")
+    yield row("P8", "a token over plain torch", label, compare(run_plain, run_ours, pairs=pairs), "<= 1.3")
 
 
 def main() -> None:
     parse = parser(__doc__, ("P8",))
-    for name, default in {"prompt": 256, "new": 256, "width": 768, "layers": 12}.items():
-        parse.add_argument(f"--{name}", type=int, default=default)
+    parse.add_argument("--new", type=int, default=256, help="tokens that are decoded")
     given = parse.parse_args()
-    torch.manual_seed(0)
-    rows = list(large(given.pairs, given.width, given.layers, given.prompt, given.new))
-    torch.set_num_threads(1)  # of the small model
-    write("decode", [*rows, small(given.pairs)])
+    measure("decode", given, {"P8": lambda: chain(large(given.pairs, given.new), small(given.pairs))})
 
 
 if __name__ == "__main__":

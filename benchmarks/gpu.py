@@ -1,7 +1,7 @@
 """One GPU in one call of at most ten minutes: P1, P4, P5, P6, P8, P9 and P11, with the ceilings of the same run.
 
     python benchmarks/gpu.py                     # benchmarks/results/gpu.json; needs torch and this checkout; P4 and P11 Lightning, too
-    python benchmarks/gpu.py --nanogpt PATH      # and nanoGPT beside, from a checkout
+    NANOGPT=PATH python benchmarks/gpu.py        # and nanoGPT beside, from a checkout
     python benchmarks/gpu.py --quick             # tiny sizes on any device: does it run?
 
 The same programs as on a CPU, on bfloat16; the clock waits for the device before and after each block. Tokens are random, never zeros; peak
@@ -51,7 +51,7 @@ def ceilings(n: int, size: int) -> dict[str, float]:
     return {"flops": 2 * n**3 / product, "bytes": 2 * size / copy}
 
 
-def training(pairs: int, flops: float, nanogpt: str | None, config: TransformerConfig, B: int, compiled: Any) -> Iterator[Row]:
+def training(pairs: int, flops: float, config: TransformerConfig, B: int, compiled: Any) -> Iterator[Row]:
     """P1 and P9: GPT-2, compiled; ours plain, with a chunked loss, and with checkpointing besides."""
     T, V = config.max_len, config.vocab_size or 0
     ids, labels = torch.randint(V, (2, B, T))
@@ -63,8 +63,8 @@ def training(pairs: int, flops: float, nanogpt: str | None, config: TransformerC
         sides[name]()  # compiles
         peaks[name] = peak(sides[name])
 
-    if nanogpt:
-        theirs = nano_gpt(config, nanogpt).module
+    if NANOGPT:
+        theirs = nano_gpt(config, NANOGPT).module
         run = compiled(theirs)
         add("nanoGPT", theirs, lambda: run(ids, labels)[1])
     for name, checkpointing in (("plain", False), ("chunked loss", False), ("chunked loss, checkpointing", True)):
@@ -76,7 +76,7 @@ def training(pairs: int, flops: float, nanogpt: str | None, config: TransformerC
     ceiling = train_flops(config, T) * B / flops
     yield row("P1", "share of the matrix product's ceiling", label, over(ceiling, took), ">= 0.57", peak_bytes=peaks)
     yield row("P1", "thousand tokens a second", label, over(B * T / 1e3, took), None)
-    for name in sides if nanogpt else ():
+    for name in sides if NANOGPT else ():
         found = compare(sides["nanoGPT"], sides[name], pairs=pairs, block=1.0)
         if name == "plain":
             yield row("P1", "raw loop over nanoGPT", label, found, ">= 1.25")
@@ -117,7 +117,6 @@ def device() -> str:
 
 def main() -> None:
     parse = parser(__doc__, pairs=8)
-    parse.add_argument("--nanogpt", default=NANOGPT, help="a checkout of nanoGPT; default: the environment's NANOGPT")
     parse.add_argument("--quick", action="store_true", help="tiny sizes, on any device; writes nothing")
     given = parse.parse_args()
     quick, pairs = given.quick, given.pairs
@@ -128,7 +127,7 @@ def main() -> None:
     with torch.device(DEVICE):
         most = ceilings(*((512, 2**20) if quick else (8192, 2**32)))
         config, B, compiled = (TINY, 4, lambda model: model) if quick else (GPT2, 64, torch.compile)
-        rows += training(pairs, most["flops"], given.nanogpt, config, B, compiled)
+        rows += training(pairs, most["flops"], config, B, compiled)
         gate("sdpa")
         for length, wanted in ((64, ">= 9"), (128, ">= 12")) if quick else ((1024, ">= 9"), (8192, ">= 12")):
             rows += fused(pairs, (1 if quick else 2**14 // length, 12, length, 64), {"sdpa": wanted}, torch.bfloat16)

@@ -16,7 +16,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,14 @@ def parser(text: str | None, targets: Sequence[str] = (), pairs: int = 20) -> ar
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--pairs", type=int, default=pairs, help="pairs of blocks of a row, an even number")
     if targets:
-        made.add_argument(
-            "--only", nargs="+", default=targets, choices=targets, help="targets to measure; default: %(default)s"
-        )
+        made.add_argument("--only", nargs="+", default=targets, choices=targets, help="to measure; default: %(default)s")
     return made
+
+
+def measure(topic: str, given: argparse.Namespace, parts: Mapping[str, Callable[[], Iterable[Row]]]) -> None:
+    """Write the rows of the targets that were asked for."""
+    torch.manual_seed(0)
+    write(topic, [one for target in given.only for one in parts[target]()])
 
 
 def now() -> float:
@@ -82,10 +86,7 @@ def turns(pairs: int) -> list[int]:
 
 def compare(a: Callable[[], object], b: Callable[[], object], *, pairs: int = 20, block: float = 0.5, warm: int = 2) -> Row:
     """How many times as fast ``b`` is as ``a``: see ``compared``."""
-    for work in (a, b):
-        for _ in range(warm):
-            work()
-    repeats = [max(1, math.ceil(block / seconds_of(work))) for work in (a, b)]
+    repeats = [max(1, math.ceil(block / min(seconds_of(work) for _ in range(warm)))) for work in (a, b)]
 
     def timed(side: int) -> float:
         return seconds_of(lambda: [(a, b)[side]() for _ in range(repeats[side])]) / repeats[side]
@@ -183,20 +184,18 @@ def number(value: float) -> str:
 def about() -> Row:
     """Machine, versions, commit, date and command of this process."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    words = [
-        Path(word).name if word.startswith("/") else word for word in sys.argv[1:]
-    ]  # where a file lies here is nobody's concern
+    # where a file lies here is nobody's concern
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     program = Path(sys.argv[0]).resolve()
+    name = str(program.relative_to(ROOT)) if program.is_relative_to(ROOT) else program.name
     return {
-        "hardware": f"{name}, {cores} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "hardware": f"{processor}, {cores} cores, {torch.backends.cpu.get_cpu_capability()}",
         "versions": {"python": platform.python_version(), "torch": version("torch"), "minitx": minitx.__version__},
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(
-            ["python", str(program.relative_to(ROOT) if program.is_relative_to(ROOT) else program.name), *words]
-        ),
+        "command": " ".join(["python", name, *words]),
         "threads": torch.get_num_threads(),
     }
 

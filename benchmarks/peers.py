@@ -7,14 +7,13 @@ losses show that both sides compute the same thing. Where a peer lacks a bias, o
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,25 +24,17 @@ from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM
 
 NANOGPT = os.environ.get("NANOGPT")
-"""A checkout of nanoGPT, which is no package; its rows are there where this or ``--nanogpt`` names one."""
+"""A checkout of nanoGPT, which is no package; its rows are there where the environment names one."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A decoder of others, and ours with the same weights; ``logits`` are those of (B, L) ids.
-
-    ``own_loss`` is for a module that makes its mean cross-entropy of ids and labels by itself.
-    """
+    """A decoder of others, and ours with the same weights; ``loss`` is theirs, of (B, L) ids and labels."""
 
     name: str
     module: nn.Module
-    logits: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
     ours: nn.Module
-    own_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-
-    def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy of (B, L) labels."""
-        return loss_of(self.logits(ids), labels) if self.own_loss is None else self.own_loss(ids, labels)
 
     def our_loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         """The same of ours."""
@@ -56,14 +47,14 @@ def decoder(vocab_size: int, width: int, layers: int, context: int, **more: Any)
     return TransformerConfig(vocab_size=vocab_size, **sizes, **more)  # type: ignore[arg-type]
 
 
-def decoders(config: TransformerConfig, nanogpt: str | None) -> Iterator[Peer]:
+def decoders(config: TransformerConfig) -> Iterator[Peer]:
     """Every peer that is here."""
     yield hugging_face(config)
     yield x_transformers(config)
     yield torch_encoder(config)
     yield torch_encoder(dataclasses.replace(config, norm_position="post"))
-    if nanogpt:
-        yield nano_gpt(config, nanogpt)
+    if NANOGPT:
+        yield nano_gpt(config, NANOGPT)
 
 
 def hugging_face(config: TransformerConfig) -> Peer:
@@ -82,7 +73,7 @@ def hugging_face(config: TransformerConfig) -> Peer:
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         ours = load_hf(folder)
-    return Peer("Hugging Face GPT-2", theirs, lambda ids: theirs(input_ids=ids, use_cache=False).logits, ours)
+    return Peer("Hugging Face GPT-2", theirs, lambda ids, y: loss_of(theirs(input_ids=ids, use_cache=False).logits, y), ours)
 
 
 def x_transformers(config: TransformerConfig) -> Peer:
@@ -103,7 +94,7 @@ def x_transformers(config: TransformerConfig) -> Peer:
         up, down = (m for m in feed[1].modules() if isinstance(m, nn.Linear))
         pairs += _linear(up, block.feedforward.up_proj) + _linear(down, block.feedforward.down_proj)
     _copy(pairs)  # norms begin alike on both sides
-    return Peer("x-transformers", theirs, theirs, ours)
+    return Peer("x-transformers", theirs, lambda ids, y: loss_of(theirs(ids), y), ours)
 
 
 class TorchModel(nn.Module):
@@ -139,15 +130,19 @@ def torch_encoder(config: TransformerConfig) -> Peer:
         layer.self_attn.load_state_dict(block.attention.to_torch().state_dict())
         pairs += _linear(layer.linear1, block.feedforward.up_proj) + _linear(layer.linear2, block.feedforward.down_proj)
     _copy(pairs)
-    return Peer(f"nn.TransformerEncoder, {config.norm_position}-norm", theirs, theirs, ours)
+    name = f"nn.TransformerEncoder, {config.norm_position}-norm"
+    return Peer(name, theirs, lambda ids, y: loss_of(theirs(ids), y), ours)
 
 
 def nano_gpt(config: TransformerConfig, checkout: str) -> Peer:
     """``GPT`` of ``model.py`` in a checkout of nanoGPT, without dropout; the head sees all positions, as in training."""
-    module = _load(Path(checkout) / "model.py")
-    names = ("vocab_size", "n_layer", "n_head", "n_embd", "block_size")
-    sizes = (config.vocab_size, config.num_layers, config.num_heads, config.embed_dim, config.max_len)
-    theirs = module.GPT(module.GPTConfig(**dict(zip(names, sizes, strict=True)), dropout=0.0, bias=config.bias))
+    if not (path := Path(checkout) / "model.py").is_file():
+        raise SystemExit(f"error: nanogpt: {path} does not exist")
+    sys.path.append(checkout)
+    module = importlib.import_module("model")
+    sizes = {"vocab_size": config.vocab_size, "n_embd": config.embed_dim, "block_size": config.max_len}
+    sizes |= {"n_layer": config.num_layers, "n_head": config.num_heads}
+    theirs = module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=config.bias))
     ours, body = DecoderLM(config), theirs.transformer
     pairs = [(body.wte.weight, ours.embeddings.token.weight), (body.wpe.weight, ours.embeddings.position.table.weight)]
     for layer, block in zip(body.h, ours.blocks, strict=True):
@@ -159,7 +154,7 @@ def nano_gpt(config: TransformerConfig, checkout: str) -> Peer:
                                   (attention.out_proj, feed.up_proj, feed.down_proj), strict=True):  # fmt: skip
             pairs += _linear(theirs_, ours_)
     _copy(pairs)
-    return Peer("nanoGPT", theirs, lambda ids: theirs(ids, ids)[0], ours, lambda ids, labels: theirs(ids, labels)[1])
+    return Peer("nanoGPT", theirs, lambda ids, y: theirs(ids, y)[1], ours)
 
 
 class Bert(nn.Module):
@@ -197,17 +192,6 @@ def check_equal(peer: Peer, ids: Tensor, labels: Tensor) -> float:
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy, (B, L, V) and (B, L)."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def _load(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise SystemExit(f"error: nanogpt: {path} does not exist")
-    found = importlib.util.spec_from_file_location("nanogpt_model", path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # its dataclass looks itself up there
-    found.loader.exec_module(module)
-    return module
 
 
 def _linear(theirs: nn.Linear, ours: nn.Linear) -> list[tuple[Tensor, Tensor]]:

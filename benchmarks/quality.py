@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from harness import ROOT, Row, commit, exact, median_interval, parser, ratio_interval, row, seconds_of, write
+from harness import ROOT, Row, commit, exact, measure, median_interval, parser, ratio_interval, row, seconds_of
 
 from minitx.cli.compose import compose_config
 from minitx.config import to_dict
@@ -73,71 +73,47 @@ def reached(loss: float, points: dict[int, float]) -> float:
     return math.exp(x0 + (y0 - loss) * (x1 - x0) / (y0 - y1))
 
 
-def time_to_loss(text: Path, seeds: int, steps: list[str]) -> Iterator[Row]:
+def time_to_loss(text: Path, seeds: int) -> Iterator[Row]:
     """P2."""
     runs: dict[str, list[dict[str, float]]] = {THEIRS: [], OURS: []}
     for seed in range(seeds):
         for preset in list(runs)[:: 1 if seed % 2 == 0 else -1]:
-            runs[preset].append(trained(text, preset, seed, *steps))
+            runs[preset].append(trained(text, preset, seed))
     label = f"{NAME}, {seeds} seeds"
     for name, wanted in (("training seconds", ">= 7"), ("process seconds", ">= 5"), ("tokens", None)):
-        ratios = ratio_interval([a[name] / b[name] for a, b in zip(runs[THEIRS], runs[OURS], strict=True)])
-        yield row(
-            "P2", f"{name}, {THEIRS} over {OURS}", label, ratios, wanted, runs={p: [r[name] for r in runs[p]] for p in runs}
-        )
+        values = {preset: [run[name] for run in runs[preset]] for preset in runs}
+        ratios = ratio_interval([a / b for a, b in zip(values[THEIRS], values[OURS], strict=True)])
+        yield row("P2", f"{name}, {THEIRS} over {OURS}", label, ratios, wanted, runs=values)
     for preset, wanted in ((OURS, f"<= {LOSS}"), (THEIRS, None)):
         losses = [run["loss"] for run in runs[preset]]
         yield row("P2", f"loss of {preset}, the worst seed", label, exact(max(losses)), wanted, "lower", losses=losses)
 
 
-def tokens_to_loss(text: Path, seeds: int, steps: list[str]) -> Iterator[Row]:
+def tokens_to_loss(text: Path, seeds: int) -> Iterator[Row]:
     """P3."""
-    tuning = {
-        rate: trained(text, THEIRS, TUNING_SEED, f"optimizer.lr={rate}", *(steps or [f"trainer.max_steps={TUNING_STEPS}"]))[
-            "loss"
-        ]
-        for rate in RATES
-    }
+    length = f"trainer.max_steps={TUNING_STEPS}"
+    tuning = {rate: trained(text, THEIRS, TUNING_SEED, f"optimizer.lr={rate}", length)["loss"] for rate in RATES}
     rate = min(tuning, key=lambda one: tuning[one])
     needed: dict[str, list[float]] = {}
     for preset, lengths in LENGTHS.items():
         own = [f"optimizer.lr={rate}"] if preset == THEIRS else []
-        lengths = (2, 4) if steps else lengths
         runs = [[trained(text, preset, seed, f"trainer.max_steps={n}", *own) for n in lengths] for seed in range(seeds)]
         needed[preset] = [reached(LOSS, {int(run["tokens"]): run["loss"] for run in pair}) for pair in runs]
-    ratios = [a / b for a, b in zip(needed[THEIRS], needed[OURS], strict=True)]
-    label = f"{NAME}, {seeds} seeds"
-    yield row(
-        "P3",
-        f"tokens to a loss of {LOSS}, {THEIRS} over {OURS}",
-        label,
-        ratio_interval(ratios),
-        ">= 4",
-        rate=rate,
-        tuning=tuning,
-    )
+    ratios = ratio_interval([a / b for a, b in zip(needed[THEIRS], needed[OURS], strict=True)])
+    label, what = f"{NAME}, {seeds} seeds", f"tokens to a loss of {LOSS}, {THEIRS} over {OURS}"
+    yield row("P3", what, label, ratios, ">= 4", rate=rate, tuning=tuning)
     for preset, tokens in needed.items():
-        yield row(
-            "P3", f"thousand tokens to that loss, {preset}", label, median_interval([n / 1e3 for n in tokens]), None, "lower"
-        )
+        thousands = median_interval([n / 1e3 for n in tokens])
+        yield row("P3", f"thousand tokens to that loss, {preset}", label, thousands, None, "lower")
 
 
 def main() -> None:
     parse = parser(__doc__, ("P2", "P3"))
     parse.add_argument("--text", type=Path, required=True, help="tiny-shakespeare, one file")
-    parse.add_argument("--seeds", type=int, default=5, help="of P2; P3 has three at most")
-    parse.add_argument("--quick", action="store_true", help="a few steps a run: does it work?")
     given = parse.parse_args()
-    text, steps = (
-        given.text.resolve(),
-        ["trainer.max_steps=2", "schedule.warmup_steps=0", "trainer.val_batches=1"] if given.quick else [],
-    )
-    if not text.is_file():
+    if not (text := given.text.resolve()).is_file():
         sys.exit(f"error: --text {given.text} is no file")
-    parts = {"P2": time_to_loss(text, given.seeds, steps), "P3": tokens_to_loss(text, min(3, given.seeds), steps)}
-    rows = [one for target in given.only for one in parts[target]]
-    if not given.quick:
-        write("quality", rows)
+    measure("quality", given, {"P2": lambda: time_to_loss(text, 5), "P3": lambda: tokens_to_loss(text, 3)})
 
 
 if __name__ == "__main__":

@@ -46,23 +46,17 @@ def table(rows: list[Row]) -> str:
     """A line for every row, then the runs; a target without a row is not recorded."""
     lines = ["| target | what | setting | median (95 %) | wanted | | control | run |", "|---|---|---|---|---|---|---|---|"]
     runs: list[Row] = []
-    for target, (what, program) in TARGETS.items():
+    for target, (about, program) in TARGETS.items():
         mine = [one for one in rows if one["target"] == target]
         if not mine:
-            lines.append(f"| {target} | {what} | | | | not recorded yet (`{program}`) | | |")
+            lines.append(f"| {target} | {about} | | | | not recorded yet (`{program}`) | | |")
         for one in mine:
             run = one["run"]
             runs += [run] if run not in runs else []
             held = "" if "control" not in one else "holds" if one["control_holds"] else "does not hold"
-            cells = [
-                target,
-                "GPU: " * ("device" in run) + one["what"],
-                one["label"],
-                spread(one),
-                sign(one["wanted"]),
-                verdict(one),
-            ]
-            lines.append(f"| {' | '.join([*cells, held, str(runs.index(run) + 1)])} |")
+            wanted, what = sign(one["wanted"]), "GPU: " * ("device" in run) + one["what"]
+            cells = [target, what, one["label"], spread(one), wanted, verdict(one), held, str(runs.index(run) + 1)]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {told(run)}" for number, run in enumerate(runs, 1))]) + "\n"
 
 

@@ -21,13 +21,8 @@ from harness import ROOT, Row, compared, median_interval, parser, row, turns, wr
 from minitx.data import kjv
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-RUN = (
-    "trainer.max_steps=2",
-    "trainer.accelerator=cpu",
-    "trainer.val_every=0",
-    "trainer.val_batches=1",
-    "callbacks.progress=false",
-)
+RUN = ("trainer.max_steps=2", "trainer.accelerator=cpu", "trainer.val_every=0", "trainer.val_batches=1")
+RUN += ("callbacks.progress=false",)
 IMPORTS = "import time, torch; t = time.perf_counter(); import minitx.nn; print(time.perf_counter() - t)"
 BARE = """
 import sys, lightning.pytorch as L, numpy as np, torch, torch.nn.functional as F
@@ -64,32 +59,36 @@ def run(*words: str) -> float:
     return time.perf_counter() - began
 
 
+def until(seen: Callable[[subprocess.Popen[str]], bool], *words: str) -> float:
+    """Wall seconds of a Python process to what is ``seen`` of it; what comes after is not counted."""
+    began, command = time.perf_counter(), [sys.executable, *words]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        done = seen(process)
+        seconds = time.perf_counter() - began
+        process.kill()
+    if not done:
+        raise SystemExit(f"error: {' '.join(words)} made no step")
+    return seconds
+
+
 def until_first_step() -> float:
-    """Wall seconds of ``scripts/train.py`` to the first row of its ``metrics.csv``; what comes after it is not counted."""
+    """Of ``scripts/train.py``, to the first row of its ``metrics.csv``."""
     with tempfile.TemporaryDirectory() as name:
-        metrics, began = Path(name) / "run" / "metrics.csv", time.perf_counter()
-        command = [sys.executable, str(ROOT / "scripts/train.py"), *RUN, "trainer.ckpt_every=0", f"output_dir={metrics.parent}"]
-        with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") > 1):
-                if process.poll() is not None and not metrics.exists():
-                    raise SystemExit(f"error: {' '.join(command)} ended with {process.returncode}")
+        metrics = Path(name) / "run" / "metrics.csv"
+
+        def seen(process: subprocess.Popen[str]) -> bool:
+            ended = process.poll() is not None
+            while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") > 1) and not ended:
                 time.sleep(0.001)
-            seconds = time.perf_counter() - began
-            process.kill()
-        return seconds
+                ended = process.poll() is not None
+            return metrics.exists()
+
+        return until(seen, str(ROOT / "scripts/train.py"), *RUN, "trainer.ckpt_every=0", f"output_dir={metrics.parent}")
 
 
 def until_said(tokens: Path) -> float:
-    """Wall seconds of the bare script to the line that it prints after its first step."""
-    began = time.perf_counter()
-    command = [sys.executable, "-c", BARE, str(tokens)]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        said = any(line.strip() == "step" for line in process.stdout or ())
-        seconds = time.perf_counter() - began
-        process.kill()
-    if not said:
-        raise SystemExit("error: the bare script made no step")
-    return seconds
+    """Of the bare script, to the line that it prints after its first step."""
+    return until(lambda process: any(line.strip() == "step" for line in process.stdout or ()), "-c", BARE, str(tokens))
 
 
 def by_turns(a: Callable[[], float], b: Callable[[], float], pairs: int) -> Row:
@@ -102,11 +101,9 @@ def commands(pairs: int) -> Iterator[Row]:
     """The scripts that read a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         last = "checkpoints/last.ckpt"
-        for kind, words in {
-            "text": [],
-            "recall": ["experiment=kv_lookup", "data.val_size=32", "schedule.warmup_steps=0"],
-        }.items():
-            run("scripts/train.py", *words, *RUN, f"output_dir={name}/{kind}")
+        recall = ("experiment=kv_lookup", "data.val_size=32", "schedule.warmup_steps=0")
+        run("scripts/train.py", *RUN, f"output_dir={name}/text")
+        run("scripts/train.py", *recall, *RUN, f"output_dir={name}/recall")
         for words in (
             ["generate.py", f"ckpt_path={name}/text/{last}", "prompt=And", "max_new_tokens=1"],
             ["evaluate.py", f"ckpt_path={name}/recall/{last}"],

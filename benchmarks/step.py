@@ -17,12 +17,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from harness import Row, compare, compared, exact, now, parser, peak, row, turns, write
+from harness import Row, compare, compared, exact, measure, now, parser, peak, row, turns
 from peers import NANOGPT, Peer, check_equal, decoder, decoders, hugging_face, loss_of, nano_gpt
 from torch import Tensor, nn
 
@@ -30,16 +31,10 @@ from minitx.nn import DecoderLM
 from minitx.training.devices import cpu_precision, keep_freed_memory, onednn_products
 from minitx.training.objectives import chunked_cross_entropy
 
-WANTED = {
-    "nanoGPT": ">= 1.05",
-    "Hugging Face GPT-2": ">= 1.2",
-    "x-transformers": ">= 1.2",
-    "nn.TransformerEncoder": ">= 1.0",
-}  # by the beginning of a name
-SIZES = {
-    "E 128, 12 x 64": (65, 128, 4, 64, 12),
-    "E 256, 8 x 256": (65, 256, 4, 256, 8),
-}  # vocabulary, width, layers, context, rows
+WANTED = {"nanoGPT": ">= 1.05", "Hugging Face GPT-2": ">= 1.2", "x-transformers": ">= 1.2", "nn.TransformerEncoder": ">= 1.0"}
+"""By the beginning of a name."""
+SIZES = {"E 128, 12 x 64": (65, 128, 4, 64, 12), "E 256, 8 x 256": (65, 256, 4, 256, 8)}
+"""Vocabulary, width, layers, context, rows."""
 SMALL = next(iter(SIZES))
 RUN = ("trainer.val_every=0", "trainer.val_batches=1", "trainer.ckpt_every=0", "callbacks.progress=false")
 WARM = 50  # steps of a fit before the first block
@@ -64,23 +59,15 @@ def ids_and_labels(size: str) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def over_others(pairs: int, nanogpt: str | None, size: str) -> Iterator[Row]:
+def over_others(pairs: int, size: str) -> Iterator[Row]:
     """P1, raw loops."""
     data = ids_and_labels(size)
-    for peer in decoders(decoder(*SIZES[size][:4]), nanogpt):
+    for peer in decoders(decoder(*SIZES[size][:4])):
         loss = check_equal(peer, *data)
         theirs, ours = raw_step(peer.module, partial(peer.loss, *data)), raw_step(peer.ours, partial(peer.our_loss, *data))
-        found = compare(theirs, ours, pairs=pairs)
+        found, wanted = compare(theirs, ours, pairs=pairs), WANTED[peer.name.partition(",")[0]]
         speed = round(data[0].numel() / found["seconds"][1])
-        yield row(
-            "P1",
-            f"raw loop over {peer.name}",
-            size,
-            found,
-            WANTED[peer.name.partition(",")[0]],
-            loss=loss,
-            tokens_per_second=speed,
-        )
+        yield row("P1", f"raw loop over {peer.name}", size, found, wanted, loss=loss, tokens_per_second=speed)
     if cpu_precision("bf16-mixed") == "bf16-mixed":
         narrow = torch.autocast("cpu", torch.bfloat16)(partial(peer.our_loss, *data))
         with onednn_products():
@@ -183,11 +170,11 @@ def batches(*words: str) -> tuple[Iterator[dict[str, Tensor]], int]:
     return iter(data.train_dataloader()), data.task.tokenizer.vocab_size  # type: ignore[union-attr]
 
 
-def under_the_trainer(pairs: int, nanogpt: str | None, steps: int) -> Iterator[Row]:
+def under_the_trainer(pairs: int, steps: int = 25) -> Iterator[Row]:
     """P1, our side under the trainer: batches from its data, schedule, gradient norm, check for NaN, and the log."""
     source, vocab_size = batches()
     config = decoder(vocab_size, *SIZES[SMALL][1:4])
-    peer = nano_gpt(config, nanogpt) if nanogpt else hugging_face(config)
+    peer = nano_gpt(config, NANOGPT) if NANOGPT else hugging_face(config)
     batch = next(source)
     theirs = raw_step(peer.module, partial(peer.loss, batch["input_ids"], batch["labels"]))
 
@@ -196,7 +183,7 @@ def under_the_trainer(pairs: int, nanogpt: str | None, steps: int) -> Iterator[R
             for _ in range(steps):
                 theirs()
 
-    for name, wanted in (("false", WANTED[peer.name]), ("true", ">= 1.25" if nanogpt else None)):
+    for name, wanted in (("false", WANTED[peer.name]), ("true", ">= 1.25" if NANOGPT else None)):
         found = fitted(Turns(steps, pairs, loop), "trainer.accelerator=cpu", f"trainer.compile={name}")
         yield row("P1", f"trainer, compile={name}, over {peer.name}'s raw loop, eager", SMALL, found, wanted)
 
@@ -214,7 +201,7 @@ def checked_step(network: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -
     optimizer.zero_grad(set_to_none=True)
 
 
-def trainer_over_loop(pairs: int, steps: int, rows: int = 11, wanted: str = "<= 1.03") -> Iterator[Row]:
+def trainer_over_loop(pairs: int, steps: int = 25, rows: int = 11, wanted: str = "<= 1.03") -> Iterator[Row]:
     """P4."""
     source, _ = batches(f"data.batch_size={rows}")
 
@@ -255,7 +242,7 @@ def most_bytes(module: nn.Module, loss: Callable[[], Tensor]) -> int:
     return peak(step) + 3 * sum(p.untyped_storage().nbytes() for p in module.parameters())
 
 
-def memory(vocabulary: int, width: int, layers: int, context: int) -> Iterator[Row]:
+def memory(vocabulary: int = 50257, width: int = 384, layers: int = 6, context: int = 512) -> Iterator[Row]:
     """P9."""
     peer: Peer = hugging_face(decoder(vocabulary, width, layers, context))
     data = tuple(torch.randint(vocabulary, (2, 4, context)))
@@ -273,24 +260,14 @@ def memory(vocabulary: int, width: int, layers: int, context: int) -> Iterator[R
 
 
 def main() -> None:
-    parse = parser(__doc__, ("P1", "P1b", "P4", "P9", "P11"))
-    parse.add_argument("--nanogpt", default=NANOGPT, help="a checkout of nanoGPT; default: the environment's NANOGPT")
-    parse.add_argument("--steps", type=int, default=25, help="of a block under the trainer (P1, P4)")
-    parse.add_argument("--quick", action="store_true", help="small sizes: does it run?")
-    given = parse.parse_args()
-    torch.manual_seed(0)
-    sizes = [SMALL] if given.quick else list(SIZES)
-    parts: dict[str, Callable[[], list[Row]]] = {
-        "P1": lambda: (
-            [one for size in sizes for one in over_others(given.pairs, given.nanogpt, size)]
-            + list(under_the_trainer(given.pairs, given.nanogpt, given.steps))
-        ),
-        "P1b": lambda: list(over_products(given.pairs)),
-        "P4": lambda: list(trainer_over_loop(given.pairs, given.steps)),
-        "P9": lambda: list(memory(*((1000, 64, 2, 64) if given.quick else (50257, 384, 6, 512)))),
-        "P11": lambda: list(probed_over_none(given.pairs)),
-    }
-    write("step", [one for target in given.only for one in parts[target]()])
+    given = parser(__doc__, ("P1", "P1b", "P4", "P9", "P11")).parse_args()
+    measure("step", given, {
+        "P1": lambda: chain(*(over_others(given.pairs, size) for size in SIZES), under_the_trainer(given.pairs)),
+        "P1b": lambda: over_products(given.pairs),
+        "P4": lambda: trainer_over_loop(given.pairs),
+        "P9": memory,
+        "P11": lambda: probed_over_none(given.pairs),
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

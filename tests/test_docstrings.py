@@ -14,11 +14,7 @@ import minitx
 from minitx import interop, nn
 from minitx.nn import backends, efficient, models
 
-MODULES = sorted(
-    module.name
-    for module in pkgutil.walk_packages(minitx.__path__, "minitx.")
-    if "configs" not in module.name and module.name != "minitx.__main__"
-)
+MODULES = sorted(name for _, name, _ in pkgutil.walk_packages(minitx.__path__, "minitx.") if "configs" not in name)
 
 
 def members(name: str) -> Iterator[tuple[str, Any]]:
@@ -37,7 +33,7 @@ def is_documented(thing: Any) -> bool:
 
 
 def is_method(thing: Any) -> bool:
-    function = thing.fget if isinstance(thing, property) else thing
+    function = getattr(thing, "fget", thing)  # of a property
     return inspect.isfunction(function) and function.__name__ != "<lambda>"
 
 

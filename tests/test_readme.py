@@ -8,11 +8,8 @@ from unicodedata import east_asian_width
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TEXTS = {
-    name: (ROOT / name).read_text(encoding="utf-8")
-    for page in ("README", "docs/why_scale")
-    for name in (f"{page}.md", f"{page}.zh.md")
-}
+PAGES = ("README.md", "README.zh.md", "docs/why_scale.md", "docs/why_scale.zh.md")
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 OWN = re.compile(r"## 从一个中文文本文件开始\n.*?(?=^## )", re.DOTALL | re.MULTILINE)
 assert len(OWN.findall(TEXTS["README.zh.md"])) == 1
 TEXTS["README.zh.md"] = OWN.sub("", TEXTS["README.zh.md"]).replace("我喜欢深度学习", "the cat sat")

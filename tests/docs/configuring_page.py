@@ -98,9 +98,8 @@ def targets(*groups: str) -> dict[str, Any]:
 def explained(thing: Any) -> dict[str, str]:
     """What the ``Attributes`` or the ``Args`` of a docstring say, by name."""
     found = {}
-    text = (
-        inspect.cleandoc(thing.__doc__ or "").replace("Attributes:\n", "Args:\n").partition("Args:\n")[2].partition("\n\n")[0]
-    )
+    _, *rest = re.split(r"(?:Attributes|Args):\n", inspect.cleandoc(thing.__doc__ or ""), maxsplit=1)
+    text = "".join(rest).partition("\n\n")[0]
     for names, said in re.findall(r"^ {4}([\w, ]+): (.*(?:\n {8,}.*)*)", text, flags=re.MULTILINE):
         said = re.sub(r"\s+", " ", said).strip()
         seen = re.match(r"see ``(\w+)``\.", said)
@@ -113,12 +112,8 @@ def arguments(target: Any, positional: int = 0, without: Iterable[str] = ()) -> 
     """The arguments of a target, without the first ``positional`` ones, those that the run passes, and ``without``."""
     hidden = {*without, *(FROM_THE_RUN if positional else ())}
     said, hints = explained(target), typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
-    named = list(inspect.signature(target).parameters.items())[positional:]
-    return [
-        Key(name, kind_of(hints[name]), default_of(one.default), said.get(name, ""))
-        for name, one in named
-        if name not in hidden
-    ]
+    named = [one for one in list(inspect.signature(target).parameters.values())[positional:] if one.name not in hidden]
+    return [Key(one.name, kind_of(hints[one.name]), default_of(one.default), said.get(one.name, "")) for one in named]
 
 
 def default_of(made: Any) -> str:
@@ -219,17 +214,16 @@ def of_several(title: str, tables: Mapping[str, list[Key]], common: Iterable[Key
     once = shared(tables.values())
     parts = [f"### {title}\n\n{listed([*common, *once.values()])}"] if once or common else []
     for name, keys in tables.items():
-        part = [f"### `{name}`"]
-        names = []
+        parts.append(f"### `{name}`")
+        names, own = [], []
         for key in keys:
             if same := once.get((key.name, key.kind, key.meaning)):
                 default = "" if key.default == same.default else f"={key.default.strip('`')}"
                 names.append(f"`{key.name}{default}`")
-        if names:
-            part.append(f"As above: {', '.join(names)}.")
-        if own := [key for key in keys if (key.name, key.kind, key.meaning) not in once]:
-            part.append(listed(own))
-        parts.append("\n\n".join(part))
+            else:
+                own.append(key)
+        parts += [f"As above: {', '.join(names)}."] if names else []
+        parts += [listed(own)] if own else []
     return parts
 
 

@@ -65,10 +65,8 @@ def breaks_when_pasted(line: str) -> bool:
 def anchors(page: str) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", read(page)), flags=re.MULTILINE)
-    return {
-        re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)).strip().lower().replace(" ", "-")
-        for heading in headings
-    }
+    shown = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)  # of a link, its text
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in shown}
 
 
 def links(page: str) -> list[str]:

@@ -28,6 +28,7 @@ from minitx.nn import DecoderLM, Encoder
 from minitx.testing import main as check_kernels
 
 PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view_attention": view, "export": export}
+INSTALLED = {f"minitx-{name.partition('_')[0]}": name for name in PROGRAMS}
 
 SMALL = {
     r"^train(?!.*(--help|--cfg|ablation|one_step))": "trainer.max_steps=2 trainer.val_every=0 trainer.val_batches=1 "
@@ -258,16 +259,10 @@ def compose(arguments: Sequence[str], processes: int | None = None) -> None:
 
 
 def check_install(words: Sequence[str]) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
     for word in words:
-        for extra in re.findall(r"\[([\w,]+)\]", word):
-            assert set(extra.split(",")) <= set(extras), word
+        assert {extra for found in re.findall(r"\[([\w,]+)\]", word) for extra in found.split(",")} <= set(extras), word
         assert not word.endswith(".txt") or (ROOT / word).is_file(), word
-
-
-def check_make(words: Sequence[str]) -> None:
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert [word for word in words[1:] if "=" not in word and word not in targets] == []
 
 
 def number(words: Sequence[str], option: str) -> int:
@@ -276,15 +271,15 @@ def number(words: Sequence[str], option: str) -> int:
 
 def obey(words: list[str], shelf: Shelf, place: Path) -> None:
     """Run a command, or, where that cannot be, hold all that can be known of it against the repository."""
-    programs = {f"minitx-{name.partition('_')[0]}": name for name in PROGRAMS}
+    words = [f"scripts/{INSTALLED[word]}.py" if word in INSTALLED else word for word in words]
     script = next((word for word in words if re.fullmatch(r"(scripts|examples|benchmarks)/\w+\.py", word)), None)
     if words[0] in ("pip", "pip3") and words[1] == "install":
         check_install(words)
     elif words[0] == "make":
-        check_make(words)
-    elif words[0] in programs or (words[0] == "python" and script is not None and script.startswith("scripts/")):
-        program = programs.get(words[0]) or Path(words[1]).stem
-        arguments = words[1 if words[0] in programs else 2 :]
+        targets = re.findall(r"^([\w-]+):", read("Makefile"), flags=re.MULTILINE)
+        assert [word for word in words[1:] if "=" not in word and word not in targets] == []
+    elif script is not None and script.startswith("scripts/") and words[0] in ("python", script):
+        program, arguments = Path(script).stem, words[words.index(script) + 1 :]
         if any(re.search(pattern, said([program, *arguments])) for pattern in COMPOSED):
             shelf.bring_all([word for word in arguments if word.startswith("--")], place)
             compose(arguments)
@@ -396,9 +391,7 @@ def test_a_command_for_those_who_come_from_elsewhere_runs(text: str, shelf: Shel
 def test_every_block_is_of_a_language_that_is_checked(page: str) -> None:
     """``text`` stands below Python that printed it, ``yaml`` where a test of its own composes it, ``diff`` where one applies it."""
     for block in blocks(page):
-        assert block.language in ("bash", "python", "text", "yaml", "diff"), (
-            f"{block.name} is {block.language!r}: nothing runs it"
-        )
+        assert block.language in ("bash", "python", "text", "yaml", "diff"), f"nothing runs {block.name}"
 
 
 @pytest.mark.parametrize("page", pages())

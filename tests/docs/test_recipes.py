@@ -65,13 +65,10 @@ class Copy:
     def run(self, code: str) -> None:
         """Run Python in ``runs``. ``program(NAME, *WORDS)`` is a script of the copy, which must end well."""
         path = self.runs / "start.py"
-        path.write_text(
-            f"{PROGRAM}if __name__ == '__main__':  # workers of a grid import it\n{indent(code, '    ')}", encoding="utf-8"
-        )
+        path.write_text(f"{PROGRAM}if __name__ == '__main__':  # workers of a grid import it\n{indent(code, '    ')}", "utf-8")
         clean = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            [sys.executable, path], cwd=self.runs, env=clean, capture_output=True, text=True, timeout=PATIENCE
-        )
+        command = [sys.executable, path]
+        done = subprocess.run(command, cwd=self.runs, env=clean, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def read(self, name: str) -> Any:

@@ -102,8 +102,7 @@ def test_the_command_makes_such_a_record(script, tmp_path, record):
     found = script.main(tmp_path / "training.json")
     assert json.loads((tmp_path / "training.json").read_text(encoding="utf-8")) == json.loads(json.dumps(found))
     assert_is_complete(script, found)
-    for mine, stored in zip(
-        found["runs"], record["runs"], strict=True
-    ):  # other machines round otherwise, and a lost run is chaotic
+    # other machines round otherwise, and a lost run is chaotic
+    for mine, stored in zip(found["runs"], record["runs"], strict=True):
         assert (script.lowest(mine["accuracy"]) >= 0.9) == (script.lowest(stored["accuracy"]) >= 0.9)
         assert mine["loss"][:5] == pytest.approx(stored["loss"][:5], rel=0.02)

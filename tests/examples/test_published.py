@@ -37,10 +37,8 @@ def test_the_preconditioner_is_what_adam_divides_its_first_moment_by():
 
 def test_lanczos_finds_the_largest_eigenvalue_of_the_preconditioned_hessian():
     """Against the whole Hessian of attention, whose P⁻¹H is not symmetric."""
-    attention, x = (
-        MultiHeadAttention(4, 1, core=DotProductAttention(backend="math")).double(),
-        torch.randn(3, 5, 4, dtype=torch.float64),
-    )
+    attention = MultiHeadAttention(4, 1, core=DotProductAttention(backend="math")).double()
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
     names, weights = zip(*attention.named_parameters(), strict=True)
     diagonal = torch.rand(sum(weight.numel() for weight in weights), dtype=torch.float64) + 0.1
 
@@ -85,13 +83,11 @@ def test_the_models_of_both_arms_answer_alike():
 
 def test_the_slopes_of_two_scales_differ_by_the_power_of_d_k_between_them():
     record = logit_step.measure(**logit_step.QUICK)
-    slopes = {
-        case.split(", ")[1]: [published.slope(record["widths"], [steps[0] for steps in row]) for row in rows]
-        for case, rows in record["changes"].items()
-    }
+    changes = {case.split(", ")[1]: rows for case, rows in record["changes"].items()}
     for seed in range(2):
-        assert slopes["inv_sqrt"][seed] - slopes["inv"][seed] == pytest.approx(0.5, abs=0.1)
-        assert slopes["unscaled"][seed] - slopes["inv"][seed] == pytest.approx(1.0, abs=0.25)
+        slopes = {arm: published.slope(record["widths"], [steps[0] for steps in rows[seed]]) for arm, rows in changes.items()}
+        assert slopes["inv_sqrt"] - slopes["inv"] == pytest.approx(0.5, abs=0.1)
+        assert slopes["unscaled"] - slopes["inv"] == pytest.approx(1.0, abs=0.25)
 
 
 def test_logits_that_no_weight_moves_do_not_change_and_small_steps_add_up():
@@ -147,9 +143,8 @@ def test_every_measured_number_of_the_text_is_one_of_the_tables(path):
     tables = "".join(re.findall(r"^\|.*\n", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE))
     text = path.read_text(encoding="utf-8")
     if path != PAGE:
-        text = re.split(r"^## (?:Published numbers beside ours|与已发表的数字对照)$", text, flags=re.MULTILINE)[1].split(
-            "\n## "
-        )[0]
+        heading = r"^## (?:Published numbers beside ours|与已发表的数字对照)$"
+        text = re.split(heading, text, flags=re.MULTILINE)[1].partition("\n## ")[0]
         assert numbers(text)
     text = re.sub(r"\]\([^)]*\)|torch \S+|<!--.*?-->", "", text)
     assert numbers(text) <= numbers(tables) | set(SETTINGS)

@@ -48,9 +48,8 @@ def cell(number: float) -> str:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)
-    exponents = {
-        name: [growth(name, backward)[kind] for backward in (False, True) for kind in ("flops", "peak")] for name in CASES
-    }
+    costs = [(backward, kind) for backward in (False, True) for kind in ("flops", "peak")]
+    exponents = {name: [growth(name, backward)[kind] for backward, kind in costs] for name in CASES}
     print("| case | flops | peak bytes | flops, with backward | peak bytes, with backward |\n|---|---|---|---|---|")
     for name, costs in exponents.items():
         print(f"| {name} | {' | '.join(f'{cost:.2f}' for cost in costs)} |")

@@ -43,9 +43,8 @@ def notebook(language: str) -> Any:
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
     make = {"code": new_code_cell, "markdown": new_markdown_cell}
-    made = new_notebook(
-        cells=[make[kind](text) for kind, text in cells((EXAMPLES / "attention.py").read_text("utf-8"), language)]
-    )
+    found = cells((EXAMPLES / "attention.py").read_text("utf-8"), language)
+    made = new_notebook(cells=[make[kind](text) for kind, text in found])
     for number, cell in enumerate(made.cells):
         cell.id = f"cell-{number}"  # the same each time
     made.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -84,9 +83,8 @@ def add_pictures(made: Any) -> None:
     with window() as page:
         for cell in made.cells:
             for output in list(cell.get("outputs", [])):
-                if frame := re.search(
-                    r'height: (\d+)px.*srcdoc="([^"]*)"', output.get("data", {}).get("text/html", ""), re.DOTALL
-                ):
+                shown = output.get("data", {}).get("text/html", "")
+                if frame := re.search(r'height: (\d+)px.*srcdoc="([^"]*)"', shown, re.DOTALL):
                     picture = {"image/png": _picture(page, int(frame[1]), html.unescape(frame[2]))}
                     cell.outputs.insert(cell.outputs.index(output) + 1, new_output("display_data", picture))
 

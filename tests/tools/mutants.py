@@ -68,9 +68,8 @@ def changes(node: ast.AST) -> Iterator[ast.AST | None]:
         case ast.comprehension(ifs=[_]):
             yield other(ifs=[])
         case ast.Call(keywords=keywords) if len(keywords) > 0:
-            yield from (
-                other(keywords=[k for k in keywords if k is not gone]) for gone in keywords if gone.arg not in (None, "strict")
-            )
+            optional = [keyword for keyword in keywords if keyword.arg not in (None, "strict")]
+            yield from (other(keywords=[k for k in keywords if k is not gone]) for gone in optional)
         case ast.Return(value=value) if value is not None and not (isinstance(value, ast.Constant) and value.value is None):
             yield other(value=ast.Constant(None))
         case ast.Expr(value=ast.Call() | ast.Tuple()) | ast.Raise():

@@ -160,15 +160,11 @@ def chosen(mutant: Mutant, items: list[Any], known: dict[str, Any]) -> list[Any]
 
 
 def all_pass(mutant: Mutant, functions: dict[tuple[str, str, int], list[FunctionType]], tests: list[Any]) -> bool:
-    exchange(mutant, functions)
-    return passes(tests)
-
-
-def exchange(mutant: Mutant, functions: dict[tuple[str, str, int], list[FunctionType]]) -> None:
-    """Give the functions that exist the changed code."""
+    """Whether the tests pass with the changed code in the functions that exist."""
     for code in changed_functions(mutant):
         for function in functions.get((str(ROOT / mutant.file), code.co_qualname, code.co_firstlineno), ()):
             function.__code__ = code
+    return passes(tests)
 
 
 def changed_functions(mutant: Mutant) -> Iterator[CodeType]:
@@ -236,12 +232,12 @@ def record(every: list[Mutant], found: dict[str, str]) -> None:
     sources = {path: hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16] for path in FILES}
     for path in FILES:
         mine = [mutant for mutant in every if mutant.file == path]
-        if before.get("sources", {}).get(path) == sources[path] and not any(mutant.name in found for mutant in mine):
+        if before["sources"].get(path) == sources[path] and not any(mutant.name in found for mutant in mine):
             counts[path] = before["counts"][path]
             alive += [name for name in before["alive"] if name.startswith(f"{path}:")]
-            continue
-        counts[path] = Counter(found.get(mutant.name, "not tested") for mutant in mine)
-        alive += [mutant.name for mutant in mine if found.get(mutant.name) not in ("killed", "timeout")]
+        else:
+            counts[path] = Counter(found.get(mutant.name, "not tested") for mutant in mine)
+            alive += [mutant.name for mutant in mine if found.get(mutant.name) not in ("killed", "timeout")]
     save("mutation", {**about(), "counts": counts, "alive": alive, "sources": sources})
 
 
