@@ -23,7 +23,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -240,13 +240,11 @@ def check_kernel(kernel: Callable[..., Any], device: str = "cpu") -> list[Result
 def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: str) -> Result:
     """Compare the kernel with ``naive_attention`` in one case."""
     query, key, value, cotangent = _draw(case, dtype)
-    inputs = query, key, value
-    plain = {name: option for name, option in case.options.items() if name not in ("dropout_p", "need_weights")}
-    loops = partial(naive_attention, **plain)
-    want = _run(loops, inputs, cotangent, torch.float64)
+    want = _by_definition(case.name, dtype, torch.float64)
     try:
         options = {name: option.to(device) if isinstance(option, Tensor) else option for name, option in case.options.items()}
-        got = _run(partial(kernel, **options), [tensor.to(device) for tensor in inputs], cotangent.to(device), dtype)
+        inputs = [tensor.to(device) for tensor in (query, key, value)]
+        got = _run(partial(kernel, **options), inputs, cotangent.to(device), dtype)
     except NotImplementedError as error:
         return Result(case.name, _short(dtype), "refused", str(error))
     except Exception as error:  # any other exception is a fault of the kernel
@@ -254,13 +252,22 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
     if case.judged == ("spread",):
         return _judge_dropout(case, dtype, got["output"], want)
     scale = case.options.get("scale", query.shape[-1] ** -0.5)
-    low = _run(loops, inputs, cotangent, torch.float32 if dtype == torch.float64 else dtype)
+    low = _by_definition(case.name, dtype, torch.float32 if dtype == torch.float64 else dtype)
     is_half = dtype in (torch.bfloat16, torch.float16)  # there the rounding of the result is larger
     sizes = {} if is_half else gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
     results = [_compare(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]
     failed = next((result for result in results if result.status == "failed"), None)
     return failed or max(results, key=lambda result: result.error / result.allowed)
+
+
+@cache
+def _by_definition(name: str, drawn: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The results of ``naive_attention`` in ``dtype`` for inputs of a case that are drawn in ``drawn``. They are the same for every kernel."""
+    case = next(case for case in cases() if case.name == name)
+    plain = {name: option for name, option in case.options.items() if name not in ("dropout_p", "need_weights")}
+    *inputs, cotangent = _draw(case, drawn)
+    return _run(partial(naive_attention, **plain), inputs, cotangent, dtype)
 
 
 def _judge_dropout(case: Case, dtype: torch.dtype, output: Tensor, want: dict[str, Tensor]) -> Result:
