@@ -90,6 +90,8 @@ def fit_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
     >>> round(fit_exponent((1, 10, 100), (3, 300, 30000)), 12)
     2.0
     """
+    if any(number <= 0 for number in (*sizes, *costs)):
+        raise ValueError(f"sizes and costs must be positive, got {list(sizes)} and {list(costs)}")
     return linear_regression(list(map(math.log, sizes)), list(map(math.log, costs))).slope
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -337,16 +336,19 @@ def answers_without_heads(
     B, found = len(asked.rows), dict[str, list[Rows]]()
     length = inputs[asked.axis].shape[1] if asked.axis in inputs else 1
     at_once = max(1, COPIED_TOKENS // (B * length))
-    device = next(iter(inputs.values())).device
-    with evaluating(model), full_precision(device):
+    with evaluating(model), full_precision(next(iter(inputs.values())).device):
         with _count_heads(model) as num_heads:
             model(**inputs)
         for name in chosen_names(list(num_heads), layers):
             found[name] = []
-            for heads in torch.eye(num_heads[name], dtype=torch.bool, device=device).split(at_once):
+            for heads in torch.eye(num_heads[name], dtype=torch.bool).split(at_once):
                 n, at = len(heads), heads.repeat_interleave(B, 0)[:, :, None, None]  # (n · B, H, 1, 1)
                 copies = {key: x.repeat(n, *[1] * (x.dim() - 1)) if _has_rows(x, B) else x for key, x in inputs.items()}
-                with intervene(model, "heads", partial(torch.masked_fill, mask=at, value=0.0), layers=[name]):
+
+                def silence(x: Tensor, at: Tensor = at) -> Tensor:
+                    return x.masked_fill(at.to(x.device), 0.0)
+
+                with intervene(model, "heads", silence, layers=[name]):
                     rows = read_answers(model(**copies), replace(asked, rows=[*asked.rows] * n))
                 if rows is None:
                     raise ValueError(

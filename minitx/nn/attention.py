@@ -308,7 +308,7 @@ class MultiHeadAttention(nn.Module):
         core = DotProductAttention(backend=backend)
         sizes = {"kdim": theirs.kdim, "vdim": theirs.vdim, "bias": has_bias, "dropout": theirs.dropout, "core": core}
         ours = cls(theirs.embed_dim, theirs.num_heads, **sizes).to(theirs.out_proj.weight).train(theirs.training)
-        for name, whole in theirs.named_parameters():
+        for name, whole in theirs.named_parameters(remove_duplicate=False):  # q_proj_weight may also be k_proj_weight
             parts = [ours.get_parameter(part) for part in TORCH_PARTS[name]]
             for part, copied in zip(parts, whole.detach().chunk(len(parts)), strict=True):
                 part.data.copy_(copied)

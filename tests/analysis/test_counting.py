@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitx.analysis.counting import count_flops, train_flops
+from minitx.analysis.counting import count_flops, fit_exponent, train_flops
 from minitx.config import TransformerConfig
 from minitx.nn.models import build_model
 
@@ -44,3 +44,8 @@ def test_a_model_costs_what_torch_counts_but_for_a_decoders_hidden_scores(option
 def test_a_picture_costs_what_torch_counts_but_for_the_gradient_of_its_pixels():
     config = TransformerConfig(**SMALL, architecture="vision", head="sequence", num_labels=5, image_size=6, num_channels=3)
     assert counted(config, 10) == train_flops(config) - 2 * 9 * 3 * 4 * config.embed_dim
+
+
+def test_what_costs_nothing_has_no_exponent():
+    with pytest.raises(ValueError, match=r"must be positive, got \[1, 2\] and \[0, 3\]"):
+        fit_exponent((1, 2), (0, 3))

@@ -71,6 +71,13 @@ def test_copies_share_no_memory_and_what_is_frozen_stays_frozen():
     assert torch.equal(ours.q_proj.weight, before)
 
 
+def test_a_matrix_that_two_projections_share_is_copied_to_both():
+    theirs = torch_layer(vdim=10)
+    theirs.k_proj_weight = theirs.q_proj_weight
+    given = inputs(theirs)
+    assert_near(MultiHeadAttention.from_torch(theirs)(*given), theirs(*given)[0])
+
+
 def test_a_row_without_keys_is_nan_in_torch_and_the_output_bias_here():
     theirs = torch_layer()
     given = inputs(theirs)

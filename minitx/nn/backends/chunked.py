@@ -11,7 +11,7 @@ with R the dropout factors, 0 or 1/(1 − p), drawn anew from a seed of their ow
 entirely are skipped: a causal call costs half, a window costs length × window. The remaining tiles are found once and stored
 with the mask, so the layers of a model share them.
 
-It is a ``torch.autograd.Function``, which ``torch.compile`` does not enter: a compiled graph breaks there.
+Each pass is a ``torch.autograd.Function``, which ``torch.compile`` does not enter: a compiled graph breaks there.
 """
 
 from __future__ import annotations
@@ -210,10 +210,17 @@ class Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("backend 'chunked' is not twice differentiable (create_graph=True); backend='math' is")
-        settings, wanted = ctx.settings, ctx.needs_input_grad[4:]  # gradients of the sinks and of the bias
-        output, top, inverse, query, key, value, sinks, *more = ctx.saved_tensors
+        return None, *Gradients.apply(ctx.settings, ctx.needs_input_grad[4:], grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+
+
+class Gradients(torch.autograd.Function):
+    """The gradients of what ``Chunked`` takes. A ``Function`` too, because not all that ``create_graph=True`` gave is differentiated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, settings: Settings, wanted: tuple[bool, ...], grad: Tensor, *saved: Tensor
+    ) -> tuple[Tensor | None, ...]:  # wanted: the gradients of the sinks and of the bias
+        output, top, inverse, query, key, value, sinks, *more = saved
         bias_tensors = more[: len(wanted) - 1]  # without those of the mask
         with full_precision(query.device):
             problem = Problem(settings, query, key, value, sinks, bias_tensors)
@@ -241,7 +248,11 @@ class Chunked(torch.autograd.Function):
                 d_sinks = -((problem.sinks - top).exp() * inverse * delta).sum((0, 2, 3))
             gradients = d_query.mul_(settings.scale), d_key, d_value, d_sinks, *bias_gradient.sums
             inputs = query, key, value, sinks, *bias_tensors
-            return None, *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True))
+            return tuple(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError("backend 'chunked' is not twice differentiable (create_graph=True); backend='math' is")
 
 
 class BiasGradient:
