@@ -125,8 +125,10 @@ class SweepFolder(Callback):
             is_empty = [path.name for path in folder.glob("*")] == ["multirun.yaml"]
             if is_empty:
                 (folder / "multirun.yaml").unlink()
+                inner = os.path.relpath(folder)
                 with suppress(OSError):  # the current folder
-                    os.removedirs(os.path.relpath(folder))  # and the empty ones above it
+                    if not inner.startswith(os.pardir):  # empty folders elsewhere are the user's
+                        os.removedirs(inner)  # and the empty ones above it
         return is_empty
 
 

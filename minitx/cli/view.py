@@ -70,12 +70,12 @@ class ViewConfig(StoredConfig):
     def check(self) -> None:
         given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
         require(bool(given & {"ckpt_path", "model"}), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
-        for name, other in (("model", "ckpt_path"), ("row", "text"), ("compare_text", "compare")):
-            require(not {name, other} <= given, f"{name} takes the place of {other}: give one of them")
         for name in ("row", "trust"):
             require(
                 not {name, "model"} <= given, f"{name} is for checkpoints: a Hugging Face folder has no data, and runs no code"
             )
+        for name, other in (("model", "ckpt_path"), ("row", "text"), ("compare_text", "compare")):
+            require(not {name, other} <= given, f"{name} takes the place of {other}: give one of them")
         for name in ("model", "target", "compare_text"):
             require(name not in given or "text" in given, f"text is missing: {name} needs text=TEXT beside it")
         require("knock_out" not in given or not self.is_film, "knock_out is for a page, not for a film")

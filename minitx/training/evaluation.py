@@ -368,7 +368,11 @@ def evaluate_splits(
     folder: Path,
     state: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Evaluate the finished network as ``config.evaluation`` says, and return the metrics that were logged at the end of the run."""
+    """Evaluate the finished network as ``config.evaluation`` says, and return the metrics that were logged at the end of the run.
+
+    Raises:
+        ConfigError: the best weights are to be tested, and there are none.
+    """
     from lightning.pytorch.callbacks import WeightAveraging
 
     from minitx.training.module import TrainingModule
@@ -380,6 +384,8 @@ def evaluate_splits(
             report(evaluate(network, data, options, module.objective), folder)
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
+        said = f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
+        require(best is None or best.exists(), said)  # without a validation, or none was left of the run that goes on
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging):  # it would load the weights that were trained beside the averaged ones
                 callback._average_model = None

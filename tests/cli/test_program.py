@@ -113,6 +113,12 @@ def test_a_sweep_in_which_every_job_has_a_mistake_or_without_jobs_leaves_no_fold
     assert list(place.iterdir()) == []
 
 
+def test_empty_folders_outside_the_current_one_are_not_removed_with_the_folder_of_a_sweep(cli, place):
+    (place.parent / "mine").mkdir()
+    assert cli(*TINY, "-m", "model.num_head=1,2", "hydra.sweep.dir=../mine/swept").code == 2
+    assert (place.parent / "mine").is_dir()
+
+
 def test_a_job_of_a_sweep_that_cannot_be_resolved_leaves_no_folder(cli, place):
     assert cli("-m", *TINY, "trainer.max_steps=1", "hydra.sweep.dir=swept", "seed=${seed},1").code == 2
     assert sorted(path.name for path in (place / "swept").iterdir()) == ["1", "multirun.yaml"]

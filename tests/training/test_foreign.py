@@ -415,6 +415,9 @@ def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_f
     assert last(tmp_path / "best", "best")["global_step"] < 9
     with pytest.raises(ConfigError, match=r"^evaluation\.test=best: the data have no test split"):
         fit(tmp_path / "none", dataclasses.replace(task, test=None), evaluation=test)
+    finished = {**options, "max_steps": 9, "ckpt_path": str(tmp_path / "last" / "checkpoints" / "last.ckpt")}
+    with pytest.raises(ConfigError, match=r"^evaluation\.test=best: there is no best\.ckpt, because trainer\.monitor="):
+        fit(tmp_path / "no validation", task, **finished)
 
 
 def test_a_schedule_that_reads_a_metric_gets_it_after_each_validation_and_resumes(tmp_path):
