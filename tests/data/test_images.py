@@ -1,7 +1,5 @@
 """Images: scaling, shifts, splits, and image folders."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch

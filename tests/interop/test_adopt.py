@@ -313,7 +313,7 @@ def test_attributes_named_like_ours_are_kept():
     model.model.adoption = "their own"
     assert release_hf(adopt_hf(model)).model.adoption == "their own"
     model.model.layers[1].self_attn.core = nn.Linear(2, 3)
-    with pytest.raises(ValueError, match="layers.1.self_attn has an attribute named core already"):
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn has an attribute named core already"):
         adopt_hf(model)
 
 
