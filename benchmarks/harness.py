@@ -86,7 +86,7 @@ def turns(pairs: int) -> list[int]:
 
 def compare(a: Callable[[], object], b: Callable[[], object], *, pairs: int = 20, block: float = 0.5, warm: int = 2) -> Row:
     """How many times as fast ``b`` is as ``a``: see ``compared``."""
-    repeats = [max(1, math.ceil(block / min(seconds_of(work) for _ in range(warm)))) for work in (a, b)]
+    repeats = [max(1, math.ceil(block / min(seconds_of(work) for _ in range(warm + 1)))) for work in (a, b)]
 
     def timed(side: int) -> float:
         return seconds_of(lambda: [(a, b)[side]() for _ in range(repeats[side])]) / repeats[side]

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,9 @@ def test_the_committed_page_is_what_the_recorded_files_give(load):
     report = load("report")
     text = report.PAGE.read_text(encoding="utf-8")
     assert text == report.between(text, report.table(report.read())), "run python benchmarks/report.py"
+
+
+def test_a_slow_first_call_makes_no_block_shorter(harness):
+    waits = iter([0.2, *[0.01] * 200])
+    harness.compare(lambda: time.sleep(next(waits)), lambda: None, pairs=2, block=0.1, warm=1)
+    assert 200 - len([*waits]) > 20, "ten calls a block"

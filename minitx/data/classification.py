@@ -12,7 +12,7 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, read, require
 from minitx.data.tables import column_of, divided, labels_of, load_tables, tell_left_out, texts_of
-from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
+from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, package, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
@@ -136,11 +136,7 @@ def digits(*, val_fraction: Fraction = 0.2, shift: Natural = 1) -> Task:
     Raises:
         ConfigError: scikit-learn is missing.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise ConfigError("data=digits needs the package scikit-learn: install minitx with the extra vision") from None
-    found = load_digits()
+    found = package("sklearn.datasets", "data=digits", "scikit-learn", "vision").load_digits()
     pixels, labels = found.images[:, None].astype(np.uint8), found.target
     train, val = stratified(labels, val_fraction)
     both = (pixels[train], labels[train]), (pixels[val], labels[val])

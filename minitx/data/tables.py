@@ -15,6 +15,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import first_line, require
+from minitx.data.task import package
 
 log = logging.getLogger(__name__)
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -73,9 +74,8 @@ def load_table(
     Raises:
         ConfigError: the path or the split does not exist, the hub cannot be reached, or the files cannot be read.
     """
-    import datasets
-
     said, local = f"data.{key}={path}", Path(path).expanduser()
+    datasets = package("datasets", said)
     files, here = _files_of(path, said, **reader)
     options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming, **here}
     with _quiet() if here else contextlib.nullcontext():  # errors of local files are reported here

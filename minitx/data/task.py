@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,6 +31,15 @@ Draw = Callable[[int], np.random.Generator]
 
 
 KEY_MASKS = {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}
+
+
+def package(name: str, said: str, wanted: str = "", extra: str = "train") -> Any:
+    """Import a module that an extra installs. Raise a ConfigError that names its package if it is missing."""
+    try:
+        return import_module(name)
+    except ImportError:
+        hint = f"install minitx with the extra {extra}"
+        raise ConfigError(f"{said} needs the package {wanted or name}: {hint}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

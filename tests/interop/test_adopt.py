@@ -308,6 +308,24 @@ def test_release_gives_the_model_back(name):
         adopt_hf(adopt_hf(model))
 
 
+def test_attributes_named_like_ours_are_kept():
+    model = build("Llama")
+    model.model.adoption = "their own"
+    assert release_hf(adopt_hf(model)).model.adoption == "their own"
+    model.model.layers[1].self_attn.core = nn.Linear(2, 3)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn has an attribute named core already"):
+        adopt_hf(model)
+
+
+def test_a_number_among_the_weights_of_an_attention_is_no_obstacle_to_a_fold():
+    model = build("Llama").double()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_parameter("gain", nn.Parameter(torch.tensor(0.5)))
+    wanted = answer(model)
+    fold_scale(adopt_hf(model), "inv")
+    torch.testing.assert_close(answer(model), wanted)
+
+
 def test_of_two_models_made_from_one_config_object_one_is_adopted_and_released():
     one = build("Llama")
     two = type(one)(one.config).eval()

@@ -136,6 +136,11 @@ def test_an_old_t5_says_by_its_ties_whether_logits_are_scaled(name, tmp_path):
     assert (config.scale_logits, config.tie_embeddings) == (tied, tied)
 
 
+def test_a_vit_may_name_both_equal_sides(tmp_path):
+    want = load_hf(saved("vit", tmp_path)).config
+    assert load_hf(edit(tmp_path, image_size=[12, 12], patch_size=[3, 3])).config == want
+
+
 def test_a_config_may_leave_out_what_is_the_default(tmp_path):
     want, (ids, _) = load_hf(saved("llama", tmp_path)), batch("none")
     absent = ("hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "head_dim", "num_key_value_heads", "architectures")
