@@ -23,7 +23,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -128,7 +128,7 @@ def gradient_sizes(
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One call, with batch size 2. ``judged`` lists the results to compare. Default: all, with the gradients of options that require one."""
 
@@ -156,7 +156,13 @@ class Result:
     allowed: float = 0.0
 
 
-def cases() -> Iterator[Case]:
+@cache
+def cases() -> tuple[Case, ...]:
+    """Return the cases, the same objects each time."""
+    return tuple(_cases())
+
+
+def _cases() -> Iterator[Case]:
     """Yield cases with masks, scales, grouped heads, empty rows, decoding, several tiles, and the other options."""
     generator = torch.Generator().manual_seed(7)
     cells = torch.rand(2, 4, 5, 5, generator=generator) < 0.6
@@ -240,7 +246,7 @@ def check_kernel(kernel: Callable[..., Any], device: str = "cpu") -> list[Result
 def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: str) -> Result:
     """Compare the kernel with ``naive_attention`` in one case."""
     query, key, value, cotangent = _draw(case, dtype)
-    want = _by_definition(case.name, dtype, torch.float64)
+    want = _by_definition(case, dtype, torch.float64)
     try:
         options = {name: option.to(device) if isinstance(option, Tensor) else option for name, option in case.options.items()}
         inputs = [tensor.to(device) for tensor in (query, key, value)]
@@ -252,7 +258,7 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
     if case.judged == ("spread",):
         return _judge_dropout(case, dtype, got["output"], want)
     scale = case.options.get("scale", query.shape[-1] ** -0.5)
-    low = _by_definition(case.name, dtype, torch.float32 if dtype == torch.float64 else dtype)
+    low = _by_definition(case, dtype, torch.float32 if dtype == torch.float64 else dtype)
     is_half = dtype in (torch.bfloat16, torch.float16)  # there the rounding of the result is larger
     sizes = {} if is_half else gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
@@ -261,10 +267,9 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: s
     return failed or max(results, key=lambda result: result.error / result.allowed)
 
 
-@cache
-def _by_definition(name: str, drawn: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
+@lru_cache(maxsize=512)
+def _by_definition(case: Case, drawn: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
     """The results of ``naive_attention`` in ``dtype`` for inputs of a case that are drawn in ``drawn``. They are the same for every kernel."""
-    case = next(case for case in cases() if case.name == name)
     plain = {name: option for name, option in case.options.items() if name not in ("dropout_p", "need_weights")}
     *inputs, cotangent = _draw(case, drawn)
     return _run(partial(naive_attention, **plain), inputs, cotangent, dtype)
