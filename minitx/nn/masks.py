@@ -115,10 +115,10 @@ class Mask(Rule):
 
         The layers of a model share a mask, and so share what is computed from it. For each kind, only the latest result is kept,
         until a tensor of the mask is changed in place. Nothing is kept under ``torch.compile``: a key with symbolic lengths would
-        bind the graph to one length. Nothing is kept where changes are not seen: for inference tensors, which have no count of
-        their changes, and for a mask with fields that may hide tensors.
+        bind the graph to one length. Nothing is kept inside of torch.func, whose tensors end with the transform, and where changes
+        are not seen: for inference tensors, which have no count of their changes, and for a mask with fields that may hide tensors.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
             return build(*arguments)
         memory = self.__dict__.get("_memory")
         if memory is None:

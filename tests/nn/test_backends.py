@@ -325,6 +325,14 @@ def test_auto_computes_what_a_transform_asks_for_as_math_does(name, kind):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_what_a_mask_remembers_of_a_transform_does_not_outlive_it(backend):
+    x, mask = torch.randn(1, H, L, D), mx.SlidingWindow(2) & mx.Causal()
+    for name in ("grad of grad", "grad", "grad of grad"):
+        TRANSFORMS[name](lambda x: attention(x, x, x, attn_mask=mask, backend=backend), x)
+    assert attention(x, x, x, attn_mask=mask, backend=backend).isfinite().all()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's forward derivatives use it
 @pytest.mark.usefixtures("chunked_from_the_start")
 @pytest.mark.parametrize(
