@@ -108,7 +108,7 @@ def test_an_arm_is_one_switch():
         if cell.place.arm in ("inv_sqrt", "unscaled"):
             pairs.setdefault(dataclasses.replace(cell.place, arm="", seed=0), {})[cell.place.arm] = cell
     whole = [pair for pair in pairs.values() if len(pair) == 2]
-    assert len(whole) == 8 and sum(pair["inv_sqrt"].threshold is not None for pair in whole) == 3
+    assert len(whole) == 6 and sum(pair["inv_sqrt"].threshold is not None for pair in whole) == 3
     for pair in whole[::2]:
         a, b = (to_dict(compose_config(pair[arm].overrides)) for arm in ("inv_sqrt", "unscaled"))
         if pair["inv_sqrt"].threshold is not None:
