@@ -40,12 +40,12 @@ FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "bias")), 
     "__init__", "chunked", "flex", "sdpa"))]  # fmt: skip
 FILES += ["minitx/ablation/judge.py", "minitx/data/batches.py", "minitx/training/objectives.py"]
 TESTS = [f"tests/nn/test_{name}.py" for name in (
-    "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "torch_interop")]  # fmt: skip
+    "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "drop_in")]  # fmt: skip
 TESTS += ["tests/test_testing.py", "tests/ablation/test_judge.py", "tests/data/test_addressing.py", "tests/data/test_task.py",
           "tests/data/test_data_module.py"]  # fmt: skip
 TESTS += ["tests/training/test_objectives.py"]
 MORE = [f"tests/{name}.py" for name in (
-    "nn/test_blocks", "nn/test_models", "nn/test_drop_in", "nn/test_every_model", "nn/test_positions", "nn/test_fold_scale",
+    "nn/test_blocks", "nn/test_models", "nn/test_every_model", "nn/test_positions", "nn/test_fold_scale",
     "training/test_foreign", "training/test_module", "training/test_parts", "data/test_text", "data/test_streaming",
     "data/test_tokenizers", "data/test_documents", "ablation/test_intervals",
     "ablation/test_report")]  # fmt: skip

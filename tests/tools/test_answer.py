@@ -1,9 +1,10 @@
-"""The pages have the numbers of the records, which are computed without the lab."""
+"""The pages have the numbers of the records, which are computed without the lab; and the tool for mutants finds its files."""
 
 import re
 from pathlib import Path
 
 import answer
+import mutation
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -59,3 +60,8 @@ def test_a_run_that_ends_early_or_falls_is_not_stable():
 @pytest.mark.parametrize(("seeds", "ends"), [(6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (10, (2, 9)), (12, (3, 10))])
 def test_the_range_of_a_median_has_at_least_95_percent(seeds, ends):
     assert answer.median(range(1, seeds + 1))[1:] == (*ends, seeds)
+
+
+def test_the_files_that_the_tool_for_mutants_names_exist():
+    named = (*mutation.FILES, *mutation.TESTS, *mutation.MORE)
+    assert [path for path in named if not (ROOT / path).exists()] == []
