@@ -87,6 +87,8 @@ def test_times_are_compared_as_ratios_and_more_means_longer():
     slow, fast = (one(found, "recall", "time", init=init) for init in ("lecun", "gpt2"))
     assert slow.estimate.low == pytest.approx(469 / 67, rel=0.15) and slow.word == "MORE"
     assert fast.estimate.low == pytest.approx(100 / 134, rel=0.15) and fast.word in ("LESS", "UNDECIDED")
+    times = {(arm, "lecun", rate): steps for arm, steps in ((SCALED, 100), (UNSCALED, 160)) for rate in RATES}
+    assert one(made_up.findings("recall", truth=Truth(times=times)), "recall", "time", init="lecun").word == "MORE"
 
 
 def test_a_run_that_never_solves_gives_a_range_from_its_cap():

@@ -57,7 +57,8 @@ def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
     ):
         for objective in (loss(reduction="sum"), node(loss, reduction="sum")):
             assert build_objective(objective)(given, {"labels": right})["loss"].item() == pytest.approx(wanted)
-    assert build_objective(cross_entropy) is cross_entropy
+    own = type("Own", (torch.nn.Module,), {})()
+    assert build_objective(cross_entropy) is cross_entropy and build_objective(own) is own
 
 
 def test_an_objective_that_is_no_sum_is_refused():
