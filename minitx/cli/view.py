@@ -165,7 +165,7 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
 
     row, traces = config.row or 0, []
     for path, shown in zip(paths.values(), _names(list(paths.values())), strict=True):
-        with refusing("without a checkpoint, the page shows what a run recorded: "):
+        with refusing("without text= or a checkpoint file, the page shows what a run recorded: "):
             snapshots = read_snapshots(Path(path))
         count = snapshots[0].num_rows
         require(row < count, f"row={row} must lie in [0, {count}), the sentences that {path} holds")

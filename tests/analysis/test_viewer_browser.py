@@ -324,12 +324,11 @@ def test_a_model_whose_answers_are_no_numbers_is_shown_with_them(visit):
 
 def test_tokens_that_look_alike_have_a_row_each_and_a_line_end_in_a_question_is_seen(visit):
     one = answer(0.4, "\n", text="Which token follows “\n”?", right="⏎")
-    one = replace(one, top=(("\n", 0.5), ("⏎", 0.4), ("\u2800", 0.1)))
-    snapshot = with_answers(random_snapshot(1, kinds=("self",)), [one], [[[one]] * 3])
-    page = visit([Trace("a", [snapshot])], "#q=6&out=1")
-    assert "Which token follows “⏎”?" in answers(page)[0]
+    one = replace(one, top=(("\n", 0.004), ("⏎", 0.003), ("\u2800", 0.001)))
+    page = visit([Trace("a", [with_answers(random_snapshot(1, kinds=("self",)), [one], [[[one]] * 3])])], "#q=6&out=1")
+    assert "Which token follows “⏎”?" in answers(page)[0] and "with probability 4·10⁻³" in answers(page)[0]
     table = [row.inner_text().split() for row in page.locator(".tops tbody tr").all()]
-    assert table == [["⏎", "0.50", "0.50"], ["⏎", "✓", "0.40", "0.40"], ["⟨U+2800⟩", "0.10", "0.10"]]
+    assert table == [["⏎", *["4·10⁻³"] * 2], ["⏎", "✓", *["3·10⁻³"] * 2], ["⟨U+2800⟩", *["1·10⁻³"] * 2]]
 
 
 @pytest.mark.parametrize("name", ["two", "long"])

@@ -161,6 +161,7 @@ def test_a_run_that_recorded_its_attention_needs_no_text_and_has_its_answers_and
         assert film.n_frames == 3
     assert_refused("shows one layer, and there are 2", run, "output=film.gif", program="view")
     assert_refused("head=2 is for a film", run, "head=2", program="view")
+    assert_refused("without text= or a checkpoint file", f"ckpt_path={runs / 'text'}", program="view")
 
 
 def test_a_checkpoint_answers_on_a_text_and_on_a_row(data, last, folders):

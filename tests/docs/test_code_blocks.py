@@ -140,7 +140,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "OTHER": their_gpt2,
     "folder": their_gpt2,
     "llama": their_llama,
-    "smollm2": their_smollm2,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": their_smollm2,
     "bert": their_bert,
     "char": "experiment=char_lm",
     "a": "char",

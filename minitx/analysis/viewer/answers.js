@@ -88,7 +88,7 @@ function verdict(answer, says) {
   const isKnown = answer.right !== null;
   const line = element("p", isKnown ? (answer.right ? "verdict good" : "verdict bad") : "verdict");
   if (isKnown) line.append(element("b", "sign", answer.right ? "✓ right" : "✗ wrong"));
-  line.append(says, tokenOf(word), ` with probability ${fixed(p, 2)}`);
+  line.append(says, tokenOf(word), ` with probability ${chance(p)}`);
   if (isKnown) line.append(element("span", "soft", ` · right answer ${chance(Math.exp(-answer.loss))} · loss ${fixed(answer.loss, 2)}`));
   return line;
 }
