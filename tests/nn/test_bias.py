@@ -76,6 +76,7 @@ BIASES = {
 }
 
 
+@pytest.mark.usefixtures("default_bfloat16")
 @pytest.mark.parametrize("heads", [1, 3, 8, 12, 20])
 def test_alibi_slopes_are_those_of_the_paper(heads):
     bias = ALiBi(heads).dense(3, 3, num_heads=heads)[0]

@@ -84,7 +84,7 @@ def factors_of(call, seed):
     return whole
 
 
-@pytest.mark.usefixtures("tiny_tiles")
+@pytest.mark.usefixtures("tiny_tiles", "default_bfloat16")
 def test_dropout_is_replayed_in_the_backward_pass():
     q, k, v = (torch.randn(2, 2, n, 5, dtype=torch.float64, requires_grad=True) for n in (9, 11, 11))
     p = 0.4
@@ -95,6 +95,7 @@ def test_dropout_is_replayed_in_the_backward_pass():
     got = attention(q, k, v, None, p, True, scale=0.3, backend="chunked")
     scores = (q @ k.mT * 0.3).masked_fill(~mx.Causal().dense(9, 11), -torch.inf)
     want = (scores.softmax(-1) * factors.where(mx.Causal().dense(9, 11), 0.0)) @ v
+    torch.set_default_dtype(torch.float32)
     assert_same_with_gradients(got, want, (q, k, v), tolerance=1e-14)
 
 
