@@ -198,8 +198,7 @@ def test_pixels_in_float32_train_a_network_of_another_dtype(make_config, tmp_pat
     monkeypatch.setattr(run_module, "cpu_precision", str)  # whatever the processor has
     config = make_config(trainer__precision=precision, trainer__max_steps=2, probe__every=2)
     train(of_digits(config, evaluation=EvaluationConfig(at_end=True, num_rows=7)), tmp_path / "run")
-    for name in ("evaluation.json", "probes.jsonl"):
-        assert (tmp_path / "run" / name).stat().st_size > 0
+    assert all((tmp_path / "run" / name).stat().st_size for name in ("evaluation.json", "probes.jsonl"))
 
 
 @pytest.mark.parametrize("before", [True, False])
