@@ -100,12 +100,9 @@ def test_dropout_is_replayed_in_the_backward_pass():
 
 def test_dropout_follows_torchs_seed_and_differs_from_tile_to_tile_and_call_to_call():
     q = torch.randn(1, 1, 600, 4)
-
-    outputs = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        outputs.append([attention(q, q, q, None, 0.5, backend="chunked") for _ in range(2)])
-    assert torch.equal(outputs[0][0], outputs[1][0]) and not torch.equal(*outputs[0])
+    seeded = (torch.manual_seed(1) for _ in range(2))
+    first, again = ([attention(q, q, q, None, 0.5, backend="chunked") for _ in range(2)] for _ in seeded)
+    assert torch.equal(first[0], again[0]) and not torch.equal(*first)
     factors = factors_of(make_call(q, q, q, None, 0.5), 7)[0, 0, :512, :512]
     assert abs((factors > 0).float().mean() - 0.5) < 5 * 0.5 / 512
     tiles = [tile for rows in factors.split(256) for tile in rows.split(256, dim=1)]
