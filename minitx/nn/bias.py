@@ -195,7 +195,7 @@ class ALiBi(Bias):
         if self.slopes is not None:
             return widened(self.slopes)[head]
         assert self.num_heads is not None
-        power = 2 ** int(math.log2(self.num_heads))
+        head, power = head.float(), 2 ** int(math.log2(self.num_heads))
         # as in get_slopes of Press et al.'s code (ofirpress/attention_with_linear_biases)
         exponent = torch.where(head < power, 8.0 * (head + 1), 4.0 * (2 * (head - power) + 1)) / power
         return torch.exp2(-exponent)

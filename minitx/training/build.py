@@ -463,8 +463,8 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     if parts := set_training(model):
         log.info("model: in evaluation mode, as given: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
     if config.trainer.precision == "64-true":
-        to_float64(model)  # Lightning would, after it has loaded a checkpoint into float32
-    return model
+        model.double()  # Lightning would, after it has loaded a checkpoint into float32
+    return in_own_dtype(model) if config.trainer.precision in ("64-true", "bf16-true") else model
 
 
 def network_of(node: Part, data: L.LightningDataModule | None = None) -> nn.Module:
@@ -526,15 +526,18 @@ def check_network(network: nn.Module, fields: Mapping[str, Any]) -> None:
         log.info("model: %s is a mixture of experts, and its router loss is not part of the objective", name)
 
 
-def to_float64(network: nn.Module) -> None:
-    """Convert a network to float64, and what it gets: Lightning converts only the batches of its own loops."""
-    network.double().register_forward_pre_hook(_in_float64, with_kwargs=True)
+def in_own_dtype(network: nn.Module) -> nn.Module:
+    """Let a network convert the numbers that it gets, such as pixels, to the dtype of its weights, and return it: Lightning converts
+    only the batches of its own loops."""
+    network.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
+    return network
 
 
-def _in_float64(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the inputs of a network, with numbers such as pixels in float64."""
-    wide = {name: x.double() for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    return args, {**inputs, **wide}
+def _to_own_dtype(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs of a network, with numbers in the dtype of its first weight."""
+    dtype = next(weight.dtype for weight in module.parameters() if weight.is_floating_point())
+    numbers = {name: x.to(dtype) for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return args, {**inputs, **numbers}
 
 
 def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:

@@ -55,9 +55,9 @@ class StepCallback(L.Callback):
 class StepLog(StepCallback):
     """Log a row of ``metrics.csv`` every ``log_every`` steps. On accelerators nothing else waits for the device during training.
 
-    ``tokens`` are targets. ``tokens_per_second`` and ``mfu`` cover the steps since the last row, without validation. ``mfu``
-    is this device's share of the training FLOPs (``train_flops``, padding included) divided by its peak. Frozen weights count as
-    if they were trained (LoRA), although a step computes no gradients of them.
+    ``lr`` is that of ``optimizer.lr``, without the factor of a rule. ``tokens`` are targets. ``tokens_per_second`` and ``mfu`` cover
+    the steps since the last row, without validation. ``mfu`` is this device's share of the training FLOPs (``train_flops``, padding
+    included) divided by its peak. Frozen weights count as if they were trained (LoRA), although a step computes no gradients of them.
 
     Args:
         log_every: steps between rows. The first and the last step always have one, also where a run is stopped early.
@@ -89,7 +89,8 @@ class StepLog(StepCallback):
         self.peak = self.peak or peak_tflops(module.device)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._lr = optimizer.param_groups[0]["lr"]
+        groups, peak = optimizer.param_groups, optimizer.defaults.get("lr")
+        self._lr = next((group for group in groups if group.get("initial_lr") == peak), groups[0])["lr"]
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.model is not None and self.peak:

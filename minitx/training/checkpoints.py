@@ -30,7 +30,7 @@ from minitx.config.training import MODEL, NODES
 from minitx.data import tokenizers
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
-from minitx.nn.scale import ScoreScale, fold_scale
+from minitx.nn.scale import fold_scale, set_scale
 from minitx.training import rank
 from minitx.training.build import GIVEN, check_trusted, config_of, import_modules, load_data, network_of, task_of
 from minitx.training.nodes import arguments_of, completed, named_by
@@ -327,9 +327,7 @@ def start_from(init_from: InitFrom, network: Network) -> Network:
         weights, shape, _ = load_start(init_from)
         load_weights(network, weights)
         if init_from.fold_scale and shape is not None and wanted is not None:
-            for layer in network.modules():  # the scale of the weights, then the wanted one
-                if isinstance(scale := getattr(layer, "scale", None), ScoreScale):
-                    layer.scale = ScoreScale(shape["scale"], head_dim=scale.head_dim, factor=shape["scale_factor"])
+            set_scale(network, shape["scale"], factor=shape["scale_factor"])  # that of the weights, then the wanted one
             fold_scale(network, wanted.scale, factor=wanted.scale_factor)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"init_from.path={init_from.path} does not fit the model: {first_line(error)}") from error

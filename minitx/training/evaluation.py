@@ -28,7 +28,7 @@ from minitx.data.task import Batch, Task, as_split, num_targets
 from minitx.generation import beam_search, generate
 from minitx.generation.decoding import of_config
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, network_of, rows_of_batch, to_float64
+from minitx.training.build import Caller, in_own_dtype, network_of, rows_of_batch
 from minitx.training.devices import whole_state
 from minitx.training.objectives import CrossEntropy, Objective, checked_sums
 
@@ -401,7 +401,5 @@ def unsharded(network: nn.Module, config: RunConfig, state: Mapping[str, Any]) -
     if config.trainer.strategy != "sharded":
         return network
     weights, whole = whole_state(network), network_of(state["model"])
-    if config.trainer.precision == "64-true":
-        to_float64(whole)
-    whole.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+    in_own_dtype(whole.to(next(iter(weights.values())).dtype)).load_state_dict(weights)
     return whole

@@ -42,7 +42,7 @@ def adamw(
         head_dim: d_k of the model, for ``head_dim^p`` in rules. The run passes it.
     """
     groups = parameter_groups(network, lr=lr, weight_decay=weight_decay, eps=eps, rules=rules, head_dim=head_dim)
-    return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def sgd(
@@ -64,11 +64,8 @@ def sgd(
     groups = parameter_groups(network, lr=lr, weight_decay=weight_decay, rules=rules, head_dim=head_dim)
     # the fused kernel takes no shards, and computes half precision wrongly on a CPU (torch 2.13)
     is_plain = any(is_sharded(p) or (p.device.type == "cpu" and p.dtype.itemsize < 4) for p in network.parameters())
-    return torch.optim.SGD(
-        [{name: value for name, value in group.items() if name != "eps"} for group in groups],
-        momentum=momentum,
-        fused=not is_plain,
-    )
+    groups = [{name: value for name, value in group.items() if name != "eps"} for group in groups]
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=not is_plain)
 
 
 def muon(
@@ -101,7 +98,9 @@ def muon(
     trained = [p for group in groups if "matrix" in group for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]
     said = f"optimizer=muon needs a torch.nn.Linear to train beside heads, and {type(network).__name__} has none"
     require(bool(trained), f"{said}: use optimizer=adamw")
-    return Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
+    optimizer = Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
+    optimizer.defaults["lr"] = lr
+    return optimizer
 
 
 def parameter_groups(

@@ -10,12 +10,12 @@ import torch
 import transformers
 
 from minitx.cli.inputs import reader_of_ids
-from minitx.config import TransformerConfig
+from minitx.config import ConfigError, InitFrom, TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
 from minitx.generation.decoding import eos_ids
 from minitx.interop import load_hf, release_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
-from minitx.training.checkpoints import load_model, read_checkpoint, write_checkpoint
+from minitx.training.checkpoints import load_model, read_checkpoint, start_from, write_checkpoint
 from minitx.training.loggers import read_metrics
 from tests.cli.conftest import SHORT, assert_named, copy_example
 
@@ -196,3 +196,9 @@ def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(assert
     words = [word for word in finetune(theirs) if word.partition("=")[0] != changed[0].partition("=")[0]]
     assert_refused(part, *words, *changed)
     assert not (place / "run").exists()
+
+
+def test_a_scale_without_a_multiplier_cannot_be_folded_and_is_named(tmp_path):
+    save_pretrained(DecoderLM(TransformerConfig(vocab_size=7, **GPT2, scale="log_length")), tmp_path)
+    with pytest.raises(ConfigError, match="scale=log_length has no fixed multiplier"):
+        start_from(InitFrom(path=str(tmp_path), fold_scale=True), DecoderLM(TransformerConfig(vocab_size=7, **GPT2)))

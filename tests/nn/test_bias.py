@@ -18,27 +18,20 @@ GENERATOR = torch.Generator().manual_seed(3)
 
 def press_slopes(heads):
     """get_slopes of ofirpress/attention_with_linear_biases, in plain Python."""
-    if math.log2(heads).is_integer():
-        start = 2 ** (-(2 ** -(math.log2(heads) - 3)))
-        return [start * start**i for i in range(heads)]
     power = 2 ** math.floor(math.log2(heads))
-    return press_slopes(power) + press_slopes(2 * power)[0::2][: heads - power]
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + press_slopes(2 * power)[0::2][: heads - power] if heads > power else slopes
 
 
 def t5_bucket(distance, bidirectional, num_buckets, max_distance):
     """_relative_position_bucket of mesh_tensorflow's T5, for one whole number j - i."""
-    bucket, n = 0, -distance
     if bidirectional:
-        num_buckets //= 2
-        bucket += num_buckets * (n < 0)
-        n = abs(n)
-    else:
-        n = max(n, 0)
-    exact = num_buckets // 2
+        return num_buckets // 2 * (distance > 0) + t5_bucket(-abs(distance), False, num_buckets // 2, max_distance)
+    n, exact = max(-distance, 0), num_buckets // 2
     if n < exact:
-        return bucket + n
+        return n
     ratio = torch.log(torch.tensor(n / exact, dtype=torch.float32)) / math.log(max_distance / exact)
-    return bucket + min(exact + int(ratio * (num_buckets - exact)), num_buckets - 1)
+    return min(exact + int(ratio * (num_buckets - exact)), num_buckets - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +69,7 @@ BIASES = {
 }
 
 
+@pytest.mark.usefixtures("default_bfloat16")
 @pytest.mark.parametrize("heads", [1, 3, 8, 12, 20])
 def test_alibi_slopes_are_those_of_the_paper(heads):
     bias = ALiBi(heads).dense(3, 3, num_heads=heads)[0]
@@ -100,9 +94,8 @@ def test_buckets_are_exactly_those_of_t5(buckets, farthest, bidirectional):
 def test_tiles_are_slices_of_the_whole(name, cut):
     bias = as_bias(BIASES[name]())
     rows, keys = slice(min(cut[:2]), max(cut[:2])), slice(min(cut[2:]), max(cut[2:]))
-    options = {"batch_size": B, "num_heads": H}
-    tile = bias.dense(L, S, rows=rows, keys=keys, **options)
-    wanted = bias.dense(L, S, **options).expand(B, H, L, S)[:, :, rows, keys]
+    tile = bias.dense(L, S, rows=rows, keys=keys, batch_size=B, num_heads=H)
+    wanted = bias.dense(L, S, batch_size=B, num_heads=H).expand(B, H, L, S)[:, :, rows, keys]
     assert torch.equal(tile.expand(wanted.shape), wanted)
 
 

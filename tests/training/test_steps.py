@@ -71,7 +71,8 @@ def made_up(**changes):
 
 def test_a_row_says_what_the_step_came_to(make_config, tmp_path, answers):
     answers(lambda step: 21 * (step % 2))
-    config = make_config(schedule=node(constant, warmup_steps=4), optimizer__lr=0.4, trainer__val_every=3)
+    rates = {"optimizer__lr": 0.4, "optimizer__rules": [{"match": "embeddings", "lr": 0.5}]}  # the first parameters
+    config = make_config(schedule=node(constant, warmup_steps=4), **rates, trainer__val_every=3)
     train(config, tmp_path)
     rows = read_metrics(tmp_path / "metrics.csv")
     names = ["step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds"]

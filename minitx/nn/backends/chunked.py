@@ -102,7 +102,7 @@ class Problem:
         place = rows.start * self.key.shape[2] + keys.start
         generator = torch.Generator(self.query.device).manual_seed((self.settings.seed + 0x9E3779B1 * place) % 2**32)
         shape = (*self.query.shape[:2], rows.stop - rows.start, keys.stop - keys.start)
-        drawn = torch.rand(shape, generator=generator, device=self.query.device)
+        drawn = torch.rand(shape, generator=generator, device=self.query.device, dtype=torch.float32)
         return (drawn >= dropout_p).to(self.query.dtype).div_(1.0 - dropout_p)
 
 
