@@ -140,9 +140,8 @@ def sentence(error: BaseException) -> tuple[str, int]:
     if isinstance(error, RecursionError) and (key := re.search(r"full_key: ([a-z_.]+)", str(error))):
         return f"{key[1]} refers to itself", 2
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    raised_in = ([""] + [name for name in names if name.partition(".")[0] not in ("os", "pathlib")])[
-        -1
-    ]  # hydra makes folders by these
+    names = [name for name in names if name.partition(".")[0] not in ("os", "pathlib")]  # hydra makes its folders by these
+    raised_in = names[-1] if names else ""
     if isinstance(error, HydraException | OmegaConfBaseException) or raised_in.startswith(("hydra.", "omegaconf.")):
         return _compose_error(error), 2
     return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
