@@ -297,7 +297,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
         os.replace(beside, path)
     except OSError as error:
-        raise ConfigError(f"{path}, which keeps prepared data, cannot be written: {error.strerror}") from error
+        said = f"{path}, which keeps prepared data, cannot be written: {error.strerror}"
+        raise ConfigError(f"{said}; train.py and evaluate.py take another folder, data.cache_dir=FOLDER") from error
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
