@@ -82,6 +82,15 @@ def test_a_sweep_under_torchrun_is_refused(cli, place, place_of):
     assert not list(place.rglob("metrics.csv"))
 
 
+@pytest.mark.parametrize("hangup", [signal.SIG_IGN, signal.SIG_DFL])
+def test_under_nohup_the_processes_go_on_when_the_terminal_closes(monkeypatch, tmp_path, hangup):
+    seen, before = [], signal.signal(signal.SIGHUP, hangup)
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, _: seen.append(config) or print)
+    launch.launch([], 2, tmp_path)
+    signal.signal(signal.SIGHUP, before)
+    assert seen[0].signals_to_handle.split(",")[3:] == ["SIGHUP"] * (hangup == signal.SIG_DFL)
+
+
 def rank_of(folder, parent):
     """The rank of the process whose folder in /proc this is; None for one that ``parent`` did not start."""
     try:
