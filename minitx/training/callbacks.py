@@ -464,14 +464,25 @@ class Samples(StepCallback):
     def __init__(self, folder: Path, tokenizer: Tokenizer | None, options: SamplesConfig, seed: int = 0) -> None:
         self.path, self.tokenizer, self.options, self.seed = folder / "samples.jsonl", tokenizer, options, seed
         self._ids: list[list[int]] = []
+        self._written = 0
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self._check(trainer, module.network)
+        self._written = trainer.global_step
         if trainer.is_global_zero:
             drop_records(self.path, trainer.global_step)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if not trainer.is_global_zero or (step % self.options.every and step != trainer.max_steps):
+        if step % self.options.every == 0:
+            self._write(trainer, module, step)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if self._written != trainer.global_step:  # also where the run was stopped before max_steps
+            self._write(trainer, module, trainer.global_step)
+
+    def _write(self, trainer: L.Trainer, module: Any, step: int) -> None:
+        self._written = step
+        if not trainer.is_global_zero:
             return
         texts = self._write_texts(module, step)
         pairs = [*zip(self.options.prompts, texts, strict=True)]
