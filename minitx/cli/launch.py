@@ -95,7 +95,8 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        signals_to_handle="SIGTERM,SIGINT,SIGQUIT" + ",SIGHUP" * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN),  # ignored: nohup
+        # nohup ignores SIGHUP
+        signals_to_handle="SIGTERM,SIGINT,SIGQUIT" + ",SIGHUP" * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN),
     )
     program = f"import sys; sys.argv[0] = {sys.argv[0]!r}; from minitx.cli.train import main; sys.exit(main())"
     with env_override({FOLDER: str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}):

@@ -464,7 +464,6 @@ class Samples(StepCallback):
     def __init__(self, folder: Path, tokenizer: Tokenizer | None, options: SamplesConfig, seed: int = 0) -> None:
         self.path, self.tokenizer, self.options, self.seed = folder / "samples.jsonl", tokenizer, options, seed
         self._ids: list[list[int]] = []
-        self._written = 0
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self._check(trainer, module.network)
@@ -473,25 +472,19 @@ class Samples(StepCallback):
             drop_records(self.path, trainer.global_step)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if step % self.options.every == 0:
-            self._write(trainer, module, step)
-
-    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        if self._written != trainer.global_step:  # also where the run was stopped before max_steps
-            self._write(trainer, module, trainer.global_step)
-
-    def _write(self, trainer: L.Trainer, module: Any, step: int) -> None:
-        self._written = step
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or (step % self.options.every and batch is not None):
             return
-        texts = self._write_texts(module, step)
-        pairs = [*zip(self.options.prompts, texts, strict=True)]
+        self._written, pairs = step, [*zip(self.options.prompts, self._write_texts(module, step), strict=True)]
         add_records(self.path, *({"step": step, "prompt": prompt, "text": text} for prompt, text in pairs))
         for prompt, text in pairs:
             log.info("step %d  %s | %s", step, prompt, text)
         for logger in trainer.loggers:
             if hasattr(logger, "log_text"):
                 logger.log_text("samples", columns=["prompt", "text"], data=pairs, step=step)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if self._written != trainer.global_step:  # the last step, also of a run that is stopped before max_steps
+            self.on_step(trainer, module, trainer.global_step, None)
 
     def _check(self, trainer: L.Trainer, network: nn.Module) -> None:
         config: Any = getattr(network, "config", None)
