@@ -105,9 +105,8 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         except ChildFailedError as error:
             raise _failure(error.failures, folder) from None
         except SignalException as stop:
-            raise ProgramStoppedError(
-                int(stop.sigval), "ckpt_path=last goes on from the last checkpoint, if there is one"
-            ) from None
+            advice = "ckpt_path=last goes on from the last checkpoint, if there is one"
+            raise ProgramStoppedError(int(stop.sigval), advice) from None
 
 
 def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:

@@ -510,11 +510,8 @@ class Samples(StepCallback):
         assert self.tokenizer is not None
         context = None if hasattr(network, "encode") else network.config.max_len
         options: dict[str, Any] = {"max_new_tokens": self.options.max_new_tokens, "context": context}
-        options["sampler"] = Sampler(temperature=self.options.temperature)
         generator = torch.Generator().manual_seed(hash_seed(self.seed, step))
+        options |= {"sampler": Sampler(temperature=self.options.temperature), "generator": generator}
         with evaluating(network):
-            answers = [
-                generate(network, torch.tensor([ids], device=module.device), **options, generator=generator)[0]
-                for ids in self._ids
-            ]
+            answers = [generate(network, torch.tensor([ids], device=module.device), **options)[0] for ids in self._ids]
         return [self.tokenizer.decode(answer.tolist()) for answer in answers]

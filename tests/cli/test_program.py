@@ -126,10 +126,8 @@ def test_a_job_of_a_sweep_that_cannot_be_resolved_leaves_no_folder(cli, place):
 
 
 def test_grids_of_one_sweep_have_a_folder_each(cli, place, monkeypatch):
-    monkeypatch.setattr(
-        "minitx.cli.ablate.run_ablation", lambda grid, folder, *_: seen.append(folder.relative_to(place).as_posix())
-    )
-    seen = []
+    run, seen = "minitx.cli.ablate.run_ablation", []
+    monkeypatch.setattr(run, lambda grid, folder, *_: seen.append(folder.relative_to(place).as_posix()))
     words = ("-m", "experiment=scaling_ablation", "ablation=smoke", "model.num_heads=1,2")
     said = cli(*words)
     assert said.code == 2 and "is the folder of another grid of this sweep" in said.err
