@@ -95,6 +95,8 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
         max_restarts=0,
+        # nohup ignores SIGHUP
+        signals_to_handle="SIGTERM,SIGINT,SIGQUIT" + ",SIGHUP" * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN),
     )
     program = f"import sys; sys.argv[0] = {sys.argv[0]!r}; from minitx.cli.train import main; sys.exit(main())"
     with env_override({FOLDER: str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE}):
@@ -103,9 +105,8 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         except ChildFailedError as error:
             raise _failure(error.failures, folder) from None
         except SignalException as stop:
-            raise ProgramStoppedError(
-                int(stop.sigval), "ckpt_path=last goes on from the last checkpoint, if there is one"
-            ) from None
+            advice = "ckpt_path=last goes on from the last checkpoint, if there is one"
+            raise ProgramStoppedError(int(stop.sigval), advice) from None
 
 
 def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:

@@ -297,7 +297,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
         os.replace(beside, path)
     except OSError as error:
-        raise ConfigError(f"{path}, which keeps prepared data, cannot be written: {error.strerror}") from error
+        said = "which keeps prepared data (data.cache_dir=FOLDER for train.py and evaluate.py), cannot be written"
+        raise ConfigError(f"{path}, {said}: {error.strerror}") from error
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()

@@ -130,7 +130,8 @@ class Rows(Split):
     """A map-style data set as a ``Split``. See ``Task``."""
 
     def __init__(self, rows: Any, task: Task) -> None:
-        self.rows, self.task = rows, task
+        # not the task: its baselines are lambdas, which no process can be sent
+        self.rows, self.name, self.pad, self.key_masks = rows, task.name, task.pad, task.key_masks
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -141,7 +142,7 @@ class Rows(Split):
         if hasattr(self.rows, "lengths"):
             return np.asarray(self.rows.lengths)
         rows = (self._read(np.array([i]), lambda _: generator(0))[0] for i in range(len(self)))
-        return np.array([sum(len(row[key]) for key in self.task.key_masks if key in row) for row in rows])
+        return np.array([sum(len(row[key]) for key in self.key_masks if key in row) for row in rows])
 
     def count(self, items: np.ndarray) -> int | None:
         """See ``Split``."""
@@ -151,22 +152,22 @@ class Rows(Split):
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
         """See ``Split``."""
         rows = self._read(items, draw)
-        said = f"{self.task.name}: rows must be dicts of arrays, such as {{'input_ids': ..., 'labels': ...}}, got a {type(rows[0]).__name__}"
+        said = f"{self.name}: rows must be dicts of arrays, such as {{'input_ids': ..., 'labels': ...}}, got a {type(rows[0]).__name__}"
         require(isinstance(rows[0], Mapping), said)
         other = next((row for row in rows if row.keys() != rows[0].keys()), rows[0])
-        said = f"{self.task.name}: rows must have the same keys, got {', '.join(map(str, rows[0]))} and {', '.join(map(str, other))}"
+        said = f"{self.name}: rows must have the same keys, got {', '.join(map(str, rows[0]))} and {', '.join(map(str, other))}"
         require(other is rows[0], said)
         batch = {key: self._tensor(key, [row.get(key) for row in rows]) for key in rows[0]}
-        for key, mask in self.task.key_masks.items():
+        for key, mask in self.key_masks.items():
             if key in batch and batch[key].dim() == 2 and mask not in rows[0]:
                 lengths = torch.tensor([len(row[key]) for row in rows])
                 batch[mask] = torch.arange(batch[key].shape[1]) < lengths[:, None]
-        require("labels" in batch, f"{self.task.name}: rows must have labels, got {', '.join(map(str, batch))}")
+        require("labels" in batch, f"{self.name}: rows must have labels, got {', '.join(map(str, batch))}")
         return batch
 
     def _tensor(self, key: str, values: list[Any]) -> Tensor:
         """The values of a key, one for each row: whole numbers as int64, Python's floats as float32."""
-        first, fill = values[0], self.task.pad.get(key, IGNORED if key == "labels" else 0)
+        first, fill = values[0], self.pad.get(key, IGNORED if key == "labels" else 0)
         try:
             rows = [np.asarray(value) for value in values]
             array = padded(rows, fill) if rows[0].ndim == 1 else np.stack(rows)
@@ -174,7 +175,7 @@ class Rows(Split):
             array = np.array(None)
         if array.dtype.kind not in "biuf":
             said = "tensors, numbers or lists of numbers, of one shape in every row but for the length of lists"
-            raise ConfigError(f"{self.task.name}: {key} must be {said}, got {first!r:.60}")
+            raise ConfigError(f"{self.name}: {key} must be {said}, got {first!r:.60}")
         if array.dtype.kind in "iu" and array.ndim < 3:
             array = array.astype(np.int64, copy=False)
         elif array.dtype.kind == "f" and isinstance(first, float | list):

@@ -468,20 +468,24 @@ class Samples(StepCallback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self._check(trainer, module.network)
+        self._written = trainer.global_step
         if trainer.is_global_zero:
             drop_records(self.path, trainer.global_step)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if not trainer.is_global_zero or (step % self.options.every and step != trainer.max_steps):
+        if not trainer.is_global_zero or (step % self.options.every and batch is not None):
             return
-        texts = self._write_texts(module, step)
-        pairs = [*zip(self.options.prompts, texts, strict=True)]
+        self._written, pairs = step, [*zip(self.options.prompts, self._write_texts(module, step), strict=True)]
         add_records(self.path, *({"step": step, "prompt": prompt, "text": text} for prompt, text in pairs))
         for prompt, text in pairs:
             log.info("step %d  %s | %s", step, prompt, text)
         for logger in trainer.loggers:
             if hasattr(logger, "log_text"):
                 logger.log_text("samples", columns=["prompt", "text"], data=pairs, step=step)
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if self._written != trainer.global_step:  # the last step, also of a run that is stopped before max_steps
+            self.on_step(trainer, module, trainer.global_step, None)
 
     def _check(self, trainer: L.Trainer, network: nn.Module) -> None:
         config: Any = getattr(network, "config", None)
@@ -507,11 +511,8 @@ class Samples(StepCallback):
         assert self.tokenizer is not None
         context = None if hasattr(network, "encode") else network.config.max_len
         options: dict[str, Any] = {"max_new_tokens": self.options.max_new_tokens, "context": context}
-        options["sampler"] = Sampler(temperature=self.options.temperature)
         generator = torch.Generator().manual_seed(hash_seed(self.seed, step))
+        options |= {"sampler": Sampler(temperature=self.options.temperature), "generator": generator}
         with evaluating(network):
-            answers = [
-                generate(network, torch.tensor([ids], device=module.device), **options, generator=generator)[0]
-                for ids in self._ids
-            ]
+            answers = [generate(network, torch.tensor([ids], device=module.device), **options)[0] for ids in self._ids]
         return [self.tokenizer.decode(answer.tolist()) for answer in answers]

@@ -490,10 +490,9 @@ def load_stored(
     for name in ("model", "data", "objective"):
         change, given = changes.get(name) or {}, values[name].get("_target_") == GIVEN
         if not trust and "_target_" not in change and not given:
-            untrusted[name] = values[name]
+            # without cache_dir: a checkpoint does not say where files are written
+            untrusted[name] = values[name] = {key: value for key, value in values[name].items() if key != "cache_dir"}
         values[name] = dict(change) if "_target_" in change or (given and change) else {**values[name], **change}
-    if "data" in untrusted:  # a checkpoint does not say where files are written
-        values["data"] = {name: value for name, value in values["data"].items() if name != "cache_dir"}
     own = () if model is not None else ("model",)
     for name in own if model_only else (*own, "data", "objective"):
         check_trusted(untrusted.get(name), name)

@@ -79,7 +79,7 @@ class _LogFile(logging.FileHandler):
 @contextmanager
 def _log_to(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)

@@ -40,7 +40,7 @@ def test_a_prompt_is_continued_or_answered_as_the_library_does(output, last, run
 
 def test_each_line_of_stdin_gets_an_answer_and_no_lines_none(output, last):
     wanted = [written(last("text"), prompt, max_new_tokens=5, stop=[1]) for prompt in ("God", "heaven and", "th")]
-    got = output("generate", last("text"), "max_new_tokens=5", "stop=\n", stdin="God\nheaven and\r\nth")
+    got = output("generate", last("text"), "max_new_tokens=5", "stop=\n", stdin="\ufeffGod\nheaven and\r\nth")
     assert got == "".join(wanted)
     assert output("generate", last("text")) == ""
 

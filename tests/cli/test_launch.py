@@ -82,6 +82,15 @@ def test_a_sweep_under_torchrun_is_refused(cli, place, place_of):
     assert not list(place.rglob("metrics.csv"))
 
 
+def test_under_nohup_the_processes_go_on_when_the_terminal_closes(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, _: seen.append(config) or print)
+    seen, before = [], signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    launch.launch([], 2, tmp_path)
+    signal.signal(signal.SIGHUP, before)
+    launch.launch([], 2, tmp_path)
+    assert ["SIGHUP" in each.signals_to_handle for each in seen] == [False, True]
+
+
 def rank_of(folder, parent):
     """The rank of the process whose folder in /proc this is; None for one that ``parent`` did not start."""
     try:

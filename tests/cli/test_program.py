@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import io
 import shlex
 import signal
 import sys
@@ -12,7 +13,7 @@ import torch
 import yaml
 
 import minitx
-from minitx.cli.command_line import exit_code, quoted
+from minitx.cli.command_line import exit_code, quoted, write
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
@@ -125,10 +126,8 @@ def test_a_job_of_a_sweep_that_cannot_be_resolved_leaves_no_folder(cli, place):
 
 
 def test_grids_of_one_sweep_have_a_folder_each(cli, place, monkeypatch):
-    monkeypatch.setattr(
-        "minitx.cli.ablate.run_ablation", lambda grid, folder, *_: seen.append(folder.relative_to(place).as_posix())
-    )
-    seen = []
+    run, seen = "minitx.cli.ablate.run_ablation", []
+    monkeypatch.setattr(run, lambda grid, folder, *_: seen.append(folder.relative_to(place).as_posix()))
     words = ("-m", "experiment=scaling_ablation", "ablation=smoke", "model.num_heads=1,2")
     said = cli(*words)
     assert said.code == 2 and "is the folder of another grid of this sweep" in said.err
@@ -176,6 +175,12 @@ def test_a_stream_that_is_closed_from_the_start_is_no_error(monkeypatch, stream)
     monkeypatch.setattr(sys, stream, None)
     assert exit_code(lambda: [sys.stdin.isatty(), sys.stdout.write(""), sys.stderr.write("")]) == 0
     getattr(sys, stream).close()
+
+
+def test_a_letter_that_the_output_has_not_is_written_as_its_number(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert exit_code(lambda: write("sum · 小\n")) == 0
+    assert sys.stdout.buffer.getvalue() == b"sum \\xb7 \\u5c0f\n"
 
 
 @pytest.mark.parametrize(("stop", "code"), [(StoppedError(signal.SIGTERM, 3), 143), (KeyboardInterrupt, 130)])

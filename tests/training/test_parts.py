@@ -131,6 +131,7 @@ def test_a_checkpoint_does_not_say_where_files_are_written(make_config, tmp_path
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     assert any((tmp_path / "caches").iterdir())
     assert "cache_dir" not in load_stored(path).config.data
+    assert load_stored(path, changes={"data": {"cache_dir": "mine"}}).config.data["cache_dir"] == "mine"
     assert load_stored(path, trust=True).config.data == config.data
 
 

@@ -7,7 +7,7 @@ import torch
 from extra import AddLoggers, losses_of, train_with
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from minitx.config import ConfigError, SamplesConfig, node
+from minitx.config import ConfigError, SamplesConfig, StopAtConfig, node
 from minitx.nn import build_model
 from minitx.training.callbacks import Samples
 from minitx.training.loggers import read_records
@@ -31,11 +31,13 @@ def samples(folder, seed=0, **changes):
     return Samples(folder, Letters(), SamplesConfig(**{**plain, **changes}), seed)
 
 
-def test_texts_go_to_the_log_a_file_and_loggers_of_text(make_config, tmp_path, caplog):
+@pytest.mark.parametrize("stop", [None, StopAtConfig(metric="train_loss", value=1e9, window=1, extra_steps=4)])
+def test_texts_go_to_the_log_a_file_and_loggers_of_text(make_config, tmp_path, caplog, stop):
     logger, tables = DummyLogger(), []
     logger.log_text = lambda key, columns, data, step: tables.append((key, columns, [*map(list, data)], step))
     caplog.set_level("INFO", "minitx")
-    train_with(make_config(trainer__max_steps=5), tmp_path, AddLoggers(logger), samples(tmp_path))
+    config = make_config(trainer__max_steps=9 if stop else 5, trainer__stop_at=stop)
+    train_with(config, tmp_path, AddLoggers(logger), samples(tmp_path))
     records = read_records(tmp_path / "samples.jsonl")
     assert [(record["step"], record["prompt"]) for record in records] == [(s, p) for s in (2, 4, 5) for p in ("once", "upon")]
     assert all(len(record["text"]) == 5 for record in records)
