@@ -443,7 +443,8 @@ def _attention(
     if is_causal is None:  # a module that always gets a mask from transformers need not say it (NLLB-MoE, Mllama)
         is_causal = getattr(module, "is_causal", False) or (getattr(module, "is_decoder", False) and not core.is_cross)
     mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, bool(is_causal), query.shape[2], key)
-    key, value = key[:, :, :S], value[:, :, :S]
+    value = value[:, :, :S]
+    query, key = query.to(value), key[:, :, :S].to(value)  # under autocast, rotary makes float32 of both
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries have one row
     own = getattr(module, "scaling", None)
