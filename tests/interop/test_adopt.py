@@ -7,6 +7,7 @@ import io
 from functools import partial
 from threading import Thread
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -810,6 +811,11 @@ def clipped(model):
     model.config.clip_qkv = 8.0
 
 
+def packed(model):
+    layer = model.model.layers[1].self_attn.q_proj
+    layer.weight = type("Packed", (nn.Parameter,), {})(layer.weight)  # as quantised weights: what is written may not arrive
+
+
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
@@ -819,6 +825,7 @@ def clipped(model):
         ("Qwen3", one_norm_for_queries_and_keys, "layers.1.self_attn: no projection or norm"),
         ("Llama", partial(not_proportional, part="q_proj"), "layers.1.self_attn: no projection or norm"),
         ("Olmo", clipped, "clip_qkv=8.0"),
+        ("Llama", packed, "layers.1.self_attn: no projection or norm"),
     ],
 )
 def test_weights_that_make_more_than_the_queries_are_refused_and_left_as_they_were(name, change, reason):
@@ -871,6 +878,8 @@ def test_a_fold_of_lora_of_a_speech_model_without_inputs_and_beside_our_attentio
     assert all(module.core.scale == ("unscaled", 1.0) for module in adopted_cores(wrapped).values())
     with pytest.raises(ValueError, match="input_features"):
         fold_scale(adopt_hf(build("Whisper")))
+    with pytest.raises(ValueError, match="offloaded"):
+        fold_scale(adopt_hf(accelerate.cpu_offload(build("Llama"))))
     with pytest.raises(ValueError, match="did not run"):
         fold_scale(adopt_hf(build("T5")).encoder.block)
     with pytest.raises(ValueError, match="fold each part alone"):
