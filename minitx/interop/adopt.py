@@ -18,7 +18,7 @@ import operator
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from itertools import pairwise
@@ -255,7 +255,7 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         if isinstance(module, PreTrainedModel):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_model, with_kwargs=True))
             adoption.hooks.append(module.register_forward_hook(adoption.leave_model, always_call=True))
-    _mark_blocks(model, layers)
+    _mark_blocks(model, layers.values())
     for root in roots:
         root.adoption = adoption
         root.set_attn_implementation(NAME)
@@ -321,13 +321,12 @@ def adopted_cores(model: nn.Module) -> dict[str, Any]:
 def _attention_layers(model: nn.Module) -> dict[str, Any]:
     """Return the attention modules of ``model`` by name. Raise a ValueError if some attention cannot be replaced."""
     layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
-    others = [name for name, kind in _without(model, layers) if _attends_by_itself(kind)]
-    if others or not layers:
-        where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
-        raise ValueError(
-            f"the attention of {where} does not pass through transformers' AttentionInterface, "
-            "so no other function can take its place"
-        )
+    if others := [name for name, kind in _without(model, layers) if _attends_by_itself(kind)]:
+        where = f"the attention of {others[0]} in {type(model).__name__}"
+        said = "does not pass through transformers' AttentionInterface, so no other function can take its place"
+        raise ValueError(f"{where} {said}")
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention to adopt: no layer calls transformers' AttentionInterface")
     if taken := [name for name, module in layers.items() if hasattr(module, "core")]:
         raise ValueError(f"{taken[0]} has an attribute named core already")
     return layers
@@ -339,11 +338,11 @@ def _without(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, Any]]:
     return [(name, type(module)) for name, module in model.named_modules() if name not in known]
 
 
-def _mark_blocks(model: nn.Module, layers: Iterable[str]) -> None:
+def _mark_blocks(model: nn.Module, layers: Collection[nn.Module]) -> None:
     """Note which modules are blocks, for those who look at the residual stream: layers of transformers' class, else of a list (ALBERT)."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    for name in layers:
+    for name in [name for name, module in model.named_modules(remove_duplicate=False) if module in layers]:
         around: list[Any] = [model, *map(model.get_submodule, _around(name))]
         marked = [module for module in around if isinstance(module, GradientCheckpointingLayer)]
         listed = [module for outer, module in pairwise(around) if isinstance(outer, nn.ModuleList)]

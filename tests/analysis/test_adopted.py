@@ -155,6 +155,12 @@ def test_feedforward_records_have_rows_and_positions_also_where_a_model_flattens
         model(**inputs)
 
 
+def test_each_layer_of_a_list_is_a_block_where_layers_share_their_attention():
+    model = build("Llama")
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    assert list(modules_of(adopt_hf(model), "residual")) == BLOCKS["Llama"]
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_released_model_has_no_blocks_and_a_copy_of_an_adopted_one_has_its_own(name):
     model, _ = adopted(name)

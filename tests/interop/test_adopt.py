@@ -157,6 +157,9 @@ def test_a_layer_that_attends_by_itself_without_a_mask_is_refused_and_a_loss_abo
     sizes |= {"intermediate_size": 48, "image_size": 16, "patch_size": 4, "num_blocks": 1, "num_queries": 3}
     eomt = transformers.EomtForUniversalSegmentation(transformers.EomtConfig(**sizes))
     assert len(adopted_cores(adopt_hf(eomt))) == 2  # its loss matches masks by a softmax
+    mamba = transformers.JambaModel(transformers.JambaConfig(**BESIDE["Jamba"] | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match="JambaModel has no attention to adopt"):
+        adopt_hf(mamba)
 
 
 def test_attention_of_torch_in_a_model_is_named_in_a_warning_and_taken_after_swap_attention():
