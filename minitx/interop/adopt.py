@@ -268,10 +268,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     of_torch = "is torch's nn.MultiheadAttention (swap_attention(model), before adopt_hf, gives it our core, too)"
     for what, names in {of_torch: torchs, "computes its attention itself": others}.items():
         if names:
-            said = (
-                f"{', '.join(names)} of {type(model).__name__} {what}: it stays as it is, is not recorded, and keeps its scale"
-            )
-            warnings.warn(said, stacklevel=2)
+            kept = "it stays as it is, is not recorded, and keeps its scale"
+            warnings.warn(f"{', '.join(names)} of {type(model).__name__} {what}: {kept}", stacklevel=2)
     return model
 
 
@@ -307,10 +305,9 @@ def _check_ours(model: nn.Module) -> None:
     """Raise an error if attention whose scale was changed no longer passes through its core."""
     for name, module in adopted_cores(model).items():
         if module.core.scale is not None and (other := module.config._attn_implementation) != NAME:
-            raise RuntimeError(
-                f"the attention of {name or type(module).__name__} was set to {other!r} after its scale was changed, and would use the "
-                f"old scale: set_attn_implementation({NAME!r}) brings the new one back, release_hf(model) takes it away"
-            )
+            said = f"was set to {other!r} after its scale was changed, and would use the old scale"
+            back = f"set_attn_implementation({NAME!r}) brings the new one back, release_hf(model) takes it away"
+            raise RuntimeError(f"the attention of {name or type(module).__name__} {said}: {back}")
 
 
 def adopted_cores(model: nn.Module) -> dict[str, Any]:

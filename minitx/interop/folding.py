@@ -123,9 +123,8 @@ def _folds_of(
         call, ratio = calls[name], ratios[name]
         rest = [part for part in (call.value, call.attn_bias, call.sinks) if isinstance(part, Tensor)]
         if (of_query := _source_of(layer, call.query, (call.key, *rest))) is None:
-            raise ValueError(
-                f"cannot fold the scale of {name}: no projection or norm of its own makes its queries and nothing else, in plain weights"
-            )
+            said = "no projection or norm of its own makes its queries and nothing else, in plain weights"
+            raise ValueError(f"cannot fold the scale of {name}: {said}")
         share = math.sqrt(abs(ratio))
         queries[name] = [replace(of_query, ratio=ratio)]
         both[name] = [replace(of_query, ratio=math.copysign(share, ratio))]
