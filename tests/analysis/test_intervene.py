@@ -280,8 +280,7 @@ def test_the_lens_reads_every_call_of_a_block_in_two_stages():
 
 
 def test_a_copy_made_inside_of_a_context_stays_as_the_model_was():
-    model = model_of()
-    plain = model(IDS)
+    plain = (model := model_of())(IDS)
     with intervene(model, "values", 0.0), intervene(model, "heads", 0.0), capture(model) as seen:
         assert not torch.equal(model(IDS), plain) and torch.equal(copy.deepcopy(model)(IDS), plain)
     assert all(len(records) == 1 for records in seen.values())
