@@ -249,6 +249,7 @@ def _feedforward_of(block: nn.Module) -> nn.Module | None:
         return block.feedforward
     inside = [module for part in _without_attention(block) for module in _up_to_wrappers(part)]
     matrices = {m for m in inside if any(p.dim() > 1 for p in m.parameters(recurse=_is_wrapper(m)))}
+    matrices |= {m for m in inside if hasattr(m, "out_features") and not [*m.parameters()]}  # quantised, in a packed form
     others = {m for m in inside if m not in matrices and not any(m.children()) and any(p.numel() > 1 for p in m.parameters())}
     others |= {m for m in inside if isinstance(m, nn.Conv1d | nn.Conv2d)}
     parts = {m: set(_up_to_wrappers(m)) for m in inside}
