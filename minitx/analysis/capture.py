@@ -169,9 +169,22 @@ def _watch_outputs(model: nn.Module, what: str, layers: Layers, heads: Indices) 
 
     with rows_of_blocks(model) as rows, ExitStack() as hooks:
         for name, module in modules.items():
-            hooks.enter_context(module.register_forward_hook(partial(leave, name)))
+            hooks.enter_context(module.register_forward_hook(Hook(partial(leave, name))))
         yield seen
     warn_of_silence(model, seen)
+
+
+class Hook:
+    """A hook of one module. In a copy of the module it does nothing, because nobody would ever remove it there."""
+
+    def __init__(self, run: Callable[..., Any] = lambda *_: None) -> None:
+        self.run = run
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
 
 
 @contextmanager
@@ -179,7 +192,7 @@ def before_calls(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -
     """Call ``enter(name, module, args, kwargs)`` before each call of the modules, given by name, while the context is open."""
     with ExitStack() as hooks:
         for name, module in modules.items():
-            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+            hooks.enter_context(module.register_forward_pre_hook(Hook(partial(enter, name)), with_kwargs=True))
         yield
 
 
@@ -236,6 +249,7 @@ def _feedforward_of(block: nn.Module) -> nn.Module | None:
         return block.feedforward
     inside = [module for part in _without_attention(block) for module in _up_to_wrappers(part)]
     matrices = {m for m in inside if any(p.dim() > 1 for p in m.parameters(recurse=_is_wrapper(m)))}
+    matrices |= {m for m in inside if hasattr(m, "out_features") and not [*m.parameters()]}  # quantised, in a packed form
     others = {m for m in inside if m not in matrices and not any(m.children()) and any(p.numel() > 1 for p in m.parameters())}
     others |= {m for m in inside if isinstance(m, nn.Conv1d | nn.Conv2d)}
     parts = {m: set(_up_to_wrappers(m)) for m in inside}
@@ -377,10 +391,8 @@ def warn_of_silence(model: nn.Module, ran: Mapping[str, Any]) -> None:
     places = layers_of(model)
     heard = {places[name] for name, did in ran.items() if did and name in places}
     if gone := [name for name in ran if name not in places]:
-        warnings.warn(
-            f"{', '.join(gone)} left the model (release_hf) while the context was open: what ran later was not recorded or changed",
-            stacklevel=4,
-        )
+        said = "left the model (release_hf) while the context was open: what ran later was not recorded or changed"
+        warnings.warn(f"{', '.join(gone)} {said}", stacklevel=4)
     silent = [name for name in ran if name in places and places[name] not in heard]
     if silent:
         warnings.warn(
@@ -406,10 +418,8 @@ def refuse_compiled(model: nn.Module) -> None:
 def warn_of_calls(seen: Mapping[str, list[Any]], shown: str) -> None:
     """Warn of cores that ran several times, as layers with shared weights do. ``shown`` is the call that somebody looks at."""
     if many := [f"{name} ({len(calls)} times)" for name, calls in seen.items() if len(calls) > 1]:
-        warnings.warn(
-            f"{', '.join(many)} ran several times, and only the {shown} call is shown: capture records all of them",
-            stacklevel=3,
-        )
+        said = f"ran several times, and only the {shown} call is shown: capture records all of them"
+        warnings.warn(f"{', '.join(many)} {said}", stacklevel=3)
 
 
 class _Watcher:
@@ -457,11 +467,9 @@ class _Watcher:
         needed = max(self.num_bytes, taken * len(self.seen))
         if needed > TOLD_BYTES:
             self.told = True
-            warnings.warn(
-                f"capture is about to take {needed / 2**30:.1f} GiB: {B} x {len(look.heads)} heads x {L} x {S} values for "
-                f"each of {len(self.seen)} layers; layers= and heads= take fewer, what='statistics' takes none",
-                stacklevel=2,
-            )
+            size = f"{B} x {len(look.heads)} heads x {L} x {S} values for each of {len(self.seen)} layers"
+            fewer = "layers= and heads= take fewer, what='statistics' takes none"
+            warnings.warn(f"capture is about to take {needed / 2**30:.1f} GiB: {size}; {fewer}", stacklevel=2)
 
 
 def places_of(name: str, chosen: Indices, size: int, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from minitx.analysis.answers import Asked, Rows, logits_of, read_answers
 from minitx.analysis.capture import (
     OUTPUTS,
+    Hook,
     Indices,
     Layers,
     before_calls,
@@ -111,11 +112,11 @@ def intervene(
         parts = {name: _Part(name, what, to, heads, positions, rows) for name in modules}
         for name, module in modules.items():
             if what in OUTPUTS:
-                hooks.enter_context(module.register_forward_hook(parts[name].leave))
+                hooks.enter_context(module.register_forward_hook(Hook(parts[name].leave)))
                 continue
             if what != "values" and not isinstance(module, DotProductAttention):
                 raise ValueError(f"{name} is a {type(module).__name__}: only DotProductAttention takes other {what}")
-            hooks.enter_context(module.register_forward_pre_hook(parts[name].enter))
+            hooks.enter_context(module.register_forward_pre_hook(Hook(parts[name].enter)))
         yield
     warn_of_silence(model, {name: part.ran for name, part in parts.items()})
 
@@ -175,9 +176,8 @@ class _Part:
     def replacement(self, tensor: Tensor, index: Any) -> Tensor:
         if callable(self.to):
             if not isinstance(new := self.to(tensor[index]), Tensor):
-                raise ValueError(
-                    f"{self.name}: the function that replaces {self.what} must return a tensor, got {type(new).__name__}"
-                )
+                wanted = f"the function that replaces {self.what} must return a tensor"
+                raise ValueError(f"{self.name}: {wanted}, got {type(new).__name__}")
             return new
         if not isinstance(self.to, Mapping):
             return torch.as_tensor(self.to)

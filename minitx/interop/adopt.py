@@ -18,7 +18,7 @@ import operator
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from itertools import pairwise
@@ -255,7 +255,7 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         if isinstance(module, PreTrainedModel):
             adoption.hooks.append(module.register_forward_pre_hook(adoption.enter_model, with_kwargs=True))
             adoption.hooks.append(module.register_forward_hook(adoption.leave_model, always_call=True))
-    _mark_blocks(model, layers)
+    _mark_blocks(model, layers.values())
     for root in roots:
         root.adoption = adoption
         root.set_attn_implementation(NAME)
@@ -268,10 +268,8 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     of_torch = "is torch's nn.MultiheadAttention (swap_attention(model), before adopt_hf, gives it our core, too)"
     for what, names in {of_torch: torchs, "computes its attention itself": others}.items():
         if names:
-            said = (
-                f"{', '.join(names)} of {type(model).__name__} {what}: it stays as it is, is not recorded, and keeps its scale"
-            )
-            warnings.warn(said, stacklevel=2)
+            kept = "it stays as it is, is not recorded, and keeps its scale"
+            warnings.warn(f"{', '.join(names)} of {type(model).__name__} {what}: {kept}", stacklevel=2)
     return model
 
 
@@ -307,10 +305,9 @@ def _check_ours(model: nn.Module) -> None:
     """Raise an error if attention whose scale was changed no longer passes through its core."""
     for name, module in adopted_cores(model).items():
         if module.core.scale is not None and (other := module.config._attn_implementation) != NAME:
-            raise RuntimeError(
-                f"the attention of {name or type(module).__name__} was set to {other!r} after its scale was changed, and would use the "
-                f"old scale: set_attn_implementation({NAME!r}) brings the new one back, release_hf(model) takes it away"
-            )
+            said = f"was set to {other!r} after its scale was changed, and would use the old scale"
+            back = f"set_attn_implementation({NAME!r}) brings the new one back, release_hf(model) takes it away"
+            raise RuntimeError(f"the attention of {name or type(module).__name__} {said}: {back}")
 
 
 def adopted_cores(model: nn.Module) -> dict[str, Any]:
@@ -321,13 +318,12 @@ def adopted_cores(model: nn.Module) -> dict[str, Any]:
 def _attention_layers(model: nn.Module) -> dict[str, Any]:
     """Return the attention modules of ``model`` by name. Raise a ValueError if some attention cannot be replaced."""
     layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
-    others = [name for name, kind in _without(model, layers) if _attends_by_itself(kind)]
-    if others or not layers:
-        where = f"{others[0]} in {type(model).__name__}" if others else type(model).__name__
-        raise ValueError(
-            f"the attention of {where} does not pass through transformers' AttentionInterface, "
-            "so no other function can take its place"
-        )
+    if others := [name for name, kind in _without(model, layers) if _attends_by_itself(kind)]:
+        where = f"the attention of {others[0]} in {type(model).__name__}"
+        said = "does not pass through transformers' AttentionInterface, so no other function can take its place"
+        raise ValueError(f"{where} {said}")
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention to adopt: no layer calls transformers' AttentionInterface")
     if taken := [name for name, module in layers.items() if hasattr(module, "core")]:
         raise ValueError(f"{taken[0]} has an attribute named core already")
     return layers
@@ -339,11 +335,11 @@ def _without(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, Any]]:
     return [(name, type(module)) for name, module in model.named_modules() if name not in known]
 
 
-def _mark_blocks(model: nn.Module, layers: Iterable[str]) -> None:
+def _mark_blocks(model: nn.Module, layers: Collection[nn.Module]) -> None:
     """Note which modules are blocks, for those who look at the residual stream: layers of transformers' class, else of a list (ALBERT)."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    for name in layers:
+    for name in [name for name, module in model.named_modules(remove_duplicate=False) if module in layers]:
         around: list[Any] = [model, *map(model.get_submodule, _around(name))]
         marked = [module for module in around if isinstance(module, GradientCheckpointingLayer)]
         listed = [module for outer, module in pairwise(around) if isinstance(outer, nn.ModuleList)]
@@ -443,7 +439,8 @@ def _attention(
     if is_causal is None:  # a module that always gets a mask from transformers need not say it (NLLB-MoE, Mllama)
         is_causal = getattr(module, "is_causal", False) or (getattr(module, "is_decoder", False) and not core.is_cross)
     mask, bias, S = _mask_and_bias(core, attention_mask, position_bias, bool(is_causal), query.shape[2], key)
-    key, value = key[:, :, :S], value[:, :, :S]
+    value = value[:, :, :S]
+    query, key = query.to(value), key[:, :, :S].to(value)  # under autocast, rotary makes float32 of both
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries have one row
     own = getattr(module, "scaling", None)

@@ -64,6 +64,8 @@ def fold_adopted(
 ) -> None:
     """Give the cores of adopted ``layers`` another scale, and multiply their queries and keys so that the function stays the same."""
     trained = {p: p.requires_grad for layer in layers.values() for p in layer.parameters() if p.is_floating_point()}
+    if any(parameter.is_meta for parameter in trained):
+        raise ValueError("cannot fold the scale: weights of the attention are offloaded (on the meta device). Load them all")
     try:
         for parameter in trained:
             parameter.requires_grad_()
@@ -121,9 +123,8 @@ def _folds_of(
         call, ratio = calls[name], ratios[name]
         rest = [part for part in (call.value, call.attn_bias, call.sinks) if isinstance(part, Tensor)]
         if (of_query := _source_of(layer, call.query, (call.key, *rest))) is None:
-            raise ValueError(
-                f"cannot fold the scale of {name}: no projection or norm of its own makes its queries and nothing else"
-            )
+            said = "no projection or norm of its own makes its queries and nothing else, in plain weights"
+            raise ValueError(f"cannot fold the scale of {name}: {said}")
         share = math.sqrt(abs(ratio))
         queries[name] = [replace(of_query, ratio=ratio)]
         both[name] = [replace(of_query, ratio=math.copysign(share, ratio))]
@@ -177,7 +178,8 @@ def _source_of(layer: nn.Module, made: Tensor, others: tuple[Tensor, ...]) -> Fo
     By Euler's theorem the queries q are homogeneous of degree 1 in parameters θ if Σ θ · ∂(u·q)/∂θ = u·q. For the parameters of a
     projection before a norm the sum is 0.
     """
-    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    # what is written to a quantised weight may not arrive
+    parameters = [one for one in layer.parameters() if one.requires_grad and type(one) is nn.Parameter]
     if not made.requires_grad or not parameters:
         return None
     wanted, rest = _combination(made), torch.stack([*map(_combination, others)]).sum()

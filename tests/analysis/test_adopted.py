@@ -96,7 +96,6 @@ def test_a_layer_whose_feedforward_cannot_be_told_is_refused():
     model = adopt_hf(build("Llama"))
     for layer in model.model.layers:
         layer.mlp = nn.Identity()
-    assert len(modules_of(model, "residual")) == 2
     with pytest.raises(ValueError, match="feed-forward"), capture(model, what="feedforward"):
         pass
 
@@ -124,6 +123,8 @@ def test_the_feedforward_part_is_found_beside_a_state_space_layer_a_gate_and_a_b
     mamba = nn.Sequential(nn.Linear(8, 16), nn.Conv1d(16, 16, 3), nn.Linear(16, 8))
     assert feedforward_of(mlp=network, mamba=mamba) == ["model.layers.1.mlp"]
     assert feedforward_of(mlp=network, gate=gate) == ["model.layers.1.mlp"]
+    packed = type("Packed", (nn.Identity,), {"out_features": 8})  # a quantised matrix without parameters
+    assert feedforward_of(mlp=nn.Sequential(nn.Linear(8, 16), packed())) == ["model.layers.1.mlp"]
     assert feedforward_of(mlp=experts, norm=nn.LayerNorm(8)) == ["model.layers.1.mlp"]
     assert feedforward_of(experts=experts, shared=network) == []  # neither is the sum
 
@@ -153,6 +154,12 @@ def test_feedforward_records_have_rows_and_positions_also_where_a_model_flattens
     assert torch.equal(stream[:, 4:], other[:, 4:]) and not torch.equal(stream[:, 3], other[:, 3])
     with torch.no_grad(), intervene(model, "feedforward", plain):
         model(**inputs)
+
+
+def test_each_layer_of_a_list_is_a_block_where_layers_share_their_attention():
+    model = build("Llama")
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    assert list(modules_of(adopt_hf(model), "residual")) == BLOCKS["Llama"]
 
 
 @pytest.mark.parametrize("name", KINDS)

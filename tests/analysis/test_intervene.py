@@ -279,6 +279,13 @@ def test_the_lens_reads_every_call_of_a_block_in_two_stages():
     assert torch.equal(given, torch.ones(2, 5, 12))
 
 
+def test_a_copy_made_inside_of_a_context_stays_as_the_model_was():
+    plain = (model := model_of())(IDS)
+    with intervene(model, "values", 0.0), intervene(model, "heads", 0.0), capture(model) as seen:
+        assert not torch.equal(model(IDS), plain) and torch.equal(copy.deepcopy(model)(IDS), plain)
+    assert all(len(records) == 1 for records in seen.values())
+
+
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, fully_shard])
 def test_wrappers_around_the_blocks_change_nothing_that_is_seen(wrap, process_group):
     model = model_of(num_layers=3)

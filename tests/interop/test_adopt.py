@@ -7,6 +7,7 @@ import io
 from functools import partial
 from threading import Thread
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -156,6 +157,8 @@ def test_a_layer_that_attends_by_itself_without_a_mask_is_refused_and_a_loss_abo
     sizes |= {"intermediate_size": 48, "image_size": 16, "patch_size": 4, "num_blocks": 1, "num_queries": 3}
     eomt = transformers.EomtForUniversalSegmentation(transformers.EomtConfig(**sizes))
     assert len(adopted_cores(adopt_hf(eomt))) == 2  # its loss matches masks by a softmax
+    with pytest.raises(ValueError, match="JambaModel has no attention to adopt"):
+        adopt_hf(transformers.JambaModel(transformers.JambaConfig(**BESIDE["Jamba"] | {"num_hidden_layers": 1})))
 
 
 def test_attention_of_torch_in_a_model_is_named_in_a_warning_and_taken_after_swap_attention():
@@ -479,18 +482,19 @@ def test_a_compiled_adopted_model_is_one_graph_with_the_same_answer(name):
         pass
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
 @pytest.mark.parametrize("name", QUICK)
 def test_in_half_precision_an_adopted_model_is_as_near_to_float32_as_its_eager_self(name, dtype):
     model, (inputs, counts) = eager(name), inputs_of(name, pad="left")
+    model.config.use_cache = False  # under autocast, a cache makes float32 of all
     with torch.no_grad():
         wanted = output_of(model, inputs, counts)
         model.to(dtype)
-        inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
-        low = output_of(model, inputs, counts)
-        found = output_of(adopt_hf(model), inputs, counts)
-    assert found.dtype == dtype
-    allowed = 2 * (low.float() - wanted).abs().max() + torch.finfo(dtype).eps * wanted.abs().max()
+        inputs = {key: value.to(dtype or value.dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+        with torch.autocast("cpu", enabled=dtype is None):
+            low, found = output_of(model, inputs, counts), output_of(adopt_hf(model), inputs, counts)
+    assert found.dtype == low.dtype == (dtype or low.dtype)
+    allowed = 2 * (low.float() - wanted).abs().max() + torch.finfo(low.dtype).eps * wanted.abs().max()
     assert (found.float() - wanted).abs().max() <= allowed
 
 
@@ -659,16 +663,6 @@ def test_the_cores_of_layers_on_several_devices_follow_their_queries():
         assert len(tensors) == 4 and {tensor.device for tensor in tensors} == {call.query.device}
 
 
-def test_weights_are_returned_to_the_call_that_asked_for_them_only():
-    model = adopt_hf(build("T5"))
-    inputs, _ = inputs_of("T5", pad="left")
-    with torch.no_grad():
-        assert model.encoder(inputs["input_ids"], output_attentions=True).attentions
-        model(**inputs)
-        model.encoder(inputs["input_ids"])
-    assert not model.adoption.weights_wanted
-
-
 @pytest.mark.parametrize("name", QUICK)
 def test_set_scale_gives_the_model_of_another_scale_and_release_gives_its_own_back(name):
     model = eager(name)
@@ -683,14 +677,6 @@ def test_set_scale_gives_the_model_of_another_scale_and_release_gives_its_own_ba
     assert_near(changed, answer(scaled, name))
     assert (changed - own).abs().max() > 1e-4
     assert_near(answer(release_hf(model), name), own, 0, rtol=0)
-
-
-def test_inv_sqrt_is_the_scale_of_most_models():
-    model = adopt_hf(build("Llama"))
-    own = answer(model)
-    set_scale(model, "unscaled")
-    assert (answer(model) - own).abs().max() > 1e-4
-    assert torch.equal(answer(set_scale(model, "inv_sqrt")), own)
 
 
 def test_scales_that_an_adopted_model_cannot_have_are_refused():
@@ -736,13 +722,6 @@ def test_folding_the_scale_keeps_the_function_and_release_gives_the_weights_back
         torch.testing.assert_close(value, state[key], atol=2e-7 if is_offset and key.endswith("norm.weight") else 0, rtol=1e-6)
 
 
-def test_a_t5_is_unscaled_already_and_its_weights_stay():
-    model = adopt_hf(build("T5"))
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    fold_scale(model, "unscaled")
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frozen_weights_of_a_model_in_training_mode_are_folded_in_their_own_precision(dtype):
     model = adopt_hf(build("Llama").to(dtype).train().requires_grad_(False))
@@ -752,7 +731,7 @@ def test_frozen_weights_of_a_model_in_training_mode_are_folded_in_their_own_prec
     assert model.training and not any(p.requires_grad or p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["OPT", "Whisper"])
+@pytest.mark.parametrize("name", ["Llama", "OPT", "Whisper"])
 def test_a_scale_replaces_the_one_with_which_a_layer_multiplies_its_own_queries(name):
     model, (inputs, counts) = build(name), inputs_of(name, pad="right")
     with torch.no_grad():
@@ -809,6 +788,11 @@ def clipped(model):
     model.config.clip_qkv = 8.0
 
 
+def packed(model):
+    layer = model.model.layers[1].self_attn.q_proj
+    layer.weight = type("Packed", (nn.Parameter,), {})(layer.weight)  # as quantised weights: what is written may not arrive
+
+
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
@@ -818,6 +802,7 @@ def clipped(model):
         ("Qwen3", one_norm_for_queries_and_keys, "layers.1.self_attn: no projection or norm"),
         ("Llama", partial(not_proportional, part="q_proj"), "layers.1.self_attn: no projection or norm"),
         ("Olmo", clipped, "clip_qkv=8.0"),
+        ("Llama", packed, "layers.1.self_attn: no projection or norm"),
     ],
 )
 def test_weights_that_make_more_than_the_queries_are_refused_and_left_as_they_were(name, change, reason):
@@ -862,14 +847,15 @@ def test_queries_take_the_whole_factor_where_weights_make_more_than_keys_and_a_w
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft says so of itself
 def test_a_fold_of_lora_of_a_speech_model_without_inputs_and_beside_our_attention_is_refused():
-    options = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
-    wrapped = adopt_hf(peft.get_peft_model(build("Llama"), options))
+    wrapped = peft.get_peft_model(build("Llama"), peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="no projection or norm"):
-        fold_scale(wrapped)
+        fold_scale(adopt_hf(wrapped))
     set_scale(wrapped, "unscaled")
     assert all(module.core.scale == ("unscaled", 1.0) for module in adopted_cores(wrapped).values())
     with pytest.raises(ValueError, match="input_features"):
         fold_scale(adopt_hf(build("Whisper")))
+    with pytest.raises(ValueError, match="offloaded"):
+        fold_scale(adopt_hf(accelerate.cpu_offload(build("Llama"))))
     with pytest.raises(ValueError, match="did not run"):
         fold_scale(adopt_hf(build("T5")).encoder.block)
     with pytest.raises(ValueError, match="fold each part alone"):
