@@ -86,8 +86,9 @@ def test_under_nohup_the_processes_go_on_when_the_terminal_closes(monkeypatch, t
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, _: seen.append(config) or print)
     seen, before = [], signal.signal(signal.SIGHUP, signal.SIG_IGN)
     launch.launch([], 2, tmp_path)
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     launch.launch([], 2, tmp_path)
+    signal.signal(signal.SIGHUP, before)
     assert ["SIGHUP" in each.signals_to_handle for each in seen] == [False, True]
 
 
