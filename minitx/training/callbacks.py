@@ -473,7 +473,7 @@ class Samples(StepCallback):
             drop_records(self.path, trainer.global_step)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if not trainer.is_global_zero or (step % self.options.every and batch is not None):
+        if not trainer.is_global_zero or (step % self.options.every and batch is not None and step != trainer.max_steps):
             return
         self._written, pairs = step, [*zip(self.options.prompts, self._write_texts(module, step), strict=True)]
         add_records(self.path, *({"step": step, "prompt": prompt, "text": text} for prompt, text in pairs))

@@ -15,6 +15,7 @@ from extra import of_digits, train_with
 import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
 from minitx.training import loggers
+from minitx.training.build import in_own_dtype
 from minitx.training.evaluation import Evaluation, report
 from minitx.training.loggers import MetricsFile, add_records, describe_device, read_metrics, summarise
 from minitx.training.run import train
@@ -199,6 +200,10 @@ def test_pixels_in_float32_train_a_network_of_another_dtype(make_config, tmp_pat
     config = make_config(trainer__precision=precision, trainer__max_steps=2, probe__every=2)
     train(of_digits(config, evaluation=EvaluationConfig(at_end=True, num_rows=7)), tmp_path / "run")
     assert all((tmp_path / "run" / name).stat().st_size for name in ("evaluation.json", "probes.jsonl"))
+    pixels, kept = torch.ones(1, 8), torch.nn.LayerNorm(8)  # a norm that stays in float32
+    network = torch.nn.Sequential(kept, torch.nn.Linear(8, 2, dtype=torch.bfloat16))
+    assert in_own_dtype(network)(input=pixels).dtype == torch.bfloat16
+    assert in_own_dtype(torch.nn.Identity())(input=pixels) is pixels  # no weights
 
 
 @pytest.mark.parametrize("before", [True, False])

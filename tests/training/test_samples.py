@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from extra import AddLoggers, losses_of, train_with
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from minitx.config import ConfigError, SamplesConfig, StopAtConfig, node
@@ -44,6 +45,13 @@ def test_texts_go_to_the_log_a_file_and_loggers_of_text(make_config, tmp_path, c
     pairs = {s: [[record["prompt"], record["text"]] for record in records if record["step"] == s] for s in (2, 4, 5)}
     assert tables == [("samples", ["prompt", "text"], data, step) for step, data in pairs.items()]
     assert sum(record["text"] in line for record in records for line in caplog.messages) >= len(records)
+
+
+def test_the_last_step_has_texts_also_where_its_validation_fails(make_config, tmp_path):
+    failing = LambdaCallback(on_validation_end=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_with(make_config(trainer__max_steps=3), tmp_path, samples(tmp_path), failing)
+    assert read_records(tmp_path / "samples.jsonl")[-1]["step"] == 3
 
 
 def test_draws_depend_on_seed_and_step_alone_and_leave_the_run_bit_equal(make_config, tmp_path):
