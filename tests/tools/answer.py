@@ -312,7 +312,7 @@ def answer(found: dict[str, Any]) -> dict[str, str]:
         ),
         "README.zh.md": (
             "没有缩放，每个注意力分数都是原来的 √d_k 倍。这在两处起作用。**在起点**，当初始权重较大时：权重的方差取 1/宽度（LeCun）时，"
-            f"一个头（d_k = 128）的模型要学会查值，AdamW 需要 {start:.1f} 倍的步数（{start:range}）；用 GPT-2 较小的初始权重（minitx 的默认值），并不需要更多，但在文本上多损失 {lost:.2f} nats。"
+            f"一个头（d_k = 128）的模型要学会查值，AdamW 需要 {start:.1f} 倍的步数（{start:range}）；用 GPT-2 较小的初始权重（minitx 的默认值），并不需要更多，但在文本上损失高 {lost:.2f} nat。"
             "**在每一步**：一次更新使分数移动得更远。我们从已经学会的模型里去掉缩放，不改变它们算出的结果，再继续训练。不崩溃的最大学习率，"
             f"AdamW 下缩小到 1/{adamw:.1f}（倍数的范围 {adamw:range}），SGD 下缩小到 1/{sgd:.0f}（{sgd:range}）；"
             f"d_k = 8 时分别是 1/{low[0]} 和 1/{low[1]}；在文本上是 1/{text[0]} 和 1/{text[1]}。"
@@ -337,7 +337,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"With LeCun's weights it needs {lecun:.1f} ({lecun:range}) times the steps.",
             f"deviation {', '.join(INITS[1:-1])} and {INITS[-1]} it needs {', '.join(inits[:-1])} and {inits[-1]} times (ten seeds)",
             f"equally fast near {even:.3f}, where unscaled logits have a standard deviation of {spread:.1f}",
-            f"scale it is 3.36 and 11.3 times at most; measured are {adamw:.2f} ({adamw:range}) with AdamW and {sgd:.2f} ({sgd:range}) with SGD",
+            f"the bounds are 3.36 and 11.3; measured are {adamw:.2f} ({adamw:range}) with AdamW and {sgd:.2f} ({sgd:range}) with SGD",
             f"loses {lost:.2f} ({lost:range}) nats with GPT-2's weights, and {large:.2f} ({large:range}) with LeCun's",
             f"its best rate is {found['text rates gpt2']:.0f} times smaller",
             f"the formula gives {found['real sgd formula']:.2f}, and {real:.2f} ({real:range}) is measured",
@@ -358,7 +358,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"标准差 {'、'.join(INITS[1:])} 时，分别是 {'、'.join(inits)} 倍（十个种子）",
             f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logits 的标准差是 {spread:.1f}",
             f"上界是 3.36 和 11.3；测得的是 AdamW {adamw:.2f}（{adamw:range}），SGD {sgd:.2f}（{sgd:range}）",
-            f"用 GPT-2 的权重多损失 {lost:.2f}（{lost:range}）nats，用 LeCun 的多 {large:.2f}（{large:range}）",
+            f"用 GPT-2 的权重损失高 {lost:.2f}（{lost:range}）nat，用 LeCun 的高 {large:.2f}（{large:range}）",
             f"最佳学习率小到 1/{found['text rates gpt2']:.0f}",
             f"公式给出 {found['real sgd formula']:.2f}，测得 {real:.2f}（{real:range}）",
             f"只训练 W_Q 和 W_K 时是 {alone:.1f}",
