@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import re
@@ -46,8 +47,8 @@ def exit_code(program: Callable[[], Any]) -> int:
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:  # closed by whoever started the program
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    # of letters that its encoding has not: else the whole line is lost
-    getattr(sys.stdout, "reconfigure", dict)(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # which loses a line for one letter
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = _code_of(program)
     try:
         sys.stdout.flush()

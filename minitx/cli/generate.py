@@ -90,7 +90,7 @@ def _lines() -> Iterator[str]:
     if sys.stdin.isatty():
         sys.stderr.write("a prompt a line; Ctrl-D ends\n")
     if hasattr(sys.stdin, "reconfigure"):  # what is not UTF-8 is named with its line, as in an argument
-        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)  # None: \r\n ends a line
     for line in sys.stdin:
         yield line.removesuffix("\n")
 

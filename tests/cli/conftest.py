@@ -91,7 +91,7 @@ def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
         raw = stdin.encode() if isinstance(stdin, str) else stdin
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [f"{program}.py", *arguments])
-            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), newline="\n"))
             patch.setenv("HYDRA_FULL_ERROR", "0")  # train.py sets it
             code = PROGRAMS[program].main()
         out, err = capfd.readouterr()

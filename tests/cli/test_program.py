@@ -177,10 +177,10 @@ def test_a_stream_that_is_closed_from_the_start_is_no_error(monkeypatch, stream)
     getattr(sys, stream).close()
 
 
-def test_a_letter_that_the_output_has_not_is_written_as_its_number(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert exit_code(lambda: write("sum · 小\n")) == 0
-    assert sys.stdout.buffer.getvalue() == b"sum \\xb7 \\u5c0f\n"
+@pytest.mark.parametrize(("way", "said"), [("ascii:strict", b"\\xb7 \\udcff"), ("utf-8:surrogateescape", b"\xc2\xb7 \xff")])
+def test_a_letter_that_the_output_has_not_is_its_number_or_what_the_locale_asks(monkeypatch, way, said):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), *way.split(":")))
+    assert exit_code(lambda: write("· \udcff")) == 0 and sys.stdout.buffer.getvalue() == said
 
 
 @pytest.mark.parametrize(("stop", "code"), [(StoppedError(signal.SIGTERM, 3), 143), (KeyboardInterrupt, 130)])

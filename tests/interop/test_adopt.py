@@ -663,6 +663,13 @@ def test_the_cores_of_layers_on_several_devices_follow_their_queries():
         assert len(tensors) == 4 and {tensor.device for tensor in tensors} == {call.query.device}
 
 
+def test_weights_are_computed_in_the_calls_that_ask_for_them_only():
+    model, ids = adopt_hf(build("T5")), inputs_of("T5", pad="left")[0]["input_ids"]
+    for wanted in (True, False):
+        model.encoder(ids, output_attentions=wanted)
+        assert model.adoption.weights_wanted == wanted
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_set_scale_gives_the_model_of_another_scale_and_release_gives_its_own_back(name):
     model = eager(name)
