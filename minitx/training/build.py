@@ -535,6 +535,7 @@ def in_own_dtype(network: nn.Module) -> nn.Module:
 
 def _to_own_dtype(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the inputs of a network, with numbers in the dtype of its largest weight: a norm may keep another."""
+    # sorted, because torch.compile traces no max with a key; empty for a network without such weights
     largest = sorted((weight for weight in module.parameters() if weight.is_floating_point()), key=torch.Tensor.numel)[-1:]
     numbers = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     return args, {**inputs, **{name: x.to(weight.dtype) for weight in largest for name, x in numbers.items()}}
