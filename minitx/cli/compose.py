@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from omegaconf.errors import InterpolationKeyError
 from minitx.ablation.design import AblationConfig
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_part
 from minitx.config.schema import defaults, require, to_dict
+from minitx.config.shipped import shipped_configs
 from minitx.config.training import MODEL, NODES
 from minitx.training.nodes import check_nodes, completed, foreign_keys, parameter_names, target_of, with_defaults
 
@@ -119,8 +119,8 @@ def _as_chosen(config: RunConfig, group: str, typed: Mapping[str, str]) -> dict[
 @cache
 def _targets(group: str) -> dict[str, str]:
     """Return the targets of our options of a group. An option without one has that of the option which its ``defaults`` name."""
-    paths = [path for path in files("minitx.configs").joinpath(group).iterdir() if path.name.endswith(".yaml")]
-    options: dict[str, Any] = {path.name[: -len(".yaml")]: OmegaConf.create(path.read_text(encoding="utf-8")) for path in paths}
+    paths = shipped_configs().joinpath(group).glob("*.yaml")
+    options: dict[str, Any] = {path.stem: OmegaConf.create(path.read_text(encoding="utf-8")) for path in paths}
     return {name: option.get("_target_") or options[option.defaults[0]]["_target_"] for name, option in options.items()}
 
 
@@ -200,7 +200,7 @@ def composed(words: Sequence[str]) -> DictConfig:
     running = GlobalHydra.instance().hydra  # Hydra keeps one at a time
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
+        with hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"):
             return hydra.compose("train", overrides=[*overrides, *search])
     finally:
         GlobalHydra.instance().hydra = running
@@ -264,6 +264,6 @@ def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
 
 def _check_names(folder: Path) -> None:
     for path in sorted(folder.glob("*/**/*.yaml")):
-        ours = files("minitx.configs").joinpath(*path.relative_to(folder).parts)
+        ours = shipped_configs() / path.relative_to(folder)
         if ours.is_file() and ours.read_bytes() != path.read_bytes():
             raise ConfigError(f"{path} has the name of minitx's own {ours}, which would hide it: give it another name")

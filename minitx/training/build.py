@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
 from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read, require
+from minitx.config.shipped import shipped_configs
 from minitx.config.training import MODEL, NODES
 from minitx.data.loaders import INPUTS, lightning_base, overrides, task_of_loaders
 from minitx.data.task import Batch, Task, num_targets, seed_device
@@ -75,8 +75,7 @@ def import_modules(names: Iterable[str]) -> None:
 @cache
 def data_sets() -> frozenset[str]:
     """Return the data sets of this package: what the files of ``configs/data`` name as ``_target_``."""
-    options = [file for file in files("minitx.configs").joinpath("data").iterdir() if file.name.endswith(".yaml")]
-    texts = (file.read_text(encoding="utf-8") for file in options)
+    texts = [file.read_text(encoding="utf-8") for file in shipped_configs().joinpath("data").glob("*.yaml")]
     return frozenset(name for text in texts for name in re.findall(r"^_target_: (\S+)$", text, flags=re.MULTILINE))
 
 

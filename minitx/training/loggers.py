@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, TextIO
@@ -392,59 +391,13 @@ def summarise(
     }
 
 
-# --- Trackio, and what trackers get beside the curves
-
-
-class TrackioLogger(Logger):
-    """Sends curves and config to Trackio. Its data are on this machine (``TRACKIO_DIR``) unless ``space_id`` is given.
-
-    Args:
-        project: the name of the project.
-        name: the name of the run. A run that exists in the project is continued. Default: the last two parts of ``save_dir``.
-        save_dir: the folder of the run.
-        space_id: a Space on the Hugging Face hub for the data.
-    """
-
-    def __init__(
-        self, project: str = "minitx", name: str | None = None, *, save_dir: str = ".", space_id: str | None = None
-    ) -> None:
-        import trackio
-
-        super().__init__()
-        self._open = partial(trackio.init, project, resume="allow", embed=False, space_id=space_id)
-        self._name = name or "/".join(Path(save_dir).resolve().parts[-2:])
-        self._config: dict[str, Any] = {}
-        self._run: Any = None
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Keep the config for the run, which opens with the first metrics."""
-        self._config = dict(params)
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send values of one step."""
-        self._run = self._run or self._open(name=self._name, config=self._config)
-        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
-
-    def finalize(self, status: str) -> None:
-        """Finish the run. Later metrics continue it."""
-        if self._run is not None:
-            self._run.finish()
-        self._run = None
+# --- what trackers get beside the curves
 
 
 class WandbExtras(L.Callback):
     """Send config, command and commit to trackers, and to wandb after training the probe's figure, the viewer and a checkpoint.
 
-    Curves, system metrics and samples come from the loggers themselves: ``WandbLogger``, ``MLFlowLogger`` or ``TrackioLogger``.
+    Curves, system metrics and samples come from the loggers themselves, ``WandbLogger`` or ``MLFlowLogger``.
 
     Args:
         config: plain data, shown as the run's config.
@@ -461,7 +414,7 @@ class WandbExtras(L.Callback):
         written = self.folder / "command.txt"
         facts = {"command": written.read_text(encoding="utf-8").strip() if written.exists() else None, "commit": git_commit()}
         for logger in trainer.loggers:
-            if trainer.is_global_zero and isinstance(logger, WandbLogger | MLFlowLogger | TrackioLogger):
+            if trainer.is_global_zero and isinstance(logger, WandbLogger | MLFlowLogger):
                 logger.log_hyperparams({**self.config, **{name: text for name, text in facts.items() if text}})
         for logger in _wandb_loggers(trainer):
             logger.experiment.define_metric("val_loss", summary="min")
