@@ -92,7 +92,7 @@ def build_config(composed: DictConfig, words: Iterable[str] = ()) -> RunConfig:
     config = dataclasses.replace(config, **nodes)
     check_nodes(config)
     _check_loading(config, typed)
-    return with_defaults(config)
+    return with_defaults(_with_fitting_warmup(config, typed))
 
 
 def _as_chosen(config: RunConfig, group: str, typed: Mapping[str, str]) -> dict[str, Any]:
@@ -122,6 +122,16 @@ def _targets(group: str) -> dict[str, str]:
     paths = shipped_configs().joinpath(group).glob("*.yaml")
     options: dict[str, Any] = {path.stem: OmegaConf.create(path.read_text(encoding="utf-8")) for path in paths}
     return {name: option.get("_target_") or options[option.defaults[0]]["_target_"] for name, option in options.items()}
+
+
+def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConfig:
+    """Cut the warm-up of an experiment that exceeds ``trainer.max_steps`` to a tenth of the steps. A typed one stays, and is refused later."""
+    steps, warmup = config.trainer.max_steps, config.schedule.get("warmup_steps", 0)
+    is_ours = str(config.schedule["_target_"]).startswith("minitx.training.optimizers.")
+    if steps is None or not is_ours or warmup <= steps or "schedule.warmup_steps" in typed:
+        return config
+    log.info("schedule.warmup_steps=%s of the experiment exceeds trainer.max_steps=%d: cut to %d", warmup, steps, steps // 10)
+    return dataclasses.replace(config, schedule={**config.schedule, "warmup_steps": steps // 10})
 
 
 def _check_loading(config: RunConfig, typed: Mapping[str, str]) -> None:
