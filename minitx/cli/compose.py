@@ -91,7 +91,7 @@ def build_config(composed: DictConfig, words: Iterable[str] = ()) -> RunConfig:
     nodes: dict[str, Any] = {name: _as_chosen(config, name, typed) for name in NODES if name in typed}
     config = dataclasses.replace(config, **nodes)
     check_nodes(config)
-    _check_parts(config, typed)
+    _check_loading(config, typed)
     return with_defaults(config)
 
 
@@ -124,22 +124,15 @@ def _targets(group: str) -> dict[str, str]:
     return {name: option.get("_target_") or options[option.defaults[0]]["_target_"] for name, option in options.items()}
 
 
-def _check_parts(config: RunConfig, typed: Mapping[str, str]) -> None:
-    """Raise a ConfigError if something was typed that a LightningModule or a LightningDataModule does by itself."""
-    of_model = [name for name in typed if name.partition(".")[0] in ("objective", "optimizer", "schedule", "on_nonfinite")]
-    loading = [name for name in typed if name in ("data.batch_size", "data.num_workers", "trainer.val_batch_size")]
-    for part, kind, names, has in (
-        ("model", "LightningModule", of_model, "optimizers and losses"),
-        ("data", "LightningDataModule", loading, "loaders"),
-    ):
-        found = target_of(getattr(config, part), part) if names else None
-        heard = {f"{part}.{name}" for name in parameter_names(found)}
-        unheard = [name for name in names if name not in heard]
-        if unheard and isinstance(found, type):
-            import lightning.pytorch
-
-            said = f"{typed[unheard[0]]} does not apply to {found.__name__}, a {kind} with {has} of its own"
-            require(not issubclass(found, getattr(lightning.pytorch, kind)), f"{said}: its arguments are {part}.NAME")
+def _check_loading(config: RunConfig, typed: Mapping[str, str]) -> None:
+    """Raise a ConfigError if a key of loading was typed that a LightningDataModule does not take: its loaders have their own value."""
+    target = target_of(config.data, "data")
+    names = [name for name in ("batch_size", "num_workers") if f"data.{name}" in typed and name not in parameter_names(target)]
+    if names and isinstance(target, type) and hasattr(target, "train_dataloader"):
+        raise ConfigError(
+            f"{typed[f'data.{names[0]}']} does not apply to {target.__name__}, a LightningDataModule without that argument: its "
+            "loaders decide it"
+        )
 
 
 def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
