@@ -83,13 +83,14 @@ def wheel(tmp_path_factory, clone) -> Path:
     return found
 
 
-def environment(folder: Path, *what: object, packages: Path) -> Path:
-    """The ``bin`` of a new environment in which ``pip install WHAT`` was run, and which sees ``packages`` as well."""
+def environment(folder: Path, wheel: Path, packages: Path) -> Path:
+    """The ``bin`` of a new environment with the wheel in it, which sees ``packages`` as well."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder.parent)
+    python = folder / "bin/python"
+    install = ("-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel)
+    run(sys.executable, *install, folder=folder.parent)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "others.pth").write_text(f"{packages}\n")  # a .pth in there is not read: no editable minitx comes with it
-    options = ("install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--force-reinstall")
-    run(sys.executable, "-m", "pip", "--python", folder / "bin/python", *options, *what, folder=folder.parent)
     return folder / "bin"
 
 
@@ -112,19 +113,22 @@ def torch_alone(tmp_path_factory, wheel) -> Path:
             where = Path(str(found.locate_file(top)))
             if where.exists() and not (packages / top).exists():
                 (packages / top).symlink_to(where)
-    return environment(tmp_path_factory.mktemp("bare") / "venv", wheel, packages=packages)
+    return environment(tmp_path_factory.mktemp("bare") / "venv", wheel, packages)
 
 
 @pytest.fixture(scope="module")
 def with_train(tmp_path_factory, wheel) -> Path:
     """An environment with minitx from the wheel and the packages that the tests have."""
-    return environment(tmp_path_factory.mktemp("train") / "venv", wheel, packages=SITE)
+    return environment(tmp_path_factory.mktemp("train") / "venv", wheel, SITE)
 
 
 @pytest.fixture(scope="module")
 def editable(tmp_path_factory, clone) -> Path:
-    """The same with the clone, as README installs it."""
-    return environment(tmp_path_factory.mktemp("editable") / "venv", "-e", clone, packages=SITE)
+    """The same with the clone, as ``pip install -e`` does it."""
+    into = tmp_path_factory.mktemp("editable")
+    run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_editable({str(into)!r})", folder=clone)
+    (wheel,) = into.glob("*.whl")
+    return environment(into / "venv", wheel, SITE)
 
 
 @pytest.fixture(params=["editable", "with_train"])

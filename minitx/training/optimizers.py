@@ -291,7 +291,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def matrix_names(network: nn.Module) -> set[str]:
-    """Return the names of the parameters for Muon: the weights of ``torch.nn.Linear``, unless the name of the layer ends with ``head``."""
+    """Return the names of the parameters for Muon: the weights of ``torch.nn.Linear``, unless the name of the layer ends with ``head``.
+
+    AdamW updates a parametrised layer: its weight is not a parameter.
+    """
     names = set()
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("head"):
