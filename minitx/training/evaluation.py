@@ -11,7 +11,8 @@ import logging
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -169,13 +170,28 @@ def evaluate(
         )
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
     task, source = _open(data, batch_size)
-    with evaluating(network), torch.inference_mode():
+    with beside(network, objective), evaluating(network), torch.inference_mode():
         if task is None or task.kind not in KINDS or not isinstance(objective, CrossEntropy):
             return Evaluation(_of_sums(network, source, options, objective), dict(task.baselines()) if task else {})
         nll, counts, right = _losses(network, source, options)
         if task.kind == "seq2seq":
             return _of_answers(network, task, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
         return Evaluation(_of_labels(task, nll, counts, right), task.baselines())
+
+
+@contextmanager
+def beside(network: nn.Module, objective: Objective) -> Iterator[None]:
+    """A context in which the tensors of an objective, such as class weights, are on the network's device."""
+    tensors = [*objective.parameters(), *objective.buffers()] if isinstance(objective, nn.Module) else []
+    if not tensors:
+        yield
+        return
+    before = tensors[0].device
+    objective.to(_device_of(network))
+    try:
+        yield
+    finally:
+        objective.to(before)
 
 
 def _open(data: Any, batch_size: int) -> tuple[Task | None, Rows]:
@@ -188,9 +204,13 @@ def _open(data: Any, batch_size: int) -> tuple[Task | None, Rows]:
     return None, data
 
 
+def _device_of(network: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+
+
 def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Iterator[Batch]:
     """Validation batches on the network's device, ``num_rows`` rows at most."""
-    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+    device = _device_of(network)
     left, caller = options.num_rows or math.inf, Caller(network)
     if isinstance(source, ValSource):
         batches: Any = (source[Address(step)] for step in range(len(source)))
@@ -241,7 +261,7 @@ def _of_sums(network: nn.Module, source: Rows, options: EvaluationConfig, object
             sums = checked_sums(objective(logits[rows], rows_of_batch(batch, rows)))
             sums["loss"] = sums.pop("nll", sums["loss"])
             for name, value in sums.items():
-                found[name].append(value.double().cpu())
+                found[name].append(value.cpu().double())
             counts.append(num_targets(batch["labels"][rows]).cpu())
     units = torch.stack(counts) if by_row else torch.stack(counts).sum(0, keepdim=True)
     metrics = {}
@@ -262,7 +282,8 @@ def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tupl
         nll = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels)
         counted = labels != IGNORED
         right = (flat.argmax(-1).view_as(labels) == labels) & counted
-        columns.append((nll.double().sum(-1).cpu(), counted.sum(-1).cpu(), right.sum(-1).cpu()))
+        # float64 on the CPU: Apple's GPU has none
+        columns.append((nll.cpu().double().sum(-1), counted.sum(-1).cpu(), right.sum(-1).cpu()))
     nll, counts, right = (torch.cat(column) for column in zip(*columns, strict=True))
     real = counts > 0  # rows that only fill a batch up
     require(bool(real.any()), _NO_LABEL)
@@ -381,7 +402,8 @@ def evaluate_splits(
     if options.at_end and isinstance(module, TrainingModule):  # before the test, which may load the best weights
         network = unsharded(module.network, config, state)
         if trainer.is_global_zero:
-            report(evaluate(network, data, options, module.objective), folder)
+            evaluation = partial(evaluate, network, data, options, module.objective)
+            report(evaluate_on(trainer.strategy.root_device, network, evaluation), folder)
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
         said = f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
@@ -394,6 +416,21 @@ def evaluate_splits(
         log.info("test  %s", "  ".join(f"{name} {float(value):.4f}" for name, value in found.items()))
         metrics |= found
     return metrics
+
+
+def evaluate_on(device: torch.device, network: nn.Module, evaluation: Callable[[], Evaluation]) -> Evaluation:
+    """Return ``evaluation()`` with ``network`` on ``device``, or on the CPU if the device runs out of memory. The network ends on the CPU.
+
+    After training Lightning has moved the network to the CPU. A sharded one is evaluated as a whole copy, which may not fit on the device.
+    """
+    try:
+        network.to(device)
+        return evaluation()
+    except torch.OutOfMemoryError:
+        log.warning("evaluation: %s has too little memory for the whole model, so it is evaluated on the CPU", device)
+    finally:
+        network.cpu()
+    return evaluation()
 
 
 def unsharded(network: nn.Module, config: RunConfig, state: Mapping[str, Any]) -> nn.Module:

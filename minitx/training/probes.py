@@ -105,7 +105,10 @@ class Probe(StepCallback):
             self._before = self._look(module, statistics=False)[0]
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if trainer.is_global_zero and self.due(step):
+        if not self.due(step):
+            return
+        module.raise_if_nonfinite()
+        if trainer.is_global_zero:
             self._write(trainer, module, step)
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
@@ -214,4 +217,4 @@ def _first(out: Any) -> Tensor:
 
 def _plain(value: Any) -> Any:
     """A number, or a list with one a head."""
-    return value.double().tolist() if isinstance(value, Tensor) else value
+    return value.cpu().double().tolist() if isinstance(value, Tensor) else value

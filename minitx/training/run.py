@@ -16,8 +16,8 @@ import lightning.pytorch as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -37,7 +37,7 @@ from minitx.training.build import (
 )
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, progress
 from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
-from minitx.training.devices import cpu_precision, device_type, machine, sharded_parts
+from minitx.training.devices import cpu_precision, device_of, machine, sharded_parts
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module, stored_state
@@ -264,11 +264,14 @@ def check_callbacks(callbacks: Sequence[L.Callback], *, addressed: bool) -> None
 
 def place_of(options: TrainerConfig) -> dict[str, Any]:
     """Return the arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
-    precision: str | None = cpu_precision(options.precision) if device_type(options) == "cpu" else options.precision
+    device = device_of(options.accelerator)
+    precision: str | None = cpu_precision(options.precision) if device.type == "cpu" else options.precision
     plugins: list[Any] = [AtomicCheckpointIO()]
     if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
         plugins, precision = [*plugins, DoublePrecision()], None
-    strategy: Strategy | str = "auto"
+    elif precision == "bf16-mixed":  # Lightning takes CUDA's autocast for a device that it does not know
+        plugins, precision = [*plugins, MixedPrecision(precision, device.type)], None
+    strategy: Strategy = SingleDeviceStrategy(device)  # Lightning takes the CPU for a device that it does not know
     if options.strategy == "sharded":
         strategy = Sharded(options.world_size)
     elif options.strategy == "ddp" or options.world_size > 1:
