@@ -28,7 +28,8 @@ from minitx.config.schema import require
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
-from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows, widest_float
+from minitx.nn.precision import widest_float
+from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import add_records, drop_records, unit_of
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, hash_seed
 

@@ -23,6 +23,7 @@ from minitx.config.schema import require
 from minitx.data.corpus import data_dir
 from minitx.data.task import kept_generators
 from minitx.nn.blocks import is_block
+from minitx.nn.precision import widest_float
 from minitx.training import kept_environment
 
 if TYPE_CHECKING:
@@ -108,16 +109,6 @@ def cpu_precision(precision: str) -> str:
         return precision
     log.info("trainer.precision=%s runs as 32-true: this CPU has no instructions for bfloat16", precision)
     return "32-true"
-
-
-@cache
-def widest_float(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point type of a device, for sums: float64, or float32 where it cannot add in float64 (Apple's GPU)."""
-    try:
-        torch.ones((), dtype=torch.float64, device=device).add_(1)
-    except (TypeError, RuntimeError):
-        return torch.float32
-    return torch.float64
 
 
 def device_name(device: torch.device) -> str:

@@ -31,6 +31,7 @@ from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
+from minitx.nn.precision import widest_float
 from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of, task_of
 from minitx.training.checkpoints import FORMAT, read_checkpoint
 from minitx.training.devices import (
@@ -40,7 +41,6 @@ from minitx.training.devices import (
     set_gradient_sync,
     sum_over_rows,
     total_norm,
-    widest_float,
 )
 from minitx.training.nodes import named_by
 from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, check_sum, checked_sums

@@ -22,8 +22,8 @@ from minitx.config import IGNORED, ProbeConfig
 from minitx.config.schema import require
 from minitx.data.task import Batch
 from minitx.nn.blocks import is_block
-from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
+from minitx.nn.precision import full_precision
 from minitx.training.build import Caller, title_of
 from minitx.training.callbacks import StepCallback
 from minitx.training.loggers import MetricsFile, add_records, drop_records, naming, over_heads

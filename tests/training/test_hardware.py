@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from minitx.config import ConfigError, TrainerConfig
+from minitx.nn.precision import widest_float
 from minitx.training import devices
-from minitx.training.devices import check_count, cpu_precision, device_of, peak_tflops, widest_float
+from minitx.training.devices import check_count, cpu_precision, device_of, peak_tflops
 from minitx.training.run import place_of
 
 
