@@ -14,6 +14,7 @@ experimental, and the device cannot be removed again. So use it in a process of 
 
 import collections
 import contextlib
+import copy
 import gc
 import types
 import weakref
@@ -28,7 +29,7 @@ IS_SUPPORTED = torch.__version__ >= (2, 13)
 missing_dtypes: set[torch.dtype] = set()
 
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
-_COPYING = {"_to_copy", "copy_", "_copy_from"}
+_COPYING = {"to", "_to_copy", "copy_", "_copy_from"}
 _libraries: list[torch.library.Library] = []  # a library that is freed takes its kernels along
 
 
@@ -177,22 +178,31 @@ def _check_devices(func: Any, args: Any, tensors: list[Tensor]) -> None:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Compute an operation of torch on the CPU."""
-    tensors = [*_tensors(args), *_tensors(kwargs.values())]
+    names = [argument.name for argument in func._schema.arguments]
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    tensors = [*_tensors(arguments.values())]
     if func._schema.name[6:] not in _COPYING:
         _check_devices(func, args, tensors)
-    options = {name: _mapped(_on_cpu, value) for name, value in kwargs.items() if name != "pin_memory"}
-    to_host = options.get("device") is not None and torch.device(options["device"]).type != NAME
-    if options.get("device") is not None:
-        options["device"] = torch.device("cpu")
+    is_to_other = func.name() == "aten::to.other"
+    target = arguments["other"].device if is_to_other else arguments.get("device")
+    on_cpu = {name: _mapped(_on_cpu, value) for name, value in arguments.items() if name != "pin_memory"}
+    if arguments.get("device") is not None:
+        on_cpu["device"] = torch.device("cpu")
     draws = torch.Tag.nondeterministic_seeded in func.tags
     with torch.no_grad(), _drawing(func.name(), kwargs.get("generator")) if draws else contextlib.nullcontext():
-        result = func(*(_mapped(_on_cpu, value) for value in args), **options)
+        result = func(**on_cpu)
     known = {id(_on_cpu(tensor)): tensor for tensor in tensors}  # what an operation in place returns
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    is_inference = tensors[0].is_inference() if is_view else torch.is_inference_mode_enabled()
 
     def wrapped(value: Any) -> Any:
-        if not isinstance(value, Tensor) or (to_host and id(value) not in known):
+        if not isinstance(value, Tensor):
             return value
-        tensor = known[id(value)] if id(value) in known else DeviceTensor(value)
+        if target is not None and torch.device(target).type != NAME:
+            return value.clone() if id(value) in known else value
+        with torch.inference_mode(is_inference):
+            tensor = known[id(value)] if id(value) in known else DeviceTensor(value)
         if tensor.shape != value.shape or tensor.stride() != value.stride():
             raise NotImplementedError(f"{func.name()} changes a shape in place")
         return tensor
@@ -271,6 +281,7 @@ def register() -> torch.device:
     library.impl("_copy_from", lambda source, target, non_blocking=False: _run(copy, (target, source), {}), "PrivateUse1")
     library.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
     _register_with_lightning()
+    gc.freeze()  # for _swap_tensors: what is there now need not be walked over each time
     return torch.device(NAME, 0)
 
 
@@ -306,3 +317,17 @@ def _register_with_lightning() -> None:
             return NAME
 
     AcceleratorRegistry.register(NAME, PretendAccelerator)
+
+
+def with_device(trainer: Any) -> Any:
+    """Return a ``TrainerConfig`` with the device. The key ``accelerator`` itself takes the names of Lightning's own devices alone."""
+    trainer = copy.copy(trainer)
+    object.__setattr__(trainer, "accelerator", NAME)
+    return trainer
+
+
+def on_device(config: Any) -> Any:
+    """Return the config of a run on the device."""
+    config = copy.copy(config)
+    object.__setattr__(config, "trainer", with_device(config.trainer))
+    return config
