@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import os
 import resource
 import sys
 import warnings
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.schema import require
-from minitx.data.corpus import data_dir
 from minitx.data.task import kept_generators
 from minitx.nn.blocks import is_block
 from minitx.nn.precision import widest_float
@@ -272,8 +270,8 @@ def machine(options: TrainerConfig) -> Iterator[None]:
     """A context that checks the devices of a run and sets this process up for them. Afterwards the process is as it was before.
 
     It puts back what a run changes for the whole process: threads, the choice of kernels, random generators, and environment
-    variables. Compiled kernels are kept across runs, in ``$TORCHINDUCTOR_CACHE_DIR``, by default with our data. Two things stay:
-    ``keep_freed_memory``, and what Lightning sets to start the processes of several devices, which live until the program ends.
+    variables. Two things stay: ``keep_freed_memory``, and what Lightning sets to start the processes of several devices, which live
+    until the program ends.
 
     Raises:
         ConfigError: see ``check_count``.
@@ -284,8 +282,6 @@ def machine(options: TrainerConfig) -> Iterator[None]:
     threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only, benchmark = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark
     with kept_environment(*_VARIABLES), kept_generators(device):
-        if options.compile:
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(data_dir() / "compiled"))
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         if on_cpu:
@@ -299,8 +295,8 @@ def machine(options: TrainerConfig) -> Iterator[None]:
             torch.backends.cudnn.benchmark = benchmark
 
 
-_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER", "TORCHINDUCTOR_CACHE_DIR")
-"""Environment variables that a run sets: the first two are Lightning's, for deterministic kernels and for GPUs."""
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER")
+"""Environment variables that Lightning sets, for deterministic kernels and for GPUs."""
 
 
 # --- several processes

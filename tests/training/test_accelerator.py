@@ -165,7 +165,9 @@ def test_a_run_has_the_numbers_of_the_cpu_and_is_evaluated_on_its_device(make_co
     config = dataclasses.replace(config, evaluation=EvaluationConfig(at_end=True, num_rows=5))
     found, seen, _ = run_on_both(tmp_path, config)
     assert seen == {"fit": {pretend.NAME}, "evaluation": {pretend.NAME}}
-    assert {"probes.jsonl", "samples.jsonl", "attention/step_00000003.safetensors", "checkpoints/best.ckpt"} <= {*found["files"]}
+    assert {"probes.jsonl", "samples.jsonl", "attention/step_00000003.safetensors", "checkpoints/best.ckpt"} <= {
+        *found["files"]
+    }
 
 
 def test_averaged_weights_are_evaluated_on_the_device_and_the_best_are_tested_there(make_config, tmp_path):

@@ -8,6 +8,7 @@ import torch
 from minitx.config import ConfigError, TrainerConfig
 from minitx.nn.precision import widest_float
 from minitx.training import devices
+from minitx.training.checkpoints import place
 from minitx.training.devices import check_count, cpu_precision, device_of, peak_tflops
 from minitx.training.run import place_of
 
@@ -45,6 +46,13 @@ MACHINES = [
 ]  # fmt: skip
 
 
+class Moved(torch.nn.Module):
+    """A model that is not moved."""
+
+    def to(self, device):
+        return device
+
+
 @pytest.mark.parametrize("case", MACHINES, ids=str)
 def test_the_device_is_the_one_that_lightning_takes_and_more_than_there_are_is_refused(machine, case):
     cuda, mps, accelerator, devices, found = case
@@ -53,6 +61,7 @@ def test_the_device_is_the_one_that_lightning_takes_and_more_than_there_are_is_r
     with contextlib.nullcontext() if found else pytest.raises(ConfigError, match=rf"trainer.devices={devices}"):
         check_count(options)
         assert device_of(accelerator).type == found
+        assert accelerator != "auto" or place(Moved(), "auto").type == found  # device=auto of a program
 
 
 def test_float64_is_refused_on_apples_gpu_where_sums_are_float32(machine):
