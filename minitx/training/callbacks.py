@@ -241,6 +241,16 @@ def check_processes(trainer: L.Trainer) -> None:
         raise ConfigError("callbacks.ema needs whole weights on one device, got trainer.strategy=sharded")
 
 
+def place_averages(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Move averaged weights to the device of training, unless they have a ``device`` of their own. Lightning copies the model before it moves it.
+
+    On the CPU, the average would cost a download of all weights in every step.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging) and callback._device is None and callback._average_model is not None:
+            callback._average_model.to(module.device)
+
+
 # --- progress
 
 

@@ -35,7 +35,7 @@ from minitx.training.build import (
     open_data,
     task_of,
 )
-from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, progress
+from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
 from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of, machine, sharded_parts
 from minitx.training.evaluation import check_test, evaluate_splits
@@ -125,7 +125,8 @@ def build_callbacks(
         own.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode, needed=needed))
     own.append(WandbExtras(state["config"], folder, **to_dict(config.callbacks.wandb)))
     last = LastCheckpoint(folder / "checkpoints", options, state)
-    before = LambdaCallback(on_train_end=last.on_train_end)  # WeightAveraging puts the average into the model then
+    # WeightAveraging puts the average into the model at the end
+    before = LambdaCallback(on_fit_start=place_averages, on_train_end=last.on_train_end)
     return [before, *own, *build_all(config.callbacks.parts, "callbacks", L.Callback), last]
 
 

@@ -9,6 +9,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from extra import Layered, last, train_with
+from lightning.pytorch.callbacks import WeightAveraging
 from ranks import run_ranks
 from torch import nn
 
@@ -119,6 +120,8 @@ class Watch(L.Callback):
 
     def on_train_end(self, trainer, module):
         self.pins = trainer.train_dataloader.pin_memory
+        for average in (each for each in trainer.callbacks if isinstance(each, WeightAveraging)):
+            self.seen["average"] = {p.device.type for p in average._average_model.parameters()}
 
     def on_fit_end(self, trainer, module):
         self.part = "evaluation"
@@ -177,7 +180,7 @@ def test_averaged_weights_are_evaluated_on_the_device_and_the_best_are_tested_th
     weighted = nn.CrossEntropyLoss(weight=torch.arange(1.0, 8.0), reduction="sum")  # has a tensor on the device
     given = {"model": Layered(7), "data": Task(name="mine", train=rows, val=rows, test=rows), "objective": weighted}
     _, seen, _ = run_on_both(tmp_path, config, {**given, "batch_size": 4})
-    assert seen == {part: {pretend.NAME} for part in ("fit", "evaluation", "test")}
+    assert seen == {part: {pretend.NAME} for part in ("fit", "average", "evaluation", "test")}
 
 
 def test_a_model_that_does_not_fit_on_its_device_to_be_evaluated_is_evaluated_on_the_cpu(make_config, tmp_path):
