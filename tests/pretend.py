@@ -1,15 +1,15 @@
 """A pretended accelerator: a device of torch whose tensors hold the CPU's numbers and obey an accelerator's rules.
 
-``register()`` makes ``torch.device("pretend")`` and an accelerator of that name in Lightning's registry. A tensor of the device is a
-wrapper around a CPU tensor, which computes. Three things differ from the CPU:
+``register()`` makes ``torch.device("pretend")`` and an accelerator of that name in Lightning's registry. A tensor of the device wraps a
+CPU tensor. Three rules differ from the CPU's:
 
 * Tensors of two devices in one operation are an error. As on CUDA, a CPU tensor without dimensions may take part in pointwise
   operations, and an index may be the host's.
-* The device has a default generator of its own. Another device's generator is an error.
+* The device has its own default generator. Another device's generator is an error.
 * A dtype in ``missing_dtypes`` is an error, as float64 is on Apple's GPU.
 
 It cannot show kernels, streams, speed, memory, several devices, or operations that change a shape in place. The API of torch under it is
-experimental, and the device cannot be removed again. So use it in a process of its own (``ranks.run_ranks``).
+experimental, and torch cannot remove the device again: use it in a separate process (``ranks.run_ranks``).
 """
 
 import collections
@@ -47,7 +47,7 @@ class _GeneratorType(type(_TorchGenerator)):  # type: ignore[misc]
 
 
 class Generator(_TorchGenerator, metaclass=_GeneratorType):  # type: ignore[misc]
-    """``torch.Generator``, which knows the pretended device."""
+    """``torch.Generator`` with support for the pretended device."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         if torch.device(device).type != NAME:
@@ -63,7 +63,7 @@ class Generator(_TorchGenerator, metaclass=_GeneratorType):  # type: ignore[misc
 
 @contextlib.contextmanager
 def _drawing(name: str, generator: Any) -> Iterator[None]:
-    """A context in which the CPU draws from the device's default generator, if ``generator`` is None."""
+    """A context that lends the device's default generator to the CPU, if ``generator`` is None."""
     if generator is not None:
         if generator._cdata not in _generators:
             raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu' ({name})")
@@ -191,7 +191,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     draws = torch.Tag.nondeterministic_seeded in func.tags
     with torch.no_grad(), _drawing(func.name(), kwargs.get("generator")) if draws else contextlib.nullcontext():
         result = func(**on_cpu)
-    known = {id(_on_cpu(tensor)): tensor for tensor in tensors}  # what an operation in place returns
+    known = {id(_on_cpu(tensor)): tensor for tensor in tensors}  # results of operations in place
     aliases = [argument.alias_info for argument in func._schema.arguments]
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
     is_inference = tensors[0].is_inference() if is_view else torch.is_inference_mode_enabled()
@@ -281,7 +281,7 @@ def register() -> torch.device:
     library.impl("_copy_from", lambda source, target, non_blocking=False: _run(copy, (target, source), {}), "PrivateUse1")
     library.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
     _register_with_lightning()
-    gc.freeze()  # for _swap_tensors: what is there now need not be walked over each time
+    gc.freeze()  # so that _swap_tensors need not walk over all objects each time
     return torch.device(NAME, 0)
 
 

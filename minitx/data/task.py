@@ -273,14 +273,15 @@ def seed_device(seed: int, device: torch.device | None = None) -> None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
-        if hasattr(module := getattr(torch, device.type, None), "manual_seed"):  # torch.cuda, but not torch.cpu
+        module: Any = getattr(torch, device.type, None)
+        if hasattr(module, "manual_seed"):  # torch.cuda, but not torch.cpu
             module.manual_seed(seed)
 
 
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
-    """A context that restores the generators of Python, NumPy and torch, on the CPU and on all devices of the type of ``device``."""
-    module = getattr(torch, device.type, None)
+    """A context that restores the random generators of Python, NumPy and torch, on the CPU and on all devices of this type."""
+    module: Any = getattr(torch, device.type, None)
     count = module.device_count() if hasattr(module, "get_rng_state") else 0
     python, numpy = random.getstate(), np.random.get_state()
     try:

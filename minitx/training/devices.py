@@ -63,19 +63,22 @@ def check_count(options: TrainerConfig) -> None:
     else:
         found = _registered(asked).auto_device_count()
     most = {"cpu": math.inf, "auto": max(found, 1)}.get(asked, found)
-    said = f"trainer.accelerator={asked} with trainer.devices={options.devices}: this machine has {found} usable GPUs"
-    require(options.devices <= most, f"{said}; trainer.accelerator=cpu runs as many processes on the CPU")
+    require(
+        options.devices <= most,
+        f"trainer.accelerator={asked} with trainer.devices={options.devices}: this machine has {found} usable GPUs; "
+        "trainer.accelerator=cpu runs as many processes on the CPU",
+    )
     device = device_of(asked)
     if options.precision == "64-true" and widest_float(device) != torch.float64:
         raise ConfigError(f"trainer.precision=64-true: {device_name(device)} has no float64; set trainer.accelerator=cpu")
 
 
 def device_of(accelerator: str = "auto") -> torch.device:
-    """Return the first device that ``trainer.accelerator`` takes on this machine, which ``device=auto`` of a program takes, too.
+    """Return the first device that ``trainer.accelerator`` takes on this machine. Programs with ``device=auto`` take the same device.
 
     Args:
-        accelerator: ``auto`` takes Apple's GPU, else CUDA, else the CPU, in Lightning's order. Other names than ``cpu``, ``gpu`` and
-            ``mps`` are those of Lightning's registry of accelerators.
+        accelerator: ``auto`` takes Apple's GPU, else CUDA, else the CPU, in Lightning's order. Names other than ``cpu``, ``gpu`` and
+            ``mps`` are looked up in Lightning's registry of accelerators.
     """
     if accelerator == "cpu":
         return torch.device("cpu")
@@ -127,7 +130,7 @@ def memory_mb(device: torch.device) -> float:
     On a device whose torch module counts allocations (CUDA, XPU) this is the memory of tensors, on Apple's GPU the present memory of
     the driver, elsewhere the resident set of the process.
     """
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if hasattr(module, "max_memory_allocated"):
         return module.max_memory_allocated(device) / 2**20
     if hasattr(module, "driver_allocated_memory"):
@@ -267,11 +270,11 @@ def flush_denormal(wanted: bool = True) -> Iterator[None]:
 
 @contextmanager
 def machine(options: TrainerConfig) -> Iterator[None]:
-    """A context that checks the devices of a run and sets this process up for them. Afterwards the process is as it was before.
+    """A context that checks the devices of a run and sets this process up for them.
 
-    It puts back what a run changes for the whole process: threads, the choice of kernels, random generators, and environment
-    variables. Two things stay: ``keep_freed_memory``, and what Lightning sets to start the processes of several devices, which live
-    until the program ends.
+    It restores the settings that a run changes for the whole process: threads, the choice of kernels, random generators, and
+    environment variables. Two settings stay: ``keep_freed_memory``, and the variables with which Lightning starts the processes of
+    several devices, because these processes live until the program ends.
 
     Raises:
         ConfigError: see ``check_count``.

@@ -170,7 +170,7 @@ def evaluate(
         )
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
     task, source = _open(data, batch_size)
-    with beside(network, objective), evaluating(network), torch.inference_mode():
+    with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
         if task is None or task.kind not in KINDS or not isinstance(objective, CrossEntropy):
             return Evaluation(_of_sums(network, source, options, objective), dict(task.baselines()) if task else {})
         nll, counts, right = _losses(network, source, options)
@@ -180,18 +180,16 @@ def evaluate(
 
 
 @contextmanager
-def beside(network: nn.Module, objective: Objective) -> Iterator[None]:
-    """A context in which the tensors of an objective, such as class weights, are on the network's device."""
-    tensors = [*objective.parameters(), *objective.buffers()] if isinstance(objective, nn.Module) else []
-    if not tensors:
-        yield
-        return
-    before = tensors[0].device
-    objective.to(_device_of(network))
+def objective_on(device: torch.device, objective: Objective) -> Iterator[None]:
+    """A context that moves the tensors of an objective, such as class weights, to ``device``, and moves them back at its end."""
+    module = objective if isinstance(objective, nn.Module) else nn.Module()
+    before = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    module.to(device)
     try:
         yield
     finally:
-        objective.to(before)
+        for place in before:
+            module.to(place)
 
 
 def _open(data: Any, batch_size: int) -> tuple[Task | None, Rows]:
@@ -421,7 +419,7 @@ def evaluate_splits(
 def evaluate_on(device: torch.device, network: nn.Module, evaluation: Callable[[], Evaluation]) -> Evaluation:
     """Return ``evaluation()`` with ``network`` on ``device``, or on the CPU if the device runs out of memory. The network ends on the CPU.
 
-    After training Lightning has moved the network to the CPU. A sharded one is evaluated as a whole copy, which may not fit on the device.
+    Lightning has moved the network to the CPU after training. A sharded network is evaluated as a whole copy. It may not fit on the device.
     """
     try:
         network.to(device)

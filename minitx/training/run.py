@@ -60,6 +60,8 @@ def train(
 ) -> dict[str, Any]:
     """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
 
+    Random generators, threads, environment variables and signal handlers of this process are afterwards as they were before.
+
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
             model and checkpoint have been checked. It must hold no run, unless ``config.ckpt_path`` is a checkpoint to continue
@@ -271,7 +273,7 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
         plugins, precision = [*plugins, DoublePrecision()], None
     elif precision == "bf16-mixed":  # Lightning takes CUDA's autocast for a device that it does not know
-        plugins, precision = [*plugins, MixedPrecision(precision, device.type)], None
+        plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
     strategy: Strategy = SingleDeviceStrategy(device)  # Lightning takes the CPU for a device that it does not know
     if options.strategy == "sharded":
         strategy = Sharded(options.world_size)

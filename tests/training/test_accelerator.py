@@ -1,4 +1,4 @@
-"""Runs on the pretended accelerator (``tests/pretend.py``), each beside the same run on the CPU, in a process of their own."""
+"""Runs on the pretended accelerator (``tests/pretend.py``) equal runs on the CPU. Each pair runs in its own process."""
 
 import copy
 import dataclasses
@@ -108,7 +108,7 @@ def test_a_device_is_asked_what_it_can_do():
 
 
 class Watch(L.Callback):
-    """Notes on which device the network is in each part of a run. ``is_small``: its memory suffices for training alone."""
+    """Notes the network's device in each part of a run. ``is_small``: the device has memory for training, but not for evaluation."""
 
     def __init__(self, is_small=False):
         self.is_small, self.part, self.seen, self.pins = is_small, "fit", {}, False

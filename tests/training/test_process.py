@@ -1,4 +1,4 @@
-"""A run leaves its process as it was: environment, random generators, signal handlers, warnings, logging, torch's switches."""
+"""After a run its process is unchanged: environment, random generators, signal handlers, warnings, logging, torch's switches."""
 
 import dataclasses
 import logging
