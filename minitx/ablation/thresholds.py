@@ -168,10 +168,7 @@ class Runs:
     def run(self, rate: float) -> dict[str, Any]:
         """Train at ``rate`` until the run ends or fails, and return its record."""
         watch, module, nonfinite = Watch(self.rule, self.start), self.module(rate), None
-        callbacks = [*build_all(self.config.callbacks.parts, "callbacks", L.Callback), watch]
-        trainer = build_trainer(self.config, self.folder, [], callbacks, 0)
-        trainer.limit_val_batches = 0
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]  # without Lightning's own checkpoints
+        trainer = self.trainer([*build_all(self.config.callbacks.parts, "callbacks", L.Callback), watch])
         try:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:
@@ -190,11 +187,22 @@ class Runs:
             "accuracy": [short(accuracy) for accuracy in watch.accuracies] or None,
         }
 
+    def trainer(self, callbacks: list[L.Callback]) -> L.Trainer:
+        """Return a trainer with these callbacks alone, without Lightning's own checkpoints, and without validation."""
+        trainer = build_trainer(self.config, self.folder, [], callbacks, 0)
+        trainer.limit_val_batches = 0
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+        return trainer
+
     @torch.no_grad()
     def _loss(self) -> float:
-        """The mean loss of the starting weights on the first ``window`` batches of training."""
+        """The mean loss of the starting weights on the first ``window`` batches, on the device and in the precision of training."""
         module, losses = self.module(self.config.optimizer["lr"]), []
-        for batch in itertools.islice(self.data.train_dataloader(), self.rule.window):
-            batch = {name: value.to(module.device) for name, value in module.on_before_batch_transfer(batch, 0).items()}
-            losses.append(float(module.sums(batch)["loss"] / batch["num_targets"]))
+        strategy = self.trainer([]).strategy
+        module.to(strategy.root_device)
+        with strategy.precision_plugin.forward_context():
+            for batch in itertools.islice(self.data.train_dataloader(), self.rule.window):
+                batch = {name: value.to(module.device) for name, value in module.on_before_batch_transfer(batch, 0).items()}
+                losses.append(float(module.sums(batch)["loss"] / batch["num_targets"]))
+        module.cpu()
         return math.fsum(losses) / len(losses)

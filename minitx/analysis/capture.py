@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block, is_block, is_recomputing
-from minitx.nn.functional import AttentionCall, full_precision
+from minitx.nn.functional import AttentionCall
+from minitx.nn.precision import full_precision
 
 Layers = Sequence[int | str] | int | str | None
 Indices = Sequence[int] | int | None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from minitx.analysis.capture import attention_cores, watch
 from minitx.analysis.snapshot import SOURCE, TARGET
 from minitx.nn.modes import evaluating
+from minitx.nn.precision import widest_float
 
 Loss = Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]]
 
@@ -69,9 +70,9 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
                 # an encoder reads the source, where there is a target too
                 axis = SOURCE if TARGET not in counted or look.kind == "self" else TARGET
                 rows = counted.get(axis, look.real_queries)
-                norms[name].append(next(found).double().norm(dim=-1).transpose(1, 2)[rows].flatten())  # (B, L, H)[rows]
+                norms[name].append(_wide(next(found)).norm(dim=-1).transpose(1, 2)[rows].flatten())  # (B, L, H)[rows]
             for place, gradient in zip(weights, found, strict=True):
-                gradients[place].append(gradient.double().flatten())
+                gradients[place].append(_wide(gradient).flatten())
     result: dict[str, dict[str, Any]] = {name: {} for name in cores}
     for name, rows in ((name, torch.cat(parts)) for name, parts in norms.items() if parts):
         sizes = {"grad_query_rms": float(rows.square().mean().sqrt()), "grad_query_median": float(rows.median())}
@@ -96,6 +97,10 @@ def projection_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
         if all(len(of_letter) == 1 for of_letter in chosen.values()):
             found[name] = {letter: weight for letter, [weight] in chosen.items()}
     return found
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(widest_float(tensor.device))
 
 
 def _log_histogram(norms: Tensor) -> dict[str, int]:

@@ -36,8 +36,9 @@ from minitx.analysis.heads import UNKNOWN, mean_interval
 from minitx.analysis.snapshot import Snapshot
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_block, is_recomputing
-from minitx.nn.functional import AttentionCall, attention_weights, full_precision, scores_of
+from minitx.nn.functional import AttentionCall, attention_weights, scores_of
 from minitx.nn.modes import evaluating
+from minitx.nn.precision import full_precision, widest_float
 
 Change = float | Tensor | Callable[[Tensor], Tensor] | Mapping[str, Sequence[Tensor]]
 CHANGEABLE = ("scores", "weights", "values", *OUTPUTS)
@@ -411,15 +412,15 @@ def _each_head(
 
 
 def _of_rows(found: Any, what: str) -> Tensor:
-    """What a function of the user's returned, in float64."""
+    """What a function of the user's returned, in the widest type of its device."""
     if not isinstance(found, Tensor) or found.dim() != 1:
         got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"{what} must return one number for each row, (n,), got {got}")
-    return found.double()
+    return found.to(widest_float(found.device))
 
 
 def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
-    compared = [[compare(one).cpu() for one in heads] for heads in found.values()]
+    compared = [[compare(one).cpu().double() for one in heads] for heads in found.values()]
     intervals = [[UNKNOWN if one.isnan().any() else mean_interval(one) for one in heads] for heads in compared]
     width = max(map(len, intervals))
     rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]

@@ -24,8 +24,8 @@ from minitx.analysis.statistics import over_tiles
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
 from minitx.nn.efficient import EfficientAttention
-from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
+from minitx.nn.precision import full_precision
 
 SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
 TOLERANCE = 1e-2

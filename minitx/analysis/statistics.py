@@ -19,6 +19,7 @@ from torch import Tensor
 from minitx.nn.bias import as_bias
 from minitx.nn.functional import AttentionCall, attention_scores, hide_unseen, masked_softmax
 from minitx.nn.masks import Padding
+from minitx.nn.precision import widest_float
 
 _TILE = 2**18  # scores held at a time: fastest of 2^14 to 2^20 where the caches hold a megabyte
 
@@ -59,7 +60,7 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     """
     counted = query_mask if query_mask is not None else real_queries(call)
     found = [_tile_sums(tile, counted[:, None, tile.rows] & tile.chooses, call) for tile in over_tiles(call, seen_only=True)]
-    by_tile = {name: torch.stack([sums[name] for sums, _ in found]).cpu() for name in found[0][0]}  # (tiles, H)
+    by_tile = {name: torch.stack([sums[name] for sums, _ in found]).cpu().double() for name in found[0][0]}  # (tiles, H)
     maximum = by_tile.pop("max_logit").amax(0)
     totals = {name: value.sum(0) for name, value in by_tile.items()}
     rows, pairs = totals.pop("rows").clamp(min=1), totals.pop("pairs").clamp(min=1)
@@ -69,8 +70,10 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     result["scaled_jacobian_l1"] = abs(call.scale) * result["jacobian_l1"]
     result["scaled_jacobian_fro"] = call.scale**2 * result["jacobian_fro"]
     real_key = real_keys(call)[:, None]  # (B, 1, S)
-    norms = call.key.double().norm(dim=-1).masked_fill(~real_key, 0.0).sum(dim=(0, 2)) / real_key.sum().clamp(min=1)
-    result["key_norm"] = norms.repeat_interleave(call.query.shape[1] // call.key.shape[1]).cpu()
+    norms = call.key.to(widest_float(call.key.device)).norm(dim=-1).masked_fill(~real_key, 0.0).sum(
+        dim=(0, 2)
+    ) / real_key.sum().clamp(min=1)
+    result["key_norm"] = norms.repeat_interleave(call.query.shape[1] // call.key.shape[1]).cpu().double()
     return {**result, "favourite": torch.cat([favourite for _, favourite in found], dim=2).cpu()}
 
 
@@ -86,7 +89,7 @@ def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor |
     for old, new in zip(over_tiles(before), over_tiles(after), strict=True):
         seen = new.visible & (counted[:, None, new.rows] & new.chooses).unsqueeze(-1)
         change = (new.scores - old.scores).masked_fill(~seen, 0.0)
-        total += change.double().square().sum(dim=(0, 2, 3)).cpu()
+        total += change.to(widest_float(change.device)).square().sum(dim=(0, 2, 3)).cpu()
         pairs += seen.expand_as(change).sum(dim=(0, 2, 3)).cpu()
     return (total / pairs.clamp(min=1)).sqrt()
 
@@ -104,9 +107,9 @@ def token_cosine(hidden: Tensor, real: Tensor | None = None) -> Tensor:
     >>> round(float(token_cosine(torch.eye(3).unsqueeze(0))), 6), round(float(token_cosine(torch.ones(1, 3, 5))), 6)
     (0.0, 1.0)
     """
-    units = torch.nn.functional.normalize(hidden.double(), dim=-1)
+    units = torch.nn.functional.normalize(hidden.to(widest_float(hidden.device)), dim=-1)
     real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if real is None else real
-    n = real.sum(-1).double()  # (B,)
+    n = real.sum(-1).to(units)  # (B,)
     total = (units * real.unsqueeze(-1)).sum(1).square().sum(-1)
     rows = n > 1
     return ((total - n) / (n * (n - 1)).clamp(min=1))[rows].mean()
@@ -187,7 +190,7 @@ def real_queries(call: AttentionCall) -> Tensor:
 def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[str, Tensor], Tensor]:
     """Sums over the counted rows of one tile, each (H,), ``max_logit`` the largest |z|; and the favourite keys (B, H, l).
 
-    Passes over l × S values stay in the scores' dtype; sums over rows and batch are float64.
+    Passes over l × S values stay in the scores' dtype; sums over rows and batch are in ``widest_float``.
     """
     p, hidden, n = tile.weights, ~tile.visible, tile.num_visible
     seen = tile.visible.to(p.dtype)
@@ -195,35 +198,36 @@ def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[s
     is_plain = call.scale != 0 and call.softcap is None and call.attn_bias is None and call.scores is None  # z is c · q·k
     dots = z if is_plain else attention_scores(tile.query, tile.key, scale=1.0).masked_fill_(hidden, 0.0)
     unit = call.scale if is_plain else 1.0
+    wide = widest_float(p.device)
     mean, variance = _row_moments(z, seen, n)
     dots_variance = variance if is_plain else _row_moments(dots, seen, n)[1]
     top, favourite = p.max(-1)
     squares = p.square()
-    ipr, cubes = squares.sum(-1).double(), (squares * p).sum(-1).double()
+    ipr, cubes = squares.sum(-1).to(wide), (squares * p).sum(-1).to(wide)
     logs = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # 0 · ln tiny = 0, as 0 · ln 0 should be
     query_norm, key_norm = (x.to(p.dtype).norm(dim=-1).clamp(min=torch.finfo(p.dtype).tiny) for x in (tile.query, tile.key))
     inverse = key_norm.reciprocal().repeat_interleave(p.shape[1] // key_norm.shape[1], dim=1)  # (B, H, S)
     inverse = inverse.masked_fill_(inverse.isinf(), 0.0)  # a key of zeros has no direction
     per_row = {
         "rows": torch.ones_like(ipr),
-        "pairs": n.double(),
+        "pairs": n.to(wide),
         "logit": n * mean,
         "logit_square": (n - 1) * variance + n * mean.square(),
         "row_std": variance.sqrt(),
         "dot_product_variance": dots_variance / unit**2,
-        "entropy": -logs.mul_(p).sum(-1).double() / n.clamp(min=2).double().log(),
-        "max_weight": top.double(),
-        "saturation_99": (top > 0.99).double(),
-        "saturation_90": (top > 0.9).double(),
+        "entropy": -logs.mul_(p).sum(-1).to(wide) / n.clamp(min=2).to(wide).log(),
+        "max_weight": top.to(wide),
+        "saturation_99": (top > 0.99).to(wide),
+        "saturation_90": (top > 0.9).to(wide),
         "ipr": ipr,
         "jacobian_l1": 1.0 - ipr,
         "jacobian_fro": ipr - 2.0 * cubes + ipr.square(),
-        "query_norm": query_norm.double(),
-        "cosine": (dots @ inverse.unsqueeze(-1)).squeeze(-1).double() / (unit * query_norm.double()),
+        "query_norm": query_norm.to(wide),
+        "cosine": (dots @ inverse.unsqueeze(-1)).squeeze(-1).to(wide) / (unit * query_norm.to(wide)),
     }
     values = torch.stack(torch.broadcast_tensors(*per_row.values())).masked_fill_(~counted, 0.0)  # (names, B, H, l)
     sums = dict(zip(per_row, values.sum(dim=(1, 3)), strict=True))
-    sums["max_logit"] = z.abs().amax(-1).masked_fill(~counted, 0.0).amax(dim=(0, 2)).double()
+    sums["max_logit"] = z.abs().amax(-1).masked_fill(~counted, 0.0).amax(dim=(0, 2)).to(wide)
     if call.scale == 0:
         favourite = dots.masked_fill(hidden, -torch.inf).argmax(-1)
     return sums, torch.where(counted, favourite, -1)
@@ -233,7 +237,8 @@ def _row_moments(x: Tensor, seen: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of each row over its n visible keys, (B, H, l) each; ``seen`` is 1 there. Elsewhere it and x are 0."""
     mean = x.sum(-1) / n.clamp(min=1)
     around = (x - mean.unsqueeze(-1)).mul_(seen)
-    return mean.double(), around.square_().sum(-1).double() / (n - 1).clamp(min=1)
+    wide = widest_float(x.device)
+    return mean.to(wide), around.square_().sum(-1).to(wide) / (n - 1).clamp(min=1)
 
 
 def zhai_entropy_bound(scores: Tensor) -> Tensor:

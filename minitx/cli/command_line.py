@@ -212,7 +212,7 @@ class StoredConfig(Config):
     ckpt_path: str = key(
         dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt, or the run's folder"
     )
-    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto uses a GPU if there is one")
+    device: str = key("auto", "cpu, cuda, cuda:1, mps ...; auto: the device that training takes, a GPU if there is one")
     trust: bool = key(False, "build any class that the checkpoint names, which can run any code")
 
     @property

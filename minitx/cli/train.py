@@ -27,7 +27,7 @@ from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_traini
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
-from minitx.training import rank
+from minitx.training import kept_environment, rank
 
 _GRIDS = set[Path]()  # the folders of the grids of this call
 log = logging.getLogger("minitx")
@@ -35,7 +35,6 @@ log = logging.getLogger("minitx")
 
 def main() -> int:
     """The program behind ``scripts/train.py`` and ``minitx-train``; returns the exit code."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing a traceback; the sentence is ours
     register_defaults()
 
     def program() -> None:
@@ -50,7 +49,9 @@ def main() -> int:
             is_empty = SweepFolder.remove()
         require(not is_empty, "the sweep has no job: a range or glob in it has no values")
 
-    return exit_code(program)
+    with kept_environment("HYDRA_FULL_ERROR"):
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing a traceback; the sentence is ours
+        return exit_code(program)
 
 
 def run_job(composed: DictConfig) -> float | None:

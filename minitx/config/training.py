@@ -167,7 +167,7 @@ class TrainerConfig(Config):
         monitor_mode: whether best.ckpt has the smallest (min) or the largest (max) value of monitor.
         stop_at: end the run early, for example {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: off.
         overfit: train on the batch of the first step in every step.
-        compile: compile network and loss with torch.compile. The kernels are kept for the next run.
+        compile: compile network and loss with torch.compile. torch keeps the kernels for the next run, in $TORCHINDUCTOR_CACHE_DIR.
         deterministic: use only deterministic kernels. An error names a kernel that is not.
         threads: CPU threads per process; null: torch's default.
         flush_denormal: on a CPU, take float32 numbers below 1.2e-38 for 0. Without the scale 1/√d_k this can save most of a step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from lightning.pytorch import LightningDataModule
 
 from minitx.config.schema import require
@@ -117,5 +118,7 @@ class DataModule(LightningDataModule):
         return self._loader(source, Addresses(len(source), rank=rank))
 
     def _loader(self, source: Source, addresses: Addresses) -> AddressedLoader:
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return AddressedLoader(source, addresses, num_workers=self.num_workers, pin_memory=on_gpu)
+        kind = self.trainer.strategy.root_device.type if self.trainer else "cpu"
+        accelerator = torch.accelerator.current_accelerator()
+        pins = accelerator is not None and kind == accelerator.type != "mps"  # torch's DataLoader refuses Apple's GPU
+        return AddressedLoader(source, addresses, num_workers=self.num_workers, pin_memory=pins)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +17,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from minitx.config.schema import require
-from minitx.data.task import Batch, Draw, Split, Task, seed_device
+from minitx.data.task import Batch, Draw, Split, Task, kept_generators, seed_device
 
 log = logging.getLogger(__name__)
 
 INPUTS = "inputs"
 """The key of the first tensor of a pair. It is passed to the first parameter of a network's ``forward``."""
 
+_CPU = torch.device("cpu")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -81,7 +80,8 @@ class Collated(Split):
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
         """See ``Split``."""
         at_once = getattr(self.rows, "__getitems__", None)
-        with _seeded(int(draw(0).integers(2**63))):
+        with kept_generators(_CPU):
+            seed_device(int(draw(0).integers(2**63)), _CPU)
             batch = self.make(at_once(items.tolist()) if at_once else [self.rows[int(i)] for i in items])
         if isinstance(batch, tuple | list) and [isinstance(part, Tensor) for part in batch] == [True, True]:
             return {INPUTS: batch[0], "labels": batch[1]}
@@ -93,19 +93,6 @@ class Collated(Split):
         others = [name for name, value in batch.items() if not isinstance(value, Tensor)]
         require(not others, f"data: {', '.join(others)} in a batch of {self.method} must be tensors")
         return dict(batch)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of the CPU, and restore them afterwards."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed_device(seed, torch.device("cpu"))
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -263,8 +264,8 @@ def seed_device(seed: int, device: torch.device | None = None) -> None:
     """Seed the generators of Python, NumPy and torch: data and models of the user's may draw from any of them.
 
     Args:
-        device: seed this device beside the CPU. None: all GPUs. ``torch.manual_seed`` is then used, each call of which, before CUDA
-            is initialised, queues another seeding with a formatted stack trace.
+        device: seed this device beside the CPU. None: all devices. ``torch.manual_seed`` is then used, each call of which, before
+            CUDA is initialised, queues another seeding with a formatted stack trace.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -272,8 +273,23 @@ def seed_device(seed: int, device: torch.device | None = None) -> None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
-        if device.type in ("cuda", "mps"):
-            getattr(torch, device.type).manual_seed(seed)
+        module: Any = getattr(torch, device.type, None)
+        if hasattr(module, "manual_seed"):  # torch.cuda, but not torch.cpu
+            module.manual_seed(seed)
+
+
+@contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """A context that restores the random generators of Python, NumPy and torch, on the CPU and on all devices of this type."""
+    module: Any = getattr(torch, device.type, None)
+    count = module.device_count() if hasattr(module, "get_rng_state") else 0
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(range(count), device_type=device.type):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.ndarray]:

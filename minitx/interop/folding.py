@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from minitx.nn.functional import AttentionCall
 from minitx.nn.modes import evaluating
+from minitx.nn.precision import widest_float
 from minitx.nn.scale import memory_of, overlap, scale_multiplier
 
 
@@ -196,9 +197,10 @@ def _source_of(layer: nn.Module, made: Tensor, others: tuple[Tensor, ...]) -> Fo
         shared = any((rows[0] & _outputs(of_others[parameter], axis)).any() for parameter in own)
         if shared or int(rows[0].sum()) % made.shape[-1]:
             continue
+        wide = widest_float(made.device)
         for shift in (0.0, 1.0):
-            euler = sum(((parameter.detach() + shift).double() * of_wanted[parameter].double()).sum() for parameter in own)
-            if abs(float(euler / wanted.detach().double()) - 1) < max(torch.finfo(made.dtype).eps, 1e-7) ** 0.5:
+            euler = sum(((parameter.detach() + shift).to(wide) * of_wanted[parameter].to(wide)).sum() for parameter in own)
+            if abs(float(euler / wanted.detach().to(wide)) - 1) < max(torch.finfo(made.dtype).eps, 1e-7) ** 0.5:
                 return Fold(module, rows[0], axis, shift, 1.0)
     return None
 

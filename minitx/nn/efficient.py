@@ -22,13 +22,13 @@ from minitx.nn.backends import attend
 from minitx.nn.cache import StateCache
 from minitx.nn.functional import (
     AttentionCall,
-    full_precision,
     hide_unseen,
     make_call,
     reference_attention,
 )
 from minitx.nn.masks import Causal, Mask, Padding, simplify
 from minitx.nn.modes import evaluating
+from minitx.nn.precision import full_precision
 
 
 class EfficientAttention(nn.Module):

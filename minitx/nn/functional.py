@@ -13,7 +13,6 @@ Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762, §3.2.1.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf
 
@@ -23,12 +22,7 @@ from torch import Tensor
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import StateCache
 from minitx.nn.masks import Causal, Mask, intersect
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast. It does nothing on devices without autocast (``meta``)."""
-    known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()
+from minitx.nn.precision import full_precision
 
 
 def attention_scores(

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitx.nn.bias import Rule, TensorRule, tensors_of, unknown_in
+from minitx.nn.precision import widest_float
 
 Built = TypeVar("Built")
 Range = tuple[Any, Any]  # first and last
@@ -403,12 +404,12 @@ class BlockSparse(Mask):
     def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
         cells = self.pattern if self.pattern.dim() == 3 else self.pattern[None]
         starts = self.block_size * torch.arange(self.pattern.shape[-1], device=rows.device)
-        ends = starts + self.block_size
+        ends, wide = starts + self.block_size, widest_float(rows.device)
         in_rows, in_keys = (  # the number of positions that a tile and a block share, (R, blocks) and (C, blocks)
-            (torch.minimum(edges[1:, None], ends) - torch.maximum(edges[:-1, None], starts)).clamp(min=0).double()
+            (torch.minimum(edges[1:, None], ends) - torch.maximum(edges[:-1, None], starts)).clamp(min=0).to(wide)
             for edges in (rows + offset, keys)
         )
-        every, some = (in_rows @ blocks.double() @ in_keys.T for blocks in (cells.all(0), cells.any(0)))
+        every, some = (in_rows @ blocks.to(wide) @ in_keys.T for blocks in (cells.all(0), cells.any(0)))
         return every == rows.diff()[:, None] * keys.diff(), some == 0
 
     def grain(self) -> int:

@@ -28,7 +28,8 @@ from minitx.config.schema import require
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
-from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows, widest_float
+from minitx.nn.precision import widest_float
+from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import add_records, drop_records, unit_of
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, hash_seed
 
@@ -36,7 +37,11 @@ log = logging.getLogger(__name__)
 
 
 class StepCallback(L.Callback):
-    """Call ``on_step`` after each optimizer step, with the number of updates so far."""
+    """Call ``on_step`` after each optimizer step, with the number of updates so far.
+
+    On an accelerator, a callback that writes something about a step calls ``module.raise_if_nonfinite()`` first, in all processes: the
+    update of this step may have been skipped.
+    """
 
     _steps_before = 0
 
@@ -232,6 +237,16 @@ def check_processes(trainer: L.Trainer) -> None:
         raise ConfigError("callbacks.ema needs whole weights on one device, got trainer.strategy=sharded")
 
 
+def place_averages(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Move averaged weights to the device of training, unless they have a ``device`` of their own. Lightning copies the model before it moves it.
+
+    On the CPU, the average would cost a download of all weights in every step.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging) and callback._device is None and callback._average_model is not None:
+            callback._average_model.to(module.device)
+
+
 # --- progress
 
 
@@ -331,9 +346,12 @@ class LastCheckpoint(StepCallback, Checkpoint):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._restore()  # once more after a signal: Lightning has put our handlers back since
+        self._previous = {}
+
+    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._previous = {}
 
     def _install(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -343,7 +361,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
-        self.__exit__()
+        self._restore()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         stops = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
@@ -460,9 +478,15 @@ class Samples(StepCallback):
             drop_records(self.path, trainer.global_step)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if not trainer.is_global_zero or (step % self.options.every and batch is not None and step != trainer.max_steps):
+        if step % self.options.every == 0 or step == trainer.max_steps:
+            self._write(trainer, module, step)
+
+    def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
+        self._written = step
+        module.raise_if_nonfinite()
+        if not trainer.is_global_zero:
             return
-        self._written, pairs = step, [*zip(self.options.prompts, self._write_texts(module, step), strict=True)]
+        pairs = [*zip(self.options.prompts, self._write_texts(module, step), strict=True)]
         add_records(self.path, *({"step": step, "prompt": prompt, "text": text} for prompt, text in pairs))
         for prompt, text in pairs:
             log.info("step %d  %s | %s", step, prompt, text)
@@ -472,7 +496,7 @@ class Samples(StepCallback):
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if self._written != trainer.global_step:  # the last step, also of a run that is stopped before max_steps
-            self.on_step(trainer, module, trainer.global_step, None)
+            self._write(trainer, module, trainer.global_step)
 
     def _check(self, trainer: L.Trainer, network: nn.Module) -> None:
         config: Any = getattr(network, "config", None)

@@ -34,6 +34,7 @@ from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.nn.scale import fold_scale, set_scale
 from minitx.training import rank
 from minitx.training.build import GIVEN, check_trusted, config_of, import_modules, load_data, network_of
+from minitx.training.devices import device_of
 from minitx.training.nodes import arguments_of, completed, named_by
 from minitx.training.objectives import Objective, build_objective
 
@@ -518,14 +519,12 @@ def load_model(
 
 
 def place(model: Network, device: str) -> Network:
-    """Move ``model`` to ``device``, a name of torch or ``auto``, which uses a GPU if there is one.
+    """Move ``model`` to ``device``, a name of torch or ``auto``, the device that training takes (``device_of``).
 
     Raises:
         ConfigError: the name or the device does not exist.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return model.to(torch.device(device))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return model.to(device_of() if device == "auto" else torch.device(device))
+    except (RuntimeError, AssertionError, TypeError) as error:  # TypeError: float64 on Apple's GPU
         raise ConfigError(f"device={device} cannot be used: {first_line(error)}") from error

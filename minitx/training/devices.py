@@ -1,15 +1,14 @@
-"""The devices of a run: what this machine has, faster products on CPUs, compiling, and sums over several processes. Only torch is needed."""
+"""The devices of a run: what this machine has, faster products on CPUs, and sums over several processes. Lightning is not imported."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import math
-import os
 import resource
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,8 +19,10 @@ from torch import Tensor, nn
 
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.schema import require
-from minitx.data.corpus import data_dir
+from minitx.data.task import kept_generators
 from minitx.nn.blocks import is_block
+from minitx.nn.precision import widest_float
+from minitx.training import kept_environment
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -54,25 +55,46 @@ def check_count(options: TrainerConfig) -> None:
     """Check that this machine has the devices.
 
     Raises:
-        ConfigError: there are fewer GPUs than required, fewer devices than required with ``auto``, or float64 is used on
-            Apple's GPU.
+        ConfigError: there are fewer devices than required, or the device has no float64 and ``trainer.precision`` is ``64-true``.
     """
-    mps, asked = int(torch.backends.mps.is_available()), options.accelerator
-    found = mps if asked == "mps" else torch.cuda.device_count() or mps
+    asked, mps = options.accelerator, int(torch.backends.mps.is_available())
+    if asked in ("auto", "cpu", "gpu", "mps"):
+        found = mps if asked == "mps" else torch.cuda.device_count() or mps
+    else:
+        found = _registered(asked).auto_device_count()
     most = {"cpu": math.inf, "auto": max(found, 1)}.get(asked, found)
-    said = f"trainer.accelerator={asked} with trainer.devices={options.devices}: this machine has {found} usable GPUs"
-    require(options.devices <= most, f"{said}; trainer.accelerator=cpu runs as many processes on the CPU")
-    if options.precision == "64-true" and device_type(options) == "mps":
-        raise ConfigError("trainer.precision=64-true: Apple's GPU has no float64; set trainer.accelerator=cpu")
+    require(
+        options.devices <= most,
+        f"trainer.accelerator={asked} with trainer.devices={options.devices}: this machine has {found} usable GPUs; "
+        "trainer.accelerator=cpu runs as many processes on the CPU",
+    )
+    device = device_of(asked)
+    if options.precision == "64-true" and widest_float(device) != torch.float64:
+        raise ConfigError(f"trainer.precision=64-true: {device_name(device)} has no float64; set trainer.accelerator=cpu")
 
 
-def device_type(options: TrainerConfig) -> str:
-    """Return the device of ``trainer.accelerator`` on this machine: ``cpu``, ``cuda`` or ``mps``."""
-    if options.accelerator == "cpu":
-        return "cpu"
-    if torch.backends.mps.is_available():  # Lightning's order
-        return "mps"
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_of(accelerator: str = "auto") -> torch.device:
+    """Return the first device that ``trainer.accelerator`` takes on this machine. Programs with ``device=auto`` take the same device.
+
+    Args:
+        accelerator: ``auto`` takes Apple's GPU, else CUDA, else the CPU, in Lightning's order. Names other than ``cpu``, ``gpu`` and
+            ``mps`` are looked up in Lightning's registry of accelerators.
+    """
+    if accelerator == "cpu":
+        return torch.device("cpu")
+    if accelerator not in ("auto", "gpu", "mps"):
+        registered = _registered(accelerator)
+        return registered.get_parallel_devices(registered.parse_devices(1))[0]
+    if torch.backends.mps.is_available():
+        return torch.device("mps", 0)
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _registered(accelerator: str) -> Any:
+    """Return an accelerator of Lightning's registry."""
+    from lightning.pytorch.accelerators import AcceleratorRegistry
+
+    return AcceleratorRegistry.get(accelerator)
 
 
 @cache
@@ -90,28 +112,29 @@ def cpu_precision(precision: str) -> str:
     return "32-true"
 
 
-def widest_float(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point type of this device, for sums: float64, or float32 on Apple's GPU."""
-    return torch.float32 if device.type == "mps" else torch.float64
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, such as ``NVIDIA H100 PCIe``, or its type (``CPU``, ``MPS``) where torch knows no name."""
+    get_name = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return get_name(device) if get_name else device.type.upper()
 
 
 def peak_tflops(device: torch.device) -> float | None:
     """Return the device's dense bfloat16 peak in TFLOP/s from ``PEAK_TFLOPS``, or None if it is unknown, as on a CPU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def memory_mb(device: torch.device) -> float:
     """Return the largest memory use of this process so far, in MiB.
 
-    On a CUDA device this is the memory of tensors, on Apple's GPU the present memory of the driver, on a CPU the resident set.
+    On a device whose torch module counts allocations (CUDA, XPU) this is the memory of tensors, on Apple's GPU the present memory of
+    the driver, elsewhere the resident set of the process.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory() / 2**20
+    module: Any = getattr(torch, device.type, None)
+    if hasattr(module, "max_memory_allocated"):
+        return module.max_memory_allocated(device) / 2**20
+    if hasattr(module, "driver_allocated_memory"):
+        return module.driver_allocated_memory() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
@@ -247,35 +270,36 @@ def flush_denormal(wanted: bool = True) -> Iterator[None]:
 
 @contextmanager
 def machine(options: TrainerConfig) -> Iterator[None]:
-    """A context that checks the devices of a run and sets this process up for them. Threads and kernels are then as they were before.
+    """A context that checks the devices of a run and sets this process up for them.
+
+    It restores the settings that a run changes for the whole process: threads, the choice of kernels, random generators, and
+    environment variables. Two settings stay: ``keep_freed_memory``, and the variables with which Lightning starts the processes of
+    several devices, because these processes live until the program ends.
 
     Raises:
         ConfigError: see ``check_count``.
     """
     check_count(options)
+    device = device_of(options.accelerator)
+    on_cpu = device.type == "cpu"
     threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only, benchmark = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    on_cpu = device_type(options) == "cpu"
-    if on_cpu:
-        keep_freed_memory()
-    try:
-        with onednn_products(on_cpu), flush_denormal(options.flush_denormal and on_cpu):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(is_exact, warn_only=warn_only)  # Lightning's trainer sets it, and the next
-        torch.backends.cudnn.benchmark = benchmark
+    with kept_environment(*_VARIABLES), kept_generators(device):
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        if on_cpu:
+            keep_freed_memory()
+        try:
+            with onednn_products(on_cpu), flush_denormal(options.flush_denormal and on_cpu):
+                yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(is_exact, warn_only=warn_only)  # Lightning's trainer sets it, and the next
+            torch.backends.cudnn.benchmark = benchmark
 
 
-# --- compiling
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile(function)``, whose kernels are kept across runs: in ``$TORCHINDUCTOR_CACHE_DIR``, by default with our data."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(data_dir() / "compiled"))
-    return torch.compile(function)
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER")
+"""Environment variables that Lightning sets, for deterministic kernels and for GPUs."""
 
 
 # --- several processes

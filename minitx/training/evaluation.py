@@ -10,7 +10,8 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -164,7 +165,7 @@ def evaluate(
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
     task = data if isinstance(data, Task) else task_of_loaders(data)[0]
     source = ValSource(as_split(task, "val"), batch_size=batch_size)
-    with evaluating(network), torch.inference_mode():
+    with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
         if task.kind not in KINDS or not isinstance(objective, CrossEntropy):
             return Evaluation(_of_sums(network, source, options, objective), dict(task.baselines()))
         nll, counts, right = _losses(network, source, options)
@@ -173,9 +174,26 @@ def evaluate(
         return Evaluation(_of_labels(task, nll, counts, right), task.baselines())
 
 
+@contextmanager
+def objective_on(device: torch.device, objective: Objective) -> Iterator[None]:
+    """A context that moves the tensors of an objective, such as class weights, to ``device``, and moves them back at its end."""
+    module = objective if isinstance(objective, nn.Module) else nn.Module()
+    before = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    module.to(device)
+    try:
+        yield
+    finally:
+        for place in before:
+            module.to(place)
+
+
+def _device_of(network: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+
+
 def _batches(network: nn.Module, source: ValSource, options: EvaluationConfig) -> Iterator[Batch]:
     """Validation batches on the network's device, ``num_rows`` rows at most."""
-    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+    device = _device_of(network)
     left, caller = options.num_rows or math.inf, Caller(network)
     for step in range(len(source)):
         batch = source[Address(step)]
@@ -199,7 +217,7 @@ def _of_sums(network: nn.Module, source: ValSource, options: EvaluationConfig, o
             sums = checked_sums(objective(logits[rows], rows_of_batch(batch, rows)))
             sums["loss"] = sums.pop("nll", sums["loss"])
             for name, value in sums.items():
-                found[name].append(value.double().cpu())
+                found[name].append(value.cpu().double())
             counts.append(num_targets(batch["labels"][rows]).cpu())
     units = torch.stack(counts) if by_row else torch.stack(counts).sum(0, keepdim=True)
     metrics = {}
@@ -220,7 +238,8 @@ def _losses(network: nn.Module, source: ValSource, options: EvaluationConfig) ->
         nll = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels)
         counted = labels != IGNORED
         right = (flat.argmax(-1).view_as(labels) == labels) & counted
-        columns.append((nll.double().sum(-1).cpu(), counted.sum(-1).cpu(), right.sum(-1).cpu()))
+        # float64 on the CPU: Apple's GPU has none
+        columns.append((nll.cpu().double().sum(-1), counted.sum(-1).cpu(), right.sum(-1).cpu()))
     nll, counts, right = (torch.cat(column) for column in zip(*columns, strict=True))
     real = counts > 0  # rows that only fill a batch up
     require(bool(real.any()), _NO_LABEL)
@@ -330,7 +349,9 @@ def evaluate_splits(
     if options.at_end:  # before the test, which may load the best weights
         network = unsharded(module.network, config, state)
         if trainer.is_global_zero:
-            report(evaluate(network, data.task, options, module.objective, batch_size=data.val_batch_size(1)), folder)
+            rows = data.val_batch_size(1)
+            evaluation = partial(evaluate, network, data.task, options, module.objective, batch_size=rows)
+            report(evaluate_on(trainer.strategy.root_device, network, evaluation), folder)
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
         said = f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
@@ -343,6 +364,21 @@ def evaluate_splits(
         log.info("test  %s", "  ".join(f"{name} {float(value):.4f}" for name, value in found.items()))
         metrics |= found
     return metrics
+
+
+def evaluate_on(device: torch.device, network: nn.Module, evaluation: Callable[[], Evaluation]) -> Evaluation:
+    """Return ``evaluation()`` with ``network`` on ``device``, or on the CPU if the device runs out of memory. The network ends on the CPU.
+
+    Lightning has moved the network to the CPU after training. A sharded network is evaluated as a whole copy. It may not fit on the device.
+    """
+    try:
+        network.to(device)
+        return evaluation()
+    except torch.OutOfMemoryError:
+        log.warning("evaluation: %s has too little memory for the whole model, so it is evaluated on the CPU", device)
+    finally:
+        network.cpu()
+    return evaluation()
 
 
 def unsharded(network: nn.Module, config: RunConfig, state: Mapping[str, Any]) -> nn.Module:

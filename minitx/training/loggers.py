@@ -28,6 +28,7 @@ from minitx.data.datamodule import DataModule
 from minitx.training import rank
 from minitx.training.build import config_of
 from minitx.training.checkpoints import clean_up
+from minitx.training.devices import device_name
 from minitx.training.module import TrainingModule
 from minitx.training.nodes import completed
 
@@ -333,7 +334,6 @@ def describe_device(trainer: L.Trainer) -> str:
     there: with 2 threads on 2 busy cores, ``kv_lookup`` was 70 times slower than with 1. So this is said.
     """
     device = trainer.strategy.root_device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     count = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
     strategy = f", {type(trainer.strategy).__name__}" if trainer.world_size > 1 else ""
     number = torch.get_num_threads()
@@ -343,7 +343,7 @@ def describe_device(trainer: L.Trainer) -> str:
     busy = (
         f"; other programs use these cores (load {load:.1f}): trainer.threads=1 may be many times faster" if is_crowded else ""
     )
-    return f"{count}{name}{threads}, {trainer.precision}{strategy}{busy}"
+    return f"{count}{device_name(device)}{threads}, {trainer.precision}{strategy}{busy}"
 
 
 def unit_of(labels: Tensor) -> str:

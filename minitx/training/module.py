@@ -30,17 +30,16 @@ from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
+from minitx.nn.precision import widest_float
 from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of
 from minitx.training.checkpoints import FORMAT, read_checkpoint
 from minitx.training.devices import (
-    compiled,
-    device_type,
+    device_of,
     local_parts,
     parallelize,
     set_gradient_sync,
     sum_over_rows,
     total_norm,
-    widest_float,
 )
 from minitx.training.nodes import named_by
 from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, check_sum, checked_sums
@@ -98,7 +97,7 @@ class TrainingModule(L.LightningModule):
         self.objective, self.make_optimizer, self.make_schedule = objective, make_optimizer, make_schedule
         self.options, self.seed = options or TrainerConfig(), seed
         self.caller = caller = Caller(network)
-        maybe_compiled = compiled if self.options.compile else lambda function: function
+        maybe_compiled = torch.compile if self.options.compile else lambda function: function
         self._sums_of = maybe_compiled(lambda batch: self.objective(caller(batch), batch))
         self._hidden_of = maybe_compiled(lambda inputs: network(**inputs, return_hidden=True))
         self.latch = Latch()
@@ -194,15 +193,20 @@ class TrainingModule(L.LightningModule):
             self.raise_if_nonfinite()
 
     def raise_if_nonfinite(self) -> None:
-        """Raise ``NonFiniteError`` if the latch is set. On accelerators with such an optimizer, it is read at log points only; otherwise at every step."""
+        """Raise ``NonFiniteError`` if the latch is set.
+
+        On accelerators with such an optimizer it is read only at log points, before a validation, and by callbacks before they write
+        something about a step: the steps since the first bad one made no update. Otherwise it is read at every step.
+        """
         step = self.latch.first_bad_step()
         if step is not None:
             raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.raise_if_nonfinite()  # on an accelerator, the steps since the last row made no update: the earlier checkpoint stays
+        self.raise_if_nonfinite()  # the earlier checkpoint stays
 
     def on_validation_start(self) -> None:
+        self.raise_if_nonfinite()
         if isinstance(self.trainer.strategy, Sharded):  # as DDP does: each process has statistics (batch norm) of its own rows
             for buffer in self.network.buffers():
                 torch.distributed.broadcast(buffer, src=0)
@@ -291,7 +295,7 @@ def build_module(
     Raises:
         ConfigError: the model cannot run, or the objective or the optimizer rules do not fit it.
     """
-    L.seed_everything(config.seed, verbose=False)
+    seed_device(config.seed)
     ours = config_of(network)
     built = build_objective(config.objective if objective is None else objective)
     if isinstance(built, CrossEntropy):
@@ -303,7 +307,7 @@ def build_module(
         raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
     if isinstance(built, CrossEntropy):
         check_labels(data.task)
-    if device_type(config.trainer) == "cpu":
+    if device_of(config.trainer.accelerator).type == "cpu":
         try_once(network, built, data)
     if (caller := Caller(network)).packs:
         row = data.probe_batch(1)

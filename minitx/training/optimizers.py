@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
 from minitx.config.schema import Bound, Count, NotNegative, Positive, Share, require
-from minitx.training.devices import is_sharded, widest_float
+from minitx.nn.precision import widest_float
+from minitx.training.devices import is_sharded
 from minitx.training.nodes import build, named_by
 
 Rules = tuple[ParameterRule, ...]

@@ -22,8 +22,8 @@ from minitx.config import IGNORED, ProbeConfig
 from minitx.config.schema import require
 from minitx.data.task import Batch
 from minitx.nn.blocks import is_block
-from minitx.nn.functional import full_precision
 from minitx.nn.modes import evaluating
+from minitx.nn.precision import full_precision
 from minitx.training.build import Caller, title_of
 from minitx.training.callbacks import StepCallback
 from minitx.training.loggers import MetricsFile, add_records, drop_records, naming, over_heads
@@ -105,7 +105,10 @@ class Probe(StepCallback):
             self._before = self._look(module, statistics=False)[0]
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if trainer.is_global_zero and self.due(step):
+        if not self.due(step):
+            return
+        module.raise_if_nonfinite()
+        if trainer.is_global_zero:
             self._write(trainer, module, step)
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
@@ -214,4 +217,4 @@ def _first(out: Any) -> Tensor:
 
 def _plain(value: Any) -> Any:
     """A number, or a list with one a head."""
-    return value.double().tolist() if isinstance(value, Tensor) else value
+    return value.cpu().double().tolist() if isinstance(value, Tensor) else value

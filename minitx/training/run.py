@@ -15,8 +15,8 @@ import lightning.pytorch as L
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -33,9 +33,9 @@ from minitx.training.build import (
     in_steps,
     open_data,
 )
-from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, progress
+from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
 from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
-from minitx.training.devices import cpu_precision, device_type, machine, sharded_parts
+from minitx.training.devices import cpu_precision, device_of, machine, sharded_parts
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module, stored_state
@@ -57,6 +57,8 @@ def train(
     batch_size: int = DEFAULT_BATCH_SIZE,
 ) -> dict[str, Any]:
     """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
+
+    Random generators, threads, environment variables and signal handlers of this process are afterwards as they were before.
 
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
@@ -123,7 +125,8 @@ def build_callbacks(
         own.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode, needed=needed))
     own.append(WandbExtras(state["config"], folder, **to_dict(config.callbacks.wandb)))
     last = LastCheckpoint(folder / "checkpoints", options, state)
-    before = LambdaCallback(on_train_end=last.on_train_end)  # WeightAveraging puts the average into the model then
+    # WeightAveraging puts the average into the model at the end
+    before = LambdaCallback(on_fit_start=place_averages, on_train_end=last.on_train_end)
     return [before, *own, *build_all(config.callbacks.parts, "callbacks", L.Callback), last]
 
 
@@ -244,11 +247,14 @@ def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
 
 def place_of(options: TrainerConfig) -> dict[str, Any]:
     """Return the arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
-    precision: str | None = cpu_precision(options.precision) if device_type(options) == "cpu" else options.precision
+    device = device_of(options.accelerator)
+    precision: str | None = cpu_precision(options.precision) if device.type == "cpu" else options.precision
     plugins: list[Any] = [AtomicCheckpointIO()]
     if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
         plugins, precision = [*plugins, DoublePrecision()], None
-    strategy: Strategy | str = "auto"
+    elif precision == "bf16-mixed":  # Lightning takes CUDA's autocast for a device that it does not know
+        plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
+    strategy: Strategy = SingleDeviceStrategy(device)  # Lightning takes the CPU for a device that it does not know
     if options.strategy == "sharded":
         strategy = Sharded(options.world_size)
     elif options.strategy == "ddp" or options.world_size > 1:

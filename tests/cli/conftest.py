@@ -1,6 +1,7 @@
 """The command line in this process: arguments in, exit code and output out. And a few tiny runs to look at."""
 
 import io
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -85,15 +86,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) ->
 
 @pytest.fixture
 def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """``cli("model.scale=inv", ...)`` runs ``train.py``, or another ``program``, in this process."""
+    """``cli("model.scale=inv", ...)`` runs ``train.py``, or another ``program``, in this process, whose environment it must leave as it was."""
 
     def run(*arguments: str, program: str = "train", stdin: str | bytes = "") -> Said:
         raw = stdin.encode() if isinstance(stdin, str) else stdin
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [f"{program}.py", *arguments])
             patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), newline="\n"))
-            patch.setenv("HYDRA_FULL_ERROR", "0")  # train.py sets it
+            environment = dict(os.environ)
             code = PROGRAMS[program].main()
+            assert dict(os.environ) == environment
         out, err = capfd.readouterr()
         return Said(code, out, err)
 

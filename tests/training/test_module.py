@@ -221,7 +221,6 @@ def test_an_objective_from_python_meets_the_same_checks(make_config, tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_run_learns_as_a_plain_one(make_config, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # which needs no C++
     for name in ("plain", "compiled"):
         train(make_config(trainer__max_steps=3, trainer__compile=name == "compiled"), tmp_path / name)

@@ -27,8 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from minitx.nn.backends.sdpa import transforms
 from minitx.nn.bias import Bias, TensorBias, as_bias, builder_of, tensors_of, unknown_in
-from minitx.nn.functional import AttentionCall, full_precision, hide_unseen, reference_attention
+from minitx.nn.functional import AttentionCall, hide_unseen, reference_attention
 from minitx.nn.masks import Mask, simplify
+from minitx.nn.precision import full_precision
 
 TILE = 2**19  # scores of a tile, all heads together: two megabytes, which a cache may hold
 LARGEST, SMALLEST = 256, 64  # sides of a tile, for one head and for very many

@@ -37,8 +37,9 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.nn.bias import Bias, tensors_of
-from minitx.nn.functional import AttentionCall, full_precision, visible_keys
+from minitx.nn.functional import AttentionCall, visible_keys
 from minitx.nn.masks import Causal, simplify
+from minitx.nn.precision import full_precision
 
 
 class Plan(NamedTuple):

@@ -1,0 +1,335 @@
+"""Runs on the pretended accelerator (``tests/pretend.py``) equal runs on the CPU. Each pair runs in its own process."""
+
+import copy
+import dataclasses
+import json
+import logging
+
+import lightning.pytorch as L
+import pytest
+import torch
+from extra import Layered, last, train_with
+from lightning.pytorch.callbacks import WeightAveraging
+from ranks import run_ranks
+from torch import nn
+
+import minitx.data.corpus
+from minitx.ablation.design import ThresholdConfig
+from minitx.ablation.thresholds import Runs
+from minitx.config import ConfigError, EvaluationConfig, SamplesConfig, TrainerConfig
+from minitx.data.task import Task, kept_generators, seed_device
+from minitx.nn.precision import widest_float
+from minitx.training.checkpoints import place
+from minitx.training.devices import check_count, device_name, machine, memory_mb, peak_tflops
+from minitx.training.loggers import OF_THE_MACHINE, read_metrics, read_records
+from minitx.training.module import TrainingModule
+from minitx.training.run import place_of, quiet_lightning
+from tests import pretend
+
+pytestmark = pytest.mark.skipif(not pretend.IS_SUPPORTED, reason="the pretended accelerator needs torch 2.13")
+MATH = {"model__backend": "math"}  # fused attention on the CPU rounds differently
+EMA = {"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.5}}
+
+
+def on_both(scenario, folder, config, *arguments):
+    """What ``scenario(config, folder, ...)`` returns on the CPU and on the device."""
+    return run_ranks(1, _on_both, scenario, folder, config, arguments)[0]
+
+
+def _on_both(scenario, folder, config, arguments):
+    pretend.register()
+    minitx.data.corpus.data_dir = lambda: folder / "data"
+    return scenario(config, folder / "cpu", *arguments), scenario(pretend.on_device(config), folder / "device", *arguments)
+
+
+def content(folder):
+    """What the files of a run hold, without what depends on the machine."""
+    rows = read_metrics(folder / "metrics.csv")
+    return {
+        "metrics": [{name: value for name, value in row.items() if name not in OF_THE_MACHINE} for row in rows],
+        **{name: read_records(folder / f"{name}.jsonl") for name in ("probes", "samples")},
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".log"),
+        "evaluation": [json.loads(path.read_text()) for path in folder.glob("evaluation.json")],
+    }
+
+
+# --- the device itself
+
+
+def rules():
+    device = pretend.register()
+    x = torch.ones(3, device=device)
+    for mixes in (lambda: x + torch.ones(3), lambda: torch.stack([x, torch.ones(3)]), lambda: nn.Linear(3, 2)(x)):
+        with pytest.raises(RuntimeError, match="same device"):
+            mixes()
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.randn(3, device=device, generator=torch.Generator())
+    with pytest.raises(TypeError, match="numpy"):
+        x.numpy()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            copied = torch.ones(3, device=device).cpu()
+        assert type(copied) is torch.Tensor and copied.device.type == "cpu"
+        with mode():
+            assert not x[None].is_inference()  # a view is of the kind of its base
+    assert (x * torch.tensor(2.0))[torch.tensor([0])].device == device
+    network = nn.Linear(3, 2).to(device)
+    network(x).sum().backward()
+    assert network.weight.grad.device == device and isinstance(network.weight, nn.Parameter)
+
+
+def test_the_pretended_device_refuses_what_an_accelerator_refuses():
+    run_ranks(1, rules)
+
+
+def abilities():
+    device = pretend.register()
+    options = pretend.with_device(TrainerConfig(precision="64-true"))
+    check_count(options)
+    pretend.missing_dtypes.add(torch.float64)
+    widest_float.cache_clear()
+    assert widest_float(device) == torch.float32
+    with pytest.raises(ConfigError, match=r"trainer\.precision=64-true: PRETEND has no float64"):
+        check_count(options)
+    with pytest.raises(ConfigError, match=r"device=pretend cannot be used: pretend has no torch\.float64"):
+        place(nn.Linear(2, 2).double(), pretend.NAME)
+    with pytest.raises(ConfigError, match=r"trainer\.devices=2: this machine has 1 usable"):
+        check_count(pretend.with_device(TrainerConfig(devices=2)))
+    assert (device_name(device), peak_tflops(device)) == ("PRETEND", None) and memory_mb(device) > 10
+    where = place_of(pretend.with_device(TrainerConfig(precision="bf16-mixed")))
+    assert (where["strategy"].root_device, where["plugins"][-1].device) == (device, pretend.NAME)
+
+
+def test_a_device_is_asked_what_it_can_do():
+    run_ranks(1, abilities)
+
+
+# --- training and evaluation
+
+
+class Watch(L.Callback):
+    """Notes the network's device in each part of a run. ``is_small``: the device has memory for training, but not for evaluation."""
+
+    def __init__(self, is_small=False):
+        self.is_small, self.part, self.seen, self.pins = is_small, "fit", {}, False
+
+    def setup(self, trainer, module, stage):
+        if stage == "fit":
+            self.hook = module.network.register_forward_pre_hook(self.look)
+        self.part = stage
+
+    def on_train_end(self, trainer, module):
+        self.pins = trainer.train_dataloader.pin_memory
+        for average in (each for each in trainer.callbacks if isinstance(each, WeightAveraging)):
+            self.seen["average"] = {p.device.type for p in average._average_model.parameters()}
+
+    def on_fit_end(self, trainer, module):
+        self.part = "evaluation"
+
+    def look(self, network, arguments):
+        kind = next(network.parameters()).device.type
+        self.seen.setdefault(self.part, set()).add(kind)
+        if self.is_small and self.part == "evaluation" and kind != "cpu":
+            raise torch.OutOfMemoryError("out of memory")
+
+    def __deepcopy__(self, memo):
+        return self  # of averaged weights, with the hook
+
+
+def watched(config, folder, given, is_small):
+    watch, said = Watch(is_small), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("minitx").addHandler(handler)
+    result = train_with(config, folder, watch, **copy.deepcopy(given))
+    logging.getLogger("minitx").removeHandler(handler)
+    return content(folder), watch.seen, watch.pins, result["metrics"].get("test_loss"), "\n".join(said)
+
+
+def run_on_both(folder, config, given=None, is_small=False):
+    """What the files of both runs hold (they must be equal), and the devices and the log of the run on the device."""
+    (on_cpu, _, _, test, _), (on_device, seen, pins, test_there, said) = on_both(watched, folder, config, given or {}, is_small)
+    assert on_device == on_cpu and test_there == test and pins
+    assert on_cpu["metrics"] and on_cpu["evaluation"]
+    return on_cpu, seen, said
+
+
+def test_a_run_has_the_numbers_of_the_cpu_and_is_evaluated_on_its_device(make_config, tmp_path):
+    samples = SamplesConfig(every=3, max_new_tokens=3)
+    changes = {
+        **MATH,
+        "model__dropout": 0.2,
+        "probe__every": 3,
+        "probe__weights_every": 3,
+        "probe__weights_rows": 3,
+        "callbacks__samples": samples,
+    }
+    config = make_config(**changes, trainer__val_every=3, trainer__ckpt_every=3)
+    config = dataclasses.replace(config, evaluation=EvaluationConfig(at_end=True, num_rows=5))
+    found, seen, _ = run_on_both(tmp_path, config)
+    assert seen == {"fit": {pretend.NAME}, "evaluation": {pretend.NAME}}
+    assert {"probes.jsonl", "samples.jsonl", "attention/step_00000003.safetensors", "checkpoints/best.ckpt"} <= {
+        *found["files"]
+    }
+
+
+def test_averaged_weights_are_evaluated_on_the_device_and_the_best_are_tested_there(make_config, tmp_path):
+    rows = [{"input_ids": torch.tensor([i % 7, i % 3]), "labels": torch.tensor([i % 5, i % 2])} for i in range(8)]
+    config = make_config(trainer__ckpt_every=2, trainer__val_every=2, callbacks__parts=EMA)
+    config = dataclasses.replace(config, evaluation=EvaluationConfig(at_end=True, test="best"))
+    weighted = nn.CrossEntropyLoss(weight=torch.arange(1.0, 8.0), reduction="sum")  # has a tensor on the device
+    given = {"model": Layered(7), "data": Task(name="mine", train=rows, val=rows, test=rows), "objective": weighted}
+    _, seen, _ = run_on_both(tmp_path, config, {**given, "batch_size": 4})
+    assert seen == {part: {pretend.NAME} for part in ("fit", "average", "evaluation", "test")}
+
+
+def test_a_model_that_does_not_fit_on_its_device_to_be_evaluated_is_evaluated_on_the_cpu(make_config, tmp_path):
+    config = dataclasses.replace(
+        make_config(**MATH, trainer__max_steps=2), evaluation=EvaluationConfig(at_end=True, num_rows=5)
+    )
+    _, seen, said = run_on_both(tmp_path, config, is_small=True)
+    assert seen["evaluation"] == {pretend.NAME, "cpu"} and "pretend:0 has too little memory" in said
+
+
+@pytest.mark.slow
+def test_answers_are_generated_on_the_device(make_config, tmp_path):
+    (tmp_path / "pairs.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in ("ab", "abc", "bca", "cab", "bb", "ca")))
+    data = {"_target_": "minitx.data.pairs", "path": str(tmp_path / "pairs.tsv"), "tokenizer": "char", "batch_size": 2}
+    config = make_config(**MATH, model__max_len=128, model__architecture="encoder_decoder", trainer__max_steps=3)
+    config = dataclasses.replace(config, data=data, evaluation=EvaluationConfig(at_end=True, num_beams=2))
+    found, seen, _ = run_on_both(tmp_path, config)
+    assert seen["evaluation"] == {pretend.NAME} and found["evaluation"][0]["examples"]
+
+
+def without_float64(config, folder):
+    if config.trainer.accelerator == pretend.NAME:
+        pretend.missing_dtypes.add(torch.float64)
+        widest_float.cache_clear()
+    train_with(config, folder)
+    found = content(folder)
+    return found["metrics"], found["probes"], found["evaluation"][0]["metrics"]
+
+
+def test_a_device_without_float64_trains_probes_and_evaluates(make_config, tmp_path):
+    config = make_config(**MATH, probe__every=4, trainer__max_steps=4)
+    config = dataclasses.replace(config, evaluation=EvaluationConfig(at_end=True, num_rows=5))
+    (metrics, probes, evaluation), (metrics_there, probes_there, evaluation_there) = on_both(without_float64, tmp_path, config)
+    near = {"rel": 1e-5, "abs": 1e-6}
+    assert [row["val_loss"] for row in metrics_there if row["val_loss"]] == [pytest.approx(metrics[-1]["val_loss"], **near)]
+    assert evaluation_there["loss"] == pytest.approx(evaluation["loss"], **near)
+    for record, there in zip(probes, probes_there, strict=True):
+        for layer, layer_there in zip(record["layers"], there["layers"], strict=True):
+            for name in ("entropy", "logit_std", "token_cosine", "grad_query_rms", "key_norm"):
+                assert layer_there[name] == pytest.approx(layer[name], **near), name
+
+
+# --- seeds
+
+
+class Fails(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 4:
+            raise ArithmeticError("in the middle")
+
+
+def resumed(config, folder):
+    train_with(config, folder / "whole")
+    with pytest.raises(ArithmeticError):
+        train_with(config, folder / "stopped", Fails())
+    torch.manual_seed(99)
+    assert last(folder / "stopped")["global_step"] == 3
+    train_with(dataclasses.replace(config, ckpt_path="last"), folder / "stopped")
+    return [content(folder / name)["metrics"] for name in ("whole", "stopped")]
+
+
+def test_a_run_that_was_stopped_draws_on_the_device_what_the_whole_run_draws(make_config, tmp_path):
+    config = make_config(**MATH, model__dropout=0.4, trainer__ckpt_every=3)
+    for whole, stopped in on_both(resumed, tmp_path, config):
+        assert stopped == whole and len(whole) == 6
+
+
+def seeds():
+    device = pretend.register()
+
+    def draw(seed):
+        seed_device(seed, device)
+        return torch.rand(4, device=device).tolist(), torch.rand(4).tolist()
+
+    assert draw(1) == draw(1) != draw(2)
+    before = torch.get_device_module(device).get_rng_state()
+    with kept_generators(device):
+        draw(3)
+    assert torch.get_device_module(device).get_rng_state().equal(before)
+
+
+def test_the_generator_of_any_device_is_seeded_and_restored():
+    run_ranks(1, seeds)
+
+
+# --- the start of a threshold
+
+
+def starting_loss(config, folder):
+    kinds, sums = [], TrainingModule.sums
+    TrainingModule.sums = lambda self, batch: kinds.append(self.device.type) or sums(self, batch)
+    rule = ThresholdConfig(first={"plain": 0.1}, metric="train_loss", value=0.3, window=2)
+    folder.mkdir()
+    with quiet_lightning(), machine(config.trainer):
+        runs = Runs(config, folder, rule)
+        at_start = {*kinds}
+        record = runs.run(0.01)
+    TrainingModule.sums = sums
+    return runs.start, record, at_start
+
+
+def test_the_starting_loss_of_a_threshold_is_computed_on_the_device(make_config, tmp_path):
+    config = make_config(**MATH, trainer__max_steps=2, optimizer={"_target_": "minitx.training.optimizers.adamw", "lr": 0.1})
+    (start, record, on_cpu), (start_there, record_there, on_device) = on_both(starting_loss, tmp_path, config)
+    assert (on_cpu, on_device) == ({"cpu"}, {pretend.NAME})
+    assert start_there == start > 0 and record_there == record
+
+
+# --- steps whose update was skipped
+
+
+class Poison(L.Callback):
+    """Makes the loss of the fourth step NaN. The next ones are finite again."""
+
+    def on_fit_start(self, trainer, module):
+        is_bad = lambda network: network.training and trainer.global_step == 3  # noqa: E731
+        module.network.register_forward_hook(lambda network, _, out: out * torch.nan if is_bad(network) else out)
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def poisoned(configs, folder):
+    found = []
+    for number, config in enumerate(configs):
+        result = train_with(config, folder / str(number), Poison())
+        weights = {name: value.tolist() for name, value in last(folder / str(number))["state_dict"].items()}
+        found.append((content(folder / str(number)), result["nonfinite_step"], result["steps"], weights))
+    return found
+
+
+def _poisoned_on_both(folder, configs):
+    pretend.register()
+    minitx.data.corpus.data_dir = lambda: folder / "data"
+    return poisoned(configs, folder / "cpu"), poisoned([*map(pretend.on_device, configs)], folder / "device")
+
+
+def test_nothing_is_written_of_a_step_whose_update_was_skipped(make_config, tmp_path):
+    """On the CPU the run ends at the first bad step; on the device the host learns of it later."""
+    writers = {
+        "probes": {"probe__every": 1, "probe__weights_every": 1, "probe__weights_rows": 3},
+        "samples": {"callbacks__samples": SamplesConfig(every=2, max_new_tokens=2)},
+        "validation": {"trainer__val_every": 2},
+        "checkpoints": {"trainer__ckpt_every": 1},
+        "rows alone": {},
+    }
+    plain = {**MATH, "trainer__max_steps": 8, "trainer__log_every": 10, "trainer__ckpt_every": 3, "callbacks__parts": EMA}
+    configs = [make_config(on_nonfinite="record", **{**plain, **changes}) for changes in writers.values()]
+    on_cpu, on_device = run_ranks(1, _poisoned_on_both, tmp_path, configs)[0]
+    for name, expected, found in zip(writers, on_cpu, on_device, strict=True):
+        assert found == expected and expected[1:3] == (4, 3), name
+    assert [record["step"] for record in on_cpu[0][0]["probes"]] == [0, 1, 2, 3]
