@@ -46,7 +46,8 @@ QUERY_AND_KEY = (("query", "key"), ("queries", "keys"))
 WARNINGS = {
     "of torch": "torch's nn.MultiheadAttention stays as it is, is not recorded and keeps its scale: swap_attention(model), "
     "before adopt_hf, gives it our core, too",
-    "no core": "layers without attention that passes through transformers' AttentionInterface stay as they are and are not recorded",
+    "no core": "layers without attention that passes through transformers' AttentionInterface stay as they are, are not recorded and "
+    "keep their scale",
     "not run": "attention that did not run in the check is not checked: pass check=inputs, the arguments of a call that runs it",
     "not checked": "the adopted model is not checked: pass check=inputs, the arguments of a call",
 }
@@ -293,7 +294,8 @@ def adopt_hf(
         raise TypeError(f"adopt_hf takes a model of transformers, got {type(model).__name__}, which contains none")
     if adopted_cores(model):
         raise ValueError(f"{type(model).__name__} is adopted already: release_hf gives it back")
-    if not isinstance(check, Mapping) and check not in ("auto", False):
+    is_auto = isinstance(check, str) and check == "auto"
+    if not (is_auto or check is False or isinstance(check, Mapping)):
         raise ValueError(f"check={check!r} must be 'auto', False, or a mapping: the arguments of a call")
     layers = _attention_layers(model)
     trials, unchecked = _trials(model, roots, check)

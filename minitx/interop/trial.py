@@ -142,9 +142,15 @@ def _first_floats(output: Any) -> Tensor | None:
 
 @contextmanager
 def settled(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode without gradients, autocast and warnings. All random states are restored."""
+    """Put the model into evaluation mode without gradients, autocast and warnings.
+
+    All random states are restored, and attributes and parts of modules that have changed: a short row lets BigBird change its own.
+    """
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
     with ExitStack() as after:
+        for module in model.modules():
+            for attributes in (vars(module), module._parameters, module._buffers, module._modules):
+                after.callback(attributes.update, dict(attributes))
         after.callback(random.setstate, random.getstate())
         if numpy := sys.modules.get("numpy"):
             after.callback(numpy.random.set_state, numpy.random.get_state())

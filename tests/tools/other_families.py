@@ -132,7 +132,11 @@ def verdict(model: Any) -> str:
             return f"refused: {error}"
     texts = [str(one.message) for one in seen]
     unchecked = [text.partition("of a call (")[2][:-1] for text in texts if "the adopted model is not checked" in text]
-    return f"not checked: {unchecked[0]}" if unchecked else "; ".join(["checked", *(text for text in texts if "AttentionInterface stay" in text or "did not run" in text)])
+    return (
+        f"not checked: {unchecked[0]}"
+        if unchecked
+        else "; ".join(["checked", *(text for text in texts if "AttentionInterface stay" in text or "did not run" in text)])
+    )
 
 
 def really(model: Any) -> str:
@@ -170,7 +174,10 @@ if __name__ == "__main__":
             with limited(), warnings.catch_warnings(action="ignore"):
                 model = build(name)
         except Exception as error:
-            print(f"{name}\tnot built\t{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}", flush=True)
+            print(
+                f"{name}\tnot built\t{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}",
+                flush=True,
+            )
             continue
         try:
             with limited():
