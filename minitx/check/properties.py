@@ -39,9 +39,9 @@ class Gap:
     """A difference where there should be none.
 
     Attributes:
-        size: the difference where it exceeds what is allowed by most.
+        size: the difference at ``place``.
         allowed: the difference that rounding explains there.
-        place: the index of this element.
+        place: the index of the element with the largest excess, size - allowed.
     """
 
     size: float
@@ -56,10 +56,10 @@ class Gap:
 def unit(dtype: torch.dtype) -> float:
     """Return ε, the relative rounding error of a dtype.
 
-    It is at least float32's, because models of float64 compute some steps in float32, and at least that of products of float32, which
-    may be computed in TF32 or bfloat16 (``torch.set_float32_matmul_precision``).
+    It is at least float32's, because models of float64 compute some steps in float32. Products of float32 may be computed in TF32 or
+    bfloat16 (``torch.set_float32_matmul_precision``); ε is at least theirs.
     """
-    products = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    products = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps, *(PRODUCTS.get(word, 0.0) for word in products))
 
 
@@ -177,7 +177,7 @@ def hidden_tokens(inputs: Inputs, ids: str = "input_ids", mask: str = "attention
 
 
 def _twins(inputs: Inputs, ids: str, changed: Tensor) -> Twins:
-    """Twins with another token of its own row at each place of ``changed``."""
+    """Twins that have, at each place of ``changed``, another token from the same row."""
     tokens = inputs[ids]
     if any(value.shape[:1] != tokens.shape[:1] for value in inputs.values() if isinstance(value, Tensor)):
         raise ValueError(f"the tensors have not all the {len(tokens)} rows of {ids}")

@@ -55,7 +55,7 @@ class Trial:
         inputs: the arguments of the call. Where its tensors are rows of tokens, twins of the rows are added (``later_tokens``).
 
     Raises:
-        Exception: an error of the model, as it is. ValueError: it returns no finite floats.
+        Exception: whatever the model raises. ValueError: the model returns no finite floats.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
@@ -71,7 +71,7 @@ class Trial:
                 wanted = answer(model, twins.inputs)
                 self.inputs = twins.inputs
                 self.twins = twins if wanted.dim() > 2 and wanted.shape[:2] == self.inputs[ids].shape else None
-            except Exception:  # there are no tokens, or other tokens are no inputs, for example where some stand for pictures
+            except Exception:  # no tokens, or some cannot be replaced: they stand for pictures
                 wanted = answer(model, inputs)
             self.finite = wanted.isfinite()
             if not self.finite.any():
@@ -112,7 +112,9 @@ class Trial:
         for what, rows in {"later tokens move": ~is_padded, "hidden or later tokens move": is_padded}.items():
             still = self.twins.still & rows
             if still.any():
-                before, after = (compare(*reversed(out.chunk(2)), self.noise, still) for out in (self.wanted, found))
+                before, after = (
+                    compare(out[len(still) :], out[: len(still)], self.noise, still) for out in (self.wanted, found)
+                )
                 if before.is_rounding and not after.is_rounding:
                     yield f"{what} it by {after.size:.2g}"
 

@@ -29,6 +29,7 @@ from tests.interop.families import (
     DECODERS,
     GROUPED,
     NAMES,
+    PARTLY,
     PICTURES,
     QUICK,
     REFUSED,
@@ -929,7 +930,7 @@ def test_an_argument_that_changes_the_answer_and_that_no_core_takes_is_refused(o
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("name", [*NAMES, *BESIDE, *REFUSED])
+@pytest.mark.parametrize("name", [*NAMES, *BESIDE, *PARTLY, *REFUSED])
 def test_the_page_says_of_each_family_what_is_measured(name):
     from tests.tools.families_table import on_the_page, row
 

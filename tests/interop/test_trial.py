@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import re
 import warnings
+from collections import Counter
+from pathlib import Path
 
 import accelerate
 import numpy
@@ -23,12 +25,13 @@ from tests.interop.families import (
     DECODERS,
     PAIRS,
     PARTLY,
-    PICTURES,
     QUICK,
     build,
     inputs_of,
 )
+from tests.tools.other_families import measured, on_record
 
+RECORD = on_record()
 SPARSE = {
     **{"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
@@ -82,9 +85,7 @@ def assert_unchanged(model, before):
 @pytest.mark.parametrize("name", QUICK)
 def test_a_right_model_is_adopted_without_a_word_whatever_its_dtype_and_attention(name, implementation, dtype):
     model = build(name)
-    if implementation == "sdpa" and not model._supports_sdpa:
-        pytest.skip("it has no sdpa")
-    model.set_attn_implementation(implementation)
+    model.set_attn_implementation(implementation if model._supports_sdpa else "eager")
     assert silent(model.to(dtype)) == [] and adopted_cores(model)
 
 
@@ -321,10 +322,8 @@ def test_a_check_calls_the_model_twice_before_and_once_after():
 # --- the oracles hold for adopted models
 
 
-@pytest.mark.parametrize("name", [*QUICK, "Qwen3Next", "GptOss", "ModernBert"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma2", "Bert", "T5", "Qwen3Next", "GptOss", "ModernBert"])
 def test_hidden_tokens_change_nothing_in_an_adopted_model_and_later_ones_nothing_in_a_decoder(name):
-    if name in PICTURES:
-        pytest.skip("it reads pictures")
     model = build(name)
     silent(model)
     for pad in ("left", "right"):
@@ -352,3 +351,26 @@ def test_made_up_rows_hold_no_special_token_and_one_of_them_is_padded():
     assert Trial(model, inputs).counts.shape == (4, 9)
     assert made_up_inputs(build("T5"))["decoder_input_ids"].shape == (2, 5)
     assert made_up_inputs(build("ViT").half())["pixel_values"].dtype == torch.half
+
+
+# --- families
+
+
+def test_the_page_has_the_numbers_of_the_record():
+    answers = Counter(answer.partition(",")[0] for _, answer, _ in RECORD.values())
+    reasons = Counter(answer for _, answer, _ in RECORD.values())
+    agreeing = Counter(agreement for _, _, agreement in RECORD.values())
+    page = (Path(__file__).parents[2] / "docs/weights.md").read_text(encoding="utf-8")
+    total = f"Of small random models of {sum(answers.values())} families of transformers"
+    kinds = f"{answers['checked']} are adopted and checked, {answers['not checked']} are adopted and not checked"
+    assert total in page and kinds in page and f"and {answers['refused']} are refused" in page
+    assert f"{reasons['refused, no layer calls the interface']} do not use the interface" in page
+    assert f"{reasons['refused, a call fails']} hand over" in page
+    assert f"{reasons['refused, the answer differs']} would answer otherwise" in page
+    assert f"in {agreeing['agrees']} families, they say the same" in page and not agreeing["disagrees"]
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("name", RECORD)
+def test_the_record_says_of_each_family_what_adoption_says(name):
+    assert measured(name) == RECORD[name]

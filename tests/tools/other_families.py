@@ -1,18 +1,17 @@
-"""Adopt a small random model of every family that transformers has and the table does not: python tests/tools/other_families.py [NAMES]
+"""Adopt a small random model of every family of transformers: python tests/tools/other_families.py
 
-Writes the list of docs/weights.md below the table: adopted and checked, refused with what, not checked. Each answer is held against
-one of its own: logits of longer rows with padding on either side, before and after, without the check. Where no small config can be
-made up, the family is left out.
+Writes docs/dev/adopted_families.tsv: family, class, answer, and whether longer rows say the same. A family whose default config cannot be made small by the names of its fields is left out. Longer
+rows are 23 tokens with padding on either side, of which the logits before and after are compared without the check.
 """
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,17 @@ from minitx.check.properties import compare, rounding
 from minitx.interop import adopt_hf, release_hf
 from minitx.interop.trial import answer, settled
 
-PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
-FOUND = re.compile(r"(?<=<!-- other families -->\n)(.*?)(?=<!-- end of other families -->)", re.DOTALL)
+RECORD = Path(__file__).parents[2] / "docs" / "dev" / "adopted_families.tsv"
+ANSWERS = {  # and what adopt_hf says then
+    "checked": "",
+    "checked, layers without a core": "layers without attention",
+    "checked, some attention did not run": "did not run in the check",
+    "not checked": "the adopted model is not checked",
+    "refused, no layer calls the interface": "no attention to adopt",
+    "refused, a call fails": "cannot be adopted",
+    "refused, the answer differs": "its answer differs",
+    "refused, transformers keeps its attention": "cannot change its attention",
+}
 HEADS = (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -123,37 +131,32 @@ def build(model_type: str) -> Any:
 
 
 def verdict(model: Any) -> str:
-    """``checked``, ``refused: why`` or ``not checked: why``."""
+    """One of ``ANSWERS``. The model is as it was afterwards."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
             adopt_hf(model)
+            release_hf(model)
         except ValueError as error:
-            return f"refused: {error}"
-    texts = [str(one.message) for one in seen]
-    unchecked = [text.partition("of a call (")[2][:-1] for text in texts if "the adopted model is not checked" in text]
-    return (
-        f"not checked: {unchecked[0]}"
-        if unchecked
-        else "; ".join(["checked", *(text for text in texts if "AttentionInterface stay" in text or "did not run" in text)])
-    )
+            warnings.warn(str(error), stacklevel=1)
+    told = "\n".join(str(one.message) for one in seen)
+    return [answer for answer, sign in ANSWERS.items() if sign in told][-1]
 
 
-def really(model: Any) -> str:
-    """What longer rows say of the model without the check: the largest difference over what rounding explains."""
+def excess(model: Any) -> float:
+    """How many times longer rows differ by what rounding explains, without the check."""
     torch.manual_seed(1)
-    ids = torch.randint(3, 99, (2, 23))
-    worst = 0.0
-    for pad in (slice(0), slice(7), slice(16, None)):
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(0, torch.tensor([1]), 1)}
-        inputs["attention_mask"][1, pad] = 0
+    ids, worst = torch.randint(3, 99, (2, 23)), 0.0
+    for padding in (slice(0), slice(7), slice(16, None)):
+        mask = torch.ones_like(ids)
+        mask[1, padding] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask}
         if model.config.is_encoder_decoder:
             inputs["decoder_input_ids"] = ids[:, :13]
-        where = inputs["attention_mask"] != 0
         with settled(model):
             wanted = answer(model, inputs)
-            where = where if wanted.shape[:2] == where.shape else None
-            noise = max(rounding(lambda x: answer(model, x), model, inputs, wanted, where, seed) for seed in range(3))
+            where = mask != 0 if wanted.shape[:2] == mask.shape else None
+            noise = max(rounding(partial(answer, model), model, inputs, wanted, where, seed) for seed in range(3))
         with warnings.catch_warnings(action="ignore"):
             adopt_hf(model, check=False)
         try:
@@ -161,35 +164,47 @@ def really(model: Any) -> str:
                 gap = compare(answer(model, inputs), wanted, noise, where)
         finally:
             release_hf(model)
-        worst = max(worst, gap.size / gap.allowed if gap.allowed else float(gap.size > 0))
-    return f"{worst:.2g}"
+        worst = max(worst, gap.size / gap.allowed)
+    return worst
+
+
+def agreement(model: Any, said: str) -> str:
+    """Whether longer rows say the same: ``agrees``, ``disagrees``, or a dash where they say nothing."""
+    try:
+        differs = excess(model) > 1
+    except Exception:  # it does not read rows of text, or nothing can be adopted
+        return "-"
+    return "-" if said == "not checked" else "agrees" if differs == said.startswith("refused") else "disagrees"
+
+
+def on_record() -> dict[str, list[str]]:
+    """Class, answer and agreement of each family of the record."""
+    _, *lines = RECORD.read_text(encoding="utf-8").splitlines()
+    return {name: cells for name, *cells in (line.split("\t") for line in lines)}
+
+
+def measured(name: str) -> list[str]:
+    """Class, answer and agreement of a family."""
+    with limited():
+        with warnings.catch_warnings(action="ignore"):
+            model = build(name)
+        said = verdict(model)
+        return [type(model).__name__, said, agreement(model, said)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    names = sorted({name for names in HEADS for name in names})
+    lines = [f"family\tclass in transformers {transformers.__version__}\tanswer of adopt_hf\tlonger rows\n"]
+    for name in names:
+        try:
+            lines.append("\t".join([name, *measured(name)]) + "\n")
+        except Exception as error:
+            print(name, "is left out:", type(error).__name__, str(error).split("\n", 1)[0][:100], flush=True)
+    RECORD.write_text("".join(lines), encoding="utf-8")
+    print(f"{len(lines) - 1} of {len(names)} families")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    names = sys.argv[1:] or sorted({name for names in HEADS for name in names})
-    for name in names:
-        try:
-            with limited(), warnings.catch_warnings(action="ignore"):
-                model = build(name)
-        except Exception as error:
-            print(
-                f"{name}\tnot built\t{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}",
-                flush=True,
-            )
-            continue
-        try:
-            with limited():
-                said = verdict(model)
-                if said.startswith(("checked", "not")):
-                    release_hf(model)
-        except Exception as error:
-            print(f"{name}\tBROKE\t{type(error).__name__}: {str(error)[:200]}", flush=True)
-            continue
-        try:
-            with limited():
-                truth = really(model) if "no attention to adopt" not in said else ""
-        except Exception as error:
-            truth = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
-        print(f"{name}\t{type(model).__name__}\t{said}\t{truth}", flush=True)
+    main()
