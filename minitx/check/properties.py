@@ -50,6 +50,7 @@ class Gap:
 
     @property
     def is_rounding(self) -> bool:
+        """Whether rounding explains the difference."""
         return self.size <= self.allowed
 
 

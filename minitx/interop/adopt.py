@@ -167,6 +167,7 @@ class Adoption:
                 module._gradient_checkpointing_func = Checkpoint(self, function)
 
     def unwrap_checkpoints(self) -> None:
+        """Give the modules their checkpoint functions back."""
         for module in self.checkpointed:
             function = vars(module).get("_gradient_checkpointing_func")
             if isinstance(function, Checkpoint):

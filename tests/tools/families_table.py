@@ -101,5 +101,6 @@ def on_the_page() -> dict[str, tuple[str, ...]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(FOUND.sub(lambda _: table(), page), encoding="utf-8")
