@@ -151,7 +151,7 @@ def settled(model: nn.Module) -> Iterator[None]:
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
     with ExitStack() as after:
         for module in model.modules():
-            for attributes in (vars(module), module._parameters, module._buffers, module._modules):
+            for attributes in (vars(module), module._buffers, module._modules):
                 after.callback(attributes.update, dict(attributes))
         after.callback(random.setstate, random.getstate())
         if numpy := sys.modules.get("numpy"):
