@@ -74,6 +74,9 @@ RECORDERS: dict[str, Recorder] = {"statistics": _statistics, "weights": _weights
 OUTPUTS = ("heads", "feedforward", "residual")
 """What is an output of a module and recorded as it is."""
 
+FEEDFORWARD = ("mlp", "feed_forward", "ffn", "DenseReluDense", "fc2", "ffn_output", "output.dense")
+"""The names of the feed-forward part, or of its last matrix, in the layers of transformers' families. Other names are unknown."""
+
 
 class Seen(dict[str, list[Any]]):
     """The records: for each attention core (such as ``blocks.0.attention.core``) a list with one entry per call.
@@ -232,7 +235,7 @@ def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
     elif what == "heads":
         wanted = [module.core for module in modules if isinstance(module, MultiHeadAttention)]
         inside = {part for core in wanted for part in core.modules()}  # a core may be wrapped, or hold another core
-        wanted += [module for module in modules if hasattr(type(module), "softmax_weights") and module not in inside]
+        wanted += [module for module in modules if _is_core(module) and module not in inside]
     else:  # the class is asked, because wrappers such as those of PEFT lend their instances the attributes of what they wrap
         wanted = [module for module in modules if getattr(type(module), "softmax_weights", False)]
     found = set(wanted)
@@ -240,45 +243,21 @@ def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
 
 
 def _feedforward_of(block: nn.Module) -> nn.Module | None:
-    """The feed-forward part of a block, read off the modules of blocks of others.
-
-    It is the largest module with several matrices, but no attention, no convolution (a state space layer has one) and no norm (a
-    module with a norm adds the residual stream itself). Where there is none, it is the last matrix (OPT: ``fc2``). Where there are
-    several, no module computes the sum of them (experts and a shared network beside them).
-    """
+    """The feed-forward part of a block: the one module with a name of ``FEEDFORWARD``, or None."""
     if isinstance(block, Block):
         return block.feedforward
-    inside = [module for part in _without_attention(block) for module in _up_to_wrappers(part)]
-    matrices = {m for m in inside if any(p.dim() > 1 for p in m.parameters(recurse=_is_wrapper(m)))}
-    matrices |= {m for m in inside if hasattr(m, "out_features") and not [*m.parameters()]}  # quantised, in a packed form
-    others = {m for m in inside if m not in matrices and not any(m.children()) and any(p.numel() > 1 for p in m.parameters())}
-    others |= {m for m in inside if isinstance(m, nn.Conv1d | nn.Conv2d)}
-    parts = {m: set(_up_to_wrappers(m)) for m in inside}
-    whole = [m for m in inside if len(parts[m] & matrices) > 1 and parts[m].isdisjoint(others)]
-    largest = [m for m in whole if not any(m in parts[other] for other in whole if other is not m)]
-    if len(largest) > 1:
-        return None
-    return largest[0] if largest else next((m for m in reversed(inside) if m in matrices), None)
+    parts = list[tuple[str, nn.Module]]()
+    for name, module in block.named_modules():
+        name = re.sub(r"^\w+\.\d+\.", "", name)  # T5: layer.1.DenseReluDense
+        if name in FEEDFORWARD and not any(map(_is_core, module.modules())):
+            parts.append((name, module))
+    if [name for name, _ in parts] == ["ffn", "ffn_output"]:  # ALBERT's two matrices
+        parts = parts[1:]
+    return parts[0][1] if len(parts) == 1 else None
 
 
-def _up_to_wrappers(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and its parts. What is wrapped counts as one (an adapter of PEFT, a parametrisation)."""
-    yield module
-    for child in () if _is_wrapper(module) else module.children():
-        yield from _up_to_wrappers(child)
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return hasattr(module, "base_layer") or hasattr(module, "parametrizations")
-
-
-def _without_attention(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a block that hold no attention core."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from _without_attention(child)
-        elif not any(hasattr(type(part), "softmax_weights") for part in child.modules()):
-            yield child
+def _is_core(module: nn.Module) -> bool:
+    return hasattr(type(module), "softmax_weights")
 
 
 def attention_cores(model: nn.Module) -> dict[str, nn.Module]:

@@ -12,24 +12,23 @@ Nothing depends on the name of a model. An attention module is a module whose ``
 from __future__ import annotations
 
 import copy
-import dis
 import inspect
 import operator
-import re
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial, reduce
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import partial, reduce
 from itertools import pairwise
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from minitx.interop.folding import Fold, fold_adopted, outermost
+from minitx.interop.trial import Trial, made_up_inputs, said_by
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Dense, Mask, Padding
@@ -44,24 +43,35 @@ OTHER_STATES = ("key_value_states", "encoder_hidden_states")
 QUERY_AND_KEY = (("query", "key"), ("queries", "keys"))
 """The arguments of attention modules that get one tensor twice, or the states of two sequences (SAM 2, V-JEPA 2)."""
 
-OTHER_STEPS = {"bmm": "p", "einsum": "p", "matmul": "p", "scaled_dot_product_attention": "psp"}
-"""What computes products (p) and softmax (s) in layers that have their own attention."""
+WARNINGS = {
+    "of torch": "torch's nn.MultiheadAttention stays as it is, is not recorded and keeps its scale: swap_attention(model), "
+    "before adopt_hf, gives it our core, too",
+    "no core": "layers without attention that passes through transformers' AttentionInterface stay as they are, are not recorded and "
+    "keep their scale",
+    "not run": "attention that did not run in the check is not checked: pass check=inputs, the arguments of a call that runs it",
+    "not checked": "the adopted model is not checked: pass check=inputs, the arguments of a call",
+}
+"""What ``adopt_hf`` warns of. The names of modules, or a reason, follow in brackets."""
 
 
 @dataclass(frozen=True, eq=False)
 class TransformersMask(Dense):
     """What transformers' mask of a call means: its tensor, whether it is causal, and which keys are padding.
 
-    ``tensor`` alone decides what is visible. The rest is for those who look: a bool tensor does not say why it hides a key.
+    ``tensor`` alone decides what is visible. The rest is for those who look: a bool tensor does not say why it hides a key. The key
+    mask is no field, so backends do not keep it for the backward pass.
     """
 
     is_causality: bool = False  # type: ignore[misc]  # of the class elsewhere
-    key_mask: Tensor | None = None
+    key_mask: InitVar[Tensor | None] = None
+
+    def __post_init__(self, key_mask: Tensor | None) -> None:
+        super().__post_init__()
+        vars(self)["padding"] = [] if key_mask is None else [Padding(key_mask)]
 
     def parts(self) -> Iterator[Mask]:
         yield self
-        if self.key_mask is not None:
-            yield Padding(self.key_mask)
+        yield from vars(self)["padding"]
 
 
 @dataclass(eq=False)
@@ -91,20 +101,34 @@ class Running(threading.local):
         return Running, ()  # a copy of the model runs nothing yet
 
 
+class Checkpoint:
+    """transformers' checkpoint function of a layer. The layer runs within the same ``Call`` again in the backward pass, which may run
+    later than other calls and in a thread of autograd's.
+    """
+
+    def __init__(self, adoption: Adoption, function: Callable[..., Any]) -> None:
+        self.adoption, self.function = adoption, function
+
+    def __call__(self, layer: Callable[..., Any], *args: Any) -> Any:
+        if torch.compiler.is_compiling():  # a graph has the layer twice already
+            return self.function(layer, *args)
+        return self.function(partial(self.adoption.run_within, self.adoption.call, layer), *args)
+
+
 class Adoption:
     """What the cores of one adopted model share: what a running call was given, of which its attention modules may not hear.
 
     Attributes:
         configs: pairs of the copy of a config that the adopted model uses, and its original.
+        checkpointed: the modules that may checkpoint their layers, or themselves.
         hooks: the handles of the hooks that note the call.
         is_scaled: whether ``set_scale`` or ``fold_scale`` has changed a core.
-        weights_wanted: that of the last call: for checkpointed layers that run again in the backward pass, perhaps in a thread of
-            autograd's.
+        weights_wanted: whether the last call wanted weights: for layers that a checkpoint of torch's own runs again.
         running: the calls that are running.
     """
 
-    def __init__(self, configs: list[tuple[Any, Any]]) -> None:
-        self.configs = configs
+    def __init__(self, configs: list[tuple[Any, Any]], checkpointed: list[Any]) -> None:
+        self.configs, self.checkpointed = configs, checkpointed
         self.hooks: list[RemovableHandle] = []
         self.weights_wanted, self.is_scaled = False, False
         self.running = Running()
@@ -118,8 +142,10 @@ class Adoption:
         """Note the arguments of a call. An inner model may be called without ``output_attentions``, or with a mask that is built."""
         calls = self.running.calls
         outer = calls[-1] if calls else Call()
-        if self.is_scaled and not calls and not torch.compiler.is_compiling():
-            _check_ours(model)
+        if not calls and not torch.compiler.is_compiling():
+            self.wrap_checkpoints()
+            if self.is_scaled:
+                _check_ours(model)
         if len(args) > 1:
             options = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | options
         wanted = bool(options.get("output_attentions", getattr(model.config, "output_attentions", False)))
@@ -132,6 +158,28 @@ class Adoption:
             elif mask is None or options.get("encoder_hidden_states") is not None:  # the mask around a decoder is the encoder's
                 key_masks[index] = None
         calls.append(Call(self.weights_wanted, key_masks, outer.masks))
+
+    def wrap_checkpoints(self) -> None:
+        """Wrap the checkpoint functions. transformers has no public place for them, and sets them at any time."""
+        for module in self.checkpointed:
+            function = vars(module).get("_gradient_checkpointing_func")
+            if function is not None and not isinstance(function, Checkpoint):
+                module._gradient_checkpointing_func = Checkpoint(self, function)
+
+    def unwrap_checkpoints(self) -> None:
+        """Give the modules their checkpoint functions back."""
+        for module in self.checkpointed:
+            function = vars(module).get("_gradient_checkpointing_func")
+            if isinstance(function, Checkpoint):
+                module._gradient_checkpointing_func = function.function
+
+    def run_within(self, call: Call, function: Callable[..., Any], *args: Any) -> Any:
+        """Return ``function(*args)``, run within ``call``."""
+        self.running.calls.append(call)
+        try:
+            return function(*args)
+        finally:
+            self.running.calls.pop()
 
     def enter_attention(self, names: list[str], module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note whether the keys are of another sequence."""
@@ -211,7 +259,9 @@ class AdoptedCore(DotProductAttention):
             module.core.folds = []
 
 
-def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
+def adopt_hf(
+    model: nn.Module, *, backend: str = "auto", check: Literal["auto", False] | Mapping[str, Any] = "auto"
+) -> nn.Module:
     """Put our attention core under a Hugging Face model, in place, and return the model.
 
     Logits, gradients, caches and ``generate`` stay those of the model under ``sdpa`` or ``eager``, within rounding. The modules
@@ -219,31 +269,95 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     ``output_attentions=True`` returns the weights of the core. A block of the model is a layer that transformers marks for gradient
     checkpointing, or the item of an ``nn.ModuleList``, that contains attention.
 
+    With ``check``, the model is called twice before and once after, in evaluation mode and without gradients, and all random
+    states are restored. The answers must agree within the rounding that is measured in the model, and in a causal model later tokens
+    must still change nothing before them. Hooks of the model run in these calls, too.
+
     Args:
         model: a ``transformers.PreTrainedModel``, or a module that contains such models, for example one of PEFT.
         backend: the backend of the cores, as in ``DotProductAttention``.
+        check: ``auto``: call the model with two short made-up rows, one of them padded, or with two made-up pictures. A mapping:
+            the arguments of the call, for models of sound or of several modalities. False: do not check, for example where the
+            backend needs a device to which the model is moved later.
 
     Raises:
-        TypeError: ``model`` contains no transformers model. ValueError: the model is adopted already, or its attention, or that
-            of one of its layers, does not pass through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J,
-            LongT5), so that no other function can take its place. A later call that selects keys with ``indices``
-            (DeepSeek V3.2) is refused, too.
+        TypeError: ``model`` contains no transformers model. ValueError: the model is adopted already; no attention of it passes
+            through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J), so that no other function can take its
+            place; or the check fails. The model is then as it was.
 
     Warns:
-        UserWarning: some layers are torch's own ``nn.MultiheadAttention`` (the pooling head of SigLIP), or compute attention
-            themselves (the picture tokenizer of Chameleon, the speech encoder of Granite Speech). They stay as they are.
+        UserWarning: the check was not possible; some cores did not run in it; or some layers have no core and stay as they are,
+            because they are torch's own ``nn.MultiheadAttention`` (the pooling head of SigLIP), attend themselves (the encoder of
+            LongT5), or do not attend (Mamba).
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-
     roots = list(outermost(model)) if isinstance(model, nn.Module) else []
     if not roots:
         raise TypeError(f"adopt_hf takes a model of transformers, got {type(model).__name__}, which contains none")
     if adopted_cores(model):
         raise ValueError(f"{type(model).__name__} is adopted already: release_hf gives it back")
+    is_auto = isinstance(check, str) and check == "auto"
+    if not (is_auto or check is False or isinstance(check, Mapping)):
+        raise ValueError(f"check={check!r} must be 'auto', False, or a mapping: the arguments of a call")
     layers = _attention_layers(model)
+    trials, unchecked = _trials(model, roots, check)
+    try:
+        _exchange(model, roots, layers, backend)
+        silent = _compare(trials)
+    except BaseException:
+        release_hf(model)
+        raise
+    remarks = {
+        "of torch": [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)],
+        "no core": _layers_without_core(model),
+        "not run": silent,
+        "not checked": unchecked,
+    }
+    for kind, details in remarks.items():
+        if details:
+            more = [f"and {len(details) - 3} more"] if len(details) > 3 else []
+            listed = ", ".join([*details[:3], *more])
+            warnings.warn(f"{type(model).__name__}: {WARNINGS[kind]} ({listed})", stacklevel=2)
+    return model
+
+
+def _trials(model: nn.Module, roots: Sequence[Any], check: str | bool | Mapping[str, Any]) -> tuple[list[Trial], list[str]]:
+    """Call the models before a change. Also return why some of them cannot be called."""
+    if isinstance(check, Mapping):
+        try:
+            return [Trial(model, check)], []
+        except Exception as error:
+            raise ValueError(f"check={{...}}: a call of {type(model).__name__} with it fails: {said_by(error)}") from error
+    trials, reasons = list[Trial](), list[str]()
+    for root in roots if check else ():
+        try:
+            if any(parameter.is_meta for parameter in root.parameters()):
+                raise ValueError("weights are on the meta device or offloaded")
+            trials.append(Trial(root, made_up_inputs(root)))
+        except Exception as error:  # a model of any kind may fail in any way
+            reasons.append(said_by(error))
+    return trials, reasons
+
+
+def _compare(trials: Iterable[Trial]) -> list[str]:
+    """Call the models again, and return the names of the attention modules that did not run."""
+    silent = list[str]()
+    for trial in trials:
+        difference, names = trial.difference({name: layer.core for name, layer in adopted_cores(trial.model).items()})
+        if difference:
+            raise ValueError(f"{type(trial.model).__name__} cannot be adopted: {difference}")
+        silent += names
+    return silent
+
+
+def _exchange(model: nn.Module, roots: Sequence[Any], layers: Mapping[str, Any], backend: str) -> None:
+    """Give the ``layers`` of a model their cores, and let transformers call them."""
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask_of_call)
-    adoption = Adoption(_copy_configs(model))
+    adoption = Adoption(_copy_configs(model), [one for one in model.modules() if hasattr(one, "gradient_checkpointing")])
+    for root in roots:
+        root.adoption = adoption
     for module in layers.values():
         module.core = AdoptedCore(adoption, backend=backend)
         arguments = inspect.signature(module.forward).parameters
@@ -257,20 +371,10 @@ def adopt_hf(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             adoption.hooks.append(module.register_forward_hook(adoption.leave_model, always_call=True))
     _mark_blocks(model, layers.values())
     for root in roots:
-        root.adoption = adoption
         root.set_attn_implementation(NAME)
     still = [name for name, module in layers.items() if module.config._attn_implementation != NAME]
     if still:
-        release_hf(model)
         raise ValueError(f"{still[0]} of {type(model).__name__} cannot change its attention: transformers left it as it was")
-    torchs = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    others = [name for name, kind in _without(model, layers) if _attends_by_itself(kind, others=True)]
-    of_torch = "is torch's nn.MultiheadAttention (swap_attention(model), before adopt_hf, gives it our core, too)"
-    for what, names in {of_torch: torchs, "computes its attention itself": others}.items():
-        if names:
-            kept = "it stays as it is, is not recorded, and keeps its scale"
-            warnings.warn(f"{', '.join(names)} of {type(model).__name__} {what}: {kept}", stacklevel=2)
-    return model
 
 
 def release_hf(model: nn.Module) -> nn.Module:
@@ -298,6 +402,7 @@ def release_hf(model: nn.Module) -> nn.Module:
     for adoption in adoptions:
         for handle in adoption.hooks:
             handle.remove()
+        adoption.unwrap_checkpoints()
     return model
 
 
@@ -316,12 +421,8 @@ def adopted_cores(model: nn.Module) -> dict[str, Any]:
 
 
 def _attention_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the attention modules of ``model`` by name. Raise a ValueError if some attention cannot be replaced."""
+    """Return the attention modules of ``model`` by name. Raise a ValueError if no attention can be replaced."""
     layers = {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
-    if others := [name for name, kind in _without(model, layers) if _attends_by_itself(kind)]:
-        where = f"the attention of {others[0]} in {type(model).__name__}"
-        said = "does not pass through transformers' AttentionInterface, so no other function can take its place"
-        raise ValueError(f"{where} {said}")
     if not layers:
         raise ValueError(f"{type(model).__name__} has no attention to adopt: no layer calls transformers' AttentionInterface")
     if taken := [name for name, module in layers.items() if hasattr(module, "core")]:
@@ -329,10 +430,17 @@ def _attention_layers(model: nn.Module) -> dict[str, Any]:
     return layers
 
 
-def _without(model: nn.Module, layers: Iterable[str]) -> list[tuple[str, Any]]:
-    """The names and classes of the modules that neither are nor contain one of ``layers``."""
-    known = {*layers, "", *(around for name in layers for around in _around(name))}
-    return [(name, type(module)) for name, module in model.named_modules() if name not in known]
+def _layers_without_core(model: nn.Module) -> list[str]:
+    """The names of the layers, as transformers marks them, that hold neither a core nor torch's attention."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    names = list[str]()
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{other}.") for other in names)
+        attends = any(isinstance(part, AdoptedCore | nn.MultiheadAttention) for part in module.modules())
+        if isinstance(module, GradientCheckpointingLayer) and not is_inside and not attends:
+            names.append(name)
+    return names
 
 
 def _mark_blocks(model: nn.Module, layers: Collection[nn.Module]) -> None:
@@ -360,27 +468,6 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
     return isinstance(forward, FunctionType) and any(
         isinstance(forward.__globals__.get(name), AttentionInterface) for name in _names_of(forward.__code__)
     )
-
-
-@cache
-def _attends_by_itself(kind: type[nn.Module], others: bool = False) -> bool:
-    """Whether methods of a class compute a softmax, and take a mask (not that of padding alone, as routers of experts do) or multiply
-    before and after it: with ``@``, as SAM does. ``others``: or with other products, or they call torch's function.
-
-    ``__init__`` does not count: a loss has options that are named after masks.
-    """
-    methods = [vars(base)[name] for base in kind.__mro__ for name in vars(base) if name != "__init__"]
-    unwrapped = [inspect.unwrap(method) for method in methods if callable(method)]
-    codes = [method.__code__ for method in unwrapped if isinstance(method, FunctionType)]
-    arguments = {name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
-    takes_mask = any(name.endswith("mask") and name != "padding_mask" for name in arguments)
-    attends = [code for code in codes if {"softmax", "scaled_dot_product_attention"} & set(_names_of(code))]
-    steps = {"@": "p", "softmax": "s"} | (OTHER_STEPS if others else {})
-    found = [
-        "".join(steps.get(str(one.argval), steps.get(one.argrepr, "")) for one in dis.get_instructions(code))
-        for code in attends
-    ]
-    return (takes_mask and bool(attends)) or any(re.search("p.*s.*p", marks) for marks in found)
 
 
 def _names_of(code: CodeType) -> Iterator[str]:
@@ -432,9 +519,7 @@ def _attention(
     Without a mask, ``is_causal`` is aligned at the upper left, as in torch: a static cache hands out keys that are not written.
     """
     if chosen := [name for name in ("indices", "block_indices", "sinks") if options.get(name) is not None]:
-        raise ValueError(
-            f"{type(module).__name__} hands {chosen[0]} to its attention function, which no core takes: release_hf"
-        )
+        raise ValueError(f"{type(module).__name__} hands {chosen[0]} to its attention function, and no core takes {chosen[0]}")
     core: AdoptedCore = module.core
     if is_causal is None:  # a module that always gets a mask from transformers need not say it (NLLB-MoE, Mllama)
         is_causal = getattr(module, "is_causal", False) or (getattr(module, "is_decoder", False) and not core.is_cross)

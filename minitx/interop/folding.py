@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitx.interop.trial import made_up_inputs
 from minitx.nn.functional import AttentionCall
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
@@ -91,7 +92,7 @@ def _first_calls(model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[st
             for name, layer in layers.items():
                 hook = layer.core.register_forward_pre_hook(lambda _, args, name=name: calls.setdefault(name, args[0]) and None)
                 hooks.enter_context(hook)
-            root(**(_default_inputs(root) if inputs is None else inputs))
+            root(**(_made_up_inputs(root) if inputs is None else inputs))
     if missing := [name for name in layers if name not in calls]:
         raise ValueError(
             f"cannot fold the scale: {missing[0]} did not run when the model was called. Give the whole model, or the arguments "
@@ -100,18 +101,11 @@ def _first_calls(model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[st
     return calls
 
 
-def _default_inputs(root: Any) -> dict[str, Tensor]:
-    """Arguments for one call of a model of text or of pictures."""
-    config = root.config
-    if root.main_input_name == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size if isinstance(config.image_size, tuple | list) else (config.image_size,) * 2
-        shape = (1, config.num_channels, *size)
-        picture = torch.arange(math.prod(shape)).sin().view(shape)
-        return {"pixel_values": picture.to(root.device, root.dtype)}
-    if root.main_input_name == "input_ids":
-        ids = torch.arange(1, 8, device=root.device).view(1, 7)
-        return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
-    raise ValueError(f"fold_scale calls the model once: inputs= takes the arguments, {root.main_input_name} and others")
+def _made_up_inputs(root: Any) -> dict[str, Tensor]:
+    try:
+        return made_up_inputs(root)
+    except ValueError as error:
+        raise ValueError(f"cannot fold the scale, because {error}: pass inputs=, the arguments of a call") from None
 
 
 def _folds_of(

@@ -46,7 +46,9 @@ REFUSED = {
     "GPTNeo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 99, "attention_types": [[["global", "local"], 1]]},
     "GPTJ": {**GPT, "rotary_dim": 4}, "Git": {"vision_config": PICTURE, **TEXT},
 }  # fmt: skip
-REFUSED_PAIRS = {"LongT5": T5, "PegasusX": {**BART, "block_size": 4, "num_global_tokens": 2}, "BigBirdPegasus": BART}
+REFUSED_PAIRS = {"BigBirdPegasus": BART}
+PARTLY = {"LongT5": T5, "PegasusX": {**BART, "block_size": 4, "num_global_tokens": 2}}
+"""Families whose encoder computes its attention itself, and stays as it is."""
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 BESIDE = {
@@ -65,7 +67,7 @@ KINDS = {
     "ForCausalLM": {"GPT2": GPT, **DECODERS, **BESIDE, **REFUSED},
     "ForMaskedLM": ENCODERS,
     "Model": PICTURES,
-    "ForConditionalGeneration": {**PAIRS, "Whisper": SPEECH, **REFUSED_PAIRS},
+    "ForConditionalGeneration": {**PAIRS, **PARTLY, "Whisper": SPEECH, **REFUSED_PAIRS},
 }
 """The end of the name of the class, and the configs of its families."""
 REFUSED |= REFUSED_PAIRS
@@ -99,7 +101,7 @@ def inputs_of(name: str, *, pad: str | None = None) -> tuple[dict[str, Tensor], 
     if name == "Whisper":
         return {"input_features": torch.randn(2, 80, 100, generator=generator), "decoder_input_ids": ids}, None
     found: dict[str, Tensor] = {"input_ids": ids, "attention_mask": real}
-    if name in PAIRS:
+    if name in (*PAIRS, *PARTLY, *REFUSED_PAIRS):
         return {**found, "decoder_input_ids": ids[:, :7]}, None
     return found, real.bool()
 
