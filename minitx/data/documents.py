@@ -180,7 +180,6 @@ def task_of(
         train=train,
         val=val,
         longest=val.context_len,
-        pad={"document_ids": -1},
         bucket=bucket,
         tokenizer=tokenizer,
         model_fields={"vocab_size": tokenizer.vocab_size, **eos_id},

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitx.config.schema import stated
 from minitx.nn.functional import AttentionCall
 from minitx.nn.modes import evaluating
 from minitx.nn.scale import memory_of, overlap, scale_multiplier
@@ -102,8 +103,8 @@ def _first_calls(model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[st
 def _default_inputs(root: Any) -> dict[str, Tensor]:
     """Arguments for one call of a model of text or of pictures."""
     config = root.config
-    if root.main_input_name == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size if isinstance(config.image_size, tuple | list) else (config.image_size,) * 2
+    if root.main_input_name == "pixel_values" and (side := stated(config, "image_size")) is not None:
+        size = side if isinstance(side, tuple | list) else (side, side)
         shape = (1, config.num_channels, *size)
         picture = torch.arange(math.prod(shape)).sin().view(shape)
         return {"pixel_values": picture.to(root.device, root.dtype)}
@@ -164,7 +165,7 @@ def _ratio_of(name: str, layer: Any, call: AttentionCall, to: str | float, facto
     old = call.scale * layer.core.own_factor
     if 0.0 in (old, new):
         raise ValueError(f"cannot fold the scale of {name}: the old or the new scale is 0")
-    clips = [clip for owner in (layer, layer.config) if (clip := getattr(owner, "clip_qkv", None)) is not None]
+    clips = [clip for owner in (layer, layer.config) if (clip := stated(owner, "clip_qkv")) is not None]
     if clips:  # one call may stay below it
         raise ValueError(f"cannot fold the scale of {name}: its queries are clipped to clip_qkv={clips[0]}")
     return old / new

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, SamplesConfig, TrainerConfig, TransformerConfig
-from minitx.config.schema import require
+from minitx.config.schema import check_choice, require
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
+from minitx.training.build import config_of
 from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows, widest_float
 from minitx.training.loggers import add_records, drop_records, unit_of
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, hash_seed
@@ -184,10 +185,11 @@ class StopAt(StepCallback):
         reached: the step at which the value was reached, or None.
 
     Raises:
-        ConfigError: in training, if the metric is ``train_accuracy`` and the objective counts no right answers.
+        ConfigError: another metric; or in training, if the metric is ``train_accuracy`` and the objective counts no right answers.
     """
 
     def __init__(self, metric: str, value: float, window: int = 1, extra_steps: int = 0) -> None:
+        check_choice("metric", metric, ("train_accuracy", "train_loss"))
         self.metric, self.value, self.window, self.extra_steps = metric, value, window, extra_steps
         self.reached: int | None = None
         self._last: list[float] = []
@@ -475,8 +477,8 @@ class Samples(StepCallback):
             self.on_step(trainer, module, trainer.global_step, None)
 
     def _check(self, trainer: L.Trainer, network: nn.Module) -> None:
-        config: Any = getattr(network, "config", None)
-        kind = getattr(config, "architecture", type(network).__name__)
+        config: Any = config_of(network)
+        kind = type(network).__name__ if config is None else config.architecture
         if kind not in ("decoder", "encoder_decoder") or self.tokenizer is None:
             raise ConfigError(f"callbacks.samples needs text and a decoder or encoder-decoder of ours, got {kind}")
         if isinstance(trainer.strategy, Sharded):

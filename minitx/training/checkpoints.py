@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
-from minitx.config.schema import first_line, require
+from minitx.config.schema import first_line, require, stated
 from minitx.config.training import MODEL
 from minitx.data import tokenizers
 from minitx.data.loaders import task_of_loaders
@@ -425,7 +425,7 @@ class Stored:
         self._check("data")
         data = load_data(self.config, self.tokenizer)
         task = data if isinstance(data, Task) else task_of_loaders(data)[0]
-        size = getattr(getattr(self.network, "config", None), "vocab_size", None)
+        size = stated(getattr(self.network, "config", None), "vocab_size", int)
         if size is not None and task.model_fields.get("vocab_size", 0) > size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
         return task

@@ -26,7 +26,7 @@ from minitx.data.batches import Address, ValSource
 from minitx.data.loaders import task_of_loaders
 from minitx.data.task import Batch, Task, as_split, num_targets
 from minitx.generation import beam_search, generate
-from minitx.generation.decoding import of_config
+from minitx.generation.decoding import longest_of
 from minitx.nn.modes import evaluating
 from minitx.training.build import Caller, in_own_dtype, network_of, rows_of_batch
 from minitx.training.devices import whole_state
@@ -179,7 +179,7 @@ def _batches(network: nn.Module, source: ValSource, options: EvaluationConfig) -
     left, caller = options.num_rows or math.inf, Caller(network)
     for step in range(len(source)):
         batch = source[Address(step)]
-        caller.check(batch)
+        caller.check(batch, source.split.key_masks.values())
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         rows = int(min(left, len(batch["labels"])))
         yield rows_of_batch(batch, slice(rows))
@@ -262,8 +262,7 @@ def _answers(network: nn.Module, task: Task, source: ValSource, options: Evaluat
     """What the network writes for every validation row, as text."""
     assert task.tokenizer is not None
     answer_to = generate if options.num_beams == 1 else partial(beam_search, num_beams=options.num_beams)
-    if of_config(network, "position") == "learned":
-        longest = min(longest, of_config(network, "max_len"))
+    longest = min(longest, longest_of(network))
     for batch in _batches(network, source, options):
         answers = answer_to(network, batch["input_ids"], key_mask=batch.get("key_mask"), max_new_tokens=longest)
         yield from (task.tokenizer.decode(answer.tolist()) for answer in answers)
