@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from datetime import datetime
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -18,6 +20,8 @@ from minitx.data.tables import column_of, divided, load_tables, tell_left_out
 from minitx.data.task import Ragged, Task, VocabSize, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
+log = logging.getLogger(__name__)
+
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -28,6 +32,12 @@ Message = Mapping[str, str]
 SLOT = "\ue000{}\ue001"
 """A placeholder for the content of a message in the template's output, from Unicode's private use area."""
 
+LONGEST_TAIL = 4
+"""The most tokens that end an answer: a special token, and white space."""
+
+OPEN, CLOSE = "\ue002", "\ue003"
+"""Around what ``{% generation %}`` and ``{% endgeneration %}`` enclose."""
+
 
 class ChatFormat:
     """Encode conversations as ids with a chat template.
@@ -36,21 +46,26 @@ class ChatFormat:
     a template or as a special token. Special tokens in the template (``{{ eos_token }}``, ``<|im_end|>``) become their ids.
 
     Args:
-        template: a chat template as on the Hugging Face hub: jinja2 with ``messages``, ``add_generation_prompt``,
-            ``bos_token``, ``eos_token`` and ``raise_exception``. It runs in jinja2's sandbox, because templates may come from
-            others.
+        template: a chat template as on the Hugging Face hub: jinja2 with what transformers gives it (``messages``,
+            ``add_generation_prompt``, ``bos_token``, ``eos_token``, ``raise_exception``, ``strftime_now``, ``{% generation %}``,
+            ``{% break %}``, ``{% continue %}``; ``tools`` and ``documents`` are None). It runs in jinja2's sandbox, because templates
+            may come from others.
         tokenizer: a tokenizer with an end mark.
+        name: what the template is called in messages.
+
+    Attributes:
+        reads: the names that the template reads.
+        marks_answers: the template has ``{% generation %}``, which then decides what counts.
 
     Raises:
         ConfigError: the template is not valid jinja2, or the tokenizer has no end mark.
     """
 
-    def __init__(self, template: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: str, tokenizer: Tokenizer, name: str = "data.template") -> None:
         import jinja2
         from jinja2.meta import find_undeclared_variables
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        self.tokenizer = tokenizer
+        self.tokenizer, self.name = tokenizer, name
         self.special = {token["content"]: token["id"] for token in json.loads(tokenizer.to_dict()["json"])["added_tokens"]}
         texts = {id: text for text, id in self.special.items()}
         named = {role: text for role, text in tokenizer.special_tokens.items() if text in self.special}  # before names we know
@@ -58,73 +73,114 @@ class ChatFormat:
         if "eos_token" not in self.marks:  # which ends an answer
             require_marks(tokenizer, "eos")
         names = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
-        self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')})")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # as in transformers; jinja2's is for HTML
+        self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')}|[{OPEN}{CLOSE}])")
+        environment = _environment()
         try:
-            self.template = environment.from_string(template)
-            self.reads = find_undeclared_variables(environment.parse(template))
+            self.template, tree = environment.from_string(template), environment.parse(template)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"data.template cannot be read: {first_line(error)}") from None
+            raise ConfigError(f"{name} cannot be read: {first_line(error)}") from None
+        self.reads = find_undeclared_variables(tree)
+        self.marks_answers = tree.find(jinja2.nodes.ExtensionAttribute) is not None
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a conversation, and a bool array of the same shape: True in the answers of ``assistant`` and their end marks.
+        """Return the ids of a conversation, and a bool array of the same shape: True where a token counts.
+
+        These are the tokens inside of ``{% generation %}``, if the template has it, else the answers of ``assistant`` and their end
+        marks.
 
         Raises:
-            ConfigError: the template raises an error, changes a content by more than white space at its ends, or writes no special
-                token after an answer.
+            ConfigError: the template raises an error, changes a content by more than white space at its ends, or has neither
+                ``{% generation %}`` nor a special token after an answer.
         """
         shown = [{**message, "content": SLOT.format(i)} for i, message in enumerate(messages)]
-        text = self._render(shown, add_generation_prompt)
-        contents = iter(_as_written(text, self._render(messages, add_generation_prompt), messages))
+        marked = self._render(shown, add_generation_prompt, marks=(OPEN, CLOSE))
+        written = re.sub(f"[{OPEN}{CLOSE}]", "", marked), self._render(messages, add_generation_prompt)
+        contents = iter(self._as_written(*written, messages))
         sections, counted, in_answer = [""], list[bool](), False  # texts, with a special token between two; each character
-        for part in [*self.parts.split(text), None]:
+        for part in [*filter(None, self.parts.split(marked)), None]:
             slot = re.fullmatch(SLOT.format("([0-9]+)"), part or "")
-            if in_answer and (slot or part is None):
-                raise ConfigError("data.template must write a special token, such as {{ eos_token }}, behind each answer")
-            if not part:
+            if in_answer and not self.marks_answers and (slot or part is None):
+                said = "must write a special token, such as {{ eos_token }}, behind each answer, or enclose answers in {% generation %}"
+                raise ConfigError(f"{self.name} {said}")
+            if part is None or part in (OPEN, CLOSE):
+                in_answer = part == OPEN
                 continue
-            in_answer = in_answer or (slot is not None and messages[int(slot[1])]["role"] == "assistant")
+            if not self.marks_answers:
+                in_answer = in_answer or (slot is not None and messages[int(slot[1])]["role"] == "assistant")
             said = next(contents) if slot else part
             counted += [in_answer] * len(said)
             if part in self.special:
-                sections, in_answer = [*sections, part, ""], False
+                sections, in_answer = [*sections, part, ""], in_answer and self.marks_answers
             else:
                 sections[-1] += said
         ids, places = self.tokenizer.encode_sections(sections)
         before, (start, end) = np.cumsum([0, *counted, False]), places.T  # answers' characters before each
         return ids, before[np.maximum(end, start + 1)] > before[start]
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        names = {"bos_token": "", **self.marks, "messages": messages, "add_generation_prompt": add_generation_prompt}
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, marks: tuple[str, str] = ("", "")) -> str:
+        told = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, _MARKS: marks}
         try:
-            return self.template.render(names)
+            return self.template.render({"bos_token": "", **self.marks, **told, "messages": messages})
         except Exception as error:  # a template may do anything wrong that Python can
-            raise ConfigError(f"data.template refuses a conversation: {first_line(error)}") from None
+            raise ConfigError(f"{self.name} refuses a conversation: {first_line(error)}") from None
+
+    def _as_written(self, slots: str, whole: str, messages: Sequence[Message]) -> list[str]:
+        """The contents in ``whole`` in order, as they are or without the white space at their ends. ``slots`` has a placeholder for each.
+
+        Raises:
+            ConfigError: ``whole`` is not ``slots`` with such contents.
+        """
+        literals = re.split(SLOT.format("([0-9]+)"), slots)
+        contents = [messages[int(number)]["content"] for number in literals[1::2]]
+        if whole == "".join(map("".join, zip(literals[::2], [*contents, ""], strict=True))):
+            return contents
+        forms = [dict.fromkeys([content, content.strip(), content.lstrip(), content.rstrip()]) for content in contents]
+        each = [f"({'|'.join(map(re.escape, form))})" for form in forms]
+        found = re.fullmatch("".join(map("".join, zip(map(re.escape, literals[::2]), [*each, ""], strict=True))), whole)
+        if found is None:
+            first = messages[0]["content"]
+            raise ConfigError(f"{self.name} changes what a message says, in the conversation that begins with {first!r:.60}")
+        return [*found.groups()]
 
 
-def _as_written(slots: str, whole: str, messages: Sequence[Message]) -> list[str]:
-    """The contents in ``whole`` in order, as they are or without the white space at their ends. ``slots`` has a placeholder for each.
-
-    Raises:
-        ConfigError: ``whole`` is not ``slots`` with such contents.
-    """
-    literals = re.split(SLOT.format("([0-9]+)"), slots)
-    contents = [messages[int(number)]["content"] for number in literals[1::2]]
-    if whole == "".join(map("".join, zip(literals[::2], [*contents, ""], strict=True))):
-        return contents
-    forms = [dict.fromkeys([content, content.strip(), content.lstrip(), content.rstrip()]) for content in contents]
-    each = [f"({'|'.join(map(re.escape, form))})" for form in forms]
-    found = re.fullmatch("".join(map("".join, zip(map(re.escape, literals[::2]), [*each, ""], strict=True))), whole)
-    if found is None:
-        first = messages[0]["content"]
-        raise ConfigError(f"data.template changes what a message says, in the conversation that begins with {first!r:.60}")
-    return [*found.groups()]
+_MARKS = "_marks_of_generation"
+"""The name in a template's context of what stands around a generated text."""
 
 
-def _refuse(message: str) -> None:
-    raise ValueError(message)
+@cache
+def _environment() -> Any:
+    """The environment of jinja2 in which transformers renders chat templates (``transformers.utils.chat_template_utils``)."""
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """The block ``{% generation %} … {% endgeneration %}``."""
+
+        tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            line, body = next(parser.stream).lineno, parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("enclose", [jinja2.nodes.ContextReference()])
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def enclose(self, context: Any, caller: Any) -> str:
+            before, after = context[_MARKS]
+            return f"{before}{caller()}{after}"
+
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:  # jinja2's is for HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment
 
 
 def chat(
@@ -143,7 +199,8 @@ def chat(
     packing: bool = True,
     bucket: bool = True,
 ) -> Task:
-    """Fine-tuning on conversations, with the loss on the answers only.
+    """Fine-tuning on conversations, with the loss on the answers only: on what the template encloses in ``{% generation %}``, else on the
+    contents of ``assistant`` and the tokens that end them.
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
@@ -167,15 +224,26 @@ def chat(
     has_tools = any("tools" in table.column_names and any(table["tools"]) for table in tables)
     said = f"{name} has a column tools, which the template reads and does not get: write the tools into a message, or remove the column"
     require(not has_tools or "tools" not in format.reads, said)
+    if "strftime_now" in format.reads:
+        log.warning("data.template writes the date of today, so a run that resumes on another day has other rows")
     train, val = (_rows(part, format, context_len, packing, name) for part in splits)
     count_unknown(made_by, [train.pieces.values], name)
     return task_of(name, train, val, made_by, _ends(train, format), bucket)
 
 
 def _ends(rows: DocumentRows, format: ChatFormat) -> list[int]:
-    """The special tokens that end the answers of these rows."""
-    ids, counted = rows.pieces.values, np.append(rows.counted.values, False)  # type: ignore[union-attr]
-    return np.intersect1d(ids[counted[:-1] & ~counted[1:]], [*format.special.values()]).tolist()
+    """The special tokens that end the answers of these rows, also with white space behind them that counts."""
+    ids, counted = rows.pieces.values, rows.counted.values  # type: ignore[union-attr]
+    edges = np.flatnonzero(np.diff(counted, prepend=False, append=False))
+    starts, stops = edges[::2], edges[1::2]
+    is_special = np.isin(ids, [*format.special.values()])
+    last = np.maximum.accumulate(np.where(is_special, np.arange(len(ids)), -1))[stops - 1]
+    tails = {
+        tuple(ids[i:stop].tolist())
+        for i, start, stop in zip(last, starts, stops, strict=True)
+        if start <= i >= stop - LONGEST_TAIL
+    }
+    return sorted({end for end, *rest in tails if not format.tokenizer.decode(rest).strip()})
 
 
 def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str) -> DocumentRows:
