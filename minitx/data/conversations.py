@@ -54,7 +54,8 @@ class ChatFormat:
         name: what the template is called in messages.
 
     Attributes:
-        reads: the names that the template reads.
+        reads: the variables that the template reads.
+        writes_date: the template calls ``strftime_now``.
         marks_answers: the template has ``{% generation %}``, which then decides what counts.
 
     Raises:
@@ -80,6 +81,7 @@ class ChatFormat:
         except jinja2.TemplateError as error:
             raise ConfigError(f"{name} cannot be read: {first_line(error)}") from None
         self.reads = find_undeclared_variables(tree)
+        self.writes_date = any(node.name == "strftime_now" for node in tree.find_all(jinja2.nodes.Name))
         self.marks_answers = tree.find(jinja2.nodes.ExtensionAttribute) is not None
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -224,7 +226,7 @@ def chat(
     has_tools = any("tools" in table.column_names and any(table["tools"]) for table in tables)
     said = f"{name} has a column tools, which the template reads and does not get: write the tools into a message, or remove the column"
     require(not has_tools or "tools" not in format.reads, said)
-    if "strftime_now" in format.reads:
+    if format.writes_date:
         log.warning("data.template writes the date of today, so a run that resumes on another day has other rows")
     train, val = (_rows(part, format, context_len, packing, name) for part in splits)
     count_unknown(made_by, [train.pieces.values], name)

@@ -7,7 +7,7 @@ You are a helpful assistant.<|im_end|>
 '}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
 ' }}{% endif %}"""
 
-LLAMA_2 = """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""  # noqa: E501
+LLAMA_2 = """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
 
 LLAMA_3 = """{{- bos_token }}
 {%- if not date_string is defined %}
@@ -71,7 +71,7 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
 GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] %}{% set messages = messages[1:] %}{% endif %}{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '
 ' + (first + '\\n\\n' if first is defined and loop.first else '') + message['content'] | trim + '<end_of_turn>
 ' }}{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model
-'}}{% endif %}"""  # noqa: E501
+'}}{% endif %}"""
 
 ZEPHYR = """{% for message in messages %}
 {% if message['role'] == 'user' %}
@@ -121,7 +121,7 @@ QWEN_3 = """{%- if tools %}
     {%- endif %}
 {%- endif %}"""
 
-DEEPSEEK = """{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{% set ns = namespace(is_first=false, system_prompt='') %}{%- for message in messages %}{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}{%- if message['role'] == 'system' %}{%- continue %}{%- endif %}{%- if message['role'] == 'user' %}{{'<|User|>' + message['content']}}{%- endif %}{%- if message['role'] == 'assistant' and message['content'] is not none %}{{'<|Assistant|>' + message['content'] + eos_token}}{%- endif %}{%- endfor -%}{% if add_generation_prompt %}{{'<|Assistant|>'}}{% endif %}"""  # noqa: E501
+DEEPSEEK = """{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{% set ns = namespace(is_first=false, system_prompt='') %}{%- for message in messages %}{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}{%- if message['role'] == 'system' %}{%- continue %}{%- endif %}{%- if message['role'] == 'user' %}{{'<|User|>' + message['content']}}{%- endif %}{%- if message['role'] == 'assistant' and message['content'] is not none %}{{'<|Assistant|>' + message['content'] + eos_token}}{%- endif %}{%- endfor -%}{% if add_generation_prompt %}{{'<|Assistant|>'}}{% endif %}"""
 
 SMOL_3 = """{%- set date = strftime_now("%Y") -%}
 {%- if messages[0].role == "system" -%}
@@ -173,7 +173,7 @@ LAST_ANSWER = """{% for m in messages %}
 {% endfor %}"""
 """Only the last answer counts."""
 
-BARE_ANSWER = "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }}{% endgeneration %}{% else %}\n{{ m.content }}:{% endif %}{% endfor %}"  # noqa: E501
+BARE_ANSWER = "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }}{% endgeneration %}{% else %}\n{{ m.content }}:{% endif %}{% endfor %}"
 """No special token ends an answer."""
 
 PLAIN = {

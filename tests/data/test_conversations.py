@@ -112,10 +112,7 @@ def test_a_template_writes_what_transformers_writes_and_its_marks_decide_what_co
 def test_with_marks_a_run_counts_what_they_enclose_and_ends_a_text_with_what_ends_it(
     both_tokenizers, write_text, name, end, caplog
 ):
-    ours, rows = (
-        both_tokenizers[1],
-        [json.dumps({"messages": turns(*TURNS)})] * 9 + [json.dumps({"messages": turns(*TURNS[:2])})],
-    )
+    ours, rows = both_tokenizers[1], [json.dumps({"messages": turns(*said)}) for said in [*[TURNS] * 9, TURNS[:2]]]
     task = chat(path=write_text("\n".join(rows), "a.jsonl"), tokenizer=ours, template=GENERATION[name], packing=False)
     assert task.model_fields.get("eos_id") == (end and ours.encode_sections(["", end, ""])[0][0])
     ids, counted = ChatFormat(GENERATION[name], ours).encode(turns(*TURNS))
