@@ -23,6 +23,7 @@ from minitx.cli.compose import find_own_modules
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
+from minitx.data.conversations import ChatFormat, template_of
 from minitx.data.task import Task, as_split, key_value_texts, position_texts
 from minitx.data.tokenizers import Tokenizer, fingerprint, token_texts
 from minitx.generation import beam_search, generate
@@ -131,6 +132,18 @@ def reader_of_ids(stored: Stored) -> Any:
             return logits
 
     return Reads().eval()
+
+
+def chat_format(stored: Stored) -> ChatFormat | None:
+    """Return the chat template of a checkpoint, for its prompts, or None if it has none.
+
+    Raises:
+        ConfigError: the template cannot be read, or the tokenizer has no end mark.
+    """
+    template = template_of(stored.config.data, stored.tokenizer)
+    if template is None or stored.tokenizer is None:
+        return None
+    return ChatFormat(template, stored.tokenizer, "the chat template of the checkpoint")
 
 
 def row_inputs(task: Task, row: int) -> Inputs:

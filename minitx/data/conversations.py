@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from itertools import chain
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from minitx.config import ConfigError
+from minitx.config import ConfigError, Part
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
 from minitx.data.tables import column_of, divided, load_tables, tell_left_out
@@ -118,6 +119,30 @@ class ChatFormat:
         ids, places = self.tokenizer.encode_sections(sections)
         before, (start, end) = np.cumsum([0, *counted, False]), places.T  # answers' characters before each
         return ids, before[np.maximum(end, start + 1)] > before[start]
+
+    def prompt(self, text: str) -> tuple[np.ndarray, list[int]]:
+        """Return the ids of a conversation in which the user has said ``text`` and the answer is to come, and the special tokens that
+        end an answer.
+
+        Raises:
+            ConfigError: see ``encode``.
+        """
+        asked, ends = [{"role": "user", "content": text}], list[int]()
+        with suppress(
+            ConfigError
+        ):  # a template that trains nothing, because nothing ends its answers, can still write a prompt
+            ends = self.ends(*self.encode([*asked, {"role": "assistant", "content": text}]))
+        return self.encode(asked, add_generation_prompt=True)[0], ends
+
+    def ends(self, ids: np.ndarray, counted: np.ndarray) -> list[int]:
+        """Return the special tokens that end the answers in what ``encode`` gave, also with white space behind them that counts."""
+        edges = np.flatnonzero(np.diff(counted, prepend=False, append=False))
+        starts, stops = edges[::2], edges[1::2]
+        is_special = np.isin(ids, [*self.special.values()])
+        last = np.maximum.accumulate(np.where(is_special, np.arange(len(ids)), -1))[stops - 1]
+        is_end = (last >= starts) & (last >= stops - LONGEST_TAIL)
+        tails = {tuple(ids[i:stop].tolist()) for i, stop in zip(last[is_end], stops[is_end], strict=True)}
+        return sorted({end for end, *rest in tails if not self.tokenizer.decode(rest).strip()})
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, marks: tuple[str, str] = ("", "")) -> str:
         told = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, _MARKS: marks}
@@ -230,22 +255,19 @@ def chat(
         log.warning("data.template writes the date of today, so a run that resumes on another day has other rows")
     train, val = (_rows(part, format, context_len, packing, name) for part in splits)
     count_unknown(made_by, [train.pieces.values], name)
-    return task_of(name, train, val, made_by, _ends(train, format), bucket)
+    return task_of(name, train, val, made_by, format.ends(train.pieces.values, train.counted.values), bucket)
 
 
-def _ends(rows: DocumentRows, format: ChatFormat) -> list[int]:
-    """The special tokens that end the answers of these rows, also with white space behind them that counts."""
-    ids, counted = rows.pieces.values, rows.counted.values  # type: ignore[union-attr]
-    edges = np.flatnonzero(np.diff(counted, prepend=False, append=False))
-    starts, stops = edges[::2], edges[1::2]
-    is_special = np.isin(ids, [*format.special.values()])
-    last = np.maximum.accumulate(np.where(is_special, np.arange(len(ids)), -1))[stops - 1]
-    tails = {
-        tuple(ids[i:stop].tolist())
-        for i, start, stop in zip(last, starts, stops, strict=True)
-        if start <= i >= stop - LONGEST_TAIL
-    }
-    return sorted({end for end, *rest in tails if not format.tokenizer.decode(rest).strip()})
+def is_chat(node: Part) -> bool:
+    """Return whether a node of data is ``data=chat``."""
+    return str(node.get("_target_")).rpartition(".")[2] == "chat"
+
+
+def template_of(node: Part, tokenizer: Tokenizer | None) -> str | None:
+    """Return the chat template of a run, given its node of data: with ``data=chat`` the one that wrote the rows, else the one of its
+    tokenizer's folder, or None if there is none."""
+    known = None if tokenizer is None else tokenizer.chat_template
+    return (node.get("template") or known or TEMPLATE) if is_chat(node) else known
 
 
 def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str) -> DocumentRows:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, SamplesConfig, TrainerConfig, TransformerConfig
 from minitx.config.schema import check_choice, require
+from minitx.data.conversations import ChatFormat
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
@@ -445,14 +446,23 @@ class Samples(StepCallback):
         tokenizer: the tokenizer of the data, or None.
         options: how often (there are also samples at the last step), the prompts, and how they are continued.
         seed: the seed of the random numbers.
+        format: the chat template in which a prompt is a user's message. None: a prompt is a text.
 
     Raises:
         ConfigError: at the start of training, if the model writes no text or is sharded over devices, or if there are no
             prompts, no tokenizer, or a prompt that it cannot encode.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer | None, options: SamplesConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer | None,
+        options: SamplesConfig,
+        seed: int = 0,
+        format: ChatFormat | None = None,
+    ) -> None:
         self.path, self.tokenizer, self.options, self.seed = folder / "samples.jsonl", tokenizer, options, seed
+        self.format = format
         self._ids: list[list[int]] = []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -491,7 +501,8 @@ class Samples(StepCallback):
                 f"callbacks.samples.max_new_tokens={self.options.max_new_tokens} must be at most model.max_len={config.max_len}"
             )
         try:
-            self._ids = [[int(id) for id in self.tokenizer.encode(prompt)] for prompt in prompts]
+            encode = self.tokenizer.encode if self.format is None else lambda prompt: self.format.prompt(prompt)[0]
+            self._ids = [[int(id) for id in encode(prompt)] for prompt in prompts]
         except ValueError as error:
             raise ConfigError(f"callbacks.samples.prompts cannot be read by the tokenizer: {error}") from error
 

@@ -108,6 +108,25 @@ def test_a_template_writes_what_transformers_writes_and_its_marks_decide_what_co
         assert {*ids[ends]} <= {*format.special.values()}
 
 
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("chatml", "<|im_end|>"),
+        ("llama 3", "<|eot_id|>"),
+        ("zephyr", "<|endoftext|>"),
+        ("smol 3", "<|im_end|>"),
+        ("bare answer", None),
+    ],
+)
+def test_a_prompt_ends_where_the_answer_begins_and_the_answer_with_its_special_token(both_tokenizers, name, end):
+    (theirs, ours), template = both_tokenizers, (PLAIN | GENERATION)[name]
+    ids, ends = ChatFormat(template, ours).prompt("1+1?")
+    asked = turns("user: 1+1?")
+    wanted = theirs.apply_chat_template(asked, chat_template=template, add_generation_prompt=True)
+    assert ids.tolist() == wanted["input_ids"]
+    assert ends == ([] if end is None else [theirs.convert_tokens_to_ids(end)])
+
+
 @pytest.mark.parametrize(("name", "end"), [("smol 3", "<|im_end|>"), ("training", "<|im_end|>"), ("bare answer", None)])
 def test_with_marks_a_run_counts_what_they_enclose_and_ends_a_text_with_what_ends_it(
     both_tokenizers, write_text, name, end, caplog
