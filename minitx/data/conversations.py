@@ -17,7 +17,7 @@ import numpy as np
 from minitx.config import ConfigError, Part
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.tables import column_of, divided, load_tables, tell_left_out
+from minitx.data.tables import column_of, divided, load_tables, share_of
 from minitx.data.task import Ragged, Task, VocabSize, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -253,9 +253,10 @@ def chat(
     require(not has_tools or "tools" not in format.reads, said)
     if format.writes_date:
         log.warning("data.template writes the date of today, so a run that resumes on another day has other rows")
-    train, val = (_rows(part, format, context_len, packing, name) for part in splits)
+    (train, of_train), (val, of_val) = (_rows(part, format, context_len, packing, name) for part in splits)
     count_unknown(made_by, [train.pieces.values], name)
-    return task_of(name, train, val, made_by, format.ends(train.pieces.values, train.counted.values), bucket)
+    ends = format.ends(train.pieces.values, train.counted.values)  # type: ignore[union-attr]
+    return task_of(name, train, val, made_by, ends, bucket, left_out={"train": of_train, "val": of_val})
 
 
 def is_chat(node: Part) -> bool:
@@ -270,17 +271,26 @@ def template_of(node: Part, tokenizer: Tokenizer | None) -> str | None:
     return (node.get("template") or known or TEMPLATE) if is_chat(node) else known
 
 
-def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str) -> DocumentRows:
-    """Conversations, cut at ``context_len``. Those without an answer in what is left are left out, and counted in a line."""
+def _rows(
+    chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str
+) -> tuple[DocumentRows, list[str]]:
+    """Conversations, cut at ``context_len``, and what is cut and left out: those without an answer in what is left."""
     longest = context_len + 1  # one more: the target of the last position
-    encoded = [(ids[:longest], counted[:longest]) for ids, counted in map(format.encode, filter(None, chats))]
-    kept = [(ids, counted) for ids, counted in encoded if counted[1:].any()]
-    require(bool(kept), f"{name} has no conversation with an answer of role assistant in {context_len} tokens")
-    what = f"conversations of {name}: without an answer in {context_len} tokens"
-    tell_left_out(len(chats) - len(kept), len(chats), what)
-    counted = np.concatenate([counted for _, counted in kept])
-    documents = Ragged.of([ids for ids, _ in kept])
-    return DocumentRows(documents, context_len=context_len, packing=packing, counted=counted)
+    encoded = [(ids, counted) for ids, counted in map(format.encode, filter(None, chats)) if counted[1:longest].any()]
+    require(bool(encoded), f"{name} has no conversation with an answer of role assistant in {context_len} tokens")
+    said = [
+        *share_of(
+            len(chats) - len(encoded), len(chats), f"conversations are left out: without an answer in {context_len} tokens"
+        ),
+        *share_of(
+            sum(len(ids) > longest for ids, _ in encoded),
+            len(chats),
+            f"conversations are cut at data.context_len={context_len}",
+        ),
+    ]
+    counted = np.concatenate([counted[:longest] for _, counted in encoded])
+    documents = Ragged.of([ids[:longest] for ids, _ in encoded])
+    return DocumentRows(documents, context_len=context_len, packing=packing, counted=counted), said
 
 
 def _conversations(table: Any, column: str) -> Sequence[Sequence[Message]]:

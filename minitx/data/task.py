@@ -82,6 +82,8 @@ class Task:
         longest: the number of tokens of the longest row, which a model with learned positions must reach. ``None``: unknown.
         tokenizer: the tokenizer of the texts.
         model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
+        left_out: by split (``train``, ``val``), how many rows of the data were left out or cut, and why: a sentence each. A run shows
+            them before the first step, and an evaluation beside its number of rows.
         val_examples: (source text, reference text or label) of the validation rows, in order, if the task has both.
         label_names: the names of the labels of a classification.
         baselines: a function that computes the results of simple methods, by name.
@@ -113,6 +115,7 @@ class Task:
     longest: int | None = None
     tokenizer: Tokenizer | None = None
     model_fields: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     val_examples: Sequence[tuple[str, str]] = ()
     label_names: tuple[str, ...] = ()
     baselines: Callable[[], dict[str, float]] = dict
@@ -317,12 +320,17 @@ def seed_device(seed: int, device: torch.device | None = None) -> None:
             getattr(torch, device.type).manual_seed(seed)
 
 
+def num_held_out(count: int, fraction: float) -> int:
+    """Return how many of ``count`` groups are held out for validation: the fraction, but at least one, and never all."""
+    return min(max(1, round(fraction * count)), count - 1)
+
+
 def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split rows by group. The result does not depend on the run's seed.
 
     Args:
         groups: the group of every row. All rows of a group are in the same split.
-        fraction: the fraction of groups for validation. At least one group is held out, and never all.
+        fraction: the fraction of groups for validation; see ``num_held_out``.
 
     Returns:
         The rows of training, in order, and of validation. The latter are shuffled, so that the first rows represent all.
@@ -338,8 +346,7 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
     free = sorted(set(groups))
     require(len(free) > 1, f"data.val_fraction={fraction} leaves a split empty: the data have {len(free)} different rows")
     random = generator(VALIDATION_SEED, "hold_out")
-    count = min(max(1, round(fraction * len(free))), len(free) - 1)
-    chosen = {free[i] for i in random.permutation(len(free))[:count]}
+    chosen = {free[i] for i in random.permutation(len(free))[: num_held_out(len(free), fraction)]}
     validates = np.array([group in chosen for group in groups])
     return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))
 

@@ -420,7 +420,7 @@ class Stored:
         """Load the data of the run.
 
         Raises:
-            ConfigError: the data do not exist, or no longer fit the model's vocabulary.
+            ConfigError: the data do not exist, or no longer fit the model's vocabulary or its learned positions.
         """
         self._check("data")
         data = load_data(self.config, self.tokenizer)
@@ -428,6 +428,8 @@ class Stored:
         size = stated(getattr(self.network, "config", None), "vocab_size", int)
         if size is not None and task.model_fields.get("vocab_size", 0) > size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
+        if (shape := config_of(self.network)) is not None:
+            shape.check_length(task.longest or 0)
         return task
 
     def _check(self, name: str) -> None:

@@ -270,6 +270,7 @@ def summary(trainer: L.Trainer, config: RunConfig, module: TrainingModule, data:
         "model": describe_model(module.network),
         "device": describe_device(trainer),
         "data": describe_data(data, config.trainer.val_batches),
+        **{f"  {split}": "; ".join(said) for split, said in data.task.left_out.items() if said},
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
         "training": describe_training(config, module.objective, data),
         "steps": f"{options.max_steps:,}, validation {every}",

@@ -14,7 +14,7 @@ from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.data.task import as_split
 from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, load_tokenizer, train_tokenizer
 from tests.data.chat_templates import GENERATION, PLAIN, SPECIAL
-from tests.data.conftest import SPACE, batch_of, beginning_with_a_space
+from tests.data.conftest import SPACE, batch_of, beginning_with_a_space, total_left_out
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 LETTERS = "".join(map(chr, range(32, 127))) + "\né"
@@ -213,10 +213,12 @@ def path(write_text):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_conversations_become_a_task_and_those_without_an_answer_are_left_out_and_counted(path, packing, caplog):
-    with caplog.at_level("INFO"):
-        task = chat(path=path, tokenizer="char", context_len=47, packing=packing)
-    assert sum(int(message.split()[2]) for message in caplog.messages if "without an answer" in message) == 4
+def test_conversations_become_a_task_and_those_without_an_answer_are_left_out_and_counted(path, packing):
+    task = chat(path=path, tokenizer="char", context_len=47, packing=packing)
+    assert total_left_out(task, "are left out: without an answer in 47 tokens") == 4
+    cut = chat(path=path, tokenizer="char", context_len=25, packing=packing)
+    whole = [len(f"user: {n}?\nassistant: {str(n) * (n % 5 + 1)}\n") + 2 for n in range(23)]  # with two end marks
+    assert total_left_out(cut, "are cut at data.context_len=25") == sum(length > 26 for length in whole)
     assert task.kind == "language_model"
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "eos_id": task.tokenizer.mark_ids["eos"]}
     answers = []
