@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minitx.cli.command_line import StoredConfig, key, refusing, run_program, write, writing
 from minitx.config.schema import require
-
-if TYPE_CHECKING:
-    from minitx.data.tokenizers import Tokenizer
 
 USAGE = "python scripts/export.py ckpt_path=FILE output=FOLDER [key=value ...]"
 
@@ -41,13 +38,14 @@ def _export(config: ExportConfig) -> None:
     from safetensors import SafetensorError
 
     from minitx.cli.inputs import open_stored
+    from minitx.data.conversations import template_of
     from minitx.interop import save_hf
 
     stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer, data = stored.tokenizer, stored.state["config"]["data"]
     said = f"chat_template={config.chat_template} needs a tokenizer, and ckpt_path={config.ckpt_path} has none"
     require(tokenizer is not None or config.chat_template is None, said)
-    template = None if tokenizer is None else _template(data, tokenizer, config.chat_template)
+    template = template_of(data, tokenizer) if config.chat_template is None else _read(config.chat_template)
     facts = _facts(config.checkpoint, stored.state["config"])
     options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "facts": facts}
     save: Any = partial(save_hf, model_type=config.model_type)
@@ -75,14 +73,10 @@ def _save_theirs(model: Any, folder: Path, *, tokenizer: Any, chat_template: str
     write_companions(folder, model, type(model).__name__, tokenizer, chat_template, facts)
 
 
-def _template(data: Mapping[str, Any], tokenizer: Tokenizer, file: str | None) -> str | None:
-    """Return the chat template in ``file``, or that of the run."""
-    from minitx.data.conversations import TEMPLATE
-
-    if file is not None:
-        require(Path(file).is_file(), f"chat_template={file} is not a file that exists")
-        return Path(file).read_text(encoding="utf-8")
-    return (data.get("template") or tokenizer.chat_template or TEMPLATE) if _name(data) == "chat" else tokenizer.chat_template
+def _read(file: str) -> str:
+    """Return the chat template in a file."""
+    require(Path(file).is_file(), f"chat_template={file} is not a file that exists")
+    return Path(file).read_text(encoding="utf-8")
 
 
 def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class GenerateConfig(StoredConfig):
     seed: int = key(0, "seed of the random draws; the same seed gives the same text")
     stop: str | None = key(None, "text of one token that ends an answer; null: the model's end token, if it has one")
     num_samples: Count = key(1, "number of answers to each prompt, separated by ---; needs temperature above 0")
+    template: bool = key(True, "write a prompt as a user's message in the chat template of the checkpoint, if it has one")
 
     def check(self) -> None:
         require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")
@@ -58,7 +59,7 @@ def main() -> int:
 def _generate(config: GenerateConfig) -> None:
     import torch
 
-    from minitx.cli.inputs import encode_text, open_stored, reader_of_ids, shape_of
+    from minitx.cli.inputs import chat_format, encode_text, open_stored, reader_of_ids, shape_of
     from minitx.training.build import config_of
     from minitx.training.checkpoints import place
 
@@ -72,11 +73,21 @@ def _generate(config: GenerateConfig) -> None:
     bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # the mark with which texts begin
     options = _options(config, model, tokenizer, shape)
     generator = torch.Generator().manual_seed(config.seed)
+    refusing_template = partial(refusing, "template=true (template=false leaves the template out): ")
+    with refusing_template():
+        chat = chat_format(stored) if config.template and kind == "decoder" else None
+    if chat is not None:
+        sys.stderr.write("a prompt is a user's message in the chat template of the checkpoint; template=false leaves it out\n")
 
     def answer(prompt: str) -> None:
         require(bool(prompt) or bos_id is not None, "prompt is empty: the model needs one character at least")
-        ids = torch.tensor([encode_text(tokenizer, prompt, "prompt") or [bos_id]], device=next(model.parameters()).device)
-        _write_answers(model, ids, tokenizer, config, generator, options)
+        ids, stop = encode_text(tokenizer, prompt, "prompt") or [bos_id], options["stop"]
+        if chat is not None:
+            with refusing_template():
+                written, ends = chat.prompt(prompt)
+            ids, stop = written.tolist(), [*stop, *ends] if config.stop is None else stop
+        given = torch.tensor([ids], device=next(model.parameters()).device)
+        _write_answers(model, given, tokenizer, config, generator, {**options, "stop": stop})
 
     if config.prompt is not None:
         answer(config.prompt)

@@ -21,8 +21,9 @@ from minitx.analysis.snapshot import Snapshot, take_snapshot
 from minitx.cli.command_line import refusing
 from minitx.cli.compose import find_own_modules
 from minitx.config import ConfigError, TransformerConfig
-from minitx.config.schema import first_line, require
+from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
+from minitx.data.conversations import ChatFormat, template_of
 from minitx.data.task import Task, as_split, key_value_texts, position_texts
 from minitx.data.tokenizers import Tokenizer, fingerprint, token_texts
 from minitx.generation import beam_search, generate
@@ -119,7 +120,7 @@ def reader_of_ids(stored: Stored) -> Any:
             super().__init__()
             self.network, self.caller = stored.network, Caller(stored.network)
             network: Any = unwrapped(stored.network)
-            ends = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
+            ends = stated(getattr(network, "generation_config", None), "eos_token_id")
             known = [id for id in (ends if isinstance(ends, list) else [ends]) if id in range(size)]
             self.config = SimpleNamespace(eos_id=known)  # GPT-2's config names 50256 for every vocabulary
 
@@ -131,6 +132,18 @@ def reader_of_ids(stored: Stored) -> Any:
             return logits
 
     return Reads().eval()
+
+
+def chat_format(stored: Stored) -> ChatFormat | None:
+    """Return the chat template of a checkpoint, for its prompts, or None if it has none.
+
+    Raises:
+        ConfigError: the template cannot be read, or the tokenizer has no end mark.
+    """
+    template = template_of(stored.config.data, stored.tokenizer)
+    if template is None or stored.tokenizer is None:
+        return None
+    return ChatFormat(template, stored.tokenizer, "the chat template of the checkpoint")
 
 
 def row_inputs(task: Task, row: int) -> Inputs:
@@ -329,7 +342,7 @@ def hf_ids(model: Any, tokenizer: Any, text: str, name: str, *, is_target: bool 
     check_utf8(text, name)
     found = tokenizer(text_target=text) if is_target else tokenizer(text)
     ids, size = found[SOURCE], model.get_input_embeddings().num_embeddings
-    _check_ids(ids, name, getattr(model.config, "max_position_embeddings", None) or len(ids))
+    _check_ids(ids, name, stated(model.config, "max_position_embeddings", int) or len(ids))
     require(max(ids) < size, f"{name} has the id {max(ids)}, but the model knows {size} tokens")
     return found
 

@@ -308,6 +308,20 @@ def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
     return f" (did you mean {path}{near[0]}?)" if near else ""
 
 
+def stated(config: Any, name: str, kind: type = object) -> Any:
+    """Return what the config of a model of any library says under ``name``, or None.
+
+    Such a config is an object or a mapping, and may answer None for names that it does not have. None, a missing name and a value that
+    is not a ``kind`` are therefore the same.
+
+    >>> stated({"vocab_size": 99}, "vocab_size", int), stated({"vocab_size": "many"}, "vocab_size", int), stated(None, "vocab_size")
+    (99, None, None)
+    """
+    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    fits = isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+    return value if fits else None
+
+
 def first_line(error: BaseException) -> str:
     """Return the message of an error in one line."""
     lines = (str(error).strip() or type(error).__name__).splitlines()

@@ -280,7 +280,7 @@ class SamplesConfig(Config):
 
     Attributes:
         every: steps between samples; 0: no samples.
-        prompts: texts to continue or answer; empty: the beginnings of validation rows.
+        prompts: texts to continue or answer, with data=chat messages of a user; empty: the beginnings of validation rows.
         max_new_tokens: longest sample, in tokens.
         temperature: 0: the most probable token; above 0: a random token.
     """

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from minitx.config import IGNORED
+from minitx.config import IGNORED, ConfigError
 from minitx.data.task import VALIDATION_SEED, Batch, Draw, Split, generator, num_targets
 
 BATCHES_IN_A_WINDOW = 50
@@ -226,7 +226,7 @@ class AddressedLoader(DataLoader[Batch]):
         pin_memory: copy batches to page-locked memory, for an accelerator.
 
     Raises:
-        WorkerError: a worker was killed during iteration.
+        ConfigError: rows make no batch; also from a worker, in one sentence. WorkerError: a worker was killed during iteration.
     """
 
     def __init__(self, source: Dataset[Batch], addresses: Addresses, *, num_workers: int = 0, pin_memory: bool = False) -> None:
@@ -249,6 +249,8 @@ class AddressedLoader(DataLoader[Batch]):
                     if self._handed_out % self.addresses.accumulate == 0:
                         self._positions = dict(latest)
                 yield batch
+        except ConfigError as error:  # of a worker, torch returns the whole traceback as the message
+            raise ConfigError(str(error).rpartition(f"{ConfigError.__name__}: ")[2].strip()) from error
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise

@@ -11,7 +11,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.tables import column_of, divided, labels_of, load_tables, tell_left_out, texts_of
+from minitx.data.tables import column_of, divided, labels_of, load_tables, share_of, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, package, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -74,7 +74,9 @@ def classify(
     if len(tables) == 1:
         rows_of = hold_out(read[0], val_fraction)
         read, labels = [[read[0][i] for i in rows] for rows in rows_of], [labels[0][rows] for rows in rows_of]
-    train, val = (_with_text(rows, own, text_column, path) for rows, own in zip(read, labels, strict=True))
+    (train, blank), (val, blank_val) = (
+        _with_text(rows, own, text_column, path) for rows, own in zip(read, labels, strict=True)
+    )
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), MARKS)
     marks = made_by.mark_ids
     only_end = "pad" not in marks and "eos" in marks  # the tokenizers of decoders, which people pad with the end mark
@@ -82,13 +84,14 @@ def classify(
     said = f"data.second_column={second_column} needs a tokenizer with an end mark or a class token between texts"
     require(not second_column or "eos" in marks or "cls" in marks, said)
     words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
-    rows = _rows(train, made_by, max_len)
+    (rows, cut), (val_rows, cut_val) = (_rows(part, made_by, max_len) for part in (train, val))
     count_unknown(made_by, (row["input_ids"] for row in rows), f"data.path={path}")
     return Task(
         name=f"data.path={path}",
         kind="classify",
         train=rows,
-        val=_rows(val, made_by, max_len),
+        val=val_rows,
+        left_out={"train": [*blank, *cut], "val": [*blank_val, *cut_val]},
         longest=max_len,
         pad={"input_ids": pad_id},
         bucket=bucket,
@@ -103,24 +106,27 @@ def classify(
     )
 
 
-def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> list[dict[str, Any]]:
-    """The rows of a split: the class token if there is one, and the texts; an end mark, or the class token again, stands between two."""
+def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of a split, and what is cut of them: the class token if there is one, and the texts; an end mark, or the class token
+    again, stands between two."""
     (texts, labels), marks = examples, tokenizer.mark_ids
     first = [[marks["cls"]]] if "cls" in marks else []
     rows: list[list[Any]] = [first.copy() for _ in texts]
     for place, side in enumerate(zip(*texts, strict=True)):
         for row, ids in zip(rows, tokenizer.encode_batch(side), strict=True):
             row += [[marks.get("eos", marks.get("cls"))], ids] if place else [ids]
-    both = zip(rows, labels.tolist(), strict=True)
-    return [{"input_ids": np.concatenate(row)[:max_len].astype(np.int64), "labels": label} for row, label in both]
+    whole = [np.concatenate(row).astype(np.int64) for row in rows]
+    cut = share_of(sum(len(ids) > max_len for ids in whole), len(whole), f"rows are cut at data.max_len={max_len}")
+    both = zip(whole, labels.tolist(), strict=True)
+    return [{"input_ids": ids[:max_len], "labels": label} for ids, label in both], cut
 
 
-def _with_text(texts: Texts, labels: np.ndarray, column: str, path: str) -> Examples:
-    """The rows of a split that have a text."""
+def _with_text(texts: Texts, labels: np.ndarray, column: str, path: str) -> tuple[Examples, list[str]]:
+    """The rows of a split that have a text, and how many have none."""
     kept = np.array([any(row) for row in texts])
     require(bool(kept.any()), f"data.text_column={column} has no text in a split of data.path={path}")
-    tell_left_out((~kept).sum(), len(kept), f"rows of data.path={path}: without text")
-    return [row for row, keep in zip(texts, kept, strict=True) if keep], labels[kept]
+    found = [row for row, keep in zip(texts, kept, strict=True) if keep], labels[kept]
+    return found, share_of(int((~kept).sum()), len(kept), "rows are left out: without text")
 
 
 # --- images

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import suppress
+from datetime import datetime
+from functools import cache
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from minitx.config import ConfigError
+from minitx.config import ConfigError, Part
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.tables import column_of, divided, load_tables, tell_left_out
+from minitx.data.tables import column_of, divided, load_tables, share_of
 from minitx.data.task import Ragged, Task, VocabSize, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
+
+log = logging.getLogger(__name__)
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n{% endfor %}"
@@ -28,6 +33,12 @@ Message = Mapping[str, str]
 SLOT = "\ue000{}\ue001"
 """A placeholder for the content of a message in the template's output, from Unicode's private use area."""
 
+LONGEST_TAIL = 4
+"""The most tokens that end an answer: a special token, and white space."""
+
+OPEN, CLOSE = "\ue002", "\ue003"
+"""Around what ``{% generation %}`` and ``{% endgeneration %}`` enclose."""
+
 
 class ChatFormat:
     """Encode conversations as ids with a chat template.
@@ -36,21 +47,27 @@ class ChatFormat:
     a template or as a special token. Special tokens in the template (``{{ eos_token }}``, ``<|im_end|>``) become their ids.
 
     Args:
-        template: a chat template as on the Hugging Face hub: jinja2 with ``messages``, ``add_generation_prompt``,
-            ``bos_token``, ``eos_token`` and ``raise_exception``. It runs in jinja2's sandbox, because templates may come from
-            others.
+        template: a chat template as on the Hugging Face hub: jinja2 with what transformers gives it (``messages``,
+            ``add_generation_prompt``, ``bos_token``, ``eos_token``, ``raise_exception``, ``strftime_now``, ``{% generation %}``,
+            ``{% break %}``, ``{% continue %}``; ``tools`` and ``documents`` are None). It runs in jinja2's sandbox, because templates
+            may come from others.
         tokenizer: a tokenizer with an end mark.
+        name: what the template is called in messages.
+
+    Attributes:
+        reads: the variables that the template reads.
+        writes_date: the template calls ``strftime_now``.
+        marks_answers: the template has ``{% generation %}``, which then decides what counts.
 
     Raises:
         ConfigError: the template is not valid jinja2, or the tokenizer has no end mark.
     """
 
-    def __init__(self, template: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: str, tokenizer: Tokenizer, name: str = "data.template") -> None:
         import jinja2
         from jinja2.meta import find_undeclared_variables
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        self.tokenizer = tokenizer
+        self.tokenizer, self.name = tokenizer, name
         self.special = {token["content"]: token["id"] for token in json.loads(tokenizer.to_dict()["json"])["added_tokens"]}
         texts = {id: text for text, id in self.special.items()}
         named = {role: text for role, text in tokenizer.special_tokens.items() if text in self.special}  # before names we know
@@ -58,73 +75,139 @@ class ChatFormat:
         if "eos_token" not in self.marks:  # which ends an answer
             require_marks(tokenizer, "eos")
         names = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
-        self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')})")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # as in transformers; jinja2's is for HTML
+        self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')}|[{OPEN}{CLOSE}])")
+        environment = _environment()
         try:
-            self.template = environment.from_string(template)
-            self.reads = find_undeclared_variables(environment.parse(template))
+            self.template, tree = environment.from_string(template), environment.parse(template)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"data.template cannot be read: {first_line(error)}") from None
+            raise ConfigError(f"{name} cannot be read: {first_line(error)}") from None
+        self.reads = find_undeclared_variables(tree)
+        self.writes_date = any(node.name == "strftime_now" for node in tree.find_all(jinja2.nodes.Name))
+        self.marks_answers = tree.find(jinja2.nodes.ExtensionAttribute) is not None
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a conversation, and a bool array of the same shape: True in the answers of ``assistant`` and their end marks.
+        """Return the ids of a conversation, and a bool array of the same shape: True where a token counts.
+
+        These are the tokens inside of ``{% generation %}``, if the template has it, else the answers of ``assistant`` and their end
+        marks.
 
         Raises:
-            ConfigError: the template raises an error, changes a content by more than white space at its ends, or writes no special
-                token after an answer.
+            ConfigError: the template raises an error, changes a content by more than white space at its ends, or has neither
+                ``{% generation %}`` nor a special token after an answer.
         """
         shown = [{**message, "content": SLOT.format(i)} for i, message in enumerate(messages)]
-        text = self._render(shown, add_generation_prompt)
-        contents = iter(_as_written(text, self._render(messages, add_generation_prompt), messages))
+        marked = self._render(shown, add_generation_prompt, marks=(OPEN, CLOSE))
+        written = re.sub(f"[{OPEN}{CLOSE}]", "", marked), self._render(messages, add_generation_prompt)
+        contents = iter(self._as_written(*written, messages))
         sections, counted, in_answer = [""], list[bool](), False  # texts, with a special token between two; each character
-        for part in [*self.parts.split(text), None]:
+        for part in [*filter(None, self.parts.split(marked)), None]:
             slot = re.fullmatch(SLOT.format("([0-9]+)"), part or "")
-            if in_answer and (slot or part is None):
-                raise ConfigError("data.template must write a special token, such as {{ eos_token }}, behind each answer")
-            if not part:
+            if in_answer and not self.marks_answers and (slot or part is None):
+                said = "must write a special token, such as {{ eos_token }}, behind each answer, or enclose answers in {% generation %}"
+                raise ConfigError(f"{self.name} {said}")
+            if part is None or part in (OPEN, CLOSE):
+                in_answer = part == OPEN
                 continue
-            in_answer = in_answer or (slot is not None and messages[int(slot[1])]["role"] == "assistant")
+            if not self.marks_answers:
+                in_answer = in_answer or (slot is not None and messages[int(slot[1])]["role"] == "assistant")
             said = next(contents) if slot else part
             counted += [in_answer] * len(said)
             if part in self.special:
-                sections, in_answer = [*sections, part, ""], False
+                sections, in_answer = [*sections, part, ""], in_answer and self.marks_answers
             else:
                 sections[-1] += said
         ids, places = self.tokenizer.encode_sections(sections)
         before, (start, end) = np.cumsum([0, *counted, False]), places.T  # answers' characters before each
         return ids, before[np.maximum(end, start + 1)] > before[start]
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        names = {"bos_token": "", **self.marks, "messages": messages, "add_generation_prompt": add_generation_prompt}
+    def prompt(self, text: str) -> tuple[np.ndarray, list[int]]:
+        """Return the ids of a conversation in which the user has said ``text`` and the answer is to come, and the special tokens that
+        end an answer.
+
+        Raises:
+            ConfigError: see ``encode``.
+        """
+        asked, ends = [{"role": "user", "content": text}], list[int]()
+        with suppress(
+            ConfigError
+        ):  # a template that trains nothing, because nothing ends its answers, can still write a prompt
+            ends = self.ends(*self.encode([*asked, {"role": "assistant", "content": text}]))
+        return self.encode(asked, add_generation_prompt=True)[0], ends
+
+    def ends(self, ids: np.ndarray, counted: np.ndarray) -> list[int]:
+        """Return the special tokens that end the answers in what ``encode`` gave, also with white space behind them that counts."""
+        edges = np.flatnonzero(np.diff(counted, prepend=False, append=False))
+        starts, stops = edges[::2], edges[1::2]
+        is_special = np.isin(ids, [*self.special.values()])
+        last = np.maximum.accumulate(np.where(is_special, np.arange(len(ids)), -1))[stops - 1]
+        is_end = (last >= starts) & (last >= stops - LONGEST_TAIL)
+        tails = {tuple(ids[i:stop].tolist()) for i, stop in zip(last[is_end], stops[is_end], strict=True)}
+        return sorted({end for end, *rest in tails if not self.tokenizer.decode(rest).strip()})
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, marks: tuple[str, str] = ("", "")) -> str:
+        told = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, _MARKS: marks}
         try:
-            return self.template.render(names)
+            return self.template.render({"bos_token": "", **self.marks, **told, "messages": messages})
         except Exception as error:  # a template may do anything wrong that Python can
-            raise ConfigError(f"data.template refuses a conversation: {first_line(error)}") from None
+            raise ConfigError(f"{self.name} refuses a conversation: {first_line(error)}") from None
+
+    def _as_written(self, slots: str, whole: str, messages: Sequence[Message]) -> list[str]:
+        """The contents in ``whole`` in order, as they are or without the white space at their ends. ``slots`` has a placeholder for each.
+
+        Raises:
+            ConfigError: ``whole`` is not ``slots`` with such contents.
+        """
+        literals = re.split(SLOT.format("([0-9]+)"), slots)
+        contents = [messages[int(number)]["content"] for number in literals[1::2]]
+        if whole == "".join(map("".join, zip(literals[::2], [*contents, ""], strict=True))):
+            return contents
+        forms = [dict.fromkeys([content, content.strip(), content.lstrip(), content.rstrip()]) for content in contents]
+        each = [f"({'|'.join(map(re.escape, form))})" for form in forms]
+        found = re.fullmatch("".join(map("".join, zip(map(re.escape, literals[::2]), [*each, ""], strict=True))), whole)
+        if found is None:
+            first = messages[0]["content"]
+            raise ConfigError(f"{self.name} changes what a message says, in the conversation that begins with {first!r:.60}")
+        return [*found.groups()]
 
 
-def _as_written(slots: str, whole: str, messages: Sequence[Message]) -> list[str]:
-    """The contents in ``whole`` in order, as they are or without the white space at their ends. ``slots`` has a placeholder for each.
-
-    Raises:
-        ConfigError: ``whole`` is not ``slots`` with such contents.
-    """
-    literals = re.split(SLOT.format("([0-9]+)"), slots)
-    contents = [messages[int(number)]["content"] for number in literals[1::2]]
-    if whole == "".join(map("".join, zip(literals[::2], [*contents, ""], strict=True))):
-        return contents
-    forms = [dict.fromkeys([content, content.strip(), content.lstrip(), content.rstrip()]) for content in contents]
-    each = [f"({'|'.join(map(re.escape, form))})" for form in forms]
-    found = re.fullmatch("".join(map("".join, zip(map(re.escape, literals[::2]), [*each, ""], strict=True))), whole)
-    if found is None:
-        first = messages[0]["content"]
-        raise ConfigError(f"data.template changes what a message says, in the conversation that begins with {first!r:.60}")
-    return [*found.groups()]
+_MARKS = "_marks_of_generation"
+"""The name in a template's context of what stands around a generated text."""
 
 
-def _refuse(message: str) -> None:
-    raise ValueError(message)
+@cache
+def _environment() -> Any:
+    """The environment of jinja2 in which transformers renders chat templates (``transformers.utils.chat_template_utils``)."""
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """The block ``{% generation %} … {% endgeneration %}``."""
+
+        tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            line, body = next(parser.stream).lineno, parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("enclose", [jinja2.nodes.ContextReference()])
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def enclose(self, context: Any, caller: Any) -> str:
+            before, after = context[_MARKS]
+            return f"{before}{caller()}{after}"
+
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:  # jinja2's is for HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment
 
 
 def chat(
@@ -143,7 +226,8 @@ def chat(
     packing: bool = True,
     bucket: bool = True,
 ) -> Task:
-    """Fine-tuning on conversations, with the loss on the answers only.
+    """Fine-tuning on conversations, with the loss on the answers only: on what the template encloses in ``{% generation %}``, else on the
+    contents of ``assistant`` and the tokens that end them.
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
@@ -167,28 +251,46 @@ def chat(
     has_tools = any("tools" in table.column_names and any(table["tools"]) for table in tables)
     said = f"{name} has a column tools, which the template reads and does not get: write the tools into a message, or remove the column"
     require(not has_tools or "tools" not in format.reads, said)
-    train, val = (_rows(part, format, context_len, packing, name) for part in splits)
+    if format.writes_date:
+        log.warning("data.template writes the date of today, so a run that resumes on another day has other rows")
+    (train, of_train), (val, of_val) = (_rows(part, format, context_len, packing, name) for part in splits)
     count_unknown(made_by, [train.pieces.values], name)
-    return task_of(name, train, val, made_by, _ends(train, format), bucket)
+    ends = format.ends(train.pieces.values, train.counted.values)  # type: ignore[union-attr]
+    return task_of(name, train, val, made_by, ends, bucket, left_out={"train": of_train, "val": of_val})
 
 
-def _ends(rows: DocumentRows, format: ChatFormat) -> list[int]:
-    """The special tokens that end the answers of these rows."""
-    ids, counted = rows.pieces.values, np.append(rows.counted.values, False)  # type: ignore[union-attr]
-    return np.intersect1d(ids[counted[:-1] & ~counted[1:]], [*format.special.values()]).tolist()
+def is_chat(node: Part) -> bool:
+    """Return whether a node of data is ``data=chat``."""
+    return str(node.get("_target_")).rpartition(".")[2] == "chat"
 
 
-def _rows(chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str) -> DocumentRows:
-    """Conversations, cut at ``context_len``. Those without an answer in what is left are left out, and counted in a line."""
+def template_of(node: Part, tokenizer: Tokenizer | None) -> str | None:
+    """Return the chat template of a run, given its node of data: with ``data=chat`` the one that wrote the rows, else the one of its
+    tokenizer's folder, or None if there is none."""
+    known = None if tokenizer is None else tokenizer.chat_template
+    return (node.get("template") or known or TEMPLATE) if is_chat(node) else known
+
+
+def _rows(
+    chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str
+) -> tuple[DocumentRows, list[str]]:
+    """Conversations, cut at ``context_len``, and what is cut and left out: those without an answer in what is left."""
     longest = context_len + 1  # one more: the target of the last position
-    encoded = [(ids[:longest], counted[:longest]) for ids, counted in map(format.encode, filter(None, chats))]
-    kept = [(ids, counted) for ids, counted in encoded if counted[1:].any()]
-    require(bool(kept), f"{name} has no conversation with an answer of role assistant in {context_len} tokens")
-    what = f"conversations of {name}: without an answer in {context_len} tokens"
-    tell_left_out(len(chats) - len(kept), len(chats), what)
-    counted = np.concatenate([counted for _, counted in kept])
-    documents = Ragged.of([ids for ids, _ in kept])
-    return DocumentRows(documents, context_len=context_len, packing=packing, counted=counted)
+    encoded = [(ids, counted) for ids, counted in map(format.encode, filter(None, chats)) if counted[1:longest].any()]
+    require(bool(encoded), f"{name} has no conversation with an answer of role assistant in {context_len} tokens")
+    said = [
+        *share_of(
+            len(chats) - len(encoded), len(chats), f"conversations are left out: without an answer in {context_len} tokens"
+        ),
+        *share_of(
+            sum(len(ids) > longest for ids, _ in encoded),
+            len(chats),
+            f"conversations are cut at data.context_len={context_len}",
+        ),
+    ]
+    counted = np.concatenate([counted[:longest] for _, counted in encoded])
+    documents = Ragged.of([ids[:longest] for ids, _ in encoded])
+    return DocumentRows(documents, context_len=context_len, packing=packing, counted=counted), said
 
 
 def _conversations(table: Any, column: str) -> Sequence[Sequence[Message]]:

@@ -23,11 +23,12 @@ from minitx.config import IGNORED
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Source
 from minitx.data.corpus import FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
-from minitx.data.tables import as_texts, column_names, column_of, divided, load_tables, tell_left_out
-from minitx.data.task import Batch, Ragged, Task, VocabSize, generator, hold_out, tokenizer_of
+from minitx.data.tables import as_texts, column_names, column_of, divided, load_tables, share_of
+from minitx.data.task import Batch, Ragged, Task, VocabSize, generator, hold_out, num_held_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
 
 log = logging.getLogger(__name__)
+BLANK = "documents are left out: without text"
 DOCUMENTS_AT_ONCE = 64
 DOCUMENTS_TO_LEARN_FROM = 10_000
 START = "[0, null, 0]"
@@ -154,13 +155,14 @@ def hf(
     made = tables, column, name, tokenizer, bpe_vocab_size
     train: Any
     if streaming:
-        train, documents, counted = _stream(*made, val_rows, **options)
+        train, documents, counted, left_out = _stream(*made, val_rows, **options)
         made_by = train.tokenizer
     else:
-        (first, documents), made_by, counted = _tokenised(*made, val_fraction, cache_dir, split, val_split)
+        (first, documents), made_by, counted, left_out = _tokenised(*made, val_fraction, cache_dir, split, val_split)
         train = DocumentRows(first, **options)
     val, end = DocumentRows(documents, **options), int(with_marks(made_by, [""])[0][-1])
-    return task_of(name, train, val, made_by, [end], bucket and not streaming, bits_per(int(val.lengths.sum()), counted))
+    bits = bits_per(int(val.lengths.sum()), counted)
+    return task_of(name, train, val, made_by, [end], bucket and not streaming, bits, left_out=left_out)
 
 
 def task_of(
@@ -171,6 +173,8 @@ def task_of(
     ends: Sequence[int],
     bucket: bool,
     bits: dict[str, float] | None = None,
+    *,
+    left_out: Mapping[str, Sequence[str]],
 ) -> Task:
     """Return the task of language modelling on rows of documents, which end with one of ``ends``. ``bits`` is ``Task.bits_per``."""
     eos_id = {"eos_id": ends[0] if len(ends) == 1 else tuple(ends)} if ends else {}
@@ -180,11 +184,11 @@ def task_of(
         train=train,
         val=val,
         longest=val.context_len,
-        pad={"document_ids": -1},
         bucket=bucket,
         tokenizer=tokenizer,
         model_fields={"vocab_size": tokenizer.vocab_size, **eos_id},
         bits_per=bits or {},
+        left_out=left_out,
     )
 
 
@@ -197,8 +201,9 @@ def _tokenised(
     val_fraction: float,
     cache_dir: str | None,
     *splits: str | None,
-) -> tuple[list[Ragged], Tokenizer, dict[str, int]]:
-    """The documents of both splits with marks around them, the tokenizer, and the counts of validation; from the cache or made anew."""
+) -> tuple[list[Ragged], Tokenizer, dict[str, int], dict[str, list[str]]]:
+    """The documents of both splits with marks around them, the tokenizer, the counts of validation, and what is left out; from the cache
+    or made anew."""
     given = find_tokenizer(wanted)
     word = fingerprint(given) if given else [wanted, bpe_vocab_size]
     # a table that datasets keeps in memory has no files, but a fingerprint
@@ -219,15 +224,17 @@ def _tokenised(
         return {**write_ids(path, tokenizer, both, encode), "lengths": lengths}
 
     *parts, tokenizer, record = cached(cache_dir, cache, name.removeprefix("data.path="), build)
-    lengths = np.array(record["lengths"], np.int64)
-    count = sum(map(len, tables))
-    tell_left_out(count - len(lengths), count, f"rows of {name}: without text")
+    lengths, counts = np.array(record["lengths"], np.int64), [*map(len, tables)]
+    if len(counts) == 1:
+        held_out = num_held_out(counts[0], val_fraction)
+        counts = [counts[0] - held_out, held_out]
     first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
-    documents = []
-    for which, tokens, own in zip(("train", "val"), parts, np.split(lengths, [first_of_val]), strict=True):
+    documents, left_out = [], {}
+    for which, tokens, own, count in zip(("train", "val"), parts, np.split(lengths, [first_of_val]), counts, strict=True):
         require(len(own) > 0, f"{name} has no document for the {which} split: all of them are blank")
         documents.append(Ragged(tokens, np.cumsum(own) - own, own))
-    return documents, tokenizer, record["splits"]["val"]
+        left_out[which] = share_of(count - len(own), count, BLANK)
+    return documents, tokenizer, record["splits"]["val"], left_out
 
 
 def _documents(table: Any, column: str) -> Iterator[str]:
@@ -384,21 +391,21 @@ class StreamSource(Source):
 
 def _stream(
     tables: list[Any], column: str, name: str, wanted: str | Tokenizer, bpe_vocab_size: int, val_rows: int, **options: Any
-) -> tuple[DocumentStream, Ragged, dict[str, int]]:
-    """The training documents of a streamed table, those of validation in memory, and how many characters and bytes these have."""
+) -> tuple[DocumentStream, Ragged, dict[str, int], dict[str, list[str]]]:
+    """The training documents of a streamed table, those of validation in memory, how many characters and bytes these have, and what is
+    left out of them."""
     from datasets import Features, Value, concatenate_datasets
 
     (table, *own_val), known = tables, find_tokenizer(wanted)
     shards = [table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards)]
     rows = ((index, row[column]) for index, shard in enumerate(shards) for row in shard)
-    texts = list(islice(not_blank((row[column] for row in own_val[0]), column), val_rows)) if own_val else list[str]()
+    texts, held_out = list[str](), Counter[int]()
+    for index, text in ((0, row[column]) for row in own_val[0]) if own_val else rows:  # what is left of them trains
+        held_out[index] += 1
+        texts += not_blank([text], column)
+        if len(texts) == val_rows:
+            break
     if not own_val:
-        held_out = Counter[int]()
-        for index, text in rows:  # what is left of them trains
-            held_out[index] += 1
-            texts += not_blank([text], column)
-            if len(texts) == val_rows:
-                break
         # a skip of the whole table would fix the order of its shards; without features, each shard would be opened here
         table, count = table.select_columns([column]).cast(Features({column: Value("string")})), table.num_shards
         table = concatenate_datasets([table.shard(num_shards=count, index=i).skip(held_out[i]) for i in range(count)])
@@ -408,4 +415,5 @@ def _stream(
     tokenizer = tokenizer_of(known or wanted, bpe_vocab_size, first, learned_marks(wanted))
     stream = DocumentStream(table=table, column=column, tokenizer=tokenizer, name=name, **options)
     counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}
-    return stream, Ragged.of(with_marks(tokenizer, texts)), counted
+    left_out = {"val": share_of(held_out.total() - len(texts), held_out.total(), BLANK)}
+    return stream, Ragged.of(with_marks(tokenizer, texts)), counted, left_out

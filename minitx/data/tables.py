@@ -184,10 +184,13 @@ def _check_names(files: Sequence[str], said: str, **options: Any) -> None:
         require(fit, f"{said} has rows with more fields than its first line has names: {', '.join(map(str, table.columns))}")
 
 
-def tell_left_out(left_out: int, count: int, what: str) -> None:
-    """Say how many of ``count`` rows are left out, and why."""
-    if left_out:
-        log.info("left out %d of %d %s", left_out, count, what)
+def share_of(part: int, count: int, what: str) -> list[str]:
+    """Return the sentence that says how many of ``count`` rows are left out or cut (``Task.left_out``), or none if ``part`` is 0.
+
+    >>> share_of(3, 1000, "rows are left out: without text")
+    ['3 of 1,000 rows are left out: without text']
+    """
+    return [f"{part:,} of {count:,} {what}"] if part else []
 
 
 def column_names(table: Any) -> list[str]:

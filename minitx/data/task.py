@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from minitx.config import IGNORED, ConfigError
-from minitx.config.schema import Bound, Fraction, read, require
+from minitx.config.schema import Bound, Fraction, check_choice, read, require
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, token_texts, train_tokenizer
 
 Batch = dict[str, Tensor]
@@ -31,7 +31,19 @@ Draw = Callable[[int], np.random.Generator]
 """A function from i to the random generator of row i of a batch."""
 
 
+KINDS = ("language_model", "masked_lm", "seq2seq", "classify", "tag", "other")
+"""The kinds of tasks. ``tag`` classifies every token, ``other`` is any task that none of these words describes."""
+
 KEY_MASKS = {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}
+
+PAD = {
+    "labels": IGNORED,  # these positions do not count
+    "document_ids": -1,  # no document has this number
+    "token_type_ids": 0,  # every model has this type and this position, and the padding of the ids beside them is hidden
+    "position_ids": 0,
+    **dict.fromkeys(("key_mask", "decoder_key_mask", "attention_mask", "decoder_attention_mask"), 0),  # hidden
+}
+"""The padding values of keys for which one value is right in every model. Other keys need ``Task.pad`` or ``Task.key_masks``."""
 
 
 def package(name: str, said: str, wanted: str = "", extra: str = "train") -> Any:
@@ -61,15 +73,18 @@ class Task:
 
     Attributes:
         name: the name of the data in messages, such as ``data=kjv`` or ``data.path=my.txt``.
-        kind: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``other``. It decides which metrics an evaluation
-            computes.
+        kind: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify``, ``tag`` (a label for every token) or ``other``. It
+            decides which metrics an evaluation computes, and which models fit.
         train, val: the splits. test: a third one, for ``evaluation.test``, or None.
-        pad: the padding value of each 1-D key. Default: 0, and −100 for ``labels``.
-        key_masks: the padded keys that get a bool mask (True = real), and the names of the masks.
+        pad: padding values by key, for rows of different lengths. A key needs an entry here, in ``key_masks`` or in the table
+            ``PAD`` (``labels``: −100; ``token_type_ids`` ...). A key of ``key_masks`` without an entry here is padded with 0.
+        key_masks: the keys that get a bool mask (True = real), and the names of the masks, which are keys of the batch.
         bucket: put rows of similar length into the same batch.
         longest: the number of tokens of the longest row, which a model with learned positions must reach. ``None``: unknown.
         tokenizer: the tokenizer of the texts.
         model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
+        left_out: by split (``train``, ``val``), how many rows of the data were left out or cut, and why: a sentence each. A run shows
+            them before the first step, and an evaluation beside its number of rows.
         val_examples: (source text, reference text or label) of the validation rows, in order, if the task has both.
         label_names: the names of the labels of a classification.
         baselines: a function that computes the results of simple methods, by name.
@@ -84,6 +99,10 @@ class Task:
     ([[4, 5, 0], [1, 2, 3]], [[5, 6, -100], [2, 3, -100]])
     >>> batch["key_mask"].tolist()
     [[True, True, False], [True, True, True]]
+
+    Raises:
+        ConfigError: ``kind`` is another word. When a batch is made: its rows have different keys or shapes, or different lengths of
+            a key that nothing says how to pad.
     """
 
     name: str
@@ -97,6 +116,7 @@ class Task:
     longest: int | None = None
     tokenizer: Tokenizer | None = None
     model_fields: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     val_examples: Sequence[tuple[str, str]] = ()
     label_names: tuple[str, ...] = ()
     baselines: Callable[[], dict[str, float]] = dict
@@ -104,11 +124,16 @@ class Task:
     floors: Mapping[str, float] = field(default_factory=dict)
     recall: bool = False
 
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, KINDS)
+
 
 class Split(ABC):
-    """A split that makes whole batches at once. ``lengths`` (N,) are the lengths of the rows, for ``Task.bucket``."""
+    """A split that makes whole batches at once. ``lengths`` (N,) are the lengths of the rows, for ``Task.bucket``, and ``key_masks``
+    as in ``Task``, if it makes masks."""
 
     lengths: np.ndarray
+    key_masks: Mapping[str, str] = {}
 
     @abstractmethod
     def __len__(self) -> int:
@@ -168,10 +193,12 @@ class Rows(Split):
 
     def _tensor(self, key: str, values: list[Any]) -> Tensor:
         """The values of a key, one for each row: whole numbers as int64, Python's floats as float32."""
-        first, fill = values[0], self.pad.get(key, IGNORED if key == "labels" else 0)
+        first = values[0]
         try:
             rows = [np.asarray(value) for value in values]
-            array = padded(rows, fill) if rows[0].ndim == 1 else np.stack(rows)
+            array = padded(rows, self._fill(key, rows)) if rows[0].ndim == 1 else np.stack(rows)
+        except ConfigError:
+            raise
         except (TypeError, ValueError):
             array = np.array(None)
         if array.dtype.kind not in "biuf":
@@ -182,6 +209,23 @@ class Rows(Split):
         elif array.dtype.kind == "f" and isinstance(first, float | list):
             array = array.astype(np.float32)
         return torch.from_numpy(array)
+
+    def _fill(self, key: str, rows: Sequence[np.ndarray]) -> float:
+        """The padding value of a key.
+
+        Raises:
+            ConfigError: the rows have different lengths, and no value is known.
+        """
+        known = {**dict.fromkeys((*self.key_masks, *self.key_masks.values()), 0), **PAD, **self.pad}
+        lengths = [len(row) for row in rows]
+        if key not in known and len(set(lengths)) > 1:
+            mask = KEY_MASKS.get(key, f"{key}_mask")
+            raise ConfigError(
+                f"{self.name}: rows have {min(lengths)} to {max(lengths)} values of {key}, and nothing says how to pad them: give "
+                f"Task(key_masks={{{key!r}: {mask!r}}}) if forward has a parameter {mask} (True = real), or Task(pad={{{key!r}: VALUE}}) "
+                "if the model knows padding by this value"
+            )
+        return known.get(key, 0)
 
     def _read(self, items: np.ndarray, draw: Draw) -> list[Mapping[str, Any]]:
         if hasattr(self.rows, "row"):
@@ -292,12 +336,17 @@ def kept_generators(device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+def num_held_out(count: int, fraction: float) -> int:
+    """Return how many of ``count`` groups are held out for validation: the fraction, but at least one, and never all."""
+    return min(max(1, round(fraction * count)), count - 1)
+
+
 def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Split rows by group. The result does not depend on the run's seed.
 
     Args:
         groups: the group of every row. All rows of a group are in the same split.
-        fraction: the fraction of groups for validation. At least one group is held out, and never all.
+        fraction: the fraction of groups for validation; see ``num_held_out``.
 
     Returns:
         The rows of training, in order, and of validation. The latter are shuffled, so that the first rows represent all.
@@ -313,8 +362,7 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
     free = sorted(set(groups))
     require(len(free) > 1, f"data.val_fraction={fraction} leaves a split empty: the data have {len(free)} different rows")
     random = generator(VALIDATION_SEED, "hold_out")
-    count = min(max(1, round(fraction * len(free))), len(free) - 1)
-    chosen = {free[i] for i in random.permutation(len(free))[:count]}
+    chosen = {free[i] for i in random.permutation(len(free))[: num_held_out(len(free), fraction)]}
     validates = np.array([group in chosen for group in groups])
     return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))
 

@@ -336,6 +336,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     settings, template = _settings(file.parent), file.with_name("chat_template.jinja")
     try:
         written = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
+        if isinstance(written, list):  # several, by name
+            written = next((each["template"] for each in written if each["name"] == "default"), None)
         known = written if isinstance(written, str) else None
         return Tokenizer(file.read_text(encoding="utf-8"), known, _special_tokens(settings))
     except OSError as error:

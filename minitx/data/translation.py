@@ -12,7 +12,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
-from minitx.data.tables import divided, load_table, load_tables, tell_left_out, texts_of
+from minitx.data.tables import divided, load_table, load_tables, share_of, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, package, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -27,8 +27,11 @@ LOCALES = (
     *("pl", "ru", "cs", "fi", "tr", "el", "hu", "ja", "zh", "ko"),
 )
 Pairs = list[tuple[str, str]]
-Both = tuple[Pairs, Pairs]
-"""The pairs of training and of validation."""
+Both = dict[str, Pairs]
+"""The pairs by split: train and val."""
+
+LeftOut = dict[str, list[str]]
+"""See ``Task.left_out``."""
 
 
 def pairs(
@@ -65,8 +68,10 @@ def pairs(
         source_column: the column of sources; ``null``: the first column, in csv and tsv files without a row of names.
         target_column: the column of targets; ``null``: the second column.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
-        max_source_len: longest source, in tokens. Longer pairs are left out.
-        max_target_len: longest target, in tokens, with the end mark. Longer pairs are left out.
+        max_source_len: longest source, in tokens. A longer pair does not train. In validation every pair counts, and a longer source
+            is cut.
+        max_target_len: longest target, in tokens, with the end mark. A longer pair does not train. In validation, the loss is over
+            the first tokens of a longer target, and answers are compared with all of it.
         bucket: put rows of similar length into the same batch.
 
     Raises:
@@ -82,10 +87,10 @@ def pairs(
         columns = None if source_column is None else (source_column, str(target_column))
         kind = "csv" if Path(path).suffix.lower() == ".txt" else None
         options = {"texts": columns or (0, 1), "header": columns is not None, "kind": kind}
-        both = _columns(load_tables(path, val_path, subset, split, val_split, **options), columns, val_fraction, path)
+        found = _columns(load_tables(path, val_path, subset, split, val_split, **options), columns, val_fraction, path)
     else:
-        both = _files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
-    return _task(f"data.path={path}", both, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
+        found = _files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
+    return _task(f"data.path={path}", *found, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
 
 
 def dates(
@@ -117,19 +122,24 @@ def dates(
     require(1000 <= first_year <= last_year <= 9999, said)
     days = 365 * (last_year - first_year + 1)
     require(val_size < days, f"data.val_size={val_size} must be smaller than the number of days, about {days}")
-    both = date_pairs(locales, (first_year, last_year), train_size, val_size)
-    return _task("data=dates", both, tokenizer, 0, (LONGEST_DATE, LONGEST_DATE), bucket)
+    train, val = date_pairs(locales, (first_year, last_year), train_size, val_size)
+    return _task("data=dates", {"train": train, "val": val}, {}, tokenizer, 0, (LONGEST_DATE, LONGEST_DATE), bucket)
 
 
 def _task(
-    name: str, both: Both, tokenizer: str | Tokenizer, bpe_vocab_size: int, longest: tuple[int, int], bucket: bool
+    name: str,
+    both: Both,
+    blank: LeftOut,
+    tokenizer: str | Tokenizer,
+    bpe_vocab_size: int,
+    longest: tuple[int, int],
+    bucket: bool,
 ) -> Task:
-    made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain.from_iterable(both[0]), MARKS)
+    made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain.from_iterable(both["train"]), MARKS)
     pad_id, bos_id, eos_id = require_marks(made_by, *MARKS)
-    (_, train), (kept_val, val) = (_rows(part, made_by, longest, name) for part in both)
+    _, train, of_train = _rows(both["train"], made_by, longest, name, cut=False)
+    kept_val, val, of_val = _rows(both["val"], made_by, longest, name, cut=True)
     count_unknown(made_by, (row[key] for row in train for key in ("input_ids", "labels")), name)
-    count = sum(map(len, both))
-    tell_left_out(count - len(train) - len(val), count, "pairs: longer than the config allows")
     fields = {"vocab_size": made_by.vocab_size, "pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
     for side, key in (("max_source_len", "input_ids"), ("max_target_len", "labels")):
         fields[side] = max(len(row[key]) for row in [*train, *val])
@@ -143,26 +153,42 @@ def _task(
         bucket=bucket,
         tokenizer=made_by,
         model_fields=fields,
+        left_out={"train": [*blank.get("train", ()), *of_train], "val": [*blank.get("val", ()), *of_val]},
         val_examples=kept_val,
         baselines=lambda: {"copy_exact_match": float(np.mean([source == target for source, target in kept_val]))},
     )
 
 
-def _rows(pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: str) -> tuple[Pairs, list[dict[str, np.ndarray]]]:
-    """The pairs that are short enough and have no empty side, as texts and as rows."""
+def _rows(
+    pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: str, *, cut: bool
+) -> tuple[Pairs, list[dict[str, np.ndarray]], list[str]]:
+    """The pairs with tokens on both sides, as texts and as rows, and sentences for ``Task.left_out``. Longer ones than ``longest`` are
+    cut or left out."""
     bos, eos = ([tokenizer.mark_ids[mark]] for mark in ("bos", "eos"))
-    kept, rows = [], []
+    most_source, most_target = longest
+    kept, rows, empty, long = [], [], 0, 0
     sides = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]
     for pair, s, t in zip(pairs, *sides, strict=True):
-        if 0 < len(s) <= longest[0] and 0 < len(t) < longest[1]:
+        is_empty, is_long = not (len(s) and len(t)), len(s) > most_source or len(t) >= most_target
+        empty, long = empty + is_empty, long + (is_long and not is_empty)
+        if not is_empty and (cut or not is_long):
             kept.append(pair)
-            rows.append({"input_ids": s, "decoder_input_ids": np.append(bos, t), "labels": np.append(t, eos)})
-    said = f"data.max_source_len={longest[0]} and data.max_target_len={longest[1]} leave none of the {len(pairs)} pairs"
-    require(bool(kept), f"{said} of a split of {name}")
-    return kept, rows
+            targets = {"decoder_input_ids": np.append(bos, t), "labels": np.append(t, eos)}
+            rows.append({"input_ids": s[:most_source], **{key: ids[:most_target] for key, ids in targets.items()}})
+    limits = f"data.max_source_len={most_source} and data.max_target_len={most_target}"
+    require(bool(kept), f"{limits} leave none of the {len(pairs)} pairs of a split of {name}")
+    what = "cut: they are" if cut else "left out:"
+    return (
+        kept,
+        rows,
+        [
+            *share_of(empty, len(pairs), "pairs are left out: a side has no token"),
+            *share_of(long, len(pairs), f"pairs are {what} longer than {limits} allow"),
+        ],
+    )
 
 
-def _columns(tables: list[Any], columns: tuple[str, str] | None, val_fraction: float, path: str) -> Both:
+def _columns(tables: list[Any], columns: tuple[str, str] | None, val_fraction: float, path: str) -> tuple[Both, LeftOut]:
     """Two columns of a table: those with a name, or the first two."""
 
     def read(table: Any) -> list[list[str]]:
@@ -171,32 +197,36 @@ def _columns(tables: list[Any], columns: tuple[str, str] | None, val_fraction: f
         require(len(names) > 1, f"{said}, or data.target_path=FILE with the targets")
         return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
 
-    train, val = divided(tables, lambda table: hold_out(read(table)[0], val_fraction))
-    return _without_blanks(read(train), path), _without_blanks(read(val), path)
+    tables_of = zip(("train", "val"), divided(tables, lambda table: hold_out(read(table)[0], val_fraction)), strict=True)
+    found = {split: _without_blanks(read(table), path) for split, table in tables_of}
+    return {split: kept for split, (kept, _) in found.items()}, {split: said for split, (_, said) in found.items()}
 
 
-def _files(path: str, target: str, val_path: str | None, val_target: str | None, val_fraction: float, **options: Any) -> Both:
+def _files(
+    path: str, target: str, val_path: str | None, val_target: str | None, val_fraction: float, **options: Any
+) -> tuple[Both, LeftOut]:
     """The lines of two files that belong together, and of two others that validate, if they are given."""
 
-    def read(key: str, source: str, target: str) -> Pairs:
+    def read(key: str, source: str, target: str) -> tuple[Pairs, list[str]]:
         files = {f"{key}path": source, f"{key}target_path": target}
         sides = [texts_of(load_table(file, name, kind="text", **options), "text", name) for name, file in files.items()]
         lines = f"{len(sides[1])} lines, but data.{key}path has {len(sides[0])}"
         require(len(sides[0]) == len(sides[1]), f"data.{key}target_path={target} has {lines}: line n belongs to line n")
         return _without_blanks(sides, path)
 
-    found = read("", path, target)
+    found, said = read("", path, target)
     if val_path is not None and val_target is not None:
-        return found, read("val_", val_path, val_target)
-    train, val = hold_out([source for source, _ in found], val_fraction)
-    return [found[i] for i in train], [found[i] for i in val]
+        val, said_of_val = read("val_", val_path, val_target)
+        return {"train": found, "val": val}, {"train": said, "val": said_of_val}
+    rows = zip(("train", "val"), hold_out([source for source, _ in found], val_fraction), strict=True)
+    before = [f"{each} (before validation was held out)" for each in said]
+    return {split: [found[i] for i in chosen] for split, chosen in rows}, {"train": before, "val": before}
 
 
-def _without_blanks(sides: Sequence[Sequence[str]], path: str) -> Pairs:
+def _without_blanks(sides: Sequence[Sequence[str]], path: str) -> tuple[Pairs, list[str]]:
     found = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
     require(bool(found), f"data.path={path} has no pair without a blank side")
-    tell_left_out(len(sides[0]) - len(found), len(sides[0]), f"pairs of data.path={path}: a side is blank")
-    return found
+    return found, share_of(len(sides[0]) - len(found), len(sides[0]), "pairs are left out: a side is blank")
 
 
 # --- dates

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from minitx.config.schema import stated
 from minitx.generation.sampler import Sampler, row_uniforms
 from minitx.nn.models import TransformerModel
 
@@ -314,7 +315,7 @@ def _fitting(model: nn.Module, length: int, max_new_tokens: int | None, context:
     check_count("context", context)
     if context is not None and has_source(model):
         raise ValueError(f"context={context} can only be used with a causal model, not with an encoder-decoder")
-    max_len = of_config(model, "max_len") if of_config(model, "position") == "learned" else sys.maxsize
+    max_len = longest_of(model)
     if context is not None:
         if context > max_len:
             raise ValueError(f"context={context} must be at most max_len={max_len}")
@@ -338,7 +339,13 @@ def _stop_ids(model: nn.Module, stop: Iterable[int] | None, V: int) -> frozenset
 
 def of_config(model: nn.Module, name: str) -> Any:
     """Return a field of the model's config, or None if it does not exist."""
-    return getattr(getattr(model, "config", None), name, None)
+    return stated(getattr(model, "config", None), name)
+
+
+def longest_of(model: nn.Module) -> int:
+    """Return the number of tokens that the model's learned positions reach, ``sys.maxsize`` without learned positions."""
+    max_len = of_config(model, "max_len") if of_config(model, "position") == "learned" else None
+    return sys.maxsize if max_len is None else max_len
 
 
 def eos_ids(model: nn.Module) -> tuple[int, ...]:

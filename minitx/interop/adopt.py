@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from minitx.config.schema import stated
 from minitx.interop.folding import Fold, fold_adopted, outermost
 from minitx.interop.trial import Trial, made_up_inputs, said_by
 from minitx.nn.attention import DotProductAttention
@@ -148,7 +149,7 @@ class Adoption:
                 _check_ours(model)
         if len(args) > 1:
             options = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | options
-        wanted = bool(options.get("output_attentions", getattr(model.config, "output_attentions", False)))
+        wanted = bool(options.get("output_attentions", stated(model.config, "output_attentions")))
         self.weights_wanted = wanted or outer.weights_wanted
         key_masks = [*outer.key_masks]
         for index, name in enumerate(("attention_mask", "encoder_attention_mask")):
@@ -495,7 +496,7 @@ def _mask_of_call(*, config: Any = None, allow_is_causal_skip: bool = True, **op
     """The mask that transformers builds for ``sdpa``. A causal one is not left out where layers share keys: they may drop queries (Gemma 4)."""
     from transformers.masking_utils import sdpa_mask
 
-    shares_keys = bool(getattr(config, "num_kv_shared_layers", 0))
+    shares_keys = bool(stated(config, "num_kv_shared_layers"))
     return sdpa_mask(**options, config=config, allow_is_causal_skip=allow_is_causal_skip and not shares_keys)
 
 

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minitx.config.schema import stated
+
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # the ends of the names of model classes, the class of transformers that loads each, and its task on the hub
@@ -153,7 +155,7 @@ def write_companions(
 
 def _size(config: Any, *names: str) -> Any:
     """Return the first of these attributes that ``config`` has, ours or that of transformers."""
-    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+    return next((value for name in names if (value := stated(config, name)) is not None), None)
 
 
 def _special_ids(config: Any, tokenizer: Any) -> dict[str, list[int]]:

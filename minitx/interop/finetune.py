@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
-from minitx.config.schema import Config, Count, Share, first_line, read, require
+from minitx.config.schema import Config, Count, Share, check_choice, first_line, read, require
 from minitx.interop.adopt import adopt_hf
 from minitx.interop.files import find_folder
 from minitx.nn.scale import fold_scale as fold
@@ -79,8 +79,8 @@ def pretrained_hf(
     Args:
         path: a folder with ``config.json`` and weights, or a name on the hub.
         task: the kind of task, which decides the head: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``tag``. In a
-            run, the data decide. Default, and for another word (the kind of a task of your own): the class that ``config.json``
-            names. A head that the folder does not have is new.
+            run, the data decide. Default, and for ``other``: the class that ``config.json`` names. A head that the folder does not
+            have is new.
         adopt: put our attention core under the model (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
         scale: the score scale of an adopted model, as in ``set_scale``. ``own``: that of the model.
         fold_scale: multiply the weights of queries and keys so that the model with the new scale starts as the same function.
@@ -93,13 +93,14 @@ def pretrained_hf(
 
     Raises:
         ImportError: ``transformers`` or, for ``lora``, ``peft`` is not installed. FileNotFoundError: there is no such folder.
-        ValueError: transformers cannot read the folder; weights are missing; the tokenizer is another one than the folder's;
-            ``adopt_hf``, ``set_scale`` or ``fold_scale`` refuses the model.
+        ValueError: ``task`` or ``attention`` is another word; transformers cannot read the folder; weights are missing; the tokenizer
+            is another one than the folder's; ``adopt_hf``, ``set_scale`` or ``fold_scale`` refuses the model.
     """
     if scale != "own" and not adopt:
         raise ValueError(f"scale={scale} needs adopt=true: a model of transformers keeps its own scale")
     if fold_scale and scale == "own":
         raise ValueError("fold_scale=true needs another scale than scale=own")
+    _check_words(task, attention)
     folder = find_folder(path)
     _check_tokenizer(folder, tokenizer)
     model = load_folder(folder, task, **({} if num_labels is None else {"num_labels": num_labels}))
@@ -125,6 +126,7 @@ def hf_from_config(
     Raises:
         ImportError, ValueError: see ``pretrained_hf``.
     """
+    _check_words(task, attention)
     with quiet() as transformers:
         known = transformers.AutoConfig.for_model(**_without_kernels(config))
         kind = _class_for(known, task)
@@ -132,6 +134,11 @@ def hf_from_config(
     model.set_attn_implementation("eager")
     model = model.float().eval()
     return _finished(model, {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention})
+
+
+def _check_words(task: str | None, attention: str) -> None:
+    check_choice("task", "other" if task is None else task, (*TASKS, "other"))
+    check_choice("attention", attention, get_args(Attention))
 
 
 def _finished(model: Any, options: dict[str, Any], fold_scale: bool = False) -> nn.Module:

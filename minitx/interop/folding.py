@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitx.config.schema import stated
 from minitx.interop.trial import made_up_inputs
 from minitx.nn.functional import AttentionCall
 from minitx.nn.modes import evaluating
@@ -159,7 +160,7 @@ def _ratio_of(name: str, layer: Any, call: AttentionCall, to: str | float, facto
     old = call.scale * layer.core.own_factor
     if 0.0 in (old, new):
         raise ValueError(f"cannot fold the scale of {name}: the old or the new scale is 0")
-    clips = [clip for owner in (layer, layer.config) if (clip := getattr(owner, "clip_qkv", None)) is not None]
+    clips = [clip for owner in (layer, layer.config) if (clip := stated(owner, "clip_qkv")) is not None]
     if clips:  # one call may stay below it
         raise ValueError(f"cannot fold the scale of {name}: its queries are clipped to clip_qkv={clips[0]}")
     return old / new

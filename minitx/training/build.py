@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
-from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read, require
+from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read, require, stated
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import MODEL, NODES
 from minitx.data.loaders import INPUTS, lightning_base, overrides, task_of_loaders
@@ -239,17 +239,22 @@ class Caller:
         taken = {self._key_of(name, batch) for name in self.names} | ({"document_ids"} if self.packs else set())
         return [name for name in network_inputs(batch) if name not in taken]
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: Batch, masks: Iterable[str] = ()) -> None:
         """Refuse a batch with padding or several documents in a row, of which the network would not learn.
 
+        Args:
+            masks: the names of the masks in ``Task.key_masks``. ``forward`` must have a parameter for a name that the user chose.
+
         Raises:
-            ConfigError: a mask that hides a token, or ``document_ids`` that differ within a row, are not passed.
+            ConfigError: a mask that hides a token, ``document_ids`` that differ within a row, or a mask with a name that the user
+                chose are not passed.
         """
+        known = (*MASKS, *MASKS.values())
         for name in self.dropped(batch):
-            if name in (*MASKS, *MASKS.values()) and not batch[name].all():
+            if (name in known and not batch[name].all()) or (name in masks and name not in known):
                 raise ConfigError(
                     f"model: {self.kind}.forward does not name {name}{f' or {MASKS[name]}' if name in MASKS else ''}, so it would read "
-                    "padding as data. Name it in forward, or give Task(key_masks={}) if the model finds padding by itself"
+                    "padding as data. Name it in forward, or give Task(key_masks={}, pad=...) if the model knows padding by its value"
                 )
             ids = batch[name]
             if name == "document_ids" and ((ids != ids[:, :1]) & (ids >= 0)).any():
@@ -495,7 +500,7 @@ def check_network(network: nn.Module, fields: Mapping[str, Any]) -> None:
     network = unwrapped(network)
     name, config = type(network).__name__, getattr(network, "config", None)
     for key, what in (("vocab_size", "the vocabulary"), ("num_labels", "the number of labels")):
-        known, wanted = getattr(config, key, None), fields.get(key)
+        known, wanted = stated(config, key, int), fields.get(key)
         # a wrapper may show the config of a part, with another head
         if key == "num_labels" and not is_of_transformers(network):
             continue
@@ -503,7 +508,7 @@ def check_network(network: nn.Module, fields: Mapping[str, Any]) -> None:
             raise ConfigError(f"model: {what} of {name}, {known:,}, is smaller than that of the data, {wanted:,}")
         if known and wanted and known > wanted:
             log.info("model: %s of %s, %s, is larger than that of the data, %s", what, name, f"{known:,}", f"{wanted:,}")
-    if hasattr(config, "output_router_logits"):
+    if stated(config, "output_router_logits", bool) is not None:
         log.info("model: %s is a mixture of experts, and its router loss is not part of the objective", name)
 
 

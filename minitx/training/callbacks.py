@@ -24,11 +24,13 @@ from torch import Tensor, nn
 
 from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, SamplesConfig, TrainerConfig, TransformerConfig
-from minitx.config.schema import require
+from minitx.config.schema import check_choice, require
+from minitx.data.conversations import ChatFormat
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
+from minitx.training.build import config_of
 from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import add_records, drop_records, unit_of
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, hash_seed
@@ -189,10 +191,11 @@ class StopAt(StepCallback):
         reached: the step at which the value was reached, or None.
 
     Raises:
-        ConfigError: in training, if the metric is ``train_accuracy`` and the objective counts no right answers.
+        ConfigError: another metric; or in training, if the metric is ``train_accuracy`` and the objective counts no right answers.
     """
 
     def __init__(self, metric: str, value: float, window: int = 1, extra_steps: int = 0) -> None:
+        check_choice("metric", metric, ("train_accuracy", "train_loss"))
         self.metric, self.value, self.window, self.extra_steps = metric, value, window, extra_steps
         self.reached: int | None = None
         self._last: list[float] = []
@@ -461,14 +464,23 @@ class Samples(StepCallback):
         tokenizer: the tokenizer of the data, or None.
         options: how often (there are also samples at the last step), the prompts, and how they are continued.
         seed: the seed of the random numbers.
+        format: the chat template in which a prompt is a user's message. None: a prompt is a text.
 
     Raises:
         ConfigError: at the start of training, if the model writes no text or is sharded over devices, or if there are no
             prompts, no tokenizer, or a prompt that it cannot encode.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer | None, options: SamplesConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer | None,
+        options: SamplesConfig,
+        seed: int = 0,
+        format: ChatFormat | None = None,
+    ) -> None:
         self.path, self.tokenizer, self.options, self.seed = folder / "samples.jsonl", tokenizer, options, seed
+        self.format = format
         self._ids: list[list[int]] = []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -499,8 +511,8 @@ class Samples(StepCallback):
             self._write(trainer, module, trainer.global_step)
 
     def _check(self, trainer: L.Trainer, network: nn.Module) -> None:
-        config: Any = getattr(network, "config", None)
-        kind = getattr(config, "architecture", type(network).__name__)
+        config: Any = config_of(network)
+        kind = type(network).__name__ if config is None else config.architecture
         if kind not in ("decoder", "encoder_decoder") or self.tokenizer is None:
             raise ConfigError(f"callbacks.samples needs text and a decoder or encoder-decoder of ours, got {kind}")
         if isinstance(trainer.strategy, Sharded):
@@ -513,7 +525,8 @@ class Samples(StepCallback):
                 f"callbacks.samples.max_new_tokens={self.options.max_new_tokens} must be at most model.max_len={config.max_len}"
             )
         try:
-            self._ids = [[int(id) for id in self.tokenizer.encode(prompt)] for prompt in prompts]
+            encode = self.tokenizer.encode if self.format is None else lambda prompt: self.format.prompt(prompt)[0]
+            self._ids = [[int(id) for id in encode(prompt)] for prompt in prompts]
         except ValueError as error:
             raise ConfigError(f"callbacks.samples.prompts cannot be read by the tokenizer: {error}") from error
 

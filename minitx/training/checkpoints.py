@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
-from minitx.config.schema import first_line, require
+from minitx.config.schema import first_line, require, stated
 from minitx.config.training import MODEL
 from minitx.data import tokenizers
 from minitx.data.loaders import task_of_loaders
@@ -421,14 +421,16 @@ class Stored:
         """Load the data of the run.
 
         Raises:
-            ConfigError: the data do not exist, or no longer fit the model's vocabulary.
+            ConfigError: the data do not exist, or no longer fit the model's vocabulary or its learned positions.
         """
         self._check("data")
         data = load_data(self.config, self.tokenizer)
         task = data if isinstance(data, Task) else task_of_loaders(data)[0]
-        size = getattr(getattr(self.network, "config", None), "vocab_size", None)
+        size = stated(getattr(self.network, "config", None), "vocab_size", int)
         if size is not None and task.model_fields.get("vocab_size", 0) > size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
+        if (shape := config_of(self.network)) is not None:
+            shape.check_length(task.longest or 0)
         return task
 
     def _check(self, name: str) -> None:

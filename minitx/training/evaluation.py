@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,10 @@ from minitx.config import IGNORED, EvaluationConfig, RunConfig
 from minitx.config.schema import require
 from minitx.data.batches import Address, ValSource
 from minitx.data.loaders import task_of_loaders
+from minitx.data.tables import share_of
 from minitx.data.task import Batch, Task, as_split, num_targets
 from minitx.generation import beam_search, generate
-from minitx.generation.decoding import of_config
+from minitx.generation.decoding import longest_of
 from minitx.nn.modes import evaluating
 from minitx.training.build import Caller, in_own_dtype, network_of, rows_of_batch
 from minitx.training.devices import whole_state
@@ -50,27 +51,39 @@ KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
 
 @dataclass(frozen=True)
 class Metric:
-    """A number with its 95 % interval, or None where the rows give none. ``count`` is the number of things in the mean."""
+    """A number with its 95 % interval, or None where the rows give none. ``count`` is the number of things in the mean: ``unit``."""
 
     value: float
     low: float | None
     high: float | None
     count: int
+    unit: str = "labels"
 
 
 @dataclass
 class Evaluation:
-    """Metrics by name, baselines, and some answers with their references."""
+    """Metrics by name, baselines, and some answers with their references.
+
+    Attributes:
+        rows: the number of rows in the metrics.
+        of_rows: the number of rows of the split.
+        left_out: how many rows of the data are not among these, or are cut, and why.
+    """
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     baselines: dict[str, float] = field(default_factory=dict)
     examples: list[dict[str, str]] = field(default_factory=list)
+    rows: int = 0
+    of_rows: int = 0
+    left_out: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return readable lines: one for each number, then the answers."""
-        width = max(map(len, [*self.metrics, *self.baselines]), default=0)
-        out = [f"{name:{width}}  {m.value:.4f}  ({_interval(m)}{m.count:,} {_unit(name)})" for name, m in self.metrics.items()]
+        """Return readable lines: one for each number, the number of rows and what was left out, then the answers."""
+        width = max(map(len, ["rows", *self.metrics, *self.baselines]))
+        out = [f"{name:{width}}  {m.value:.4f}  ({_interval(m)}{m.count:,} {m.unit})" for name, m in self.metrics.items()]
         out += [f"{name:{width}}  {value:.4f}" for name, value in self.baselines.items()]
+        out.append(f"{'rows':{width}}  {self.rows:,}" + (f" of {self.of_rows:,}" if self.rows < self.of_rows else ""))
+        out += [f"{'':{width}}  {said}" for said in self.left_out]
         for example in self.examples:
             out += ["", *(f"  {part:7} {text}" for part, text in example.items())]
         return out
@@ -83,10 +96,6 @@ class Evaluation:
 def _interval(metric: Metric) -> str:
     low, high = (None if end is None else f"{end:.4f}" for end in (metric.low, metric.high))
     return "" if low == high else f"{low} to {high}, "
-
-
-def _unit(name: str) -> str:
-    return "rows" if name in ("accuracy", "exact_match", "chrf", "bleu") else "labels"
 
 
 def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
@@ -120,7 +129,7 @@ def accuracy_interval(right: Tensor, counts: Tensor) -> Metric:
     found = share_interval(float(right.sum()), len(right)) if one_each else ratio_interval(right, counts)
     if found.low is None or found.high is None:
         return found
-    return Metric(found.value, max(found.low, 0.0), min(found.high, 1.0), found.count)
+    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
 
 
 def share_interval(hits: float, trials: int) -> Metric:
@@ -132,7 +141,7 @@ def share_interval(hits: float, trials: int) -> Metric:
     share, z2 = hits / trials, Z95**2
     middle, spread = share + z2 / (2 * trials), Z95 * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2))
     low, high = ((middle + sign * spread) / (1 + z2 / trials) for sign in (-1, 1))
-    return Metric(share, max(low, 0.0) if hits else 0.0, min(high, 1.0) if hits < trials else 1.0, trials)
+    return Metric(share, max(low, 0.0) if hits else 0.0, min(high, 1.0) if hits < trials else 1.0, trials, "rows")
 
 
 def evaluate(
@@ -165,13 +174,17 @@ def evaluate(
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
     task = data if isinstance(data, Task) else task_of_loaders(data)[0]
     source = ValSource(as_split(task, "val"), batch_size=batch_size)
+    read = min(options.num_rows or source.num_rows, source.num_rows)
+    rows: dict[str, Any] = {"rows": read, "of_rows": source.num_rows, "left_out": [*task.left_out.get("val", ())]}
     with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
         if task.kind not in KINDS or not isinstance(objective, CrossEntropy):
-            return Evaluation(_of_sums(network, source, options, objective), dict(task.baselines()))
+            return Evaluation(_of_sums(network, source, options, objective), dict(task.baselines()), **rows)
         nll, counts, right = _losses(network, source, options)
         if task.kind == "seq2seq":
-            return _of_answers(network, task, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
-        return Evaluation(_of_labels(task, nll, counts, right), task.baselines())
+            found = _of_answers(network, task, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
+            return replace(found, **rows)
+        rows["left_out"] += share_of(read - len(counts), read, "rows are left out: none of their labels counts")
+        return Evaluation(_of_labels(task, nll, counts, right), task.baselines(), **{**rows, "rows": len(counts)})
 
 
 @contextmanager
@@ -197,7 +210,7 @@ def _batches(network: nn.Module, source: ValSource, options: EvaluationConfig) -
     left, caller = options.num_rows or math.inf, Caller(network)
     for step in range(len(source)):
         batch = source[Address(step)]
-        caller.check(batch)
+        caller.check(batch, source.split.key_masks.values())
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         rows = int(min(left, len(batch["labels"])))
         yield rows_of_batch(batch, slice(rows))
@@ -281,8 +294,7 @@ def _answers(network: nn.Module, task: Task, source: ValSource, options: Evaluat
     """What the network writes for every validation row, as text."""
     assert task.tokenizer is not None
     answer_to = generate if options.num_beams == 1 else partial(beam_search, num_beams=options.num_beams)
-    if of_config(network, "position") == "learned":
-        longest = min(longest, of_config(network, "max_len"))
+    longest = min(longest, longest_of(network))
     for batch in _batches(network, source, options):
         answers = answer_to(network, batch["input_ids"], key_mask=batch.get("key_mask"), max_new_tokens=longest)
         yield from (task.tokenizer.decode(answer.tolist()) for answer in answers)
@@ -308,7 +320,7 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
 
     drawn = torch.tensor([score(counts[rows].sum(0)) for rows in chosen], dtype=torch.float64)
     low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Metric(score(counts.sum(0)), low, high, len(answers))
+    return Metric(score(counts.sum(0)), low, high, len(answers), "rows")
 
 
 def report(found: Evaluation, folder: Path) -> None:
@@ -360,8 +372,10 @@ def evaluate_splits(
             if isinstance(callback, WeightAveraging):  # it would load the weights that were trained beside the averaged ones
                 callback._average_model = None
         trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
-        found = dict(trainer.callback_metrics)
-        log.info("test  %s", "  ".join(f"{name} {float(value):.4f}" for name, value in found.items()))
+        found, whole = dict(trainer.callback_metrics), len(as_split(data.task, "test"))
+        rows = min(whole, sum(map(int, trainer.num_test_batches)) * data.val_batch_size(trainer.world_size))
+        numbers = "  ".join(f"{name} {float(value):.4f}" for name, value in found.items())
+        log.info("test  %s  (%s rows)", numbers, f"{rows:,}" if rows == whole else f"{rows:,} of {whole:,}")
         metrics |= found
     return metrics
 

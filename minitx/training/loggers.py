@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part, RunConfig
+from minitx.config.schema import check_choice
 from minitx.data.datamodule import DataModule
 from minitx.training import rank
 from minitx.training.build import config_of
@@ -270,6 +271,7 @@ def summary(trainer: L.Trainer, config: RunConfig, module: TrainingModule, data:
         "model": describe_model(module.network),
         "device": describe_device(trainer),
         "data": describe_data(data, config.trainer.val_batches),
+        **{f"  {split}": "; ".join(said) for split, said in data.task.left_out.items() if said},
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
         "training": describe_training(config, module.objective, data),
         "steps": f"{options.max_steps:,}, validation {every}",
@@ -405,9 +407,13 @@ class WandbExtras(L.Callback):
         viewer: send the attention viewer's page of the first recorded row (``callbacks.probe.weights_every``), and a picture of
             all heads for each recorded step.
         checkpoint: ``last`` or ``best``: send that checkpoint as an artifact. None: send none.
+
+    Raises:
+        ConfigError: ``checkpoint`` is another word.
     """
 
     def __init__(self, config: Mapping[str, Any], folder: Path, *, viewer: bool = False, checkpoint: str | None = None) -> None:
+        check_choice("checkpoint", checkpoint, ("last", "best", None))
         self.config, self.folder, self.viewer, self.checkpoint = config, folder, viewer, checkpoint
 
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:

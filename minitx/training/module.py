@@ -307,12 +307,12 @@ def build_module(
         raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
     if isinstance(built, CrossEntropy):
         check_labels(data.task)
+    caller, row = Caller(network), data.probe_batch(1)
+    caller.check(row, data.task.key_masks.values())
     if device_of(config.trainer.accelerator).type == "cpu":
         try_once(network, built, data)
-    if (caller := Caller(network)).packs:
-        row = data.probe_batch(1)
-        if "document_ids" in row:
-            caller.check_documents(row["input_ids"].to(next(network.parameters()).device))
+    if caller.packs and "document_ids" in row:
+        caller.check_documents(row["input_ids"].to(next(network.parameters()).device))
     return TrainingModule(
         network,
         built,
@@ -373,11 +373,9 @@ def try_once(network: nn.Module, objective: Callable[..., Any], data: DataModule
     """
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
     batch = {name: tensor.to(device) for name, tensor in data.probe_batch(1).items()}
-    caller = Caller(network)
-    caller.check(batch)
     try:
         with evaluating(network), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            checked_sums(objective(caller(batch), batch))
+            checked_sums(objective(Caller(network)(batch), batch))
     except ConfigError:
         raise
     except Exception as error:

@@ -22,6 +22,7 @@ from torch import nn
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.schema import Count, first_line, read, require
+from minitx.data.conversations import ChatFormat, is_chat, template_of
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.training.build import (
@@ -141,9 +142,12 @@ def callbacks_of_steps(config: RunConfig, module: TrainingModule, data: DataModu
         rows = data.probe_batch(asked.probe.batch_size)
         own.append(Probe(folder, rows, asked.probe, data.texts, partial(questions_of, data.task)))
     if asked.samples.every:
+        tokenizer, format = data.task.tokenizer, None
+        if asked.samples.prompts and tokenizer is not None and is_chat(config.data):
+            format = ChatFormat(str(template_of(config.data, tokenizer)), tokenizer)
         prompts = asked.samples.prompts or tuple(default_prompts(data))
         chosen = dataclasses.replace(asked.samples, prompts=prompts)
-        own.append(Samples(folder, data.task.tokenizer, chosen, config.seed))
+        own.append(Samples(folder, tokenizer, chosen, config.seed, format))
     return own
 
 

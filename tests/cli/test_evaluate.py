@@ -1,8 +1,11 @@
 """``evaluate.py``: a checkpoint alone is enough."""
 
 import json
+import re
 
 import pytest
+
+from tests.cli.conftest import SHORT
 
 
 @pytest.mark.parametrize("run", ["text", "dates", "digits"])
@@ -12,8 +15,11 @@ def test_a_checkpoint_alone_gives_the_numbers_that_the_run_gave(cli, runs, last,
     at_end, found = (json.loads(path.read_text("utf-8")) for path in (runs / run / "evaluation.json", place / "found.json"))
     assert found["baselines"] == at_end["baselines"]
     assert found["examples"] == at_end["examples"]
+    assert found["rows"] == at_end["rows"] == found["of_rows"] > 0
+    assert re.search(rf"^rows +{found['rows']:,}$", said.out, re.MULTILINE)
     assert list(found["metrics"]) == list(at_end["metrics"])
     for name, metric in at_end["metrics"].items():
+        assert found["metrics"][name].pop("unit") == metric.pop("unit")
         assert found["metrics"][name] == pytest.approx(metric, rel=1e-6), name
         assert f"{name} " in said.out
 
@@ -21,9 +27,35 @@ def test_a_checkpoint_alone_gives_the_numbers_that_the_run_gave(cli, runs, last,
 def test_rows_beams_shown_answers_and_data_can_be_chosen(cli, last, place):
     said = cli(last("dates"), "num_rows=5", "num_beams=3", "num_shown=1", "batch_size=2", program="evaluate")
     assert (said.code, "5 rows" in said.out, said.out.count("source ")) == (0, True, 1)
+    assert re.search(r"^rows +5 of 17$", said.out, re.MULTILINE)
     (place / "other.txt").write_text("🎉界世好你" * 300, encoding="utf-8")
     losses = []
     for words in ([], ["data.path=other.txt"]):
         assert cli(last("text"), *words, "output=found.json", program="evaluate").code == 0
         losses.append(json.loads((place / "found.json").read_text("utf-8"))["metrics"]["loss"]["value"])
     assert losses[0] < losses[1]
+
+
+def test_what_is_left_out_of_a_split_is_told_before_the_first_step_and_beside_every_score(cli, place, caplog):
+    caplog.set_level("INFO", "minitx")
+    for name, count in (("train", 40), ("val", 20)):
+        lines = [f"{n}\t{'' if n % 10 == 3 else 'ab' * (9 if n % 10 == 5 else 2)}" for n in range(count)]
+        (place / f"{name}.tsv").write_text("\n".join(lines), encoding="utf-8")
+    data = (
+        "data=pairs data.path=train.tsv data.val_path=val.tsv data.tokenizer=char data.max_source_len=64 data.max_target_len=8"
+    )
+    assert cli(*SHORT, *data.split(), "model.architecture=encoder_decoder", "output_dir=run").code == 0
+    log = "".join(f"{message}\n" for message in caplog.messages)
+    limits = "longer than data.max_source_len=64 and data.max_target_len=8 allow"
+    blank = {"train": "4 of 40 pairs are left out: a side is blank", "val": "2 of 20 pairs are left out: a side is blank"}
+    long = {"train": f"4 of 36 pairs are left out: {limits}", "val": f"2 of 18 pairs are cut: they are {limits}"}
+    for split in ("train", "val"):
+        assert re.search(rf"^  {split} +{blank[split]}; {long[split]}$", log, re.MULTILINE)
+    found = cli("ckpt_path=run", "output=found.json", program="evaluate")
+    for text in (found.out, log):
+        assert re.search(r"^rows +18$", text, re.MULTILINE) and f"  {blank['val']}\n" in text and f"  {long['val']}\n" in text
+    numbers = json.loads((place / "found.json").read_text("utf-8"))
+    assert (numbers["rows"], numbers["left_out"]) == (18, [blank["val"], long["val"]])
+    assert numbers["metrics"]["exact_match"]["count"] == 18
+    refused = cli("ckpt_path=run", "data.max_source_len=999", program="evaluate")
+    assert (refused.code, refused.err.count("\n")) == (2, 1) and "model.max_len=" in refused.err

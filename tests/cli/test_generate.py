@@ -1,5 +1,7 @@
 """``generate.py``: a checkpoint and a prompt in, text out."""
 
+import json
+import re
 import signal
 import threading
 
@@ -7,11 +9,15 @@ import pytest
 import torch
 
 from minitx.cli.command_line import parse
+from minitx.cli.compose import compose_config
 from minitx.cli.generate import GenerateConfig, _options
+from minitx.cli.launch import run_training
+from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, beam_search, generate
 from minitx.training.checkpoints import load_model, write_checkpoint
-from tests.cli.conftest import assert_named
+from minitx.training.loggers import read_records
+from tests.cli.conftest import SHORT, assert_named
 from tests.cli.processes import start
 from tests.data.conftest import SPACE, beginning_with_a_space
 from tests.waiting import PATIENCE
@@ -112,3 +118,72 @@ def test_the_script_answers_line_by_line_and_ends_with_130_on_ctrl_c(last, tmp_p
         process.kill()
     assert (process.returncode, err.count("\n")) == (130, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+QUESTION, ANSWER = "Who made the earth?", "God."
+TINY_CHAT = ("data=chat", "data.path=chats.jsonl", "data.tokenizer=char", "data.context_len=48", "trainer.max_steps=2")
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def chats(place, *words):
+    """A run of two steps on conversations, and its last checkpoint."""
+    said = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    (place / "chats.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 31, encoding="utf-8")
+    run_training(compose_config([*SHORT, *TINY_CHAT, *words]), place / "chat", "a test")
+    return f"ckpt_path={place / 'chat' / 'checkpoints' / 'last.ckpt'}"
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_prompt_of_a_chat_is_a_message_in_the_template_of_the_run(cli, place, template):
+    last = chats(place, *([] if template is None else [f"data.template='{template}'"]))
+    for prompt in (QUESTION, "God"):
+        written_by = {
+            word: cli(last, f"prompt={prompt}", "max_new_tokens=7", *([word] if word else []), program="generate")
+            for word in ("", "template=false")
+        }
+        format = ChatFormat(template or TEMPLATE, load_model(last.partition("=")[2])[1])
+        asked = format.tokenizer.decode(format.encode([{"role": "user", "content": prompt}], add_generation_prompt=True)[0])
+        assert asked.endswith("assistant: " if template is None else "<assistant>") and prompt in asked
+        for said, text in zip(written_by.values(), (asked, prompt), strict=True):
+            assert said.out == answer_of(last, text, max_new_tokens=7)
+        assert (
+            written_by[""].err.startswith("a prompt is a user's message in the chat template")
+            and written_by[""].err.count("\n") == 1
+        )
+        assert written_by["template=false"].err == ""
+    lines = cli(last, "max_new_tokens=3", stdin="God\nWho\n", program="generate")
+    assert lines.err.count("\n") == 1 and len(lines.out) > 2
+
+
+def answer_of(last, text, **options):
+    """The answer to a text with special tokens in it, by the library."""
+    model, tokenizer, _ = load_model(last.partition("=")[2])
+    ids = tokenizer.encode_sections(re.split("(<eos>)", text))[0]
+    (answer,) = generate(model, torch.tensor([ids.tolist()]), context=64, **options)
+    return tokenizer.decode(answer.tolist()) + "\n"
+
+
+def test_a_template_that_refuses_a_prompt_is_named_with_what_leaves_it_out(assert_refused, cli, place):
+    refuses = "{% if messages | length < 2 %}{{ raise_exception('too short') }}{% endif %}" + TEMPLATE.replace("\n", "")
+    last = chats(place, f'data.template="{refuses}"')
+    assert_refused("template=false leaves the template out", last, "prompt=God", program="generate")
+    assert cli(last, "prompt=God", "template=false", program="generate").code == 0
+
+
+def test_a_tokenizer_with_a_template_and_without_an_end_mark_writes_only_with_template_false(cli, last, place):
+    content = torch.load(last("text").partition("=")[2], weights_only=True)
+    content["minitx"]["tokenizer"]["chat_template"] = "{% for m in messages %}{{ m.content }}e{{ eos_token }}{% endfor %}"
+    write_checkpoint(content, "other.ckpt")
+    said = cli("ckpt_path=other.ckpt", "prompt=God", program="generate")
+    assert said.code == 2 and "has no eos" in said.err and "template=false" in said.err
+    assert cli("ckpt_path=other.ckpt", "prompt=God", "template=false", "max_new_tokens=3", program="generate").out == written(
+        last("text"), "God", max_new_tokens=3
+    )
+
+
+def test_samples_of_a_run_on_conversations_answer_a_users_message(place):
+    last = chats(place, "callbacks.samples.every=2", f"callbacks.samples.prompts=['{QUESTION}']", "callbacks.samples.temperature=0",
+                 "callbacks.samples.max_new_tokens=6")  # fmt: skip
+    (record,) = read_records(place / "chat" / "samples.jsonl")
+    assert record["prompt"] == QUESTION
+    assert record["text"] + "\n" == answer_of(last, f"user: {QUESTION}<eos>\nassistant: ", max_new_tokens=6)

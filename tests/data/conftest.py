@@ -19,6 +19,11 @@ def batch_of(split: Split) -> Batch:
     return split.collate(np.arange(len(split)), lambda row: generator(0, row))
 
 
+def total_left_out(task: Task, why: str = "") -> int:
+    """How many rows of both splits are left out or cut because of ``why``."""
+    return sum(int(said.split()[0]) for split in ("train", "val") for said in task.left_out[split] if why in said)
+
+
 @pytest.fixture
 def write_text(tmp_path):
     """Write a text (or bytes) to a file of the test's own and return its path as a string."""

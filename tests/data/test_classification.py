@@ -6,6 +6,7 @@ import pytest
 from minitx.config import ConfigError
 from minitx.data import classify
 from minitx.data.classification import bag_of_words_accuracy
+from tests.data.conftest import total_left_out
 
 
 @pytest.fixture
@@ -75,13 +76,14 @@ def test_the_same_text_is_never_in_both_splits(write_text, offline_datasets):
     assert len(val) == 9 and not val & {task.tokenizer.decode(row["input_ids"], skip_marks=True) for row in task.train}
 
 
-def test_rows_without_text_are_left_out_and_counted(write_text, offline_datasets, caplog):
+def test_rows_without_text_are_left_out_and_long_ones_cut_and_both_are_counted_by_split(write_text, offline_datasets):
     rows = [f"{'' if n % 7 == 0 else f'word {n}'},{'ab'[n % 2]}" for n in range(43)]
     options = {"path": write_text("\n".join(["text,label", *rows]), "a.csv"), "tokenizer": "char", "val_fraction": 0.3}
-    with caplog.at_level("INFO"):
-        task = classify(**options)
+    task = classify(**options)
     assert len(task.train) + len(task.val) == 43 - 7
-    assert sum(int(message.split()[2]) for message in caplog.messages if "without text" in message) == 7
+    assert total_left_out(task) == 7
+    cut = classify(**options, max_len=len("word 1") + 1)  # the class token, and one digit
+    assert total_left_out(cut, "are cut at data.max_len=7") == sum(n % 7 != 0 for n in range(10, 43))
     assert all(len(row["input_ids"]) > 1 for row in [*task.train, *task.val])
     write_text("text,label\n" + ",a\n" * 5 + "b,b\n", "a.csv")
     with pytest.raises(ConfigError, match=r"^data\.text_column=text has no text in a split"):

@@ -13,7 +13,8 @@ from minitx.data import chat, classify, pairs
 from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.data.task import as_split
 from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, load_tokenizer, train_tokenizer
-from tests.data.conftest import SPACE, batch_of, beginning_with_a_space
+from tests.data.chat_templates import GENERATION, PLAIN, SPECIAL
+from tests.data.conftest import SPACE, batch_of, beginning_with_a_space, total_left_out
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 LETTERS = "".join(map(chr, range(32, 127))) + "\né"
@@ -73,6 +74,70 @@ def test_tokens_are_those_that_transformers_gives_the_whole(kind, answer, tmp_pa
         ours.decode(part).strip() for part in np.split(ids[counted], np.flatnonzero(ids[counted] == ours.mark_ids["eos"]) + 1)
     ]
     assert texts == ["a 2</s>", "a</s>", ""]
+
+
+@pytest.fixture(scope="module")
+def both_tokenizers(tmp_path_factory):
+    """A tokenizer of transformers with the special tokens of many models, and ours of its folder."""
+    transformers, folder = pytest.importorskip("transformers"), tmp_path_factory.mktemp("tokenizer")
+    raw = tokenizers.Tokenizer.from_str(train_tokenizer("bpe", [LETTERS] * 9, vocab_size=400).to_dict()["json"])
+    raw.add_special_tokens([*SPECIAL])
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|endoftext|>")
+    theirs.save_pretrained(folder)
+    return theirs, load_tokenizer(folder)
+
+
+TURNS = ["system: be brief", "user:  1+1?\n", "assistant: 2 ", "user: thanks", "assistant: né"]
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("chat", [TURNS, TURNS[1:], TURNS[1:4], TURNS[:2]], ids=len)
+@pytest.mark.parametrize("name", [*PLAIN, *GENERATION])
+def test_a_template_writes_what_transformers_writes_and_its_marks_decide_what_counts(both_tokenizers, name, chat, prompt):
+    (theirs, ours), said, template = both_tokenizers, turns(*chat), (PLAIN | GENERATION)[name]
+    options = {"chat_template": template, "add_generation_prompt": prompt}
+    format = ChatFormat(template, ours)
+    ids, counted = format.encode(said, add_generation_prompt=prompt)
+    wanted = theirs.apply_chat_template(said, return_assistant_tokens_mask=name in GENERATION, **options)
+    assert ids.tolist() == wanted["input_ids"]
+    if name in GENERATION:
+        assert counted.astype(int).tolist() == wanted["assistant_masks"]
+    else:
+        ends = np.flatnonzero(counted & ~np.append(counted, False)[1:])
+        assert len(ends) == sum(turn.startswith("assistant") for turn in chat)
+        assert {*ids[ends]} <= {*format.special.values()}
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("chatml", "<|im_end|>"),
+        ("llama 3", "<|eot_id|>"),
+        ("zephyr", "<|endoftext|>"),
+        ("smol 3", "<|im_end|>"),
+        ("bare answer", None),
+    ],
+)
+def test_a_prompt_ends_where_the_answer_begins_and_the_answer_with_its_special_token(both_tokenizers, name, end):
+    (theirs, ours), template = both_tokenizers, (PLAIN | GENERATION)[name]
+    ids, ends = ChatFormat(template, ours).prompt("1+1?")
+    asked = turns("user: 1+1?")
+    wanted = theirs.apply_chat_template(asked, chat_template=template, add_generation_prompt=True)
+    assert ids.tolist() == wanted["input_ids"]
+    assert ends == ([] if end is None else [theirs.convert_tokens_to_ids(end)])
+
+
+@pytest.mark.parametrize(("name", "end"), [("smol 3", "<|im_end|>"), ("training", "<|im_end|>"), ("bare answer", None)])
+def test_with_marks_a_run_counts_what_they_enclose_and_ends_a_text_with_what_ends_it(
+    both_tokenizers, write_text, name, end, caplog
+):
+    ours, rows = both_tokenizers[1], [json.dumps({"messages": turns(*said)}) for said in [*[TURNS] * 9, TURNS[:2]]]
+    task = chat(path=write_text("\n".join(rows), "a.jsonl"), tokenizer=ours, template=GENERATION[name], packing=False)
+    assert task.model_fields.get("eos_id") == (end and ours.encode_sections(["", end, ""])[0][0])
+    ids, counted = ChatFormat(GENERATION[name], ours).encode(turns(*TURNS))
+    assert task.train[0]["labels"].tolist() == np.where(counted, ids.astype(int), -100)[1:].tolist()
+    assert len(task.train) + len(task.val) == 9
+    assert ("the date of today" in caplog.text) == (name == "smol 3")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +213,12 @@ def path(write_text):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_conversations_become_a_task_and_those_without_an_answer_are_left_out_and_counted(path, packing, caplog):
-    with caplog.at_level("INFO"):
-        task = chat(path=path, tokenizer="char", context_len=47, packing=packing)
-    assert sum(int(message.split()[2]) for message in caplog.messages if "without an answer" in message) == 4
+def test_conversations_become_a_task_and_those_without_an_answer_are_left_out_and_counted(path, packing):
+    task = chat(path=path, tokenizer="char", context_len=47, packing=packing)
+    assert total_left_out(task, "are left out: without an answer in 47 tokens") == 4
+    cut = chat(path=path, tokenizer="char", context_len=25, packing=packing)
+    whole = [len(f"user: {n}?\nassistant: {str(n) * (n % 5 + 1)}\n") + 2 for n in range(23)]  # with two end marks
+    assert total_left_out(cut, "are cut at data.context_len=25") == sum(length > 26 for length in whole)
     assert task.kind == "language_model"
     assert task.model_fields == {"vocab_size": task.tokenizer.vocab_size, "eos_id": task.tokenizer.mark_ids["eos"]}
     answers = []
@@ -178,6 +245,11 @@ def test_the_template_is_that_of_the_tokenizers_folder_unless_one_is_given(path,
     (tmp_path / "chat_template.jinja").write_text("[bc]" + TEMPLATE)
     assert first().startswith("[bc]user: ")
     assert first(template="!" + TEMPLATE).startswith("!user: ")
+    (tmp_path / "chat_template.jinja").unlink()
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "[d]" + TEMPLATE}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    assert first().startswith("[d]user: ")
+    (tmp_path / "chat_template.jinja").write_text("[bc]" + TEMPLATE)
     stored = from_dict(load_tokenizer(tmp_path).to_dict())  # as in a checkpoint
     assert tokenizer.decode(chat(path=path, tokenizer=stored).train[0]["input_ids"]).startswith("[bc]user: ")
     assert fingerprint(stored) == fingerprint(tokenizer), "the ids are the same"

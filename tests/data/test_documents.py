@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from minitx.config import ConfigError
 from minitx.data import documents, hf
-from minitx.data.documents import DocumentRows
+from minitx.data.documents import BLANK, DocumentRows
 from minitx.data.task import Ragged
 from minitx.data.tokenizers import fingerprint, train_tokenizer
-from tests.data.conftest import batch_of, split_of
+from tests.data.conftest import batch_of, split_of, total_left_out
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 DOCUMENTS = [f"{n} " + "abc" * (n % 23) for n in range(61)]
@@ -34,7 +34,7 @@ def examples(lengths, *, packing=True):
 @given(lengths=st.lists(st.integers(1, 47), min_size=1, max_size=40), packing=st.booleans())
 def test_every_token_and_every_end_is_asked_for_once_and_documents_of_a_row_are_told_apart(lengths, packing):
     found = examples(lengths, packing=packing)
-    batch = batch_of(split_of(found, pad={"document_ids": -1}))
+    batch = batch_of(split_of(found))
     counted = batch["labels"][batch["labels"] != -100]
     assert sorted(counted.tolist()) == sorted([*range(2, 2 + sum(lengths)), *[1] * len(lengths)])
     assert sum(found.num_targets(row) for row in range(len(found))) == len(counted)
@@ -137,10 +137,12 @@ def test_files_without_documents_are_refused_by_name(load, write_text, row, valu
         load(write_text("\n".join([json.dumps(row)] * 3), "a.jsonl"), **values)
 
 
-def test_rows_without_text_are_counted_at_each_start(load, write_text, caplog):
+def test_documents_without_text_are_counted_by_split_at_each_start(load, write_text):
     rows = [json.dumps({"text": text}) for text in [*DOCUMENTS, None, "", " ", None]]
-    for _ in range(2):
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            load(write_text("\n".join(rows), "null.jsonl"))
-        assert any(message.startswith("left out 4 of 65 rows") for message in caplog.messages)
+    path = write_text("\n".join(rows), "null.jsonl")
+    for _ in range(2):  # the second from the cache
+        assert total_left_out(load(path)) == 4
+        assert load(path, val_path=path).left_out == {split: [f"4 of 65 {BLANK}"] for split in ("train", "val")}
+    with_blanks = write_text("\n".join([json.dumps({"text": " "}), *rows]), "other.jsonl")
+    assert load(with_blanks, streaming=True, val_rows=7).left_out == {"val": [f"1 of 8 {BLANK}"]}
+    assert load(path, streaming=True, val_path=with_blanks, val_rows=3).left_out == {"val": [f"1 of 4 {BLANK}"]}

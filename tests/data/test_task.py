@@ -12,7 +12,8 @@ from minitx.config import ConfigError
 from minitx.data.batches import Address, TrainSource, ValSource
 from minitx.data.classification import LabelledImages, stratified
 from minitx.data.corpus import MaskedRows, TokenArray, text
-from minitx.data.task import hold_out
+from minitx.data.datamodule import DataModule
+from minitx.data.task import PAD, Task, hold_out
 from tests.data.conftest import batch_of, split_of
 
 COUNT, BATCH = 109, 12
@@ -175,9 +176,57 @@ def test_keys_are_padded_with_what_was_asked_for():
         "key_mask": [[True] * 3, [True, False, False]],
         "weight": [0.5, 2.0],
     }
-    assert "key_mask" not in batch_of(split_of(rows, key_masks={}))
+    assert "key_mask" not in batch_of(split_of(rows, key_masks={}, pad={"input_ids": 9}))
     rows[0]["key_mask"], rows[1]["key_mask"] = [False, True, True], [True]
     assert batch_of(split_of(rows))["key_mask"].tolist() == [[False, True, True], [True, False, False]]
+
+
+OWN = [{"src": [5, 6, 7], "trg": [1, 2], "labels": [1, 2]}, {"src": [8], "trg": [3], "labels": [3]}]
+
+
+def test_keys_of_ones_own_are_padded_only_with_what_a_task_says_of_them():
+    masks = {"src": "src_mask", "trg": "trg_mask"}
+    with pytest.raises(
+        ConfigError, match=r"^mine: rows have 1 to 3 values of src, .*key_masks=\{'src': 'src_mask'\}.*pad=\{'src': "
+    ):
+        batch_of(split_of(OWN))
+    with pytest.raises(ConfigError, match=r"^mine: rows have 1 to 2 values of trg"):
+        batch_of(split_of(OWN, pad={"src": 9}))
+    assert batch_of(split_of(OWN, pad={"src": 9, "trg": 4}))["src"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    batch = batch_of(split_of(OWN, key_masks=masks))
+    assert [batch[mask].tolist() for mask in masks.values()] == [
+        [[True] * 3, [True, False, False]],
+        [[True] * 2, [True, False]],
+    ]
+    given = [{**row, "src_mask": [True] * len(row["src"])} for row in OWN]  # masks of the rows themselves
+    assert batch_of(split_of(given, key_masks=masks))["src_mask"].tolist() == batch["src_mask"].tolist()
+    with pytest.raises(
+        ConfigError, match=r"^mine: rows have 1 to 2 values of input_ids, .*key_masks=\{'input_ids': 'key_mask'\}"
+    ):
+        batch_of(split_of([{"input_ids": [1] * n, "labels": 1} for n in (1, 2)], key_masks={}))
+
+
+@pytest.mark.parametrize("key", sorted(PAD))
+def test_keys_of_one_right_padding_value_need_no_word(key):
+    rows = [{"input_ids": [1] * n, key: [1] * n, **({} if key == "labels" else {"labels": 1})} for n in (2, 1)]
+    assert batch_of(split_of(rows))[key].tolist() == [[1, 1], [1, PAD[key]]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_lengths_that_differ_in_a_later_batch_alone_are_refused_there_in_one_sentence(num_workers):
+    rows = [{"src": [1, 2], "labels": 1}] * 5 + [{"src": [1], "labels": 1}]
+    loader = DataModule(Task(name="mine", train=rows, val=rows), batch_size=2, num_workers=num_workers).val_dataloader()
+    batches = iter(loader)
+    assert [next(batches)["src"].shape for _ in range(2)] == [(2, 2)] * 2
+    with pytest.raises(ConfigError, match=r"^mine: rows have 1 to 2 values of src, and nothing says how to pad them: [^\n]*$"):
+        next(batches)
+
+
+def test_a_kind_of_task_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(
+        ConfigError, match=r"^kind=lm is not allowed: one of language_model, masked_lm, seq2seq, classify, tag, other"
+    ):
+        split_of(OWN, kind="lm")
 
 
 def test_an_empty_list_does_not_make_fractions_of_the_ids_of_other_rows():

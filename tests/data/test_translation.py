@@ -9,7 +9,7 @@ from minitx.config import ConfigError
 from minitx.data import dates, pairs
 from minitx.data.task import as_split
 from minitx.data.translation import LOCALES, date_patterns, write_date
-from tests.data.conftest import batch_of
+from tests.data.conftest import batch_of, total_left_out
 
 
 def test_the_layout_by_hand(write_text, offline_datasets):
@@ -104,15 +104,36 @@ def test_a_file_of_its_own_validates_in_its_order_and_a_source_lies_in_one_split
     assert not {source for source, _ in train} & {source for source, _ in val}
 
 
-def test_long_pairs_are_left_out_and_counted(write_text, caplog, offline_datasets):
+def test_long_pairs_do_not_train_and_all_of_them_validate_and_what_is_left_out_or_cut_is_counted(write_text, offline_datasets):
     path = write_text("\n".join(f"{n}\t{'x' * (n % 7)}" for n in range(100)), "a.tsv")
+    val = write_text("\n".join(f"{'1234'[: n % 5]}\t{'xyyxxyy'[: n % 7]}" for n in range(1, 35)), "val.tsv")
     blank = sum(n % 7 == 0 for n in range(100))
-    with caplog.at_level("INFO"):
-        task = load(path=path, max_target_len=5)
+    task = load(path=path, val_path=val, max_source_len=3, max_target_len=5)
     kept, long = (sum(n % 7 in sizes for n in range(100)) for sizes in ((1, 2, 3, 4), (5, 6)))  # the end is the fifth
-    assert (len(task.train) + len(task.val), task.model_fields["max_target_len"]) == (kept, 5)
-    assert f"{long} of {kept + long} pairs" in caplog.text
-    assert sum(int(message.split()[2]) for message in caplog.messages if message.endswith("a side is blank")) == blank
+    assert (len(task.train), task.model_fields["max_source_len"], task.model_fields["max_target_len"]) == (kept, 3, 5)
+    limits = "longer than data.max_source_len=3 and data.max_target_len=5 allow"
+    assert task.left_out["train"] == [
+        f"{blank} of 100 pairs are left out: a side is blank",
+        f"{long} of {100 - blank} pairs are left out: {limits}",
+    ]
+    sides = [(n % 5, n % 7) for n in range(1, 35) if n % 5 and n % 7]
+    cut = sum(source > 3 or target > 4 for source, target in sides)
+    assert task.left_out["val"] == [
+        f"{34 - len(sides)} of 34 pairs are left out: a side is blank",
+        f"{cut} of {len(sides)} pairs are cut: they are {limits}",
+    ]
+    for row, pair, (source, target) in zip(task.val, task.val_examples, sides, strict=True):
+        assert pair == ("1234"[:source], "xyyxxyy"[:target]), "an answer is compared with the whole reference"
+        assert len(row["input_ids"]) == min(source, 3)
+        assert len(row["labels"]) == len(row["decoder_input_ids"]) == min(target + 1, 5)
+        ends = row["labels"][-1] == task.tokenizer.mark_ids["eos"]
+        assert ends == (target < 5) and (row["labels"][:-1] == row["decoder_input_ids"][1:]).all()
+    assert total_left_out(load(path=path, max_target_len=5), "a side is blank") == blank
+
+
+def test_blank_lines_of_two_files_are_counted_before_validation_is_held_out(file):
+    said = ["1 of 32 pairs are left out: a side is blank (before validation was held out)"]
+    assert load(path=file["a.en"], target_path=file["a.de"]).left_out == {"train": said, "val": said}
 
 
 REFUSED = {

@@ -170,6 +170,45 @@ def test_answers_of_beams_too_end_where_a_table_of_positions_ends(ready):
     assert evaluate(*ready("short seq2seq"), EvaluationConfig(num_beams=2)).metrics["exact_match"].count > 9
 
 
+def test_a_score_counts_every_pair_and_says_of_how_many_rows_it_is(make_config, tmp_path, monkeypatch):
+    (tmp_path / "pairs.tsv").write_text("\n".join(f"{n}\t{'ab' * (n % 5 + 1)}" for n in range(67)))
+    long = {n: ("1" * 19 if n == 3 else str(n), "ab" * (9 if n in (3, 5) else 2)) for n in range(11)} | {11: (" ", "a")}
+    (tmp_path / "val.tsv").write_text("\n".join(f"{source}\t{target}" for source, target in long.values()))
+    paths = {"path": str(tmp_path / "pairs.tsv"), "val_path": str(tmp_path / "val.tsv")}
+    model = node(build_model, **SMALL, architecture="encoder_decoder", position="learned", max_len=12)
+    config = dataclasses.replace(make_config(), data={**PAIRS, **paths}, model=model)
+    data = open_data(config)
+    network, task, asked = network_of(config.model, data).double(), data.task, list[list[int]]()
+    right = iter([torch.tensor(task.tokenizer.encode(target).tolist()) for _, target in task.val_examples] * 2)
+    monkeypatch.setattr(
+        evaluation, "generate", lambda model, ids, **options: asked.extend(ids.tolist()) or [next(right) for _ in ids]
+    )
+    found, few = evaluate(network, task, batch_size=4), evaluate(network, task, EvaluationConfig(num_rows=5))
+    assert asked[3][:12] == task.tokenizer.encode("1" * 12).tolist(), "a long source is cut at data.max_source_len"
+    assert found.metrics["exact_match"] == share_interval(11, 11), "and its answer is compared with all of the target"
+    said = ["1 of 12 pairs are left out: a side is blank"]
+    said.append("2 of 11 pairs are cut: they are longer than data.max_source_len=12 and data.max_target_len=12 allow")
+    assert (found.rows, found.of_rows, found.left_out) == (11, 11, said)
+    assert (few.rows, few.of_rows) == (5, 11)
+    for each, rows in ((found, "11"), (few, "5 of 11")):
+        assert f"{'rows':{len('copy_exact_match')}}  {rows}" in each.lines() and all(
+            any(line.strip() == one for line in each.lines()) for one in said
+        )
+        assert {"rows": each.rows, "of_rows": 11, "left_out": said}.items() <= json.loads(json.dumps(each.to_dict())).items()
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("classify", "2 rows"), ("tag", "4 labels"), ("other", "4 labels")])
+def test_rows_without_a_label_that_counts_are_no_rows_of_the_score_of_classes(kind, unit):
+    labels = [torch.tensor(row) for row in ([1, 2], [0, -100], [-100, -100], [1, -100])]
+    rows = [{"input": torch.eye(3)[:2], "labels": row if kind != "classify" else row[1]} for row in labels]
+    rows[0]["labels"], rows[1]["labels"] = (rows[0]["labels"], rows[1]["labels"]) if kind != "classify" else (1, 2)
+    network = torch.nn.Identity() if kind != "classify" else torch.nn.Flatten()
+    found = evaluate(network, Task(name="mine", kind=kind, train=rows, val=rows), batch_size=2)
+    assert any(line.startswith("accuracy") and unit in line for line in found.lines())
+    assert (found.rows, found.of_rows) == ((2, 4) if kind == "classify" else (4, 4))
+    assert found.left_out == (["2 of 4 rows are left out: none of their labels counts"] if kind == "classify" else [])
+
+
 def test_generated_answers_are_held_against_references_and_wrong_ones_are_shown_first(ready, monkeypatch):
     network, data = ready("seq2seq")
     given = [torch.tensor(data.tokenizer.encode(right).tolist()) for _, right in data.val_examples]

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, RunConfig, node
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
+from minitx.generation import generate
 from minitx.nn import build_model
 from minitx.training.build import Caller, build_network, fitted, set_training
 from minitx.training.checkpoints import load_model
@@ -245,7 +246,7 @@ class ReadsAnything(Reads):
 
 def test_a_mask_that_does_not_reach_the_model_is_refused_where_it_hides_anything_also_in_a_later_batch(tmp_path):
     assert train_tokens(tmp_path / "full", Reads(), rows_of_tokens([5, 5, 5]))["steps"] == 2  # nothing is hidden
-    assert train_tokens(tmp_path / "none", Reads(), rows_of_tokens([5, 3, 5]), key_masks={})["steps"] == 2
+    assert train_tokens(tmp_path / "none", Reads(), rows_of_tokens([5, 3, 5]), key_masks={}, pad={"input_ids": 0})["steps"] == 2
     several = [row | {"document_ids": [0, 0, 1]} for row in rows_of_tokens([3, 3])]
     lone = [row | {"document_ids": [0, 0, -1]} for row in rows_of_tokens([3, 3])]
     assert train_tokens(tmp_path / "lone", Reads(), lone)["steps"] == 2
@@ -259,6 +260,31 @@ def test_a_mask_that_does_not_reach_the_model_is_refused_where_it_hides_anything
         assert not (tmp_path / "refused").exists()
     with pytest.raises(ConfigError, match=r"Reads\.forward does not name key_mask"):
         train_tokens(tmp_path / "later", Reads(), rows_of_tokens([5, 5, 5]), val=rows_of_tokens([5, 5, 5, 2]))
+
+
+class Sums(nn.Module):
+    """Reads a key of its own, with its mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 2)
+
+    def forward(self, src, src_mask):
+        return self.head((self.embed(src) * src_mask[..., None]).sum(1))
+
+
+def test_a_mask_of_ones_own_name_reaches_the_model_or_is_refused(tmp_path):
+    rows = [{"src": list(range(1, 1 + n)), "labels": n % 2} for n in (5, 3, 4)]
+    model, alone = Sums(), [{**row, "src_mask": [True] * len(row["src"])} for row in rows]
+    task = task_of(rows, key_masks={"src": "src_mask"}, model_fields={"num_labels": 2})
+    losses = [evaluate(model, each, batch_size=size).metrics["loss"].value for each, size in ((task, 3), (task_of(alone), 1))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    fit(tmp_path / "run", task, model=Sums(), objective=None, precision="32-true", batch_size=3)
+    lost = task_of([{"input_ids": row["src"], "labels": 1} for row in rows], key_masks={"input_ids": "mask_of_ids"})
+    with pytest.raises(ConfigError, match=r"Reads\.forward does not name mask_of_ids"):
+        fit(tmp_path / "lost", lost, model=Reads(), objective=None, precision="32-true", batch_size=3)
+    with pytest.raises(ConfigError, match=r"Reads\.forward does not name mask_of_ids"):
+        evaluate(Reads(), lost)
 
 
 def test_a_model_from_pretrained_trains_with_dropout_and_what_its_owner_froze_stays_as_it_is(tmp_path, caplog):
@@ -294,13 +320,48 @@ def test_what_of_a_model_does_not_take_part_is_said_at_the_start(tmp_path, caplo
     train_tokens(tmp_path / "mixture", build("Mixtral"), rows_of_tokens([5, 3, 2]))
     assert "its router loss is not part of the objective" in caplog.text and "is larger than" not in caplog.text
     caplog.clear()
-    train_tokens(tmp_path / "larger", bert(), rows_of_tokens([5, 3, 2], token_type_ids=[0]), vocab_size=31, key_masks={})
+    task = {"vocab_size": 31, "key_masks": {}, "pad": {"input_ids": 0}}
+    train_tokens(tmp_path / "larger", bert(), rows_of_tokens([5, 3, 2], token_type_ids=[0]), **task)
     assert "the vocabulary of BertForMaskedLM, 99, is larger than that of the data, 31" in caplog.text
     assert "router" not in caplog.text
     with pytest.raises(ConfigError, match="the vocabulary of BertForMaskedLM, 99, is smaller than that of the data, 101"):
         train_tokens(tmp_path / "smaller", torch.compile(bert(), backend="eager"), rows_of_tokens([5]), vocab_size=101)
     with pytest.raises(ConfigError, match="the number of labels of BertForMaskedLM, 2, is smaller than that of the data, 3"):
         train_tokens(tmp_path / "labels", bert(), rows_of_tokens([5]), num_labels=3)
+
+
+class AnswersNone:
+    """A config that has no names but those that it is given."""
+
+    def __init__(self, **names):
+        vars(self).update(names)
+
+    def __getattr__(self, name):
+        return None
+
+
+def test_a_config_that_answers_none_says_nothing(tmp_path, caplog):
+    caplog.set_level("INFO")
+    model = Reads()
+    model.config = AnswersNone(position="learned", architecture="decoder")
+    train_tokens(tmp_path / "run", model, rows_of_tokens([5, 5]))
+    assert "mixture of experts" not in caplog.text
+    assert [ids.tolist() for ids in generate(Counts().eval(), torch.tensor([[3, 4]]), max_new_tokens=2)] == [[5, 6]]
+    for small in (AnswersNone(vocab_size=31), {"vocab_size": 31}):
+        model.config = small
+        with pytest.raises(ConfigError, match="the vocabulary of Reads, 31, is smaller than that of the data, 99"):
+            train_tokens(tmp_path / "smaller", model, rows_of_tokens([5]))
+    model.config = AnswersNone(vocab_size="99 words")
+    train_tokens(tmp_path / "words", model, rows_of_tokens([5, 5]))
+
+
+class Counts(nn.Module):
+    """The token after id i is i + 1."""
+
+    config = AnswersNone(position="learned")
+
+    def forward(self, input_ids):
+        return nn.functional.one_hot(input_ids + 1, 99).float()
 
 
 # --- counts, metrics and splits

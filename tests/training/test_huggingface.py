@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -251,6 +252,15 @@ def test_from_python_a_switch_is_no_rank_either(folders):
     for values in ({"r": True}, {"lora_alpha": 0}, {"lora_dropout": 1.5}):
         with pytest.raises(ConfigError, match=f"^{next(iter(values))}="):
             Lora(**values)
+
+
+@pytest.mark.parametrize("words", [{"task": "lm"}, {"attention": "falsh"}, {"attention": "falsh", "adopt": True}])
+def test_from_python_a_word_that_is_no_choice_is_refused_with_the_choices(folders, words):
+    choices = "language_model, masked_lm, seq2seq, classify, tag, other" if "task" in words else "sdpa, eager"
+    config = transformers.AutoConfig.from_pretrained(folders / "llama").to_dict()
+    for build in (partial(pretrained_hf, str(folders / "llama")), partial(hf_from_config, config)):
+        with pytest.raises(ConfigError, match=rf"^\w+=\w+ is not allowed: one of {choices}"):
+            build(**words)
 
 
 @pytest.mark.parametrize(("package", "options"), [("peft", {"lora": 2}), ("transformers", {})])

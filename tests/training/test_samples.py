@@ -8,7 +8,7 @@ from extra import AddLoggers, losses_of, train_with
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from minitx.config import ConfigError, SamplesConfig, StopAtConfig, node
+from minitx.config import ConfigError, SamplesConfig, StopAtConfig, TransformerConfig, node
 from minitx.nn import build_model
 from minitx.training.callbacks import Samples
 from minitx.training.loggers import read_records
@@ -83,7 +83,7 @@ def test_a_resumed_run_writes_its_texts_once(make_config, tmp_path):
 
 def test_what_cannot_be_sampled_is_refused_before_the_first_step(tmp_path):
     trainer = SimpleNamespace(strategy=None, is_global_zero=True, global_step=0)
-    ours = SimpleNamespace(config=SimpleNamespace(architecture="decoder"))
+    ours = SimpleNamespace(config=TransformerConfig(architecture="decoder"))
     for network, prompts, key in ((torch.nn.Linear(1, 1), ["a"], ""), (ours, [""], ".prompts"), (ours, ["1 2"], ".prompts")):
         with pytest.raises(ConfigError, match=f"^callbacks.samples{key}[= ]"):
             samples(tmp_path, prompts=prompts).on_train_start(trainer, SimpleNamespace(network=network))

@@ -20,7 +20,7 @@ from minitx.training import callbacks
 from minitx.training.callbacks import StepLog, StopAt, batch_flops
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.devices import sum_over_rows
-from minitx.training.loggers import read_metrics
+from minitx.training.loggers import WandbExtras, read_metrics
 from minitx.training.module import TrainingModule
 from minitx.training.optimizers import constant
 from minitx.training.run import train
@@ -184,6 +184,13 @@ def test_the_window_goes_on_where_the_checkpoint_was_written():
     assert follow(first, [9, 9]) is None
     second.load_state_dict(first.state_dict())
     assert follow(second, [9, 0, 0], first=3) == 5
+
+
+def test_a_metric_or_a_checkpoint_that_does_not_exist_is_refused_from_python_too(tmp_path):
+    with pytest.raises(ConfigError, match=r"^metric=val_loss is not allowed: one of train_accuracy, train_loss"):
+        StopAt("val_loss", 0.5)
+    with pytest.raises(ConfigError, match=r"^checkpoint=newest is not allowed: one of last, best"):
+        WandbExtras({}, tmp_path, checkpoint="newest")
 
 
 def test_an_objective_without_right_answers_has_no_accuracy_to_stop_at():

@@ -36,6 +36,7 @@ from minitx.analysis.snapshot import (
     snapshot_of_weights,
     take_snapshot,
 )
+from minitx.config.schema import stated
 
 __all__ = ["Trace", "View", "playground", "view", "viewer_page"]
 
@@ -208,7 +209,7 @@ def _namer(tokenizer: Any) -> Callable[[int], str]:
 
 def _next_tokens(model: nn.Module, batch: Mapping[str, Any], name_of: Callable[[int], str]) -> Asked | None:
     """The questions of a model with ``config.vocab_size`` at real tokens. The token after the last real one is not known."""
-    axis, size = TARGET if TARGET in batch else SOURCE, getattr(getattr(model, "config", None), "vocab_size", None)
+    axis, size = TARGET if TARGET in batch else SOURCE, stated(getattr(model, "config", None), "vocab_size", int)
     if size is None or axis not in batch:
         return None
     asked, ids = next_tokens(axis, batch[axis].tolist(), name_of, size), batch[axis]
