@@ -58,7 +58,7 @@ mutation: $(VENV)/dev.installed
 	$(BIN)/python tests/tools/mutation.py --record
 
 # dev contains train
-$(VENV)/%.installed: pyproject.toml constraints.txt
+$(VENV)/%.installed: pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[$*]"
 	touch $@ $(if $(filter dev,$*),$(VENV)/train.installed)

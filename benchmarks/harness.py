@@ -169,7 +169,7 @@ def verdict(one: Row) -> str:
 
 def spread(one: Row) -> str:
     """Median and interval as people read them."""
-    return number(one["median"]) + ("" if one["low"] == one["high"] else f" ({number(one['low'])} to {number(one['high'])})")
+    return number(one["median"]) + ("" if one["low"] == one["high"] else f" ({number(one['low'])}–{number(one['high'])})")
 
 
 def number(value: float) -> str:

@@ -43,28 +43,34 @@ def read(folder: Path = RESULTS) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """A line for every row, then the runs; a target without a row is not recorded."""
-    lines = ["| target | what | setting | median (95 %) | wanted | | control | run |", "|---|---|---|---|---|---|---|---|"]
-    runs: list[Row] = []
+    """A line for every row († where the control does not hold), then the runs; a target without a row is not recorded."""
+    lines = ["| target | what | setting | median (95 %) | wanted | |", "|---|---|---|---|---|---|"]
+    machines: dict[str, dict[str, list[str]]] = {}  # the runs on each, and the targets of each run
     for target, (about, program) in TARGETS.items():
         mine = [one for one in rows if one["target"] == target]
         if not mine:
-            lines.append(f"| {target} | {about} | | | | not recorded yet (`{program}`) | | |")
+            lines.append(f"| {target} | {about} | | | | not recorded yet (`{program}`) |")
         for one in mine:
-            run = one["run"]
-            runs += [run] if run not in runs else []
-            held = "" if "control" not in one else "holds" if one["control_holds"] else "does not hold"
-            wanted, what = sign(one["wanted"]), "GPU: " * ("device" in run) + one["what"]
-            cells = [target, what, one["label"], spread(one), wanted, verdict(one), held, str(runs.index(run) + 1)]
+            targets = machines.setdefault(machine(one["run"]), {}).setdefault(told(one["run"]), [])
+            targets += [target] if target not in targets else []
+            mark, what = "" if one.get("control_holds", True) else " †", "GPU: " * ("device" in one["run"]) + one["what"]
+            cells = [target, what, one["label"], spread(one) + mark, sign(one["wanted"]), verdict(one)]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"{number}. {told(run)}" for number, run in enumerate(runs, 1))]) + "\n"
+    for where, runs in machines.items():
+        lines += ["", f"{where}:", "", *(f"- {', '.join(targets)}: {run}" for run, targets in runs.items())]
+    return "\n".join(lines) + "\n"
+
+
+def machine(run: Row) -> str:
+    """Where a run was recorded."""
+    return ", ".join(
+        [run.get("device") or run["hardware"], *(f"{name} {version}" for name, version in run["versions"].items())]
+    )
 
 
 def told(run: Row) -> str:
-    """Where, when and how a run was recorded."""
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    where = f"{run.get('device') or run['hardware']}, {run['threads']} threads, {versions}"
-    return f"`{run['command']}`: {where}; {run['date']}, commit {run['commit']}"
+    """When and how a run was recorded."""
+    return f"`{run['command']}`, {run['threads']} thread{'s' * (run['threads'] > 1)}; {run['date']}, commit {run['commit']}"
 
 
 def between(text: str, new: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.compose import compose_cell, compose_config, compose_grid
 from minitx.cli.launch import run_training
-from minitx.config import RunConfig, to_dict
+from minitx.config import ConfigError, RunConfig, to_dict
 from minitx.data.tokenizers import train_tokenizer
 from minitx.training.nodes import with_defaults
 
@@ -75,6 +75,18 @@ def test_every_experiment_runs_one_step(experiment, tmp_path, monkeypatch):
     result = run_training(config, tmp_path / "run", "a test")
     assert (result["steps"], result["nonfinite_step"], config.experiment) == (1, None, experiment)
     assert result["val_loss"] is not None
+
+
+def test_the_warm_up_of_an_experiment_is_cut_to_a_tenth_of_fewer_steps_and_a_typed_one_is_not(tmp_path, caplog):
+    caplog.set_level("INFO")
+    words = ["experiment=kv_lookup", "trainer.max_steps=12"]
+    assert compose_config(words).schedule["warmup_steps"] == 1
+    assert "schedule.warmup_steps=15 of the experiment exceeds trainer.max_steps=12: cut to 1" in caplog.text
+    assert compose_config([*words, "trainer.max_steps=15"]).schedule["warmup_steps"] == 15
+    assert compose_config([*words, "schedule.warmup_steps=0.25"]).schedule["warmup_steps"] == 0.25
+    typed = compose_config([*words, "schedule.warmup_steps=13", "data.val_size=8"])
+    with pytest.raises(ConfigError, match=r"^schedule\.warmup_steps=13 must not exceed trainer\.max_steps=12"):
+        run_training(typed, tmp_path / "run", "a test")
 
 
 @pytest.mark.parametrize("grid", [in_tier(name) for group, name in OPTIONS if group == "ablation"])

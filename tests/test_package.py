@@ -1,13 +1,13 @@
-"""What a user installs: the wheel and the sdist, in environments made here, from folders that know nothing of the checkout."""
+"""What a user installs: the wheel, the sdist and a clone (``pip install -e``), each in an environment made here."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from importlib.metadata import Distribution, distribution
@@ -23,8 +23,9 @@ from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SITE = Path(sysconfig.get_path("purelib"))
+SITE = Path(str(distribution("torch").locate_file("")))
 SHIPPED = {"minitx": "minitx", "configs": "minitx/configs"}  # folder of the checkout: folder of the package
+FOLDERS = ("minitx", "benchmarks", "configs", "data", "docs", "examples", "scripts", "tests")  # at the top of a clone
 PROGRAMS = ("train", "evaluate", "generate", "view", "export")
 slow = pytest.mark.slow
 
@@ -61,18 +62,23 @@ def run(*command: object, folder: Path, code: int | None = 0, **environment: str
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel that is built from an sdist, as ``python -m build`` does."""
-    place = tmp_path_factory.mktemp("source") / "minitx"
-    place.mkdir()
-    for path in ROOT.iterdir():  # a copy: setuptools leaves build folders behind; data, runs and environments are not looked at
-        if path.name in {"minitx", "configs", "tests", "docs", "scripts", "examples"}:
-            shutil.copytree(path, place / path.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        elif path.is_file():
+def clone(tmp_path_factory) -> Path:
+    """A copy of the checkout: building leaves files behind."""
+    place = tmp_path_factory.mktemp("source") / "my projects" / "minitx"
+    for name in FOLDERS:  # not runs and environments
+        data = {path.name for path in (ROOT / "data").iterdir()} - {"README.md"} if name == "data" else ()
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__", *data))
+    for path in ROOT.iterdir():
+        if path.is_file():
             shutil.copy(path, place)
-    (place / "minitx/configs").unlink(missing_ok=True)
+    return place
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory, clone) -> Path:
+    """The wheel that is built from an sdist, as ``python -m build`` does."""
     into = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", into, place, folder=into)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", into, clone, folder=into)
     (found,) = into.glob("*.whl")
     return found
 
@@ -116,6 +122,24 @@ def with_train(tmp_path_factory, wheel) -> Path:
     return environment(tmp_path_factory.mktemp("train") / "venv", wheel, SITE)
 
 
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory, clone) -> Path:
+    """The same with the clone, as ``pip install -e`` does it."""
+    into = tmp_path_factory.mktemp("editable")
+    run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_editable({str(into)!r})", folder=clone)
+    (wheel,) = into.glob("*.whl")
+    return environment(into / "venv", wheel, SITE)
+
+
+@pytest.fixture(params=["editable", "with_train"])
+def installed(request) -> tuple[Path, Path]:
+    """The ``bin`` of an environment, and the folder that its ``minitx`` is in."""
+    found = request.getfixturevalue(request.param)
+    if request.param == "editable":
+        return found, request.getfixturevalue("clone")
+    return found, next(found.parent.glob("lib/python*/site-packages"))
+
+
 @pytest.fixture
 def empty(tmp_path) -> Path:
     folder = tmp_path / "empty"
@@ -157,19 +181,102 @@ def test_with_torch_alone_a_program_says_what_to_install(torch_alone, empty):
         assert done.stdout == "" and list(empty.iterdir()) == []
 
 
+# --- where Python finds a clone and a wheel
+
+SAY = """
+import json, os, importlib.util
+from minitx.config.shipped import shipped_configs
+names = ("minitx", "minitx.config", "minitx.data.task", "minitx.nn")
+print(json.dumps([os.getcwd(), str(shipped_configs()), *(importlib.util.find_spec(name).origin for name in names)]))
+"""
+PLACES = {"above": "..", "in": ".", "below": "docs/dev"}  # of the clone
+IN_A_KERNEL = """
+import sys, nbformat.v4 as v4
+from nbclient import NotebookClient
+made = v4.new_notebook(cells=[v4.new_code_cell(open("my.py").read())])
+NotebookClient(made, timeout=None, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
+print(made.cells[0].outputs[0].text, end="")
+"""
+
+
+@slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", ["script", "command", "notebook"])
+def test_python_finds_the_package_and_its_configs_from_a_folder_above_a_clone_in_it_and_below_it(installed, clone, way, place):
+    (binary, home), folder = installed, (clone / PLACES[place]).resolve()
+    script = folder / "my.py"
+    script.write_text(SAY)
+    words = {"script": [script.name], "command": ["-c", SAY], "notebook": ["-c", IN_A_KERNEL]}
+    try:
+        here, configs, *files = json.loads(run(binary / "python", *words[way], folder=folder).stdout)
+    finally:
+        script.unlink()
+    if place == "in":  # Python looks there first
+        home = clone
+    assert here == str(folder)
+    assert configs == str(home / ("configs" if home == clone else "minitx/configs")) and Path(configs, "train.yaml").is_file()
+    expected = ("__init__.py", "config/__init__.py", "data/task.py", "nn/__init__.py")
+    assert files == [str(home / "minitx" / name) for name in expected]
+
+
+def test_no_folder_at_the_top_of_the_checkout_but_minitx_is_a_package():
+    """The path of an editable install would make it importable in every program, before a folder of the user's."""
+    assert [path.parent.name for path in ROOT.glob("*/__init__.py")] == ["minitx"]
+
+
+@slow
+def test_no_folder_of_a_clone_hides_a_folder_of_that_name_of_the_user_with_or_without_an_init_file(editable, clone, empty):
+    names = [name for name in FOLDERS if name != "minitx"]
+    for name in names:
+        (empty / name).mkdir()
+        (empty / name / "mine.py").touch()
+        (empty / "late" / name).mkdir(parents=True)
+        (empty / "late" / name / "__init__.py").touch()
+        for file in (clone / name).glob("*.py"):  # of the same name
+            shutil.copy(file, empty / name)
+    code = f"""
+import importlib.util, sys
+from pathlib import Path
+import minitx
+for name in {names}:
+    for file in Path(name).glob("*.py"):
+        assert Path(importlib.util.find_spec(f"{{name}}.{{file.stem}}").origin) == file.absolute(), file
+    sys.path[0], first = "/nowhere", sys.path[0]
+    sys.path.append("late")
+    del sys.modules[name]
+    assert importlib.util.find_spec(name).origin == str(Path("late", name, "__init__.py").absolute()), name
+    sys.path.remove("late")
+    sys.path[0] = first
+print("done")
+"""
+    (empty / "my.py").write_text(code)
+    assert run(editable / "python", "my.py", folder=empty).stdout == "done\n"
+
+
 def test_the_site_is_made_with_the_extras_of_its_pages_and_of_the_page_to_play_with():
     assert all(f'".[{extra}]"' in run("make", "-n", "site", "VENV=none", folder=ROOT).stdout for extra in ("docs", "train"))
 
 
 @pytest.mark.release
-def test_with_train_the_wheel_runs_the_scaling_ablation_from_an_empty_folder(with_train, empty):
-    where = run(with_train / "python", "-c", "import minitx; print(minitx.__file__)", folder=empty).stdout
-    assert Path(where.strip()).is_relative_to(with_train.parent)  # and not the checkout
+def test_the_wheel_runs_the_scaling_ablation_from_an_empty_folder(with_train, empty):
     cache = {"XDG_CACHE_HOME": str(empty.parent / "cache")}
     run(with_train / "minitx-train", "experiment=scaling_ablation", "ablation=smoke", folder=empty, **cache)
     (report,) = empty.rglob("report.html")
     assert report.stat().st_size > 10_000
     assert [path.name for path in empty.iterdir()] == ["runs"]
+
+
+@pytest.mark.release
+def test_ranks_and_workers_find_the_package_from_the_folder_that_holds_a_clone(editable, clone, tmp_path):
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    few = ["trainer.max_steps=2", "schedule.warmup_steps=1", "data.num_workers=1"]
+    for name, words in {
+        "ranks": ["experiment=kv_lookup", "trainer=ddp_cpu", "trainer.devices=2", *few],
+        "grid": ["experiment=scaling_ablation", "ablation=smoke", "ablation.workers=2"],
+    }.items():
+        run(editable / "minitx-train", *words, f"output_dir={tmp_path / name}", folder=clone.parent, **cache)
+    assert json.loads((tmp_path / "ranks/result.json").read_text())["steps"] == 2
+    assert (tmp_path / "grid/report.html").stat().st_size > 10_000
 
 
 def test_dev_has_every_extra_but_trained_models_and_the_programs_that_no_test_starts():

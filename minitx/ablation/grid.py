@@ -53,13 +53,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from minitx.ablation.design import RATE, AblationConfig, Solved, StudyConfig, ThresholdConfig
 from minitx.config import CONFIG_DIR, to_dict
 from minitx.config.schema import require
+from minitx.config.shipped import shipped_configs
 
 NEW_DATA = 1000
 """Added to the seed of a run that starts from another run's weights. Its batches are therefore new, and the same for all arms."""
@@ -255,10 +255,9 @@ def code_fingerprint() -> str:
     import torch
 
     package = Path(__file__).resolve().parent.parent
-    configs = Path(str(find_spec("minitx.configs").origin)).parent  # type: ignore[union-attr]
     found = {
         f"{part}/{path.relative_to(root)}": path
-        for root, part, names in ((package, "minitx", _CODE), (configs, "configs", _CONFIGS))
+        for root, part, names in ((package, "minitx", _CODE), (shipped_configs(), "configs", _CONFIGS))
         for name in names
         for path in ([root / name] if (root / name).is_file() else (root / name).rglob("*.*"))
         if path.suffix in (".py", ".yaml")

@@ -128,8 +128,8 @@ class Measures(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         model, data = config_of(module.network), trainer.datamodule  # type: ignore[attr-defined]
-        if model is None or not isinstance(data, DataModule):
-            raise ConfigError("callbacks: Measures needs one of our models and the data of a Task")
+        if model is None:
+            raise ConfigError("callbacks: Measures needs one of our models")
         if self.attention:
             _check_attention(model)
         if self.lengths:
@@ -144,7 +144,8 @@ class Measures(L.Callback):
             rows = config.evaluation.num_rows and max(1, config.evaluation.num_rows * data.task.longest // length)
             options = dataclasses.replace(config.evaluation, num_rows=rows)
             longer = dataclasses.replace(config, data={**config.data, "context_len": length})
-            measured = evaluate(network, open_data(longer, tokenizer=data.task.tokenizer), options)
+            opened = open_data(longer, tokenizer=data.task.tokenizer)
+            measured = evaluate(network, opened.task, options, batch_size=opened.val_batch_size(1))
             found[f"loss_at_{length}"] = measured.metrics["loss"].value
         if self.attention:
             found |= _attention(network, data.probe_batch(_ROWS))

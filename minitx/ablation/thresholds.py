@@ -99,7 +99,7 @@ class Watch(StepCallback):
 
     def on_step(self, trainer: Any, module: TrainingModule, step: int, batch: Any) -> None:
         """Called after update ``step``, counted from 1."""
-        means = step_means(trainer, module, batch)
+        means = step_means(trainer, module)
         self.losses.append(means["train_loss"])
         if "train_accuracy" in means:
             self.accuracies.append(means["train_accuracy"])
@@ -123,7 +123,7 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
         rule: when a run is stable, and the number of bisections.
 
     Raises:
-        ConfigError: the config cannot be run, or the model is a LightningModule with steps of its own.
+        ConfigError: the config cannot be run.
         ArithmeticError: see ``search``.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,16 +163,12 @@ class Runs:
         """Return the module of a run, with the weights at the start and a fresh optimizer."""
         self.network.load_state_dict(self.weights)
         config = dataclasses.replace(self.config, optimizer={**self.config.optimizer, "lr": rate})
-        found = build_module(config, self.data, self.network)
-        if not isinstance(found, TrainingModule):
-            name = type(found).__name__
-            raise ConfigError(f"threshold does not apply to {name}, a LightningModule: it needs a network as model")
-        return found
+        return build_module(config, self.data, self.network)
 
     def run(self, rate: float) -> dict[str, Any]:
         """Train at ``rate`` until the run ends or fails, and return its record."""
         watch, module, nonfinite = Watch(self.rule, self.start), self.module(rate), None
-        trainer = self.trainer(module, [*build_all(self.config.callbacks.parts, "callbacks", L.Callback), watch])
+        trainer = self.trainer([*build_all(self.config.callbacks.parts, "callbacks", L.Callback), watch])
         try:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:
@@ -191,9 +187,9 @@ class Runs:
             "accuracy": [short(accuracy) for accuracy in watch.accuracies] or None,
         }
 
-    def trainer(self, module: TrainingModule, callbacks: list[L.Callback]) -> L.Trainer:
+    def trainer(self, callbacks: list[L.Callback]) -> L.Trainer:
         """Return a trainer with these callbacks alone, without Lightning's own checkpoints, and without validation."""
-        trainer = build_trainer(self.config, module, self.data, self.folder, [], callbacks, 0)
+        trainer = build_trainer(self.config, self.folder, [], callbacks, 0)
         trainer.limit_val_batches = 0
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         return trainer
@@ -202,11 +198,11 @@ class Runs:
     def _loss(self) -> float:
         """The mean loss of the starting weights on the first ``window`` batches, on the device and in the precision of training."""
         module, losses = self.module(self.config.optimizer["lr"]), []
-        strategy = self.trainer(module, []).strategy
+        strategy = self.trainer([]).strategy
         module.to(strategy.root_device)
         with strategy.precision_plugin.forward_context():
             for batch in itertools.islice(self.data.train_dataloader(), self.rule.window):
-                batch = {name: value.to(module.device) for name, value in module._on_before_batch_transfer(batch).items()}
+                batch = {name: value.to(module.device) for name, value in module.on_before_batch_transfer(batch, 0).items()}
                 losses.append(float(module.sums(batch)["loss"] / batch["num_targets"]))
         module.cpu()
         return math.fsum(losses) / len(losses)

@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from omegaconf.errors import InterpolationKeyError
 from minitx.ablation.design import AblationConfig
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_part
 from minitx.config.schema import defaults, require, to_dict
+from minitx.config.shipped import shipped_configs
 from minitx.config.training import MODEL, NODES
 from minitx.training.nodes import check_nodes, completed, foreign_keys, parameter_names, target_of, with_defaults
 
@@ -91,8 +91,8 @@ def build_config(composed: DictConfig, words: Iterable[str] = ()) -> RunConfig:
     nodes: dict[str, Any] = {name: _as_chosen(config, name, typed) for name in NODES if name in typed}
     config = dataclasses.replace(config, **nodes)
     check_nodes(config)
-    _check_parts(config, typed)
-    return with_defaults(config)
+    _check_loading(config, typed)
+    return with_defaults(_with_fitting_warmup(config, typed))
 
 
 def _as_chosen(config: RunConfig, group: str, typed: Mapping[str, str]) -> dict[str, Any]:
@@ -119,27 +119,30 @@ def _as_chosen(config: RunConfig, group: str, typed: Mapping[str, str]) -> dict[
 @cache
 def _targets(group: str) -> dict[str, str]:
     """Return the targets of our options of a group. An option without one has that of the option which its ``defaults`` name."""
-    paths = [path for path in files("minitx.configs").joinpath(group).iterdir() if path.name.endswith(".yaml")]
-    options: dict[str, Any] = {path.name[: -len(".yaml")]: OmegaConf.create(path.read_text(encoding="utf-8")) for path in paths}
+    paths = shipped_configs().joinpath(group).glob("*.yaml")
+    options: dict[str, Any] = {path.stem: OmegaConf.create(path.read_text(encoding="utf-8")) for path in paths}
     return {name: option.get("_target_") or options[option.defaults[0]]["_target_"] for name, option in options.items()}
 
 
-def _check_parts(config: RunConfig, typed: Mapping[str, str]) -> None:
-    """Raise a ConfigError if something was typed that a LightningModule or a LightningDataModule does by itself."""
-    of_model = [name for name in typed if name.partition(".")[0] in ("objective", "optimizer", "schedule", "on_nonfinite")]
-    loading = [name for name in typed if name in ("data.batch_size", "data.num_workers", "trainer.val_batch_size")]
-    for part, kind, names, has in (
-        ("model", "LightningModule", of_model, "optimizers and losses"),
-        ("data", "LightningDataModule", loading, "loaders"),
-    ):
-        found = target_of(getattr(config, part), part) if names else None
-        heard = {f"{part}.{name}" for name in parameter_names(found)}
-        unheard = [name for name in names if name not in heard]
-        if unheard and isinstance(found, type):
-            import lightning.pytorch
+def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConfig:
+    """Cut the warm-up of an experiment that exceeds ``trainer.max_steps`` to a tenth of the steps. A typed one stays, and is refused later."""
+    steps, warmup = config.trainer.max_steps, config.schedule.get("warmup_steps", 0)
+    is_ours = str(config.schedule["_target_"]).startswith("minitx.training.optimizers.")
+    if steps is None or not is_ours or warmup <= steps or "schedule.warmup_steps" in typed:
+        return config
+    log.info("schedule.warmup_steps=%s of the experiment exceeds trainer.max_steps=%d: cut to %d", warmup, steps, steps // 10)
+    return dataclasses.replace(config, schedule={**config.schedule, "warmup_steps": steps // 10})
 
-            said = f"{typed[unheard[0]]} does not apply to {found.__name__}, a {kind} with {has} of its own"
-            require(not issubclass(found, getattr(lightning.pytorch, kind)), f"{said}: its arguments are {part}.NAME")
+
+def _check_loading(config: RunConfig, typed: Mapping[str, str]) -> None:
+    """Raise a ConfigError if a key of loading was typed that a LightningDataModule does not take: its loaders have their own value."""
+    target = target_of(config.data, "data")
+    names = [name for name in ("batch_size", "num_workers") if f"data.{name}" in typed and name not in parameter_names(target)]
+    if names and isinstance(target, type) and hasattr(target, "train_dataloader"):
+        raise ConfigError(
+            f"{typed[f'data.{names[0]}']} does not apply to {target.__name__}, a LightningDataModule without that argument: its "
+            "loaders decide it"
+        )
 
 
 def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
@@ -207,7 +210,7 @@ def composed(words: Sequence[str]) -> DictConfig:
     running = GlobalHydra.instance().hydra  # Hydra keeps one at a time
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_module("minitx.configs", version_base="1.3"):
+        with hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"):
             return hydra.compose("train", overrides=[*overrides, *search])
     finally:
         GlobalHydra.instance().hydra = running
@@ -271,6 +274,6 @@ def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
 
 def _check_names(folder: Path) -> None:
     for path in sorted(folder.glob("*/**/*.yaml")):
-        ours = files("minitx.configs").joinpath(*path.relative_to(folder).parts)
+        ours = shipped_configs() / path.relative_to(folder)
         if ours.is_file() and ours.read_bytes() != path.read_bytes():
             raise ConfigError(f"{path} has the name of minitx's own {ours}, which would hide it: give it another name")

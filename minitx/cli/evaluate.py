@@ -53,14 +53,13 @@ def _evaluate(config: EvaluateConfig) -> None:
         stored = open_stored(config.checkpoint, trust=config.trust, changes=changes)
         said = "data.tokenizer has no effect: the tokenizer is that of the checkpoint"
         require(stored.tokenizer is None or "tokenizer" not in config.data, said)
-        data = stored.data()
-        answers = config.num_beams == 1 or getattr(getattr(data, "task", data), "kind", "") == "seq2seq"
+        task = stored.task()
+        answers = config.num_beams == 1 or task.kind == "seq2seq"
         require(answers, f"num_beams={config.num_beams} has no effect: it is for answers that an encoder-decoder writes")
         rows = config.batch_size or stored.config.trainer.val_batch_size or loading_of(stored.config.data)["batch_size"]
-        found = evaluate(place(stored.network, config.device), data, options, stored.objective(), batch_size=rows)
+        found = evaluate(place(stored.network, config.device), task, options, stored.objective(), batch_size=rows)
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:
-        name = getattr(getattr(data, "task", data), "name", type(data).__name__)
-        plain = {"ckpt_path": config.ckpt_path, "data": name, **found.to_dict()}
+        plain = {"ckpt_path": config.ckpt_path, "data": task.name, **found.to_dict()}
         with writing(config.output):
             Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

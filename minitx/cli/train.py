@@ -26,9 +26,9 @@ from minitx.cli.compose import build_config, build_grid, find_own_modules, idle,
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.schema import require
+from minitx.config.shipped import shipped_configs
 from minitx.training import kept_environment, rank
 
-CONFIGS = "pkg://minitx.configs"
 _GRIDS = set[Path]()  # the folders of the grids of this call
 log = logging.getLogger("minitx")
 
@@ -44,7 +44,7 @@ def main() -> int:
         if is_shown:
             sys.argv[1:1] = unlisted(words)
         try:
-            hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")(run_job)()
+            hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(run_job)()
         finally:
             is_empty = SweepFolder.remove()
         require(not is_empty, "the sweep has no job: a range or glob in it has no values")

@@ -154,7 +154,7 @@ class TrainerConfig(Config):
         shard: with sharded, the names of the classes whose modules are sharded one by one; []: the blocks of our models, and the
             layers that a model of transformers names.
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
-        accumulate: micro-batches per step. data.batch_size of a Task stays the global batch; of a LightningDataModule it is a micro-batch.
+        accumulate: micro-batches per step. data.batch_size is the global batch; the batch of a LightningDataModule is a micro-batch.
         clip: largest global gradient norm, for any optimizer; null: off.
         val_every: steps between validations. A Task has always one at the end; 0: only at the end; null: 250, or with
             max_epochs after each epoch.

@@ -43,6 +43,7 @@ class Lora(Config):
         lora_alpha: the factor of the adapter, divided by r; ``null``: 2r.
         lora_dropout: the probability of dropout before the adapter.
         target_modules: names of the layers that get an adapter, a regular expression for them, or ``all-linear``: all but the head.
+            On a head with a soft-cap the adapter is added after the cap; merged into a tied table it changes both ends.
         modules_to_save: names of other modules to train. The new head of a classifier is trained in any case.
         use_rslora: divide by √r instead of r (Kalajdzievski 2023, arXiv:2312.03732).
         use_dora: learn direction and size apart (Liu et al. 2024, arXiv:2402.09353).

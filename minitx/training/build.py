@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -18,14 +17,18 @@ from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
 from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read, require
+from minitx.config.shipped import shipped_configs
 from minitx.config.training import MODEL, NODES
+from minitx.data.loaders import INPUTS, lightning_base, overrides, task_of_loaders
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
 from minitx.training.nodes import LOADING, arguments_of, build, check_data, named_by, target_of, without_loading
 
 if TYPE_CHECKING:
-    import lightning.pytorch as L
+    from lightning.pytorch import LightningDataModule
+
+    from minitx.data.datamodule import DataModule
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +75,7 @@ def import_modules(names: Iterable[str]) -> None:
 @cache
 def data_sets() -> frozenset[str]:
     """Return the data sets of this package: what the files of ``configs/data`` name as ``_target_``."""
-    options = [file for file in files("minitx.configs").joinpath("data").iterdir() if file.name.endswith(".yaml")]
-    texts = (file.read_text(encoding="utf-8") for file in options)
+    texts = [file.read_text(encoding="utf-8") for file in shipped_configs().joinpath("data").glob("*.yaml")]
     return frozenset(name for text in texts for name in re.findall(r"^_target_: (\S+)$", text, flags=re.MULTILINE))
 
 
@@ -181,6 +183,7 @@ def is_of_transformers(network: nn.Module) -> bool:
 class Caller:
     """Call a network with the keys of a batch that are parameters of its ``forward``.
 
+    * ``inputs`` goes to the first parameter if no other key of the batch is called like it.
     * With ``**kwargs``, the keys of their annotation ``Unpack[...]`` count, too. Other keys are not passed.
     * ``key_mask`` goes to a parameter ``attention_mask`` if there is none of its own name, and ``decoder_key_mask`` to
       ``decoder_attention_mask``, as 0 and 1.
@@ -208,24 +211,11 @@ class Caller:
             self.names = [name for name in self.names if name != "labels"]
         self.packs = is_of_transformers(model) and "position_ids" in self.names
 
-    def batch_of(self, found: Any) -> Batch:
-        """Return what a loader of the user's gives as a batch. Of a pair, the second is ``labels``, and the first the first parameter of ``forward``.
-
-        Raises:
-            ConfigError: it is neither a mapping with ``labels`` nor a pair of tensors.
-        """
-        are_tensors = [isinstance(part, Tensor) for part in found] if isinstance(found, tuple | list) else []
-        if are_tensors == [True, True] and self.names:
-            return {self.names[0]: found[0], "labels": found[1]}
-        if not isinstance(found, Mapping) or "labels" not in found:
-            what = f"a mapping with {', '.join(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
-            raise ConfigError(f"data: a batch must be a mapping of tensors with labels, or a pair (inputs, labels), got {what}")
-        return dict(found)
-
     def _key_of(self, name: str, batch: Batch) -> str | None:
         """The key of the batch for a parameter, if it has one."""
-        ours = next((key for key, theirs in MASKS.items() if theirs == name and key not in self.names), None)
-        return next((key for key in (name, ours) if key in batch), None)
+        mask = next((key for key, theirs in MASKS.items() if theirs == name and key not in self.names), None)
+        first = INPUTS if name == self.names[0] else None
+        return next((key for key in (name, mask, first) if key in batch), None)
 
     def inputs(self, batch: Batch) -> Batch:
         """Return what the network gets of ``batch``.
@@ -242,7 +232,7 @@ class Caller:
         if missing or not keys:
             what = f"needs {missing[0]}" if missing else "names none of the keys of a batch as a parameter"
             raise ConfigError(f"model: {self.kind}.forward {what}, but a batch has: {', '.join(batch)}")
-        return {name: batch[key] if key == name else batch[key].long() for name, key in keys.items()}
+        return {name: batch[key].long() if key in MASKS and key != name else batch[key] for name, key in keys.items()}
 
     def dropped(self, batch: Batch) -> list[str]:
         """Return the inputs of ``batch`` that the network does not get."""
@@ -357,13 +347,13 @@ def loading_of(node: Part) -> dict[str, int]:
     return {name: read(kinds[name], node.get(name, default), f"data.{name}") for name, default in LOADING.items()}
 
 
-def load_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> Any:
-    """Return what the target of ``config.data`` returns: a ``Task`` or a ``LightningDataModule``.
+def load_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> Task | LightningDataModule:
+    """Return the result of the target of ``config.data``: a ``Task`` or a ``LightningDataModule``.
 
     A target that names ``batch_size``, ``num_workers``, ``seed`` or ``tokenizer`` gets them.
 
     Args:
-        tokenizer: a tokenizer to use instead of that of ``config.data``, for example that of a checkpoint.
+        tokenizer: a tokenizer to use instead of the one in ``config.data``, for example the tokenizer of a checkpoint.
 
     Raises:
         ConfigError: the data cannot be read.
@@ -378,34 +368,33 @@ def load_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> Any:
 
 def open_data(
     config: RunConfig,
-    data: Task | L.LightningDataModule | None = None,
+    data: Task | LightningDataModule | None = None,
     tokenizer: Tokenizer | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
-) -> L.LightningDataModule:
-    """Return the data of a run: our data module for a ``Task``, or the ``LightningDataModule`` itself.
+) -> DataModule:
+    """Return the data of a run. A ``LightningDataModule`` becomes a ``Task`` here.
+
+    A batch of its training loader is a micro-batch of one process, as in Lightning.
 
     Args:
         data: an object to use instead of ``config.data``.
         tokenizer: see ``load_data``.
-        batch_size: rows of a step, if ``data`` is given.
+        batch_size: rows of a step, if ``data`` is a ``Task``.
 
     Raises:
         ConfigError: the data cannot be read, or are neither of the two.
     """
-    from lightning.pytorch import LightningDataModule
-
     from minitx.data.datamodule import DataModule
 
-    loading = {"batch_size": batch_size} if data is not None else loading_of(config.data)
-    data = load_data(config, tokenizer) if data is None else data
-    if isinstance(data, LightningDataModule):
-        return data
-    if not isinstance(data, Task):
-        raise ConfigError(f"data must be a Task or a LightningDataModule, got {type(data).__name__}")
     trainer = config.trainer
+    loading = {"batch_size": batch_size} if data is not None else loading_of(config.data)
+    task = load_data(config, tokenizer) if data is None else data
+    if not isinstance(task, Task):
+        task, loading = task_of_loaders(task, trainer.world_size)
+        loading["batch_size"] *= trainer.accumulate * trainer.world_size
     trainer.check_rows(loading["batch_size"])
     return DataModule(
-        data,
+        task,
         **loading,
         seed=config.seed,
         max_steps=trainer.max_steps or 1,  # or ``in_steps``
@@ -415,18 +404,10 @@ def open_data(
     )
 
 
-def task_of(data: Any) -> Task | None:
-    """Return the task of the data of a run, or None where they are a data module of the user's."""
-    task = data if isinstance(data, Task) else getattr(data, "task", None)
-    return task if isinstance(task, Task) else None
-
-
-def in_steps(config: RunConfig, data: L.LightningDataModule) -> RunConfig:
-    """Return the config with all counts in optimizer steps where the data are a ``Task``, whose number of rows decides them."""
-    from minitx.data.datamodule import DataModule
-
+def in_steps(config: RunConfig, data: DataModule) -> RunConfig:
+    """Return the config with epochs turned into optimizer steps, by the number of training rows."""
     trainer = config.trainer
-    if trainer.max_epochs is None or not isinstance(data, DataModule):
+    if trainer.max_epochs is None:
         return config
     steps = data.steps_of(trainer.max_epochs)
     data.max_steps = min(steps, trainer.max_steps or steps)
@@ -447,18 +428,20 @@ _MODELS_OF = {
 }
 
 
-def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Module | None = None) -> nn.Module:
+def build_network(config: RunConfig, data: DataModule, model: nn.Module | None = None) -> nn.Module:
     """Return the network of a run. Its weights depend only on the seed.
 
     Raises:
-        ConfigError: the model cannot be built or does not fit the data.
+        ConfigError: the model cannot be built, does not fit the data, or is a LightningModule with a training step of its own.
     """
-    from lightning.pytorch import LightningModule
-
     seed_device(config.seed)
     model = network_of(config.model, data) if model is None else model
-    if isinstance(model, LightningModule):
-        return model
+    base = lightning_base(model, "LightningModule")
+    if base is not None and overrides(model, base, "training_step"):
+        raise ConfigError(
+            f"model: {type(model).__name__} is a LightningModule with a training_step of its own, which minitx does not call: "
+            "train it with Lightning's Trainer and import blocks of minitx into it, or give its network as model"
+        )
     check_network(model, decided_fields(data))
     if parts := set_training(model):
         log.info("model: in evaluation mode, as given: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
@@ -467,7 +450,7 @@ def build_network(config: RunConfig, data: L.LightningDataModule, model: nn.Modu
     return in_own_dtype(model) if config.trainer.precision in ("64-true", "bf16-true") else model
 
 
-def network_of(node: Part, data: L.LightningDataModule | None = None) -> nn.Module:
+def network_of(node: Part, data: DataModule | None = None) -> nn.Module:
     """Build the network of a node of ``model``, with the fields that the data decide if ``data`` is given.
 
     Raises:
@@ -478,9 +461,7 @@ def network_of(node: Part, data: L.LightningDataModule | None = None) -> nn.Modu
         node = node if data is None else fitted(node, data)
         given["core"] = core_of(shape_of_node(node))
     elif data is not None:
-        task = task_of(data)
-        asked = {"task": getattr(task, "kind", None), "tokenizer": getattr(task, "tokenizer", None)}
-        given = {**decided_fields(data), **asked}
+        given = {**decided_fields(data), "task": data.task.kind, "tokenizer": data.task.tokenizer}
     model = build(node, "model", given)
     said = f"model._target_={node['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
     require(isinstance(model, nn.Module), said)
@@ -541,30 +522,26 @@ def _to_own_dtype(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, An
     return args, {**inputs, **{name: x.to(weight.dtype) for weight in largest for name, x in numbers.items()}}
 
 
-def decided_fields(data: L.LightningDataModule) -> dict[str, Any]:
+def decided_fields(data: DataModule) -> dict[str, Any]:
     """Return the fields of a model that the data decide, under common names such as ``num_classes``."""
-    fields = dict(getattr(task_of(data) or data, "model_fields", {}))
+    fields = dict(data.task.model_fields)
     for name, other in (("num_labels", "num_classes"), ("num_classes", "num_labels")):
         if name in fields:
             fields.setdefault(other, fields[name])
     return fields
 
 
-def fitted(node: Part, data: L.LightningDataModule) -> dict[str, Any]:
+def fitted(node: Part, data: DataModule) -> dict[str, Any]:
     """Return the node of one of our models with the fields that the data decide: vocabulary, labels, images, special ids.
 
     Raises:
         ConfigError: the model is for another task or too small for the data, or there are fewer rows than in a batch.
     """
-    from minitx.data.datamodule import DataModule
-
-    model, fields, longest = shape_of_node(node), decided_fields(data), 0
+    model, fields = shape_of_node(node), decided_fields(data)
     fields.pop("num_classes", None)
-    if isinstance(data, DataModule):
-        data.check_batch()
-        _check_kind(model, data.task, fields)
-        longest = data.task.longest or 0
-    model.check_length(max(longest, *(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))))
+    data.check_batch()
+    _check_kind(model, data.task, fields)
+    model.check_length(max(data.task.longest or 0, *(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))))
     found = {}
     known = [field.name for field in dataclasses.fields(model)]
     for name, value in fields.items():

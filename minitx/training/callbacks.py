@@ -78,7 +78,7 @@ class StepLog(StepCallback):
         self.tokens: Any = 0  # a device tensor between rows: steps differ in their number of targets
         self.started = self._mark = self._paused = 0.0
         self._flops, self._lr, self._tokens_then = 0.0, 0.0, 0
-        self._open: tuple[int, Any] | None = None  # the last step and the names in its batch, if it has no row
+        self._open: int | None = None  # the last step, if it has no row
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": int(self.tokens)}
@@ -103,23 +103,22 @@ class StepLog(StepCallback):
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        counted: Any = module.step_targets  # of all processes, if the batch has them
-        self.tokens = self.tokens + (counted if "num_targets" in batch else sum_over_rows(trainer, counted))
-        self._open, self.unit = (step, dict.fromkeys(batch)), unit_of(batch["labels"])
+        self.tokens = self.tokens + module.step_targets
+        self._open, self.unit = step, unit_of(batch["labels"])
         if step % self.log_every == 0 or step in (1, trainer.max_steps):
-            self._write(trainer, module, step, batch)
+            self._write(trainer, module, step)
             # for other callbacks, such as EarlyStopping; what the module logs, Lightning handles in each later step
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self.row.items()})
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if self._open is not None:  # the run was stopped before max_steps
-            self._write(trainer, module, *self._open)
+            self._write(trainer, module, self._open)
 
-    def _write(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
+    def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
         self._open = None
         if module.device.type != "cpu":
             module.raise_if_nonfinite()
-        means = step_means(trainer, module, batch)
+        means = step_means(trainer, module)
         if trainer.world_size > 1 and not math.isfinite(means["train_loss"]):
             raise NonFiniteError(step - 1, means["train_loss"], float(module.grad_norm))
         self.tokens = int(self.tokens)
@@ -161,7 +160,7 @@ def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
     return rows * train_flops(model, length, target)
 
 
-def step_means(trainer: L.Trainer, module: TrainingModule, batch: Any) -> dict[str, float]:
+def step_means(trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
     """Return ``train_loss``, ``train_accuracy`` (if the objective counts right answers) and the means of its other sums.
 
     The means are over the whole step on all processes. This is a collective and waits for the device.
@@ -170,10 +169,7 @@ def step_means(trainer: L.Trainer, module: TrainingModule, batch: Any) -> dict[s
     device, own = torch.as_tensor(module.step_loss).device, [module.step_loss, module.step_targets, *module.step_sums.values()]
     values = torch.stack([torch.as_tensor(value, device=device).to(wide) for value in own])
     loss, targets, *sums = sum_over_rows(trainer, values).tolist()
-    if "num_targets" in batch:
-        targets /= ranks  # each process knows the number of all
-    else:
-        loss /= ranks  # a mean over each process's own rows
+    targets /= ranks  # each process knows the number of all
     names = ("accuracy" if name == "correct" else name for name in module.step_sums)
     return {"train_loss": loss, **{f"train_{name}": value / max(targets, 1) for name, value in zip(names, sums, strict=True)}}
 
@@ -211,7 +207,7 @@ class StopAt(StepCallback):
         self._stop_if_over(trainer)  # the checkpoint may be of a run that ended here
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        value = step_means(trainer, module, batch).get(self.metric)
+        value = step_means(trainer, module).get(self.metric)
         if value is None:
             raise ConfigError("trainer.stop_at.metric=train_accuracy: the objective counts no right answers; use train_loss")
         self._last = [*self._last, value][-self.window :]
@@ -296,13 +292,10 @@ class BarProgress(TQDMProgressBar):
 
 
 def figures_of(trainer: L.Trainer) -> dict[str, str]:
-    """Return loss and tokens (or rows) per second of the last row of ``metrics.csv``, which needs no device sync, or of a LightningModule
-    of the user's what it logs with ``prog_bar``."""
-    found = next((each for each in trainer.callbacks if isinstance(each, StepLog)), None)  # type: ignore[attr-defined]
-    if found is None:
-        return {name: f"{float(value):.4g}" for name, value in trainer.progress_bar_metrics.items()}
-    row = found.row
-    return {"loss": f"{row['train_loss']:.4f}", f"{found.unit}/s": f"{row['tokens_per_second']:.0f}"} if row else {}
+    """Return loss and tokens (or rows) per second from the last row of ``metrics.csv``, without waiting for the device."""
+    steps = next(each for each in trainer.callbacks if isinstance(each, StepLog))  # type: ignore[attr-defined]
+    row = steps.row
+    return {"loss": f"{row['train_loss']:.4f}", f"{steps.unit}/s": f"{row['tokens_per_second']:.0f}"} if row else {}
 
 
 def progress() -> L.Callback:
@@ -383,21 +376,15 @@ class LastCheckpoint(StepCallback, Checkpoint):
                 trainer.should_stop = True
                 said = f"the run had ended here, and goes on only {'with more patience or ' * by_patience}without its EarlyStopping: %s"
                 log.warning(said, callback.stopping_reason_message)
-        parts, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-        by_steps = trainer.check_val_every_n_epoch is None and trainer.val_check_interval != trainer.max_steps * parts
-        if by_steps and math.isfinite(batches) and batches % parts:
-            said = "trainer.val_every counts %d batches as a step, and the last step of an epoch of %d has fewer: validations come later"
-            log.warning(said, parts, batches)
         if self._previous and self._received is None:
             self._install()  # in place of Lightning's own handler, which would start a collective in the middle of another
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if 0 < trainer.max_steps <= step:  # several optimizers make several updates at once
+        if step >= trainer.max_steps:
             trainer.should_stop = True
         loop: Any = trainer.fit_loop.epoch_loop
-        is_empty = {*loop.val_loop.max_batches} == {0}
-        # what Lightning asks after the callbacks, which has no public name
-        if is_empty or not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # else after the validation
+        # Lightning's question after the callbacks, which has no public name: is a validation due?
+        if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # else after the validation
             self._save_or_stop(trainer, agree=step % self.agree_every == 0 or trainer.world_size == 1)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:

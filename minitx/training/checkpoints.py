@@ -26,19 +26,20 @@ from torch import Tensor, nn
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
 from minitx.config.schema import first_line, require
-from minitx.config.training import MODEL, NODES
+from minitx.config.training import MODEL
 from minitx.data import tokenizers
+from minitx.data.loaders import task_of_loaders
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.nn.scale import fold_scale, set_scale
 from minitx.training import rank
-from minitx.training.build import GIVEN, check_trusted, config_of, import_modules, load_data, network_of, task_of
+from minitx.training.build import GIVEN, check_trusted, config_of, import_modules, load_data, network_of
 from minitx.training.devices import device_of
 from minitx.training.nodes import arguments_of, completed, named_by
 from minitx.training.objectives import Objective, build_objective
 
 if TYPE_CHECKING:
-    import lightning.pytorch as L
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ def _sync(path: Path) -> None:
 
 def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the weights of the network in a checkpoint's content, by their names in the network."""
-    prefix, state = checkpoint["minitx"].get("prefix", "network."), checkpoint["state_dict"].items()
+    prefix, state = "network.", checkpoint["state_dict"].items()
     return {name.removeprefix(prefix): weight for name, weight in state if name.startswith(prefix)}
 
 
@@ -356,7 +357,7 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
         said = f"{named} goes on with its own {name}, and the config asks for another: {changed}"
         require(not changed, f"{said}. Leave it as it was, or start a new run from the weights with init_from.path")
     lambdas = ["lr_lambdas" in each for each in checkpoint["lr_schedulers"]]
-    if state["prefix"] and not all(lambdas):  # the state of a LambdaLR has no number of steps
+    if not all(lambdas):  # the state of a LambdaLR has no number of steps
         check_length(config, saved["trainer"])
     known = [tokenizers.from_dict(each["tokenizer"]) for each in (stored, state) if each["tokenizer"]]
     if len({*map(tokenizers.fingerprint, known)}) > 1:  # as many ids may stand for other text
@@ -372,7 +373,7 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
         log.warning(said, named, "; ".join(others))
     step, most = int(checkpoint["global_step"]), config.trainer.max_steps
     require(most is None or step <= most, f"{named} is of step {step}, after trainer.max_steps={most}")
-    return step if state["prefix"] else checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
+    return step
 
 
 def check_length(config: RunConfig, saved: Mapping[str, Any]) -> None:
@@ -416,7 +417,7 @@ class Stored:
     state: dict[str, Any]
     untrusted: dict[str, Any]
 
-    def data(self) -> Task | L.LightningDataModule:
+    def task(self) -> Task:
         """Load the data of the run.
 
         Raises:
@@ -424,20 +425,10 @@ class Stored:
         """
         self._check("data")
         data = load_data(self.config, self.tokenizer)
-        task, size = task_of(data), getattr(getattr(self.network, "config", None), "vocab_size", None)
-        if size is not None and task is not None and task.model_fields.get("vocab_size", 0) > size:
+        task = data if isinstance(data, Task) else task_of_loaders(data)[0]
+        size = getattr(getattr(self.network, "config", None), "vocab_size", None)
+        if size is not None and task.model_fields.get("vocab_size", 0) > size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
-        return data
-
-    def task(self) -> Task:
-        """Load the task of the run.
-
-        Raises:
-            ConfigError: as ``data``; or the data are not a ``Task``.
-        """
-        task = task_of(self.data())
-        if task is None:
-            raise ConfigError("row is for the data of a Task; give text=TEXT instead")
         return task
 
     def _check(self, name: str) -> None:
@@ -485,7 +476,6 @@ def load_stored(
     values = {name: value for name, value in state["config"].items() if name not in _OF_TRAINING}
     trainer = {key: value for key, value in values["trainer"].items() if key not in ("plugins", "profiler", "extra")}
     values |= {"trainer": trainer, "model": state["model"]}
-    values["objective"] = values["objective"] or {"_target_": NODES["objective"]}  # a LightningModule of the user's has none
     changes = dict(changes or {})
     untrusted = {}
     for name in ("model", "data", "objective"):

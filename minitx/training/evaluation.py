@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, ConfigError, EvaluationConfig, RunConfig
+from minitx.config import IGNORED, EvaluationConfig, RunConfig
 from minitx.config.schema import require
 from minitx.data.batches import Address, ValSource
+from minitx.data.loaders import task_of_loaders
 from minitx.data.task import Batch, Task, as_split, num_targets
 from minitx.generation import beam_search, generate
 from minitx.generation.decoding import of_config
@@ -36,8 +36,8 @@ from minitx.training.objectives import CrossEntropy, Objective, checked_sums
 if TYPE_CHECKING:
     import lightning.pytorch as L
 
-    Rows = ValSource | L.LightningDataModule
-    """What has validation batches."""
+    from minitx.data.datamodule import DataModule
+    from minitx.training.module import TrainingModule
 
 log = logging.getLogger(__name__)
 
@@ -149,30 +149,25 @@ def evaluate(
     * ``masked_lm``: perplexity and accuracy over masked tokens.
     * ``classify``: accuracy.
     * ``seq2seq``: exact matches, chrF and BLEU of generated answers, and those of copying the source.
-    * other tasks and a ``LightningDataModule``: the means of the objective's sums. The objective is called for every row. There
-      are no intervals if the network does not return one output for each row.
+    * other tasks: the means of the objective's sums. The objective is called for every row. There are no intervals if the network
+      does not return one output for each row.
 
     The network runs in evaluation mode. Its mode is restored.
 
     Args:
+        data: the data, whose validation split is read.
         objective: the objective of the run. Default: cross-entropy.
-        batch_size: rows at once, if ``data`` is a ``Task``. A data module has its own.
+        batch_size: rows at once.
 
     Raises:
-        ConfigError: the network is a LightningModule, or ``data`` is neither a ``Task`` nor a data module.
+        ConfigError: ``data`` is neither a ``Task`` nor a ``LightningDataModule``.
     """
-    # without Lightning there is no such network, and to load it takes longer than a short evaluation
-    lightning = sys.modules.get("lightning.pytorch")
-    if lightning is not None and isinstance(network, lightning.LightningModule):
-        raise ConfigError(
-            f"model: {type(network).__name__} is a LightningModule, which evaluates itself: "
-            "train.py with its experiment, output_dir=FOLDER, ckpt_path=last and evaluation.test=last"
-        )
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
-    task, source = _open(data, batch_size)
+    task = data if isinstance(data, Task) else task_of_loaders(data)[0]
+    source = ValSource(as_split(task, "val"), batch_size=batch_size)
     with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
-        if task is None or task.kind not in KINDS or not isinstance(objective, CrossEntropy):
-            return Evaluation(_of_sums(network, source, options, objective), dict(task.baselines()) if task else {})
+        if task.kind not in KINDS or not isinstance(objective, CrossEntropy):
+            return Evaluation(_of_sums(network, source, options, objective), dict(task.baselines()))
         nll, counts, right = _losses(network, source, options)
         if task.kind == "seq2seq":
             return _of_answers(network, task, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
@@ -192,40 +187,18 @@ def objective_on(device: torch.device, objective: Objective) -> Iterator[None]:
             module.to(place)
 
 
-def _open(data: Any, batch_size: int) -> tuple[Task | None, Rows]:
-    """The task of ``data``, if there is one, and what has its validation batches."""
-    if isinstance(data, Task):
-        return data, ValSource(as_split(data, "val"), batch_size=batch_size, world=1)
-    if hasattr(data, "val_source"):  # our data module; the source has every row, for any number of ranks
-        return data.task, data.val_source()
-    require(hasattr(data, "val_dataloader"), f"data must be a Task or a LightningDataModule, got {type(data).__name__}")
-    return None, data
-
-
 def _device_of(network: nn.Module) -> torch.device:
     return next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
 
 
-def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Iterator[Batch]:
+def _batches(network: nn.Module, source: ValSource, options: EvaluationConfig) -> Iterator[Batch]:
     """Validation batches on the network's device, ``num_rows`` rows at most."""
     device = _device_of(network)
     left, caller = options.num_rows or math.inf, Caller(network)
-    if isinstance(source, ValSource):
-        batches: Any = (source[Address(step)] for step in range(len(source)))
-    else:
-        if source.trainer is None:  # a hook may ask it whether this is training
-            source.trainer = _bystander()
-        source.prepare_data()
-        source.setup("validate")
-        batches = source.val_dataloader()
-    hooks = None if isinstance(source, ValSource) else source  # as Lightning calls them
-    for found in batches:
-        batch = caller.batch_of(found if hooks is None else hooks.on_before_batch_transfer(found, 0))
+    for step in range(len(source)):
+        batch = source[Address(step)]
         caller.check(batch)
-        if hooks is None:
-            batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        else:
-            batch = hooks.on_after_batch_transfer(hooks.transfer_batch_to_device(batch, device, 0), 0)
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
         rows = int(min(left, len(batch["labels"])))
         yield rows_of_batch(batch, slice(rows))
         left -= rows
@@ -233,22 +206,7 @@ def _batches(network: nn.Module, source: Rows, options: EvaluationConfig) -> Ite
             return
 
 
-def _bystander() -> L.Trainer:
-    """A trainer in validation that runs nothing."""
-    import lightning.pytorch as L
-    from lightning.pytorch.plugins.environments import LightningEnvironment
-
-    from minitx.training.run import quiet_lightning
-
-    with quiet_lightning():
-        trainer = L.Trainer(
-            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, plugins=[LightningEnvironment()]
-        )
-    trainer.validating = True
-    return trainer
-
-
-def _of_sums(network: nn.Module, source: Rows, options: EvaluationConfig, objective: Objective) -> dict[str, Metric]:
+def _of_sums(network: nn.Module, source: ValSource, options: EvaluationConfig, objective: Objective) -> dict[str, Metric]:
     """The mean of every sum that the objective gives."""
     caller, found, counts = Caller(network), defaultdict[str, list[Tensor]](list), list[Tensor]()
     by_row = True
@@ -270,7 +228,7 @@ def _of_sums(network: nn.Module, source: Rows, options: EvaluationConfig, object
     return metrics
 
 
-def _losses(network: nn.Module, source: Rows, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _losses(network: nn.Module, source: ValSource, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
     """For every row: -Σ ln p, the number of labels, and of labels with the highest logit."""
     caller, columns = Caller(network), list[tuple[Tensor, Tensor, Tensor]]()
     for batch in _batches(network, source, options):
@@ -301,7 +259,7 @@ def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[s
 
 
 def _of_answers(
-    network: nn.Module, task: Task, source: Rows, options: EvaluationConfig, loss: Metric, longest: int
+    network: nn.Module, task: Task, source: ValSource, options: EvaluationConfig, loss: Metric, longest: int
 ) -> Evaluation:
     """What generated answers of at most ``longest`` tokens are worth, and the loss beside them."""
     answers = list(_answers(network, task, source, options, longest))
@@ -319,7 +277,7 @@ def _of_answers(
     return found
 
 
-def _answers(network: nn.Module, task: Task, source: Rows, options: EvaluationConfig, longest: int) -> Iterator[str]:
+def _answers(network: nn.Module, task: Task, source: ValSource, options: EvaluationConfig, longest: int) -> Iterator[str]:
     """What the network writes for every validation row, as text."""
     assert task.tokenizer is not None
     answer_to = generate if options.num_beams == 1 else partial(beam_search, num_beams=options.num_beams)
@@ -367,22 +325,15 @@ def report(found: Evaluation, folder: Path) -> None:
 # --- after training
 
 
-def check_test(which: str | None, module: L.LightningModule, data: L.LightningDataModule) -> None:
-    """Raise a ConfigError if ``evaluation.test`` is set, and data or module have no test split."""
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
-    from minitx.data.datamodule import DataModule
-
-    has_rows = data.task.test is not None if isinstance(data, DataModule) else is_overridden("test_dataloader", data)
-    require(which is None or has_rows, f"evaluation.test={which}: the data have no test split")
-    has_step = is_overridden("test_step", module)
-    require(which is None or has_step, f"evaluation.test={which}: {type(module).__name__} has no test_step")
+def check_test(which: str | None, task: Task) -> None:
+    """Raise a ConfigError if ``evaluation.test`` is set, and the data have no test split."""
+    require(which is None or task.test is not None, f"evaluation.test={which}: the data have no test split")
 
 
 def evaluate_splits(
     trainer: L.Trainer,
-    module: L.LightningModule,
-    data: L.LightningDataModule,
+    module: TrainingModule,
+    data: DataModule,
     config: RunConfig,
     folder: Path,
     state: Mapping[str, Any],
@@ -394,13 +345,12 @@ def evaluate_splits(
     """
     from lightning.pytorch.callbacks import WeightAveraging
 
-    from minitx.training.module import TrainingModule
-
     options, metrics = config.evaluation, dict(trainer.callback_metrics)
-    if options.at_end and isinstance(module, TrainingModule):  # before the test, which may load the best weights
+    if options.at_end:  # before the test, which may load the best weights
         network = unsharded(module.network, config, state)
         if trainer.is_global_zero:
-            evaluation = partial(evaluate, network, data, options, module.objective)
+            rows = data.val_batch_size(1)
+            evaluation = partial(evaluate, network, data.task, options, module.objective, batch_size=rows)
             report(evaluate_on(trainer.strategy.root_device, network, evaluation), folder)
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, TextIO
@@ -206,12 +205,9 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Read the rows of a metrics file. An empty cell is None. An incomplete last line, written during a crash, is left out."""
     with Path(path).open(newline="", encoding="utf-8") as file:
         rows: Iterable[dict[str, str]] = list(csv.DictReader(line for line in file if line.endswith("\n")))
-    whole = ("step", "tokens")  # a LightningModule of the user's may log tokens of its own, as any number
+    whole = ("step", "tokens")
     return [
-        {
-            name: None if text == "" else int(text) if name in whole and text.isdecimal() else float(text)
-            for name, text in row.items()
-        }
+        {name: None if text == "" else int(text) if name in whole else float(text) for name, text in row.items()}
         for row in rows
     ]
 
@@ -262,43 +258,24 @@ def read_probes(path: Path | str) -> list[dict[str, Any]]:
 # --- the lines before the first step
 
 
-def summary(trainer: L.Trainer, config: RunConfig, module: L.LightningModule, data: L.LightningDataModule, folder: Path) -> str:
-    """Return the lines to log before the first step: model, device, data, training, steps, folder, and limitations of this run.
+def summary(trainer: L.Trainer, config: RunConfig, module: TrainingModule, data: DataModule, folder: Path) -> str:
+    """Return the lines to log before the first step: model, device, data, training, steps and folder.
 
     Args:
-        trainer: the run's trainer. module: ours, with the unsharded model and its objective, or the user's. data: the run's data.
-            folder: the run's folder.
+        trainer: the run's trainer. module: the run's module, with the unsharded model. data: the run's data. folder: the run's folder.
     """
-    options, ours = config.trainer, module if isinstance(module, TrainingModule) else None
-    ends = [f"{options.max_steps:,}"] if options.max_steps else []
-    ends += [f"{options.max_epochs:,} epoch{'s' * (options.max_epochs > 1)}"] if options.max_epochs else []
-    if options.val_every is None:
-        epochs = options.extra.get("check_val_every_n_epoch")
-        every = f"every {epochs} epochs" if epochs else "after each epoch"
-    else:
-        every = f"every {options.val_every:,}" if options.val_every else "at the end"
-    tokenizer = data.task.tokenizer if isinstance(data, DataModule) else None
+    options, tokenizer = config.trainer, data.task.tokenizer
+    every = f"every {options.val_every:,}" if options.val_every else "at the end"
     lines = {
-        "model": describe_model(ours.network if ours else module),
+        "model": describe_model(module.network),
         "device": describe_device(trainer),
         "data": describe_data(data, config.trainer.val_batches),
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
-        "training": describe_training(config, ours.objective, data) if ours else _OWN_STEPS,
-        "steps": f"{' or '.join(ends)}, validation {every}",
+        "training": describe_training(config, module.objective, data),
+        "steps": f"{options.max_steps:,}, validation {every}",
         "folder": str(folder),
     }
-    text = [f"{name:9}  {said}" for name, said in lines.items() if said is not None]
-    if config.ckpt_path is not None and not isinstance(data, DataModule):
-        text.append("the order of the data starts anew: the data module is not ours, and its loader may keep no state")
-    if trainer.world_size > 1 and not isinstance(data, DataModule):
-        said = f"rows that do not divide among {trainer.world_size} processes are filled up with others, which count twice"
-        text.append(f"{said}, in validation, too; of an iterable data set each process reads all rows that it is given")
-    return "\n".join(text)
-
-
-_OWN_STEPS = (
-    "a LightningModule's own steps, losses and optimizers: objective, optimizer, schedule and on_nonfinite do not apply"
-)
+    return "\n".join(f"{name:9}  {line}" for name, line in lines.items() if line is not None)
 
 
 def describe_model(network: nn.Module) -> str:
@@ -316,12 +293,10 @@ def describe_model(network: nn.Module) -> str:
     return f"{text}: num_layers {model.num_layers}, num_heads {model.num_heads}, embed_dim {model.embed_dim}"
 
 
-def describe_training(config: RunConfig, objective: Any, data: L.LightningDataModule) -> str:
+def describe_training(config: RunConfig, objective: Any, data: DataModule) -> str:
     """Return the objective with the divisor of its sum, the optimizer with what it excludes, the schedule and the clipping."""
     loss = getattr(objective, "loss", getattr(objective, "func", objective))  # a loss of torch, or a partial function
-    divisor = "mean of each micro-batch"
-    if isinstance(data, DataModule):
-        divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
+    divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
     clip = config.trainer.clip
     name = getattr(loss, "__name__", type(loss).__name__)
     said = [describe_node(completed(getattr(config, part), part)) for part in ("optimizer", "schedule")]
@@ -342,10 +317,8 @@ def describe_node(node: Part) -> str:
     return ", ".join([str(node["_target_"]).rpartition(".")[2], *said])
 
 
-def describe_data(data: L.LightningDataModule, val_batches: int | None = None) -> str:
-    """Return the name and the sizes of a task, or the class of a data module of the user's, and how much of it is validated on."""
-    if not isinstance(data, DataModule):
-        return type(data).__name__ + (f", the first {val_batches:,} batches to validate" if val_batches else "")
+def describe_data(data: DataModule, val_batches: int | None = None) -> str:
+    """Return the name and the sizes of a task, and how many rows a validation reads."""
     rows = f"{len(data.task.train):,} rows" if hasattr(data.task.train, "__len__") else "new examples at every step"
     parts = f" in {data.accumulate} parts" if data.accumulate > 1 else ""
     whole = data.val_source().num_rows
@@ -418,59 +391,13 @@ def summarise(
     }
 
 
-# --- Trackio, and what trackers get beside the curves
-
-
-class TrackioLogger(Logger):
-    """Sends curves and config to Trackio. Its data are on this machine (``TRACKIO_DIR``) unless ``space_id`` is given.
-
-    Args:
-        project: the name of the project.
-        name: the name of the run. A run that exists in the project is continued. Default: the last two parts of ``save_dir``.
-        save_dir: the folder of the run.
-        space_id: a Space on the Hugging Face hub for the data.
-    """
-
-    def __init__(
-        self, project: str = "minitx", name: str | None = None, *, save_dir: str = ".", space_id: str | None = None
-    ) -> None:
-        import trackio
-
-        super().__init__()
-        self._open = partial(trackio.init, project, resume="allow", embed=False, space_id=space_id)
-        self._name = name or "/".join(Path(save_dir).resolve().parts[-2:])
-        self._config: dict[str, Any] = {}
-        self._run: Any = None
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Keep the config for the run, which opens with the first metrics."""
-        self._config = dict(params)
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send values of one step."""
-        self._run = self._run or self._open(name=self._name, config=self._config)
-        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
-
-    def finalize(self, status: str) -> None:
-        """Finish the run. Later metrics continue it."""
-        if self._run is not None:
-            self._run.finish()
-        self._run = None
+# --- what trackers get beside the curves
 
 
 class WandbExtras(L.Callback):
     """Send config, command and commit to trackers, and to wandb after training the probe's figure, the viewer and a checkpoint.
 
-    Curves, system metrics and samples come from the loggers themselves: ``WandbLogger``, ``MLFlowLogger`` or ``TrackioLogger``.
+    Curves, system metrics and samples come from the loggers themselves, ``WandbLogger`` or ``MLFlowLogger``.
 
     Args:
         config: plain data, shown as the run's config.
@@ -487,7 +414,7 @@ class WandbExtras(L.Callback):
         written = self.folder / "command.txt"
         facts = {"command": written.read_text(encoding="utf-8").strip() if written.exists() else None, "commit": git_commit()}
         for logger in trainer.loggers:
-            if trainer.is_global_zero and isinstance(logger, WandbLogger | MLFlowLogger | TrackioLogger):
+            if trainer.is_global_zero and isinstance(logger, WandbLogger | MLFlowLogger):
                 logger.log_hyperparams({**self.config, **{name: text for name, text in facts.items() if text}})
         for logger in _wandb_loggers(trainer):
             logger.experiment.define_metric("val_loss", summary="min")

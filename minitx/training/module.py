@@ -1,9 +1,8 @@
-"""The LightningModule of a run: ours, with a network, an objective, an optimizer and a schedule, or the user's.
+"""The LightningModule of a run: a network, an objective, an optimizer and a schedule.
 
-For a ``Task``, the loss that Lightning gets is Σ · world · accumulate / tokens. The tokens of the *whole* optimizer step are
-known before its first backward pass. Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world``
-processes. However a step is split, the gradient is therefore that of Σ / tokens. For a ``LightningDataModule`` of
-the user's, the loss is the mean of each micro-batch.
+The loss that Lightning gets is Σ · world · accumulate / tokens. The tokens of the *whole* optimizer step are known before its
+first backward pass. Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world`` processes. However a step
+is split, its gradient is the gradient of Σ / tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
-from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of, task_of
+from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of
 from minitx.training.checkpoints import FORMAT, read_checkpoint
 from minitx.training.devices import (
     device_of,
@@ -63,12 +62,6 @@ class NonFiniteError(RuntimeError):
         )
 
 
-_ONE_LOADER = (
-    "data: val_dataloader and test_dataloader must give one loader each, got several: a network has one loss of validation. "
-    "Join the data sets (torch.utils.data.ConcatDataset), or train a LightningModule"
-)
-
-
 class TrainingModule(L.LightningModule):
     """Trains ``network`` on batches of tensors.
 
@@ -84,9 +77,9 @@ class TrainingModule(L.LightningModule):
         seed: the seed of random draws. In each step the generators are seeded by (seed, step, micro-batch, rank).
 
     Attributes:
-        step_loss: this process's part of the mean loss of the step, or without ``num_targets`` the mean over its own rows.
+        step_loss: this process's part of the mean loss of the step.
         step_sums: the objective's other sums of the step.
-        step_targets: the number of targets of the step, of all processes if the batch has it, else of this one.
+        step_targets: the number of targets of the step on all processes.
         grad_norm: the gradient norm of the whole model, before clipping.
     """
 
@@ -113,8 +106,6 @@ class TrainingModule(L.LightningModule):
         self.step_targets: Tensor | int = 0
         self.grad_norm: Tensor | float = 0.0
         self._micro = 0  # micro-batches of this step so far
-        # the last step of an epoch of the user's data, or the first of a resumed run, may have fewer of them
-        self._missing = 1.0
         self._validation: Sums = {}
         self._said_dropped = self._checked_sum = False
 
@@ -140,14 +131,11 @@ class TrainingModule(L.LightningModule):
         """Return the logits of a batch."""
         return self.caller(batch)
 
-    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Batch:
-        # not the public hook: that of the data, if it has one, would be called instead
-        batch = self.caller.batch_of(super()._on_before_batch_transfer(batch, dataloader_idx))
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         self.caller.check(batch)  # here, where reading a mask does not wait for the device
         return batch
 
     def on_train_start(self) -> None:
-        require(len(self.trainer.num_val_batches) < 2, _ONE_LOADER)
         # a resumed run may have another number of steps, and its optimizer comes with the next rate of the old schedule
         for schedule in [one.scheduler for one in self.trainer.lr_scheduler_configs]:
             if isinstance(schedule, LambdaLR):
@@ -178,30 +166,22 @@ class TrainingModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         accumulate, rank, world = self.trainer.accumulate_grad_batches, self.trainer.global_rank, self.trainer.world_size
         micro, self._micro = self._micro, self._micro + 1
-        is_last = batch_idx + 1 == self.trainer.num_training_batches or self.trainer.is_last_batch  # an epoch ends a step
-        set_gradient_sync(self.network, (batch_idx + 1) % accumulate == 0 or is_last)
+        set_gradient_sync(self.network, (batch_idx + 1) % accumulate == 0)
         seed_device(hash_seed(self.seed, self.global_step, micro, rank), self.device)
         sums = self.sums(batch)
-        whole = batch.get("num_targets")  # of the whole step, over all micro-batches and processes
-        own = num_targets(batch["labels"]) if whole is None else whole
-        # this micro-batch's part of the mean loss
-        share = sums["loss"] / (own.clamp(min=1) * (accumulate if whole is None else 1))
-        self._missing = accumulate / (micro + 1) if whole is None else 1.0
+        whole = batch["num_targets"]  # of the whole step, over all micro-batches and processes
+        share = sums["loss"] / whole.clamp(min=1)  # this micro-batch's part of the mean loss
         others = {name: value.detach() for name, value in sums.items() if name not in ("loss", "nll")}
         if micro:
             self.step_loss = self.step_loss + share.detach()
             self.step_sums = {name: value + self.step_sums[name] for name, value in others.items()}
-            self.step_targets = own if whole is not None else self.step_targets + own
         else:
-            self.step_loss, self.step_sums, self.step_targets = share.detach(), others, own
-        return share * (accumulate if whole is None else world * accumulate)
+            self.step_loss, self.step_sums, self.step_targets = share.detach(), others, whole
+        return share * world * accumulate
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._micro = 0
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self._missing != 1.0:
-            torch._foreach_mul_(local_parts(gradients), self._missing)
-            self.step_loss = self.step_loss * self._missing
         self.grad_norm = total_norm(gradients)
         # the loss of several ranks is theirs alone: all must come to the same answer, so it is looked at where it is summed
         alone = self.trainer.world_size == 1
@@ -231,12 +211,11 @@ class TrainingModule(L.LightningModule):
             for buffer in self.network.buffers():
                 torch.distributed.broadcast(buffer, src=0)
 
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        require(not dataloader_idx, _ONE_LOADER)
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         sums = self.sums(batch)
         count = num_targets(batch["labels"])
         found = {**sums, "loss": sums.get("nll", sums["loss"]), "count": count}
-        for name, value in found.items():  # an objective of the user's may count the row that fills up a process without rows
+        for name, value in found.items():  # any objective may count the row that fills up a process without rows
             own = torch.where(count > 0, value, 0).to(widest_float(self.device))
             self._validation[name] = own + self._validation.get(name, 0)
 
@@ -269,11 +248,10 @@ class TrainingModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Count the micro-batches up to the step of the checkpoint as this run does: ``trainer.accumulate`` may have changed."""
-        if isinstance(self.trainer.datamodule, DataModule):  # type: ignore[attr-defined]
-            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-            done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
-            for counts in (progress["current"], progress["total"]):
-                counts.update(dict.fromkeys(counts, done))
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+        for counts in (progress["current"], progress["total"]):
+            counts.update(dict.fromkeys(counts, done))
 
 
 class Latch:
@@ -310,18 +288,14 @@ def hash_seed(*numbers: int) -> int:
 
 
 def build_module(
-    config: RunConfig, data: L.LightningDataModule, network: nn.Module, objective: Callable[..., Any] | None = None
-) -> L.LightningModule:
-    """Return a ``TrainingModule`` with network, objective, optimizer and schedule, or a LightningModule of the user's as it is.
+    config: RunConfig, data: DataModule, network: nn.Module, objective: Callable[..., Any] | None = None
+) -> TrainingModule:
+    """Return a ``TrainingModule`` with network, objective, optimizer and schedule.
 
     Raises:
-        ConfigError: the model cannot run, or the objective or the optimizer rules do not fit it, or the config asks of a
-            LightningModule what only ours can do.
+        ConfigError: the model cannot run, or the objective or the optimizer rules do not fit it.
     """
     seed_device(config.seed)
-    if isinstance(network, L.LightningModule):
-        check_own_steps(config, data, type(network).__name__, objective)
-        return network
     ours = config_of(network)
     built = build_objective(config.objective if objective is None else objective)
     if isinstance(built, CrossEntropy):
@@ -331,11 +305,11 @@ def build_module(
     build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
     if isinstance(first, Muon) and config.trainer.strategy == "sharded":
         raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
-    if isinstance(data, DataModule) and isinstance(built, CrossEntropy):
+    if isinstance(built, CrossEntropy):
         check_labels(data.task)
-    if isinstance(data, DataModule) and device_of(config.trainer.accelerator).type == "cpu":
+    if device_of(config.trainer.accelerator).type == "cpu":
         try_once(network, built, data)
-    if isinstance(data, DataModule) and (caller := Caller(network)).packs:
+    if (caller := Caller(network)).packs:
         row = data.probe_batch(1)
         if "document_ids" in row:
             caller.check_documents(row["input_ids"].to(next(network.parameters()).device))
@@ -349,50 +323,18 @@ def build_module(
     )
 
 
-def check_own_steps(config: RunConfig, data: L.LightningDataModule, name: str, objective: Any) -> None:
-    """Refuse what a LightningModule of the user's cannot have, because it belongs to our own training step or to a ``Task``.
-
-    Raises:
-        ConfigError: the config asks for it.
-    """
-    options = config.trainer
-    said = f"model: {name} is a LightningModule, which takes the batches of a LightningDataModule, and data is a Task"
-    require(not isinstance(data, DataModule), said)
-    asked = {
-        "objective": objective is not None,
-        "trainer.stop_at": options.stop_at is not None,
-        "trainer.overfit=true": options.overfit,
-        "trainer.compile=true": options.compile,
-        "trainer.peak_tflops": options.peak_tflops is not None,
-        "trainer.strategy=sharded": options.strategy == "sharded",
-        "callbacks.probe.every": config.callbacks.probe.every > 0,
-        "callbacks.samples.every": config.callbacks.samples.every > 0,
-        "evaluation.at_end=true": config.evaluation.at_end,
-        "on_nonfinite=record": config.on_nonfinite == "record",
-    }
-    for key, is_asked in asked.items():
-        said = f"{key} does not apply to {name}, a LightningModule with steps of its own: it needs a network as model"
-        require(not is_asked, said)
-
-
-def stored_state(config: RunConfig, data: L.LightningDataModule, network: nn.Module) -> dict[str, Any]:
-    """Return the plain data about a run that every checkpoint holds: its config, its model and its tokenizer.
-
-    ``prefix`` stands before the names of the weights. A LightningModule of the user's has no objective, optimizer and schedule of
-    ours.
-    """
-    own_steps = isinstance(network, L.LightningModule)
-    tokenizer = getattr(task_of(data) or data, "tokenizer", None)
+def stored_state(config: RunConfig, data: DataModule, network: nn.Module) -> dict[str, Any]:
+    """Return the plain data about a run that every checkpoint holds: its config, its model and its tokenizer."""
+    tokenizer = data.task.tokenizer
     return {
-        "config": {**to_dict(config), **({"objective": {}, "optimizer": {}, "schedule": {}} if own_steps else {})},
+        "config": to_dict(config),
         "model": stored_node(config, data, network),
         "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
-        "prefix": "" if own_steps else "network.",
         "format": FORMAT,
     }
 
 
-def stored_node(config: RunConfig, data: L.LightningDataModule, network: nn.Module) -> dict[str, Any]:
+def stored_node(config: RunConfig, data: DataModule, network: nn.Module) -> dict[str, Any]:
     """Return the node of a model in a checkpoint: that of one of ours, the attribute ``stored_node`` of the network, the user's node
     with the fields that the data decided, or, for a model that was given from Python, its class."""
     if (ours := config_of(network)) is not None:

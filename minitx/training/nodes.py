@@ -204,8 +204,9 @@ def build_all(group: Mapping[str, Part | None], key: str, kind: type, given: Map
     for name, node in group.items():
         if node is not None:
             found.append(build(node, f"{key}.{name}", given))
-            said = f"{key}.{name}._target_={node['_target_']} must give a {kind.__name__} of Lightning"
-            require(isinstance(found[-1], kind), f"{said}, got {type(found[-1]).__name__}")
+            made = type(found[-1])
+            said = f"{key}.{name}._target_={node['_target_']} must give a {kind.__name__} of the package lightning"
+            require(isinstance(found[-1], kind), f"{said}, got {made.__module__}.{made.__qualname__}")
     return found
 
 

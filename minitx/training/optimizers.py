@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw as fused_adamw
 from torch.optim.lr_scheduler import LambdaLR
 
 from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
-from minitx.config.schema import Bound, Count, Natural, NotNegative, Positive, Share, require
+from minitx.config.schema import Bound, Count, NotNegative, Positive, Share, require
 from minitx.nn.precision import widest_float
 from minitx.training.devices import is_sharded
 from minitx.training.nodes import build, named_by
@@ -180,20 +180,28 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 # --- schedules
 
 DecayFraction = Annotated[float, Bound("lie in (0, 1]", lambda share: 0.0 < share <= 1.0)]
+Warmup = Annotated[
+    int | float,
+    Bound(
+        "be a whole number of steps, or a share of all steps below 1",
+        lambda steps: 0 <= steps < math.inf and (steps < 1 or float(steps).is_integer()),
+    ),
+]
+"""The length of a warm-up."""
 
 
-def constant(optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Natural = 0) -> LambdaLR:
+def constant(optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Warmup = 0) -> LambdaLR:
     """The peak rate to the end, after a linear warm-up (step + 1) / ``warmup_steps``.
 
     Args:
         max_steps: the number of steps of the run, which the run passes.
-        warmup_steps: steps of a linear rise from zero.
+        warmup_steps: steps of a linear rise from zero; below 1: a share of all steps.
     """
     return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0)
 
 
 def linear(
-    optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Natural = 0, final_lr: NotNegative = 0.1
+    optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Warmup = 0, final_lr: NotNegative = 0.1
 ) -> LambdaLR:
     """A straight line from the peak to f = ``final_lr``: 1 - (1 - f) t, while t runs from 0 to 1 after the warm-up.
 
@@ -209,7 +217,7 @@ def linear(
 
 
 def cosine(
-    optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Natural = 0, final_lr: NotNegative = 0.1
+    optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Warmup = 0, final_lr: NotNegative = 0.1
 ) -> LambdaLR:
     """Half a cosine from the peak to f = ``final_lr``: f + (1 - f) (1 + cos πt) / 2 (Loshchilov & Hutter 2017, arXiv:1608.03983).
 
@@ -226,7 +234,7 @@ def trapezoid(
     optimizer: torch.optim.Optimizer,
     max_steps: int,
     *,
-    warmup_steps: Natural = 0,
+    warmup_steps: Warmup = 0,
     final_lr: NotNegative = 0.1,
     decay_fraction: DecayFraction = 0.2,
 ) -> LambdaLR:
@@ -237,15 +245,28 @@ def trapezoid(
         final_lr: see ``linear``.
         decay_fraction: the last part of the run, in which the learning rate falls.
     """
-    start = max(warmup_steps, max_steps - round(decay_fraction * max_steps))
+    start = max(warmup_of(warmup_steps, max_steps), max_steps - round(decay_fraction * max_steps))
     return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0 - (1.0 - final_lr) * t, start)
 
 
+def warmup_of(steps: float, max_steps: int) -> int:
+    """Return the number of warm-up steps: ``steps``, or below 1 that share of ``max_steps``, rounded.
+
+    >>> warmup_of(100, 2000), warmup_of(0.1, 2000), warmup_of(0.1, 3)
+    (100, 200, 0)
+    """
+    return round(steps * max_steps) if steps < 1 else int(steps)
+
+
 def _after_warmup(
-    optimizer: torch.optim.Optimizer, max_steps: int, warmup: int, curve: Callable[[float], float], start: int | None = None
+    optimizer: torch.optim.Optimizer, max_steps: int, steps: float, curve: Callable[[float], float], start: int | None = None
 ) -> LambdaLR:
     """The factor (step + 1) / warmup, then ``curve`` of t, which runs from 0 to 1 between the steps ``start`` and ``max_steps``."""
-    require(warmup <= max_steps, f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={max_steps}")
+    warmup = warmup_of(steps, max_steps)
+    require(
+        warmup <= max_steps,
+        f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={max_steps}; 0.1 is a tenth of them",
+    )
     first = warmup if start is None else start
 
     def factor(step: int) -> float:
@@ -271,7 +292,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def matrix_names(network: nn.Module) -> set[str]:
-    """Return the names of the parameters for Muon: the weights of ``torch.nn.Linear``, unless the name of the layer ends with ``head``."""
+    """Return the names of the parameters for Muon: the weights of ``torch.nn.Linear``, unless the name of the layer ends with ``head``.
+
+    AdamW updates a parametrised layer: its weight is not a parameter.
+    """
     names = set()
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith("head"):

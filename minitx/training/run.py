@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,6 @@ from minitx.training.build import (
     import_modules,
     in_steps,
     open_data,
-    task_of,
 )
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
 from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
@@ -70,7 +68,7 @@ def train(
         model, data, objective: objects to use instead of those of the config. Without ``data``, also a model of your own is
             trained on ``config.data``, by default the King James text. Read a checkpoint of such a model with
             ``load_model(path, model=...)``; the programs open data and objective of the config only.
-        batch_size: rows of a step, if ``data`` is a ``Task``.
+        batch_size: rows of a step, if ``data`` is a ``Task``. A ``LightningDataModule`` has its own.
 
     Raises:
         ConfigError: the config does not fit the data, the machine or the checkpoint, an argument is of another type, or the
@@ -84,20 +82,20 @@ def train(
         config = in_steps(config, opened)
         network = start_from(config.init_from, build_network(config, opened, model))
         module = build_module(config, opened, network, objective)
-        if isinstance(module, TrainingModule):  # the sum over ranks already; of what a LightningModule logs it may be right
-            warnings.filterwarnings("ignore", message=".*sync_dist=True")
+        warnings.filterwarnings("ignore", message=".*sync_dist=True")  # metrics are already reduced over ranks
         state = stored_state(config, opened, network)
         done = check_resumed(config, state)
         callbacks = build_callbacks(config, module, opened, folder, state)
         loggers = build_all(config.logger, "logger", Logger, {"save_dir": str(folder)})
         check_free(folder, config.ckpt_path)  # once more: another run may have begun here, while this one was built
         with run_folder(folder, files or {}), finish_wandb():  # every part is built: a mistake in one has changed no file
-            trainer = build_trainer(config, module, opened, folder, loggers, callbacks, done)
+            trainer = build_trainer(config, folder, loggers, callbacks, done)
             nonfinite_step = fit(trainer, module, opened, config, folder)
             metrics = {} if nonfinite_step else evaluate_splits(trainer, module, opened, config, folder, state)
-    floors = getattr(task_of(opened), "floors", {})
     size = sum(p.numel() for p in network.parameters())
-    return summarise(folder, trainer.global_step, nonfinite_step, metrics=metrics, floors=floors, num_parameters=size)
+    return summarise(
+        folder, trainer.global_step, nonfinite_step, metrics=metrics, floors=opened.task.floors, num_parameters=size
+    )
 
 
 def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective: Any) -> RunConfig:
@@ -114,12 +112,12 @@ def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective
 
 
 def build_callbacks(
-    config: RunConfig, module: L.LightningModule, data: L.LightningDataModule, folder: Path, state: dict[str, Any]
+    config: RunConfig, module: TrainingModule, data: DataModule, folder: Path, state: dict[str, Any]
 ) -> list[L.Callback]:
-    """Return the callbacks of the run: ours, the user's, and ``LastCheckpoint``, which handles signals also in a run without checkpoints."""
+    """Return the callbacks of the run: ours, the configured ones, and ``LastCheckpoint``, which handles signals even without checkpoints."""
     options = config.trainer
-    check_test(config.evaluation.test, module, data)
-    own = callbacks_of_steps(config, module, data, folder) if isinstance(module, TrainingModule) else []
+    check_test(config.evaluation.test, data.task)
+    own = callbacks_of_steps(config, module, data, folder)
     if config.callbacks.progress:
         own.append(progress())
     if options.ckpt_every:
@@ -132,31 +130,26 @@ def build_callbacks(
     return [before, *own, *build_all(config.callbacks.parts, "callbacks", L.Callback), last]
 
 
-def callbacks_of_steps(
-    config: RunConfig, module: TrainingModule, data: L.LightningDataModule, folder: Path
-) -> list[L.Callback]:
-    """Return the callbacks that belong to our own training step: the rows of ``metrics.csv``, ``stop_at``, probes and samples."""
+def callbacks_of_steps(config: RunConfig, module: TrainingModule, data: DataModule, folder: Path) -> list[L.Callback]:
+    """Return the callbacks that follow the training steps: the rows of ``metrics.csv``, ``stop_at``, probes and samples."""
     options, asked = config.trainer, config.callbacks
     check_parallel(config, module.network)
     own: list[Any] = [StepLog(options.log_every, config_of(module.network), options.peak_tflops)]
     if options.stop_at is not None:
         own.append(StopAt(**to_dict(options.stop_at)))
     if asked.probe.every:
-        if not isinstance(data, DataModule):
-            raise ConfigError("callbacks.probe.every needs the data of a Task, whose validation rows it looks at: set it to 0")
-        own.append(
-            Probe(folder, data.probe_batch(asked.probe.batch_size), asked.probe, data.texts, partial(questions_of, data.task))
-        )
+        rows = data.probe_batch(asked.probe.batch_size)
+        own.append(Probe(folder, rows, asked.probe, data.texts, partial(questions_of, data.task)))
     if asked.samples.every:
         prompts = asked.samples.prompts or tuple(default_prompts(data))
         chosen = dataclasses.replace(asked.samples, prompts=prompts)
-        own.append(Samples(folder, getattr(task_of(data), "tokenizer", None), chosen, config.seed))
+        own.append(Samples(folder, data.task.tokenizer, chosen, config.seed))
     return own
 
 
-def default_prompts(data: L.LightningDataModule) -> list[str]:
+def default_prompts(data: DataModule) -> list[str]:
     """Return the beginnings of three validation rows."""
-    if not isinstance(data, DataModule) or data.task.tokenizer is None:
+    if data.task.tokenizer is None:
         raise ConfigError("callbacks.samples.every needs data with a tokenizer")
     rows = data.probe_batch(3)["input_ids"]
     return [data.task.tokenizer.decode(row[: max(1, len(row) // 4)].tolist(), skip_marks=True) for row in rows]
@@ -166,42 +159,32 @@ def default_prompts(data: L.LightningDataModule) -> list[str]:
 
 
 def build_trainer(
-    config: RunConfig,
-    module: L.LightningModule,
-    data: L.LightningDataModule,
-    folder: Path,
-    loggers: Sequence[Any],
-    callbacks: Sequence[L.Callback],
-    done: int,
+    config: RunConfig, folder: Path, loggers: Sequence[Any], callbacks: Sequence[L.Callback], done: int
 ) -> L.Trainer:
     """Build the Lightning trainer, which logs to ``metrics.csv`` from row ``done`` on and to ``loggers``.
 
-    A ``TrainingModule`` clips and logs by itself. With a ``Task``, each process has its own batches; otherwise Lightning's
-    distributed sampler divides the data.
+    ``TrainingModule`` clips and logs by itself, and the loaders of ``DataModule`` give each process its own batches.
 
     Raises:
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
-    options, is_ours, addressed = config.trainer, isinstance(module, TrainingModule), isinstance(data, DataModule)
-    check_extra(options.extra, is_ours=is_ours, addressed=addressed)
-    check_callbacks(callbacks, addressed=addressed)
+    options = config.trainer
+    check_extra(options.extra)
+    check_callbacks(callbacks)
     place = place_of(options)
     place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
     profiler = options.profiler and build(options.profiler, "trainer.profiler", {"dirpath": folder, "filename": "profile"})
     arguments = {
         **place,
-        "max_steps": options.max_steps or -1,
-        "max_epochs": options.max_epochs,
+        "max_steps": options.max_steps,
         "accumulate_grad_batches": options.accumulate,
         **validation_of(options),
         "limit_val_batches": options.val_batches,
         "num_sanity_val_steps": 0,
-        "overfit_batches": int(options.overfit and not addressed),
-        "gradient_clip_val": None if is_ours else options.clip,
-        "log_every_n_steps": 1 if is_ours else options.log_every,
+        "log_every_n_steps": 1,
         "deterministic": options.deterministic or None,  # False would undo what the user has set
-        "use_distributed_sampler": not addressed,
-        "logger": [MetricsFile(folder / "metrics.csv", done, COLUMNS if is_ours else None), *loggers],
+        "use_distributed_sampler": False,
+        "logger": [MetricsFile(folder / "metrics.csv", done, COLUMNS), *loggers],
         "callbacks": list(callbacks),
         "enable_progress_bar": any(isinstance(callback, L.callbacks.ProgressBar) for callback in callbacks),
         "enable_model_summary": False,
@@ -219,8 +202,8 @@ def build_trainer(
     return trainer
 
 
-def check_extra(extra: Mapping[str, Any], *, is_ours: bool, addressed: bool) -> None:
-    """Refuse what Lightning's Trainer does not know, and what would not reach our own training step or the data of a ``Task``.
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Refuse arguments that Lightning's Trainer does not know, and arguments without effect on our training step or data.
 
     Raises:
         ConfigError: ``extra`` has such an argument.
@@ -228,8 +211,8 @@ def check_extra(extra: Mapping[str, Any], *, is_ours: bool, addressed: bool) -> 
     of_epochs = {"limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs"}
     unknown = {
         "is no argument of Lightning's Trainer": set(extra) - parameter_names(L.Trainer),
-        "does not apply to our own training step, which clips by the norm": {"gradient_clip_algorithm"} if is_ours else set(),
-        "does not apply to the data of a Task": {"use_distributed_sampler", *of_epochs} if addressed else set(),
+        "does not apply to our own training step, which clips by the norm": {"gradient_clip_algorithm"},
+        "does not apply to the data of a Task": {"use_distributed_sampler", *of_epochs},
     }
     for why, names in unknown.items():
         for name in sorted(names & set(extra)):
@@ -238,19 +221,16 @@ def check_extra(extra: Mapping[str, Any], *, is_ours: bool, addressed: bool) -> 
 
 def validation_of(options: TrainerConfig) -> dict[str, Any]:
     """Return the arguments of Lightning's Trainer for ``trainer.val_every``."""
-    if options.val_every is None:
-        return {}  # after each epoch
-    if not options.val_every and options.max_steps is None:
-        return {"check_val_every_n_epoch": options.max_epochs}
-    steps = min(options.val_every or math.inf, options.max_steps or math.inf)
-    return {"val_check_interval": int(steps) * options.accumulate, "check_val_every_n_epoch": None}
+    assert options.max_steps is not None  # see ``in_steps``
+    steps = min(options.val_every or options.max_steps, options.max_steps)
+    return {"val_check_interval": steps * options.accumulate, "check_val_every_n_epoch": None}
 
 
-def check_callbacks(callbacks: Sequence[L.Callback], *, addressed: bool) -> None:
-    """Refuse callbacks of Lightning whose result would be lost, or which change the batches of a step in a run without epochs.
+def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
+    """Refuse callbacks of Lightning whose result would be lost, or which change the batches of a step by epoch.
 
     Raises:
-        ConfigError: ``StochasticWeightAveraging``; or ``GradientAccumulationScheduler`` with the data of a ``Task``.
+        ConfigError: ``StochasticWeightAveraging`` or ``GradientAccumulationScheduler``.
     """
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging):
@@ -258,7 +238,7 @@ def check_callbacks(callbacks: Sequence[L.Callback], *, addressed: bool) -> None
                 "callbacks: StochasticWeightAveraging makes its average at the end of the last epoch, after the last validation and "
                 "checkpoint, so that no file would have it: callbacks=[default,ema] averages weights by step"
             )
-        if addressed and isinstance(callback, GradientAccumulationScheduler):
+        if isinstance(callback, GradientAccumulationScheduler):
             raise ConfigError(
                 "callbacks: GradientAccumulationScheduler changes the micro-batches of a step by epoch, and the data of a Task have one "
                 "epoch: set trainer.accumulate"
@@ -304,9 +284,7 @@ class AtomicCheckpointIO(CheckpointIO):
     """Writes and reads Lightning's checkpoints with ``read_checkpoint`` and ``write_checkpoint``: complete or not at all, and without code."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        # without the arguments of a LightningModule and its data, which may be objects: the run's config has them
-        hidden = (L.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, L.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
-        write_checkpoint({name: value for name, value in checkpoint.items() if name not in hidden}, path)
+        write_checkpoint(checkpoint, path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
         return read_checkpoint(path)
@@ -318,13 +296,11 @@ class AtomicCheckpointIO(CheckpointIO):
 # --- training
 
 
-def fit(
-    trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, config: RunConfig, folder: Path
-) -> int | None:
+def fit(trainer: L.Trainer, module: TrainingModule, data: DataModule, config: RunConfig, folder: Path) -> int | None:
     """Train, and validate at the last step. With ``on_nonfinite=record``, return the step that was not finite.
 
     Raises:
-        ConfigError: Lightning refuses the module with these options. NonFiniteError: with ``on_nonfinite=stop``.
+        ConfigError: Lightning refuses the options. NonFiniteError: with ``on_nonfinite=stop``.
     """
     if trainer.is_global_zero:
         log.info("%s", summary(trainer, config, module, data, folder))
@@ -343,6 +319,7 @@ def fit(
 
 
 _NOTICES = (
+    "overridden .on_before_batch_transfer.",  # in the module, and the data module has none
     "does not have many workers",
     "Checkpoint directory .* exists and is not empty",
     "dataloader is not resumable",  # the run says it in its own words

@@ -1,7 +1,7 @@
 """What several files of this folder look at."""
 
 import pytest
-from pretend import SMALL
+from pretended_runs import SMALL
 
 from minitx.cli.ablate import run_cell
 from tests.ablation import made_up

@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from pretend import Here, StoppedError, comparable, grid, ran, run
+from pretended_runs import Here, StoppedError, comparable, grid, ran, run
 
 from minitx.ablation.grid import cells, read_records
 from minitx.config import ConfigError

@@ -7,7 +7,6 @@ import itertools
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -147,7 +146,7 @@ def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others
     named = [("minitx", name) for name in module._CODE] + [("configs", name) for name in module._CONFIGS]
     assert [name for folder, name in named if not (ROOT / folder / name).exists()] == []
     monkeypatch.setattr(module, "__file__", str(tmp_path / "minitx" / "ablation" / "grid.py"))
-    monkeypatch.setattr(module, "find_spec", lambda _: SimpleNamespace(origin=tmp_path / "configs" / "__init__.py"))
+    monkeypatch.setattr(module, "shipped_configs", lambda: tmp_path / "configs")
 
     def fingerprint(name, text="x = 1\n"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

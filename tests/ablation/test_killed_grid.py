@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pretend import alive, comparable, run
+from pretended_runs import alive, comparable, run
 
 from minitx.ablation.grid import read_records
 from tests.waiting import PATIENCE, wait_for
@@ -19,18 +19,18 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 PROGRAM = """
 import dataclasses, functools, logging, sys
 from pathlib import Path
-import pretend
+import pretended_runs
 from minitx.ablation import grid
 from minitx.cli import ablate
 from minitx.cli.command_line import exit_code
 
 grid.code_fingerprint, ablate.facts = lambda: "code", lambda command: {}  # torch and Lightning take seconds
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-ablate.run_cell, ablate.check, ablate.report = pretend.pretend, lambda cells: None, lambda *findings: None
+ablate.run_cell, ablate.check, ablate.report = pretended_runs.pretend, lambda cells: None, lambda *findings: None
 ablate.check_judged = lambda grid, cells: None
 real = ablate.cells
 ablate.cells = lambda grid, common: real(grid)
-two = dataclasses.replace(pretend.grid(), workers=2)
+two = dataclasses.replace(pretended_runs.grid(), workers=2)
 sys.exit(exit_code(lambda: ablate.run_ablation(two, Path("killed").absolute(), [], "train.py")))
 """
 LINES, PERMITS = Path("killed", "cells.jsonl"), Path("killed", "permits")

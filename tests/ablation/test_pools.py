@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pretend import act, alive, run
+from pretended_runs import act, alive, run
 
 from minitx.ablation.design import AblationConfig, StudyConfig
 from minitx.ablation.execution import LocalPool, SlurmPool

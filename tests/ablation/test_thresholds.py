@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretend import SMALL, from_start
+from pretended_runs import SMALL, from_start
 from torch import nn
 
 from minitx.ablation import thresholds

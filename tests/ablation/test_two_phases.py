@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretend import SMALL, Here, from_start
+from pretended_runs import SMALL, Here, from_start
 from torch import nn
 
 from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig

@@ -55,9 +55,8 @@ def script(project):
     return start
 
 
-def test_parts_of_ones_own_train_resume_and_are_evaluated_with_trust(cli, own, project, caplog):
-    """A module, a data module, torch's SGD, a callback and a CSVLogger."""
-    caplog.set_level("INFO")
+def test_parts_of_ones_own_train_resume_and_are_evaluated_with_trust(cli, own, project):
+    """A network, a data module, torch's SGD, a callback and a CSVLogger."""
     assert "go: step 0" in own("sorted", "output_dir=run").out  # the callback
     rows = read_metrics(project / "run" / "metrics.csv")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -77,8 +76,8 @@ def test_parts_of_ones_own_train_resume_and_are_evaluated_with_trust(cli, own, p
     for name in ("accuracy", "loss"):
         assert found[name]["value"] == pytest.approx(rows[-1][f"val_{name}"])
     assert "go: step 6" in own("sorted", "output_dir=run", "ckpt_path=last", "trainer.max_steps=9").out
-    assert "order of the data" in caplog.text
-    assert len(losses("run")) == 9
+    own("sorted", "output_dir=whole", "trainer.max_steps=9")
+    assert losses("run") == losses("whole") and len(losses("run")) == 9
 
 
 def test_with_a_task_and_an_objective_of_ones_own_a_run_resumes_bit_for_bit(own, cli):
@@ -253,17 +252,15 @@ def test_a_project_in_the_shape_of_the_template_moves_over_with_one_yaml_file(cl
     words = arguments("digits", "trainer.accelerator=cpu", "callbacks.progress=false", "output_dir=run")
     assert cli(*words, "trainer.max_epochs=2").code == 0
     result = json.loads((place / "run" / "result.json").read_text())
-    assert result["steps"] == 42 and result["metrics"]["val/acc_best"] > 0.8 and result["metrics"]["test/acc"] > 0.8
+    assert result["steps"] == 41 and result["val_accuracy"] > 0.8 and result["metrics"]["test_accuracy"] > 0.8
     assert sorted(path.name for path in (place / "run" / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
     assert "tags:\n- digits\n" in (place / "run" / "config.yaml").read_text()
     assert cli(*words, "trainer.max_epochs=3", "ckpt_path=last").code == 0
-    assert json.loads((place / "run" / "result.json").read_text())["steps"] == 63
-    parts = {"optimizer.lr=1e-3": "Lit", "schedule=cosine": "Lit", "objective.label_smoothing=0.1": "Lit"}
-    for word, part in (parts | {"trainer.val_batch_size=7": "Data", "+data.num_workers=0": "Data"}).items():
-        assert_named(cli(*arguments("digits", word)), f"{word} does not apply to Digits{part}Module")
+    assert json.loads((place / "run" / "result.json").read_text())["steps"] == 61
+    assert_named(cli(*arguments("digits", "+data.num_workers=0")), "+data.num_workers=0 does not apply to DigitsDataModule")
     assert cli(*words[:-1], "debug=one_step", "evaluation.test=best", "data.batch_size=5", "output_dir=one").code == 0
     found = cli(*words[:-1], "trainer.max_epochs=1", "trainer.monitor=nothing", "evaluation.test=best", "output_dir=none")
-    assert_named(found, "evaluation.test=best: no best.ckpt: trainer.monitor=nothing is not logged; what is logged: ")
+    assert_named(found, "trainer.monitor=nothing is not logged, and the schedule needs it; there are train_loss")
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     swept = cli("-m", *words[:-1], "trainer.max_epochs=1", "optimized_metric=val/none", "hydra.sweep.dir=sweep")
-    assert swept.code == 2 and "optimized_metric=val/none is not logged; there are train/loss" in swept.err
+    assert swept.code == 2 and "optimized_metric=val/none is not logged; there are train_loss" in swept.err

@@ -50,7 +50,6 @@ class Copy:
         self.runs.mkdir()
         for name in ("minitx", "configs", "scripts"):
             shutil.copytree(ROOT / name, self.folder / name)
-        (self.folder / "minitx" / "configs").symlink_to(self.folder / "configs")  # as in the wheel
 
     def follow(self, recipe: str) -> None:
         """Write the blocks of a recipe, which must touch as many files as it says."""

@@ -12,7 +12,8 @@ from scipy import stats
 from torch.utils.data import DataLoader
 
 from minitx.config import ConfigError, EvaluationConfig, node
-from minitx.data.task import Task
+from minitx.data.datamodule import DataModule
+from minitx.data.task import Task, as_split
 from minitx.nn import build_model
 from minitx.training import evaluation
 from minitx.training.build import network_of, open_data
@@ -35,8 +36,8 @@ TASKS = {  # data, their file, model
 def ready(make_config, tmp_path):
     """``ready("classify")`` gives a network fitted to opened data."""
 
-    def build(task=None, **trainer):
-        config = make_config(**{f"trainer__{name}": value for name, value in trainer.items()})
+    def build(task=None):
+        config = make_config()
         if task is not None:
             data, file, model = TASKS[task]
             lines = ["text\tlabel", *(f"word {n * n}\t{'abc'[n % 3]}" for n in range(211))]
@@ -46,7 +47,7 @@ def ready(make_config, tmp_path):
             config = dataclasses.replace(config, data=data, model=node(build_model, **SMALL, **model))
         data = open_data(config)
         torch.manual_seed(3)
-        return network_of(config.model, data).double(), data
+        return network_of(config.model, data).double(), data.task
 
     return build
 
@@ -78,7 +79,7 @@ def test_data_of_another_kind_are_refused():
 def test_a_language_model_is_judged_in_bits_per_byte_and_character(ready):
     network, data = ready()
     found = evaluate(network, data)
-    batch = data.val_source().rows(range(data.val_source().num_rows))
+    batch = DataModule(data, batch_size=1).probe_batch(len(as_split(data, "val")))
     with torch.no_grad():
         loss = float(torch.nn.functional.cross_entropy(network.eval()(batch["input_ids"]).mT, batch["labels"]))
     assert found.metrics["loss"].value == pytest.approx(loss, rel=1e-12)
@@ -109,9 +110,9 @@ def test_the_accuracy_of_one_label_a_row_has_wilsons_interval_whatever_the_kind_
 def test_the_size_of_a_batch_changes_no_metric(ready, task):
     found = []
     for size in (1, 8):
-        network, data = ready(task, val_batch_size=size)
+        network, data = ready(task)
         part = next(network.train().children()).eval()
-        found.append(evaluate(network, data))
+        found.append(evaluate(network, data, batch_size=size))
         assert (network.training, part.training) == (True, False)
     for name, metric in found[0].metrics.items():
         assert found[1].metrics[name].value == pytest.approx(metric.value, rel=1e-10), name
@@ -127,14 +128,10 @@ def test_the_interval_of_an_objective_and_data_of_ones_own_is_over_rows_whatever
     def objective(logits, batch):
         return {"loss": (logits - batch["labels"]).square().sum(), "over": (logits > batch["labels"]).sum()}
 
-    def module(size):
-        data, calls = L.LightningDataModule(), []
-        data.prepare_data, data.setup = lambda: calls.append("prepare_data"), calls.append  # as Lightning does, before
-        data.val_dataloader = lambda: calls == ["prepare_data", "validate"] and DataLoader(rows, batch_size=size)
-        return data
-
+    module = L.LightningDataModule()
+    module.train_dataloader = module.val_dataloader = lambda: DataLoader([(*row.values(),) for row in rows], batch_size=4)
     found = [evaluate(network, task, objective=objective, batch_size=size).metrics for size in (1, 4, 64)]
-    found += [evaluate(network, module(size), objective=objective).metrics for size in (4, 11)]
+    found.append(evaluate(network, module, objective=objective).metrics)
     losses = torch.stack([(network(row["input"]) - row["labels"]).square().sum() for row in rows]).detach()
     wanted = ratio_interval(losses, torch.full((11,), 2))
     for metrics in found:
@@ -175,18 +172,18 @@ def test_answers_of_beams_too_end_where_a_table_of_positions_ends(ready):
 
 def test_generated_answers_are_held_against_references_and_wrong_ones_are_shown_first(ready, monkeypatch):
     network, data = ready("seq2seq")
-    given = [torch.tensor(data.task.tokenizer.encode(right).tolist()) for _, right in data.task.val_examples]
-    given[5] = torch.tensor(data.task.tokenizer.encode("1066-10-14").tolist())
+    given = [torch.tensor(data.tokenizer.encode(right).tolist()) for _, right in data.val_examples]
+    given[5] = torch.tensor(data.tokenizer.encode("1066-10-14").tolist())
     left = iter(given)
     monkeypatch.setattr(evaluation, "generate", lambda model, input_ids, **options: [next(left) for _ in input_ids])
     found = evaluate(network, data, EvaluationConfig(num_shown=2))
-    source, right = data.task.val_examples[5]
+    source, right = data.val_examples[5]
     assert found.metrics["exact_match"].value == pytest.approx(16 / 17)
     assert found.examples[0] == {"source": source, "answer": "1066-10-14", "right": right}
     assert found.examples[1]["answer"] == found.examples[1]["right"]
-    answers = ["1066-10-14" if row == 5 else right for row, (_, right) in enumerate(data.task.val_examples)]
+    answers = ["1066-10-14" if row == 5 else right for row, (_, right) in enumerate(data.val_examples)]
     for name, metric in {"chrf": CHRF(), "bleu": BLEU()}.items():
-        wanted = metric.corpus_score(answers, [[right for _, right in data.task.val_examples]]).score
+        wanted = metric.corpus_score(answers, [[right for _, right in data.val_examples]]).score
         assert found.metrics[name].value == pytest.approx(wanted, abs=1e-9)
         assert found.metrics[name].low < found.metrics[name].value < found.metrics[name].high
     assert found.baselines["chrf_of_copying"] < 60 and found.baselines["copy_exact_match"] == 0

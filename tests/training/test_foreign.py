@@ -1,4 +1,4 @@
-"""Models and data of the user's own from Python: how a model is called, and what is promised to a ``LightningDataModule``."""
+"""Models and data given from Python: how a model is called, and what a run promises."""
 
 import copy
 import dataclasses
@@ -18,7 +18,7 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, ProbeConfig, RunConfig, node
+from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, RunConfig, node
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.nn import build_model
@@ -30,19 +30,14 @@ from minitx.training.module import NonFiniteError
 from tests.interop.families import TEXT, build
 
 
-class Squares(L.LightningDataModule):
-    """Seven rows in batches of 3, 3 and 1; ``labels`` are numbers."""
+def squares():
+    """Seven rows, whose ``labels`` are numbers."""
+    columns = (torch.randn(7, width, dtype=torch.float64) for width in (3, 2))
+    return [dict(zip(("input", "labels"), row, strict=True)) for row in zip(*columns, strict=True)]
 
-    def __init__(self, keys=("input", "labels")):
-        super().__init__()
-        columns = (torch.randn(7, width, dtype=torch.float64) for width in (3, 2))
-        self.rows = [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
 
-    def train_dataloader(self):
-        return DataLoader(self.rows, batch_size=3)
-
-    def val_dataloader(self):
-        return DataLoader(self.rows, batch_size=2)
+def task_of(rows, **options):
+    return Task(name="mine", train=rows, val=rows, **options)
 
 
 def squared(logits, batch):
@@ -60,59 +55,17 @@ def fit(folder, data, *, model=None, objective=squared, **options):
     return extra.fit(folder, data, model=model, objective=objective, **{**PLAIN, **options})
 
 
-def step_of(model, batches):
-    """The loss of a step with these micro-batches, and the norm of its gradient, which is left in the parameters."""
-    model.zero_grad()
-    loss = sum(squared(model(batch["input"]), batch) / batch["labels"].numel() for batch in batches) / len(batches)
-    loss.backward()
-    return loss.item(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-
-
-@pytest.mark.parametrize("accumulate", [1, 2, 5])  # 5 does not divide the rows of the default data, which are not those here
-def test_a_step_has_the_mean_loss_and_gradient_of_its_batches_an_incomplete_accumulation_too(tmp_path, accumulate):
-    data, model, wanted = Squares(), nn.Linear(3, 2).double(), []
-    ours = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
-    first, second, third = data.train_dataloader()
-    steps = {1: [[first], [second], [third], [first]], 2: [[first, second], [third]] * 2, 5: [[first, second, third]] * 2}
-    for step in steps[accumulate]:
-        wanted.append(step_of(ours, step))
-        optimizer.step()
-    result = fit(tmp_path, data, model=model, accumulate=accumulate, max_steps=len(wanted))
-    rows, batch = read_metrics(tmp_path / "metrics.csv"), default_collate(data.rows)
-    assert [(row["train_loss"], row["grad_norm"]) for row in rows] == [pytest.approx(pair, rel=1e-12) for pair in wanted]
-    assert [row["tokens"] for row in rows] == {1: [6, 12, 14, 20], 2: [12, 14, 26, 28], 5: [14, 28]}[accumulate]
-    assert result["val_loss"] == pytest.approx(squared(ours(batch["input"]), batch).item() / 14, rel=1e-12)
-    torch.testing.assert_close(last(tmp_path)["state_dict"]["network.weight"], ours.weight.detach(), rtol=1e-12, atol=0)
-
-
-def test_a_run_that_goes_on_with_more_micro_batches_has_the_mean_of_those_that_its_first_step_reads(tmp_path):
-    fit(tmp_path, Squares(), max_steps=1)
-    ours = nn.Linear(3, 2).double()
-    ours.load_state_dict({name.removeprefix("network."): weight for name, weight in last(tmp_path)["state_dict"].items()})
-    data = Squares()
-    fit(tmp_path, data, max_steps=2, accumulate=2, ckpt_path="last")  # the second batch of the epoch ends a step of one batch
-    row = read_metrics(tmp_path / "metrics.csv")[-1]
-    wanted = step_of(ours, [next(iter(data.train_dataloader()))])
-    assert (row["train_loss"], row["grad_norm"]) == pytest.approx(wanted, rel=1e-12)
-
-
 def test_a_micro_batch_without_a_label_adds_nothing(tmp_path):
-    data = Squares()
     ids = torch.tensor([[1, -100], [-100, -100], [0, 1], [1, 0]])
-    data.rows = [{"input": torch.randn(2, 3, dtype=torch.float64), "labels": labels} for labels in ids]
-    data.train_dataloader = lambda: DataLoader(data.rows, batch_size=1)
-    fit(tmp_path, data, objective=None, accumulate=2, max_steps=2)
+    rows = [{"input": torch.randn(2, 3, dtype=torch.float64), "labels": labels} for labels in ids]
+    fit(tmp_path, task_of(rows), objective=None, accumulate=2, max_steps=2)
     assert all(math.isfinite(loss) for loss in losses_of(tmp_path))
-    assert [row["tokens"] for row in read_metrics(str(tmp_path / "metrics.csv"))] == [1, 5]
+    assert read_metrics(str(tmp_path / "metrics.csv"))[-1]["tokens"] == 5
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_step_without_a_label_that_counts_has_a_loss_of_zero(tmp_path, own):
+def test_a_step_without_a_label_that_counts_has_a_loss_of_zero(tmp_path):
     rows = [{"input": torch.randn(3, dtype=torch.float64), "labels": torch.tensor(label)} for label in (-100, 1)]
-    data = Squares() if own else Task(name="mine", train=rows, val=rows)
-    data.__dict__.update(rows=rows, train_dataloader=lambda: DataLoader(rows, batch_size=1))
-    result = fit(tmp_path, data, objective=None, max_steps=2, batch_size=1)
+    result = fit(tmp_path, task_of(rows), objective=None, max_steps=2, batch_size=1)
     assert result["steps"] == 2 and sorted(losses_of(tmp_path))[0] == 0.0
 
 
@@ -137,48 +90,32 @@ def test_a_class_that_a_task_does_not_have_is_refused_before_the_first_step_wher
 
 
 def test_fields_that_the_data_decide_are_fields_of_the_model(tmp_path):
-    sizes, data = {"vocab_size": 5, "embed_dim": 8, "num_heads": 2, "num_layers": 1}, Squares()
+    sizes = {"vocab_size": 5, "embed_dim": 8, "num_heads": 2, "num_layers": 1}
+    rows = [{"input_ids": [1, 2], "labels": 1}]
     config = RunConfig(model=node(build_model, architecture="encoder", head="sequence", **sizes))
-    data.model_fields = {"num_classes": 3}
-    assert build_network(config, data).config.num_labels == 3
-    data.model_fields = {"num_class": 3}
+    assert (
+        build_network(config, DataModule(task_of(rows, model_fields={"num_classes": 3}), batch_size=1)).config.num_labels == 3
+    )
     with pytest.raises(ConfigError, match=r"model\.num_class=3, but a model has no such field"):
-        build_network(config, data)
-
-
-def test_what_needs_labels_our_blocks_or_our_data_is_refused_by_name(tmp_path):
-    probe = CallbacksConfig(probe=ProbeConfig(every=1))
-    nameless, three = Squares(keys=("input", "target")), Squares()
-    three.rows = [(*row.values(), 1) for row in three.rows]
-    several = Squares()
-    several.val_dataloader = lambda: [Squares.val_dataloader(several)] * 2
-    said = r"data: a batch must be a mapping of tensors with labels, or a pair \(inputs, labels\)"
-    for key, data, changes in (
-        (said, nameless, {}),
-        (said, three, {}),
-        ("data: val_dataloader and test_dataloader must give one loader each", several, {}),
-        ("trainer.strategy", Squares(), {"strategy": "sharded"}),
-        ("callbacks.probe.every", Squares(), {"callbacks": probe}),
-    ):
-        with pytest.raises(ConfigError, match=f"^{key}"):
-            fit(tmp_path / "run", data, **changes)
-        assert not (tmp_path / "run").exists()
+        build_network(config, DataModule(task_of(rows, model_fields={"num_class": 3}), batch_size=1))
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_what_is_not_finite_ends_the_run_before_the_update_also_without_found_inf(tmp_path, where):
-    data, model = Squares(), nn.Linear(3, 2)
+    data, model, steps = task_of(squares()), nn.Linear(3, 2), itertools.count(1)
+
+    def spoiled(x):
+        return x * math.inf if next(steps) == 3 else x
+
     if where == "loss":
-        data.rows[6]["input"].fill_(math.nan)  # the row of the third batch
+        model.register_forward_hook(lambda part, inputs, logits: spoiled(logits) if part.training else logits)
     else:
-        steps = itertools.count(1)
-        model.weight.register_hook(lambda gradient: gradient * (math.inf if next(steps) == 3 else 1.0))
+        model.weight.register_hook(spoiled)
     result = fit(tmp_path / "run", data, model=model, on_nonfinite="record", log_every=10, ckpt_every=2)
     assert (result["nonfinite_step"], result["steps"]) == (3, 2)
     torch.testing.assert_close(model.weight, last(tmp_path / "run")["state_dict"]["network.weight"], rtol=0, atol=0)
-    data.rows[0]["input"].fill_(math.nan)
     with pytest.raises(NonFiniteError, match=r"not finite in step 1 .*the update was not made"):
-        fit(tmp_path / "stop", data)
+        fit(tmp_path / "stop", data, objective=lambda logits, batch: squared(logits, batch) * math.nan)
 
 
 # --- models of transformers, and wrappers around them
@@ -229,6 +166,45 @@ def test_a_model_of_transformers_gets_our_masks_under_its_names_and_neither_labe
     assert calls[0].get("labels") is None and "num_targets" not in calls[0] and calls[0].get("use_cache") is not True
     if name in ("GPT2", "Llama", "T5"):
         assert calls[0]["use_cache"] is False
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch.core.module", "pytorch_lightning.core.module"])
+def test_a_lightning_module_is_a_network_unless_it_has_a_training_step(tmp_path, package):
+    """A class of ``pytorch_lightning`` is played by one that says so."""
+    base = L.LightningModule
+    if not package.startswith("lightning."):
+        body = {"__module__": package, "training_step": lambda self: None, "forward": base.forward}
+        base = type("LightningModule", (nn.Module,), body)
+
+    class Line(base):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.line(x)
+
+    class Stepped(Line):
+        def training_step(self, batch, index):
+            raise AssertionError
+
+    data = task_of([{"x": row["input"], "labels": row["labels"]} for row in squares()])
+    model = Line()
+    result = fit(tmp_path / "run", data, model=model)
+    assert result["val_loss"] == pytest.approx(evaluate(model, data, objective=squared).metrics["loss"].value)
+    with pytest.raises(ConfigError, match=r"^model: Stepped is a LightningModule with a training_step of its own"):
+        fit(tmp_path / "own", data, model=Stepped())
+    assert not (tmp_path / "own").exists()
+
+
+def test_pairs_of_a_loader_reach_the_first_parameter_and_give_the_run_of_named_rows(tmp_path):
+    rows, model = squares(), nn.Linear(3, 2)
+    module = L.LightningDataModule()
+    module.train_dataloader = lambda: DataLoader([(*row.values(),) for row in rows], batch_size=2, shuffle=True)
+    module.val_dataloader = module.train_dataloader
+    for place, data in {"named": task_of(rows), "pairs": module}.items():
+        fit(tmp_path / place, data, model=copy.deepcopy(model), batch_size=4, accumulate=2)
+    assert losses_of(tmp_path / "pairs") == losses_of(tmp_path / "named")
 
 
 def rows_of_tokens(real, **more):
@@ -327,64 +303,19 @@ def test_what_of_a_model_does_not_take_part_is_said_at_the_start(tmp_path, caplo
         train_tokens(tmp_path / "labels", bert(), rows_of_tokens([5]), num_labels=3)
 
 
-def test_batches_that_are_pairs_and_models_that_return_a_dict_give_the_same_run(tmp_path):
-    data, model = Squares(), nn.Linear(3, 2)
-    fit(tmp_path / "linear", data, model=copy.deepcopy(model), max_epochs=2, max_steps=None)
-    model.register_forward_hook(lambda part, inputs, logits: {"hidden": inputs[:1], "logits": logits})
-    data.rows = [tuple(row.values()) for row in data.rows]
-    result = fit(tmp_path / "pairs", data, model=model, max_epochs=2, max_steps=None)
-    assert losses_of(tmp_path / "pairs") == losses_of(tmp_path / "linear") and result["steps"] == 6
-    assert evaluate(model, data, objective=squared).metrics["loss"].value == pytest.approx(result["val_loss"], rel=1e-12)
-
-
-@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
-def test_what_a_data_module_does_to_a_batch_is_done_in_training_validation_and_evaluation(tmp_path, monkeypatch, hook):
-    monkeypatch.setattr(Squares, hook, lambda self, batch, index: {**batch, "input": 3 * batch["input"]}, raising=False)
-    data, model = Squares(), nn.Linear(3, 2)
-    result = fit(tmp_path / "run", data, model=model, evaluation=EvaluationConfig(at_end=True))
-    batch = default_collate(data.rows)
-    wanted = squared(model(3 * batch["input"]), batch).item() / 14
-    at_end = json.loads((tmp_path / "run" / "evaluation.json").read_text(encoding="utf-8"))["metrics"]["loss"]["value"]
-    assert [result["val_loss"], at_end] == pytest.approx([wanted, wanted], rel=1e-12)
-
-
-def test_hooks_for_batches_are_those_of_validation_in_an_evaluation_without_a_run():
-    class Hooked(Squares):
-        def transfer_batch_to_device(self, batch, device, index):
-            return {name: value.to(device) * (3 if name == "input" else 1) for name, value in batch.items()}
-
-        def on_after_batch_transfer(self, batch, index):
-            assert self.trainer.validating
-            return {name: value * (5 if self.trainer.training else 1) for name, value in batch.items()}
-
-    data, model = Hooked(), nn.Linear(3, 2).double()
-    wanted = squared(model(3 * default_collate(data.rows)["input"]), default_collate(data.rows)).item() / 14
-    assert evaluate(model, data, objective=squared).metrics["loss"].value == pytest.approx(wanted, rel=1e-12)
-
-
-def test_a_data_module_with_a_hook_for_batches_is_checked_as_any(tmp_path):
-    data = Squares()
-    data.on_before_batch_transfer = partial(lambda own, batch, index: batch, 1)
-    data.rows = [tuple(row.values()) for row in data.rows]
-    fit(tmp_path / "pairs", data)
-    data.rows = [{"input_ids": torch.tensor([1, 0]), "key_mask": torch.tensor([True, False]), "labels": 1}] * 4
-    with pytest.raises(ConfigError, match=r"^model: Reads\.forward does not name key_mask"):
-        fit(tmp_path / "padded", data, model=Reads(), objective=None)
-
-
 # --- counts, metrics and splits
 
 
 @pytest.mark.parametrize("size", [0, -4, 2.5, "4"])
 def test_a_batch_size_from_python_is_read_as_that_of_a_config_is(tmp_path, size):
-    rows = Squares().rows
+    rows = squares()
     with pytest.raises(ConfigError, match=rf"^batch_size={size} must be"):
         fit(tmp_path / "run", Task(name="mine", train=rows, val=rows), batch_size=size)
     assert not (tmp_path / "run").exists()
 
 
 def test_epochs_count_the_rows_of_a_task(tmp_path):
-    rows = Squares().rows
+    rows = squares()
     task = Task(name="mine", train=rows, val=rows[:3], test=rows[3:])
     options = {"max_steps": None, "val_every": None, "log_every": 5}
     result = fit(tmp_path / "run", task, max_epochs=5, **options)  # 2 rows a step: 17.5 steps
@@ -401,7 +332,7 @@ AVERAGED = {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay
 
 @pytest.mark.parametrize("parts", [{}, {"ema": AVERAGED}], ids=["plain", "averaged"])
 def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_for(tmp_path, parts):
-    rows, model = Squares().rows, nn.Linear(3, 2)
+    rows, model = squares(), nn.Linear(3, 2)
     task, batch = Task(name="mine", train=rows[:4], val=rows[4:5], test=rows[5:]), default_collate(rows[5:])
     for which in ("last", "best"):
         test = EvaluationConfig(test=which, at_end=True)
@@ -423,7 +354,7 @@ def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_f
 def test_a_schedule_that_reads_a_metric_gets_it_after_each_validation_and_resumes(tmp_path):
     plateau = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "patience": 0, "threshold": 9.0, "factor": 0.5}
     options = {"schedule": plateau, "val_every": 1, "monitor": "train_loss", "ckpt_every": 1}
-    data = Squares()
+    data = task_of(squares())
     fit(tmp_path / "run", data, max_steps=3, **options)
     result = fit(tmp_path / "run", data, max_steps=6, ckpt_path="last", **options)
     rates = [row["lr"] for row in read_metrics(tmp_path / "run" / "metrics.csv")]
@@ -433,30 +364,16 @@ def test_a_schedule_that_reads_a_metric_gets_it_after_each_validation_and_resume
         fit(tmp_path / "none", data, **{**options, "monitor": "nothing"})
 
 
-def test_overfitting_repeats_the_first_batch_of_a_loader_of_ones_own(tmp_path):
-    data, first = Squares(), Squares()
-    first.rows = data.rows[:3]
-    model = nn.Linear(3, 2)
-    fit(tmp_path / "first", first, model=copy.deepcopy(model))
-    fit(tmp_path / "overfit", data, model=model, overfit=True)
-    assert losses_of(tmp_path / "overfit") == losses_of(tmp_path / "first")
-
-
 # --- validation
 
 
-@pytest.mark.parametrize("own", ["task", "module"])
-def test_every_validation_row_of_ones_own_is_read_and_the_summary_says_where_some_are_not(own, tmp_path, caplog):
+def test_every_validation_row_is_read_and_the_summary_says_where_some_are_not(tmp_path, caplog):
     caplog.set_level("INFO")
     rows = [{"input": torch.zeros(3), "labels": torch.full((2,), float(i == 700))} for i in range(701)]
-    if own == "task":
-        data = Task(name="mine", train=rows, val=rows)
-    else:
-        data = L.LightningDataModule()
-        data.train_dataloader = data.val_dataloader = lambda: DataLoader(rows, batch_size=7)
+    data = task_of(rows)
     options = {"max_steps": 1, "precision": "32-true", "val_batch_size": 7}
     model = nn.Linear(3, 2, bias=False)
     assert fit(tmp_path / "all", data, model=model, **options)["val_loss"] == pytest.approx(2 / 1402)
     assert "the first" not in caplog.text
     assert fit(tmp_path / "some", data, model=model, val_batches=100, **options)["val_loss"] == 0.0
-    assert ("the first 700 of 701 to validate" if own == "task" else "the first 100 batches to validate") in caplog.text
+    assert "the first 700 of 701 to validate" in caplog.text

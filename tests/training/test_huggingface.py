@@ -22,7 +22,7 @@ from minitx.interop.finetune import Lora
 from minitx.training.build import open_data
 from minitx.training.checkpoints import load_model, load_stored
 from minitx.training.run import train
-from tests.ablation.pretend import Here
+from tests.ablation.pretended_runs import Here
 
 transformers = pytest.importorskip("transformers", reason="models of Hugging Face need the package transformers")
 pytest.importorskip("peft", reason="adapters need the package peft")

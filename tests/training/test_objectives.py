@@ -245,6 +245,8 @@ def lr_factor(name, max_steps, **keys):
         ("cosine", 0, 0.0, 4, [1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
         ("cosine", 1, 0.2, 3, [1, 1, 0.6]),
         ("trapezoid", 2, 0.0, 10, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]),
+        ("linear", 1 / 3, 0.0, 6, [0.5, 1, 1, 0.75, 0.5, 0.25]),  # a share of the steps
+        ("trapezoid", 0.2, 0.0, 10, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]),
     ],
 )
 def test_schedules_by_hand(name, warmup, final, steps, expected):

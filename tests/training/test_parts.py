@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from minitx.config import ConfigError, node
-from minitx.config.schema import Count, Natural, Share
+from minitx.config.schema import Count, Share
 from minitx.nn import build_model
 from minitx.training.build import check_trusted, data_sets
 from minitx.training.checkpoints import load_model, load_stored
 from minitx.training.nodes import build
 from minitx.training.objectives import build_objective
+from minitx.training.optimizers import Warmup
 from minitx.training.run import train
 
 BUILT = []
@@ -39,7 +40,7 @@ def steps(parameters, path: str, *, momentum: Share = 0.9):
     BUILT.append("optimizer")
 
 
-def falling(optimizer, max_steps: int, path: str, *, warmup_steps: Natural = 0):
+def falling(optimizer, max_steps: int, path: str, *, warmup_steps: Warmup = 0):
     BUILT.append("schedule")
 
 
@@ -60,7 +61,11 @@ WRONG = [
     ("optimizer", {"momentun": 0.9}, "optimizer.momentun is not a key (did you mean optimizer.momentum?)"),
     ("optimizer", {"momentum": True}, "optimizer.momentum=true must be a number, got bool"),
     ("schedule", {"warmup": 3}, "schedule.warmup is not a key (did you mean schedule.warmup_steps?)"),
-    ("schedule", {"warmup_steps": -1}, "schedule.warmup_steps=-1 must be zero or more, and finite"),
+    (
+        "schedule",
+        {"warmup_steps": -1},
+        "schedule.warmup_steps=-1 must be a whole number of steps, or a share of all steps below 1",
+    ),
 ]
 
 

@@ -116,17 +116,15 @@ def test_padding_counts_in_the_flops_of_a_batch():
     assert batch_flops(config, ids) == 5 * train_flops(config, 7, 3)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_means_of_several_processes_are_means_over_all_targets(monkeypatch, whole):
-    """Of four processes alike: a task's batch knows the targets of all, a loader of the user's those of its own process."""
+def test_means_of_several_processes_are_means_over_all_targets(monkeypatch):
+    """Four equal processes. A batch knows the targets of all."""
     monkeypatch.setattr(callbacks, "sum_over_rows", lambda trainer, values: 4 * values)
     sums = {"step_loss": torch.tensor(0.5), "step_sums": {"correct": torch.tensor(3)}}
-    trainer, module = made_up(world_size=4, **sums, step_targets=torch.tensor(40 if whole else 10))
-    batch, log = {"labels": torch.zeros(5, 2).long(), **({"num_targets": torch.tensor(40)} if whole else {})}, StepLog(5)
-    assert callbacks.step_means(trainer, module, batch) == {"train_loss": 2.0 if whole else 0.5, "train_accuracy": 0.3}
-    monkeypatch.setattr(callbacks, "sum_over_rows", lambda trainer, own: own + 33)  # the others have other numbers of targets
+    trainer, module = made_up(world_size=4, **sums, step_targets=torch.tensor(40))
+    batch, log = {"labels": torch.zeros(5, 2).long(), "num_targets": torch.tensor(40)}, StepLog(5)
+    assert callbacks.step_means(trainer, module) == {"train_loss": 2.0, "train_accuracy": 0.3}
     log.on_step(trainer, module, 2, batch)
-    assert log.state_dict() == {"tokens": 40 if whole else 43}
+    assert log.state_dict() == {"tokens": 40}
 
 
 def test_a_sum_over_processes_leaves_what_is_summed_and_does_not_wait_for_the_device(monkeypatch):

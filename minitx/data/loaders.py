@@ -1,0 +1,151 @@
+"""Make a ``Task`` of the loaders of a ``LightningDataModule``: its data sets and ``collate_fn`` stay, minitx chooses the rows of a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from minitx.config.schema import require
+from minitx.data.task import Batch, Draw, Split, Task, seed_device
+
+log = logging.getLogger(__name__)
+
+INPUTS = "inputs"
+"""The key of the first tensor of a pair. It is passed to the first parameter of a network's ``forward``."""
+
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def lightning_base(part: Any, kind: str) -> type | None:
+    """Return the class named ``kind`` of ``lightning`` or ``pytorch_lightning`` that ``part`` inherits from, or None. Neither is imported."""
+    packages = ("lightning.", "pytorch_lightning.")
+    return next((base for base in type(part).__mro__ if base.__name__ == kind and base.__module__.startswith(packages)), None)
+
+
+def overrides(part: Any, base: type, name: str) -> bool:
+    """Return whether a method of ``base`` is replaced in the class of ``part``, or in ``part`` itself."""
+    return name in vars(part) or getattr(type(part), name) is not getattr(base, name)
+
+
+class Collated(Split):
+    """A map-style data set and the function that makes a batch of its rows.
+
+    A batch must be a mapping with ``labels``, or a pair of tensors, of which the first is ``inputs`` and the second ``labels``. Random
+    draws of the data set and of the function, from the generators of Python, NumPy and torch, depend on (seed, step, first row).
+
+    Raises:
+        ConfigError: the loader is not a plain ``DataLoader`` over a map-style data set.
+    """
+
+    def __init__(self, loader: Any, method: str) -> None:
+        place = f"data: {method}"
+        require(
+            isinstance(loader, DataLoader),
+            f"{place} must return one torch.utils.data.DataLoader, got {type(loader).__name__}. Join several data sets with "
+            "torch.utils.data.ConcatDataset",
+        )
+        rows, sampler = loader.dataset, loader.sampler
+        is_indexed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, IterableDataset)
+        require(
+            is_indexed, f"{place} reads {type(rows).__name__}, which needs len() and [i]: minitx chooses the rows of a step"
+        )
+        is_plain = loader.batch_size is not None and type(sampler) in (RandomSampler, SequentialSampler)
+        repeats = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(rows))
+        chooses = type(sampler if loader.batch_size is not None else loader.batch_sampler).__name__
+        require(
+            is_plain and not repeats,
+            f"{place} chooses rows by a {chooses} of its own, and minitx chooses the rows of a step: repeat or leave out rows in the "
+            "data set",
+        )
+        changes = [name for name in ("__iter__", "__len__") if overrides(loader, DataLoader, name)]
+        require(not changes, f"{place} returns a {type(loader).__name__} with its own {', '.join(changes)}: use collate_fn")
+        require(loader.worker_init_fn is None, f"{place} has a worker_init_fn, which minitx does not call: use the data set")
+        self.rows, self.make, self.method = rows, loader.collate_fn, method
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def collate(self, items: np.ndarray, draw: Draw) -> Batch:
+        """See ``Split``."""
+        at_once = getattr(self.rows, "__getitems__", None)
+        with _seeded(int(draw(0).integers(2**63))):
+            batch = self.make(at_once(items.tolist()) if at_once else [self.rows[int(i)] for i in items])
+        if isinstance(batch, tuple | list) and [isinstance(part, Tensor) for part in batch] == [True, True]:
+            return {INPUTS: batch[0], "labels": batch[1]}
+        what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        require(
+            isinstance(batch, Mapping) and "labels" in batch,
+            f"data: a batch of {self.method} must be a mapping of tensors with labels, or a pair (inputs, labels), got {what}",
+        )
+        others = [name for name, value in batch.items() if not isinstance(value, Tensor)]
+        require(not others, f"data: {', '.join(others)} in a batch of {self.method} must be tensors")
+        return dict(batch)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of the CPU, and restore them afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed_device(seed, torch.device("cpu"))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
+    """Return a ``LightningDataModule`` as a task, with ``batch_size`` and ``num_workers`` of its training loader.
+
+    ``prepare_data`` and ``setup`` are called as Lightning calls them. While they run, ``data.trainer.world_size`` is the number of
+    processes. ``teardown`` is not called. The attributes ``tokenizer`` and ``model_fields``, if there are any, are those of the task.
+
+    Args:
+        data: a data module of ``lightning`` or ``pytorch_lightning``.
+        world: number of processes of the run.
+
+    Raises:
+        ConfigError: ``data`` is another object, its loaders choose rows in a way of their own, it changes batches after the loader,
+            or it has a state that a checkpoint would have to hold.
+    """
+    base, name = lightning_base(data, "LightningDataModule"), type(data).__name__
+    require(base is not None, f"data must be a Task or a LightningDataModule, got {name}")
+    assert base is not None
+    hooks = [hook for hook in _BATCH_HOOKS if overrides(data, base, hook)]
+    require(not hooks, f"data: minitx does not call {name}.{', '.join(hooks)}: change batches in collate_fn")
+    require(overrides(data, base, "val_dataloader"), f"data: {name} needs a val_dataloader")
+    trainer, data.trainer = data.trainer, SimpleNamespace(world_size=world)
+    try:
+        with FileLock(Path(tempfile.gettempdir()) / f"minitx-{os.getuid()}-{name}.lock"):  # processes prepare one after another
+            data.prepare_data()
+        data.setup("fit")
+        loader = data.train_dataloader()
+        splits: dict[str, Any] = {
+            "train": Collated(loader, "train_dataloader"),
+            "val": Collated(data.val_dataloader(), "val_dataloader"),
+        }
+        if overrides(data, base, "test_dataloader"):
+            data.setup("test")
+            splits["test"] = Collated(data.test_dataloader(), "test_dataloader")
+    finally:
+        data.trainer = trainer
+    require(not data.state_dict(), f"data: {name}.state_dict is not empty, and minitx does not save it")
+    if isinstance(loader.sampler, SequentialSampler):
+        log.info("data: minitx shuffles the rows of %s.train_dataloader, which has shuffle=False", name)
+    fields = dict(getattr(data, "model_fields", {}))
+    task = Task(name=name, model_fields=fields, tokenizer=getattr(data, "tokenizer", None), **splits)
+    return task, {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
