@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import itertools
 import json
 import logging
@@ -85,6 +86,8 @@ def build_config(composed: DictConfig, words: Iterable[str] = ()) -> RunConfig:
         shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."))
         chosen = {name.partition(".")[2] for name in typed if name.startswith("model.")}
         values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
+    if isinstance(values["trainer"], Mapping):
+        check_trainer(values["trainer"])
     config = from_dict(RunConfig, values)
     if config.experiment == "finetune" and config.init_from.path is None and config.model["_target_"] == MODEL:
         raise ConfigError("experiment=finetune goes on with a model: add init_from.path=FOLDER, or model=hf model.path=FOLDER")
@@ -93,6 +96,22 @@ def build_config(composed: DictConfig, words: Iterable[str] = ()) -> RunConfig:
     check_nodes(config)
     _check_parts(config, typed)
     return with_defaults(config)
+
+
+def check_trainer(node: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for an argument of Lightning's Trainer that is a key of ``trainer`` or ``trainer.extra`` here. The message names the key."""
+    ours, extra = list(defaults(TrainerConfig)), node.get("extra")
+    # a plain typo is answered without a wait of seconds for lightning
+    names = [name for name in node if name not in ours and not difflib.get_close_matches(str(name), ours, n=1, cutoff=0.85)]
+    if not names and not extra:
+        return
+    from minitx.training.run import check_arguments, key_of_argument
+
+    for name in names:
+        key = key_of_argument(name)
+        require(key is None, f"trainer.{name} is not a key: use {key}")
+    if isinstance(extra, Mapping):
+        check_arguments(extra)
 
 
 def _as_chosen(config: RunConfig, group: str, typed: Mapping[str, str]) -> dict[str, Any]:

@@ -500,7 +500,7 @@ def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]
 def keep_dtypes(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtypes: Mapping[nn.Parameter, torch.dtype | None]
 ) -> None:
-    """Give the state of ``optimizer`` the dtypes in which it was saved.
+    """Give the state of ``optimizer`` the dtypes that were saved.
 
     ``Optimizer.load_state_dict`` casts every tensor except ``step`` to the dtype of its parameter. It would round the float32 number
     ``mu_product`` of ``NAdam`` to bfloat16, and the resumed run would differ.
