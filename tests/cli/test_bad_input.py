@@ -36,7 +36,7 @@ COMPOSED = {
     "+optimizer._args_=2": "optimizer._args_=2 must be a list",
     "callbacks.probe={_target_:minitx.config.ProbeConfig}": "callbacks.probe has a _target_",
     "trainer.max_steps={_target_:x}": "trainer.max_steps has a _target_",
-    "trainer.extra=[1]": "Cannot merge DictConfig with ListConfig",
+    "trainer.extra=[1]": "trainer.extra",
     "+trainer.extra.foo=1": "trainer.extra.foo",
     "trainer.extra.logger=1": "trainer.extra.logger is not allowed: use logger",
     # values
@@ -66,7 +66,7 @@ COMPOSED = {
     "--cfg nonsense": "choose from 'job'",
     "init_from.path='~no.such.user/a'": "init_from.path=~no.such.user/a is not a file",
     "model..num_heads=3": "'model..num_heads' cannot be a key",
-    "=3": "=3 names no option",
+    "=3": "=3 has no key",
     "callbacks=null": "callbacks=[] choose none",
 }
 
