@@ -1,4 +1,4 @@
-"""What to say of a command line that Hydra cannot compose: the first line of Hydra's message, and what was probably meant.
+"""Messages for a command line that Hydra cannot compose: the first line of Hydra's message, and a suggestion.
 
 The suggestion is computed from the words that were typed, the folders of configs and the composed config.
 """
@@ -33,7 +33,7 @@ GLOBAL = "# @package _global_"
 
 
 def is_of_hydra(error: BaseException) -> bool:
-    """Return whether Hydra or OmegaConf raised ``error``: one of its own, or another from its code."""
+    """Return whether Hydra or OmegaConf raised ``error``."""
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [name for name in names if name.partition(".")[0] not in ("os", "pathlib")]  # Hydra makes its folders by these
     raised_in = names[-1] if names else ""
@@ -46,7 +46,7 @@ def explained(
     """Return one line for an error of Hydra or OmegaConf.
 
     Args:
-        words: those of ``compose.composed``.
+        words: overrides, and ``--config-dir=FOLDER``.
         keys_of: a function from words without a mistake to all keys of the config, as ``group.key``.
         sweeps: whether ``a=1,2`` is a sweep (``-m``).
     """
@@ -81,7 +81,7 @@ def message_of(error: BaseException) -> str:
 
 
 class _Typed:
-    """The words of a command line, and the groups, options and keys that exist. The arguments are those of ``explained``."""
+    """The words of a command line, and the groups, options and keys that exist. For the arguments see ``explained``."""
 
     def __init__(self, words: Sequence[str], keys_of: Callable[[Sequence[str]], list[str]], sweeps: bool) -> None:
         self.keys_of, self.sweeps, self.overrides = keys_of, sweeps, list[Override]()
@@ -116,7 +116,7 @@ class _Typed:
         return is_plain and isinstance(value, str) and value in self.groups.get(override.key_or_group, {})
 
     def advice(self) -> str:
-        """Return what to put behind a message: a similar key, option or interpolation, or what is wrong with the form of a word."""
+        """Return the end of a message: a similar key, option or interpolation, or the mistake in the form of a word."""
         with suppress(OSError):  # of a file that cannot be read
             return next(filter(None, map(self._of_word, self.overrides)), "")
         return ""

@@ -65,7 +65,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
     part = Path(f"{path}{_PART}")
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file, serialization.patch({"save.compute_crc32": True}):
+        with part.open("wb") as file, serialization.patch({"save.compute_crc32": True}):  # type: ignore[attr-defined]
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
@@ -113,11 +113,10 @@ def _read(path: Path) -> dict[str, Any]:
         except Exception:  # torch raises many kinds
             raise ConfigError("another program wrote it, or it is damaged") from None
     state = found.get("minitx") if isinstance(found, Mapping) else None
-    written = state.get("format") if isinstance(state, Mapping) else None
-    require(isinstance(written, int), "another program wrote it: it has no minitx.format")
-    require(is_part(state["model"]), "an unreleased minitx before 0.1 wrote it, which this one does not read: train again")
-    newer = f"a newer minitx wrote it (format {written}, this one reads up to {FORMAT}): update minitx"
-    require(written <= FORMAT, newer)
+    if not isinstance(state, Mapping) or not isinstance(written := state.get("format"), int):
+        raise ConfigError("another program wrote it: it has no minitx.format")
+    require(written <= FORMAT, f"a newer minitx wrote it (format {written}, this one reads up to {FORMAT}): update minitx")
+    require(is_part(state.get("model")), "an unreleased minitx before 0.1 wrote it, which this one does not read: train again")
     return dict(found)
 
 
