@@ -96,7 +96,6 @@ FITS = {
     ("trainer", {"stop_at": {"valu": 1}}, r"^trainer.stop_at.valu is not a key \(did you mean trainer.stop_at.value\?\)$"),
     ("callbacks", {"mine": 3}, "callbacks.mine=3"),
     ("trainer", {"plugins": [{"a": 1}]}, r"trainer.plugins\[0\]"),
-    ("trainer", {"extra": {"max_steps": 3}}, "trainer.extra.max_steps"),
     ("init_from", {"fold_scale": True}, "^init_from.fold_scale=true needs init_from.path"),
     ("init_from", {"overrides": {"a": 1}}, "^init_from.overrides={'a': 1} needs init_from.path"),
     ("init_from", {"ignore": ["a"]}, "^init_from.ignore=.* needs init_from.path"),

@@ -138,6 +138,7 @@ NEEDED_BECAUSE = {
     ("analysis.canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
     ("analysis.canvas", "pickle.loads"): "the same",
     ("data.task", "importlib.import_module"): "of packages that the code names",
+    ("training.checkpoints", "zipfile"): "it compares the CRC of each record, and extracts nothing",
     ("training.build", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
     ("training.nodes", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
     ("cli", "importlib.import_module"): "of our own programs, which the code names",

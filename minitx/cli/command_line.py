@@ -11,7 +11,6 @@ import dataclasses
 import io
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,14 +19,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import HydraException
 
 from minitx import __version__
-from minitx.cli.compose import GROUPS
 from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
-from minitx.config import CONFIG_DIR, ConfigError, RunConfig, from_dict
-from minitx.config.schema import Config, defaults, first_line, nearest, require
+from minitx.cli.mistakes import is_of_hydra, message_of
+from minitx.config import CONFIG_DIR, ConfigError, from_dict
+from minitx.config.schema import Config, require
 
 T = TypeVar("T")
 
@@ -113,6 +111,7 @@ def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
         ConfigError: a flag is unknown, or a word is not UTF-8 text in the locale of this process.
     """
     for word in arguments:
+        require(not word.startswith("="), f"{word} has no key; --help shows the keys")
         is_text = word == word.encode(errors="ignore").decode()
         require(is_text, f"{word!a} is not UTF-8 text; in a locale without UTF-8, PYTHONUTF8=1 reads it")
     given = _Flags().parse_intermixed_args(list(arguments))
@@ -140,55 +139,9 @@ def sentence(error: BaseException) -> tuple[str, int]:
         return text, 128 + error.number  # type: ignore[attr-defined]
     if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
         return text, 3
-    if isinstance(error, RecursionError) and (key := re.search(r"full_key: ([a-z_.]+)", str(error))):
-        return f"{key[1]} refers to itself", 2
-    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    names = [name for name in names if name.partition(".")[0] not in ("os", "pathlib")]  # hydra makes its folders by these
-    raised_in = names[-1] if names else ""
-    if isinstance(error, HydraException | OmegaConfBaseException) or raised_in.startswith(("hydra.", "omegaconf.")):
-        return _compose_error(error), 2
+    if is_of_hydra(error):
+        return message_of(error), 2
     return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
-
-
-def _compose_error(error: BaseException) -> str:
-    """Hydra's and OmegaConf's messages, shortened to what was typed and what is allowed."""
-    text = str(error)
-    if isinstance(error, OverrideParseException):
-        name, is_pair, _ = error.override.partition("=")
-        if not is_pair:
-            return f"{error.override} is not key=value; --help shows the keys"
-        if not re.fullmatch(r"[+~]*\w([.]?[\w@:/$-])*", name):
-            return f"{error.override} cannot be read: {name!r} cannot be a key; --help shows the keys"
-        quotes = "a value with one of =,:()[]{}^~#&;!<>` or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
-        return f"{error.override} cannot be read: {quotes}"
-    if text.startswith("Config group override"):  # which one, Hydra does not say
-        groups = "|".join((*GROUPS, "logger", "callbacks", "experiment", "ablation", "debug"))
-        typed = [word for word in sys.argv[1:] if re.fullmatch(rf"({groups})=(null|true|false|[\d.]*|{{.*}})|=.*", word)]
-        advice = "logger=[] and callbacks=[] choose none, ~GROUP drops another group"
-        return f"{' '.join(typed)} names no option; {advice}, as '- override /GROUP: null' does in the defaults of a config"
-    missing_key = re.search(r"Could not override '([^']+)'", text)
-    if missing_key:
-        option, _, package = missing_key[1].partition("@")
-        if package and (file := re.search(r"In '((?:experiment|debug)/[^']+)'", text)):
-            return f"{file[1]}.yaml must begin with the line '# @package _global_', or it cannot override {option}"
-        return f"{missing_key[1]} is not a key{nearest(missing_key[1], defaults(RunConfig)) or '; --help shows the keys'}"
-    group = re.search(r"Could not find '([^']+)'", text) or re.search(r"Could not load '?([^'\n]+)'?", text)
-    if group:
-        options = re.search(r"Available options in '([^']+)':\n((?:\t.*\n?)+)", text)
-        if options:
-            return (
-                f"{'='.join(group[1].rsplit('/', 1))} is not an option; {options[1]} is one of: {', '.join(options[2].split())}"
-            )
-        return f"{group[1]} is not a config group or option; --help shows what there is"
-    full_key = re.search(r"full_key: (\S+)", text)
-    if full_key and text.startswith("Missing mandatory value"):
-        return f"{full_key[1]} is missing: add {full_key[1]}=VALUE"
-    if error.__cause__ is not None and text.startswith("Error merging override"):
-        text = text.strip().splitlines()[0] + f": {first_line(error.__cause__)}"
-    first, *more = text.strip().splitlines() or [type(error).__name__]
-    if first.endswith(":") or first.startswith(("Error merging", "Ambiguous value")):
-        first = " ".join([first, *more[:1]])
-    return _one_line(f"{full_key[1]}: {first}" if full_key and full_key[1] not in first else first)
 
 
 def _one_line(text: str) -> str:

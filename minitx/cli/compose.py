@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import itertools
 import json
 import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.ablation.design import AblationConfig
+from minitx.cli.mistakes import explained, is_of_hydra, names_of
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_part
 from minitx.config.schema import defaults, require, to_dict
 from minitx.config.shipped import shipped_configs
@@ -60,16 +63,17 @@ def for_cells(words: Iterable[str]) -> list[str]:
     return [word for word in words if not word.lstrip("+~").startswith(NOT_FOR_CELLS)]
 
 
-def build_config(composed: DictConfig, words: Iterable[str] = ()) -> RunConfig:
+def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     """Return the composed config as dataclasses, with interpolations resolved and fields checked.
 
     Args:
         words: those of ``composed``. With ``init_from``, they take precedence over the shape of the model in the file.
     """
-    try:
-        values = plain(composed)
-    except InterpolationKeyError:  # it may name a key that is at the default of its target
-        values = plain(_with_defaults(composed))
+    with explaining(words):
+        try:
+            values = plain(composed)
+        except InterpolationKeyError:  # it may name a key that is at the default of its target
+            values = plain(_with_defaults(composed))
     for name in ("experiment", "debug"):  # what a file without that line says lands there
         said = f"{name}={values.get(name)} is no config: its file must hold keys and begin with the line '# @package _global_'"
         require(not isinstance(values.get(name), dict | list), said)
@@ -85,6 +89,8 @@ def build_config(composed: DictConfig, words: Iterable[str] = ()) -> RunConfig:
         shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."))
         chosen = {name.partition(".")[2] for name in typed if name.startswith("model.")}
         values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
+    if isinstance(values["trainer"], Mapping):
+        check_trainer(values["trainer"])
     config = from_dict(RunConfig, values)
     if config.experiment == "finetune" and config.init_from.path is None and config.model["_target_"] == MODEL:
         raise ConfigError("experiment=finetune goes on with a model: add init_from.path=FOLDER, or model=hf model.path=FOLDER")
@@ -93,6 +99,22 @@ def build_config(composed: DictConfig, words: Iterable[str] = ()) -> RunConfig:
     check_nodes(config)
     _check_loading(config, typed)
     return with_defaults(_with_fitting_warmup(config, typed))
+
+
+def check_trainer(node: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for an argument of Lightning's Trainer that is a key of ``trainer`` or ``trainer.extra`` here. The message names the key."""
+    ours, extra = list(defaults(TrainerConfig)), node.get("extra")
+    # a plain typo is answered without a wait of seconds for lightning
+    names = [name for name in node if name not in ours and not difflib.get_close_matches(str(name), ours, n=1, cutoff=0.85)]
+    if not names and not extra:
+        return
+    from minitx.training.run import check_arguments, key_of_argument
+
+    for name in names:
+        key = key_of_argument(name)
+        require(key is None, f"trainer.{name} is not a key: use {key}")
+    if isinstance(extra, Mapping):
+        check_arguments(extra)
 
 
 def _as_chosen(config: RunConfig, group: str, typed: Mapping[str, str]) -> dict[str, Any]:
@@ -179,7 +201,9 @@ def build_grid(found: DictConfig, words: Sequence[str]) -> AblationConfig | None
     """
     if (node := OmegaConf.select(found, "ablation")) is None:
         return None
-    grid = from_dict(AblationConfig, plain(node), "ablation.")
+    with explaining(words):
+        values = plain(node)
+    grid = from_dict(AblationConfig, values, "ablation.")
     bases = [study.base for study in grid.chosen().values()]
     kept = for_cells(words)
     of_runs = composed([word for word in words if word in kept or all(word in base for base in bases)])
@@ -201,7 +225,31 @@ def composed(words: Sequence[str]) -> DictConfig:
     """Return the config that Hydra composes for ``train.py WORDS``. It also works inside a program that Hydra runs.
 
     ``words`` are overrides, and ``--config-dir=FOLDER`` for configs of the user's own.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
     """
+    with explaining(words):
+        return _compose(words)
+
+
+@contextmanager
+def explaining(words: Sequence[str], *, sweeps: bool = False) -> Iterator[None]:
+    """A context in which an error of Hydra or OmegaConf becomes a ConfigError. The arguments are those of ``explained``."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ConfigError) or not is_of_hydra(error):
+            raise
+        raise ConfigError(explained(error, words, _keys_of, sweeps=sweeps)) from error
+
+
+def _keys_of(words: Sequence[str]) -> list[str]:
+    """Return all keys of ``train.py WORDS``, as ``group.key``."""
+    return list(names_of(OmegaConf.to_container(_with_defaults(_compose(words)))))
+
+
+def _compose(words: Sequence[str]) -> DictConfig:
     register_defaults()
     overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
     folders = find_own_modules(words)

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.command_line import check_flags, exit_code, sentence
-from minitx.cli.compose import build_config, build_grid, find_own_modules, idle, register_defaults, unlisted
+from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, idle, register_defaults, unlisted
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
 from minitx.config.schema import require
@@ -44,7 +44,8 @@ def main() -> int:
         if is_shown:
             sys.argv[1:1] = unlisted(words)
         try:
-            hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(run_job)()
+            with explaining(words, sweeps=bool({"-m", "--multirun"} & {*sys.argv})):
+                hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(run_job)()
         finally:
             is_empty = SweepFolder.remove()
         require(not is_empty, "the sweep has no job: a range or glob in it has no values")

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from minitx.config.schema import (
     Config,
@@ -111,32 +111,6 @@ class StopAtConfig(Config):
         check_limit(self.metric, self.value)
 
 
-_SAME = "accelerator deterministic devices max_epochs max_steps num_nodes plugins precision profiler strategy"
-REPLACED = {
-    "accumulate_grad_batches": "trainer.accumulate",
-    "callbacks": "callbacks",
-    "default_root_dir": "output_dir",
-    "enable_checkpointing": "trainer.ckpt_every",
-    "enable_progress_bar": "callbacks.progress",
-    "gradient_clip_val": "trainer.clip",
-    "limit_val_batches": "trainer.val_batches",
-    "log_every_n_steps": "trainer.log_every",
-    "logger": "logger",
-    "overfit_batches": "trainer.overfit",
-    "val_check_interval": "trainer.val_every",
-    **{name: f"trainer.{name}" for name in _SAME.split()},
-}
-"""Arguments of Lightning's Trainer that are not allowed in ``trainer.extra``, and the keys that take their place."""
-
-OF_LIGHTNING = (
-    *("barebones", "benchmark", "check_val_every_n_epoch", "detect_anomaly", "enable_model_summary", "fast_dev_run"),
-    *("gradient_clip_algorithm", "inference_mode", "limit_predict_batches", "limit_test_batches", "limit_train_batches"),
-    *("max_time", "min_epochs", "min_steps", "model_registry", "num_sanity_val_steps", "reload_dataloaders_every_n_epochs"),
-    *("sync_batchnorm", "use_distributed_sampler"),
-)
-"""Its other arguments, for messages."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Config):
     """Steps, devices, precision and checkpoints. Every count is in optimizer steps, except ``max_epochs``.
@@ -174,13 +148,9 @@ class TrainerConfig(Config):
         peak_tflops: peak speed of the device in TFLOP/s, for mfu in metrics.csv; null: from a table, for some GPUs.
         plugins: nodes with _target_, for Lightning's Trainer.
         profiler: a node with _target_, for Lightning's Trainer.
-        extra: any other argument of Lightning's Trainer, which no key here takes the place of.
+        extra: further arguments of Lightning's Trainer that have no key of their own.
     """
 
-    OTHER_NAMES: ClassVar[Mapping[str, str]] = {
-        **{name: f"it is called {key}" for name, key in REPLACED.items() if not key.endswith(f".{name}")},
-        **{name: f"it is an argument of Lightning's Trainer, {{path}}extra.{name}" for name in OF_LIGHTNING},
-    }
     max_steps: Count | None = None
     max_epochs: Count | None = None
     devices: Count = 1
@@ -214,8 +184,6 @@ class TrainerConfig(Config):
         for name, node in {"profiler": self.profiler, **{f"plugins[{i}]": node for i, node in enumerate(self.plugins)}}.items():
             require(not isinstance(node, Mapping) or is_part(node), f"{name}={node} has no _target_, which names a class")
         needs(self, "shard", "strategy", "sharded")
-        for name in sorted(set(REPLACED) & set(self.extra)):
-            raise ConfigError(f"extra.{name}={self.extra[name]} cannot be given here: use {REPLACED[name]}")
         if self.max_epochs is None:
             object.__setattr__(self, "max_steps", self.max_steps or 1000)
             object.__setattr__(self, "val_every", 250 if self.val_every is None else self.val_every)

@@ -1,7 +1,8 @@
 """Checkpoints. Writing never loses the previous one. Reading rejects damaged files and never executes code.
 
-A checkpoint is torch's zip file. Its zip comment is the SHA-256 of everything before the comment. It is written under another
-name, synced to the disk and then renamed, so that ``last.ckpt`` is always complete: the old one or the new one.
+A checkpoint is torch's zip file. It is written under another name, synced to the disk and then renamed, so that ``last.ckpt`` is
+always complete: the old one or the new one. A zip file holds a CRC-32 of each record. torch does not check it; ``read_checkpoint``
+does.
 
 A checkpoint contains the model, its tokenizer and its config. ``load_model`` reads them.
 """
@@ -9,12 +10,10 @@ A checkpoint contains the model, its tokenizer and its config. ``load_model`` re
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
-import mmap
 import os
-import struct
+import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.serialization import config as serialization
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
 from minitx.config.schema import first_line, require, stated
@@ -51,10 +51,6 @@ Network = TypeVar("Network", bound=nn.Module)
 FORMAT = 1
 """The format that this version writes. It reads this and all earlier formats."""
 
-_MARK = b"minitx-sha256:"
-
-_COMMENT_LEN = len(_MARK) + 64
-
 _PART = ".part"
 
 
@@ -63,7 +59,7 @@ class CheckpointError(RuntimeError):
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write ``checkpoint`` to ``path`` with its digest. Until it is complete, ``path`` holds the previous one.
+    """Write ``checkpoint`` to ``path``. Until it is complete, ``path`` holds the previous one.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
@@ -71,9 +67,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
     part = Path(f"{path}{_PART}")
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("w+b") as file:
+        with part.open("wb") as file, serialization.patch({"save.compute_crc32": True}):  # type: ignore[attr-defined]
             torch.save(checkpoint, file)
-            _append_digest(file)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -113,32 +108,37 @@ def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go
 
 
 def _read(path: Path) -> dict[str, Any]:
-    check_digest(path)
-    found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    state = dict(found["minitx"])
-    unreleased = "an unreleased minitx before 0.1 wrote it, which this one does not read: train again"
-    require(is_part(state["model"]), unreleased)
-    written = state.get("format", FORMAT)
-    newer = f"a newer minitx wrote it (format {written}, this one reads up to {FORMAT}): update minitx"
-    require(isinstance(written, int) and written <= FORMAT, newer)
-    return found
+    with path.open("rb") as file:
+        _check_records(file)
+        try:  # the open file, not ``path``: a run may have put another file there meanwhile
+            found = torch.load(f"/dev/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
+        except Exception:  # torch raises many kinds
+            raise ConfigError("another program wrote it, or it is damaged") from None
+    state = found.get("minitx") if isinstance(found, Mapping) else None
+    if not isinstance(state, Mapping) or not isinstance(written := state.get("format"), int):
+        raise ConfigError("another program wrote it: it has no minitx.format")
+    require(written <= FORMAT, f"a newer minitx wrote it (format {written}, this one reads up to {FORMAT}): update minitx")
+    require(is_part(state.get("model")), "an unreleased minitx before 0.1 wrote it, which this one does not read: train again")
+    return dict(found)
 
 
-def check_digest(path: Path) -> None:
-    """Compare a checkpoint with its digest.
+def _check_records(file: BinaryIO) -> None:
+    """Compare each record of a zip file with its CRC-32, one MB at a time.
 
     Raises:
-        ConfigError: the digest is missing or differs.
+        ConfigError: a record differs, or the file is not a whole zip file.
     """
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        require(size > _COMMENT_LEN, f"it is {'cut short' if size else 'empty'} ({size} bytes)")
-        file.seek(size - _COMMENT_LEN)
-        comment = file.read()
-        foreign = "it does not end as a checkpoint of minitx does: it is cut short, damaged, or another program's"
-        require(comment.startswith(_MARK), foreign)
-        is_whole = _sha256(file, size - _COMMENT_LEN).encode() == comment.removeprefix(_MARK)
-        require(is_whole, "it is damaged (the SHA-256 is not the one that was written)")
+    start = file.read(4)
+    require(bool(start), "it is empty")
+    try:
+        with zipfile.ZipFile(file) as records:
+            damaged = records.testzip()
+    except Exception:  # a damaged directory raises many kinds
+        is_zip = b"PK\3\4".startswith(start)
+        raise ConfigError(
+            "it is cut short or damaged" if is_zip else "another program wrote it: it is not a zip file"
+        ) from None
+    require(damaged is None, f"it is damaged: record {damaged!r} does not match its CRC-32")
 
 
 def _offer(path: Path, key: str, verb: str) -> str:
@@ -149,26 +149,6 @@ def _offer(path: Path, key: str, verb: str) -> str:
             _read(found)
             return f"; {verb} the newest whole one beside it with {key}={found}"
     return ""
-
-
-def _append_digest(file: BinaryIO) -> None:
-    """Make the digest the comment of the zip file, which zip readers pass over."""
-    file.seek(-2, os.SEEK_END)
-    if file.read(2) != b"\0\0":
-        raise CheckpointError("torch.save did not end its file with an empty comment")
-    file.seek(-2, os.SEEK_END)
-    file.write(struct.pack("<H", _COMMENT_LEN))
-    size = file.tell()
-    digest = _sha256(file, size).encode()
-    file.seek(size)
-    file.write(_MARK + digest)
-
-
-def _sha256(file: BinaryIO, size: int) -> str:
-    """Of the first ``size`` bytes."""
-    file.flush()
-    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
-        return hashlib.sha256(content).hexdigest()
 
 
 def _sync(path: Path) -> None:

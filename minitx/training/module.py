@@ -32,7 +32,7 @@ from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
 from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of
-from minitx.training.checkpoints import FORMAT, read_checkpoint
+from minitx.training.checkpoints import FORMAT, network_weights, read_checkpoint
 from minitx.training.devices import (
     device_of,
     local_parts,
@@ -108,6 +108,7 @@ class TrainingModule(L.LightningModule):
         self._micro = 0  # micro-batches of this step so far
         self._validation: Sums = {}
         self._said_dropped = self._checked_sum = False
+        self._resumed: dict[str, Any] | None = None  # the checkpoint, until training starts
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not any(isinstance(p, DTensor) for p in self.network.parameters()):
@@ -143,6 +144,12 @@ class TrainingModule(L.LightningModule):
                     schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
                 ):
                     group["lr"] = base * factor(schedule.last_epoch)
+        if self._resumed is not None:
+            saved = {name: weight.dtype for name, weight in network_weights(self._resumed).items()}
+            dtypes = {parameter: saved.get(name) for name, parameter in self.network.named_parameters()}
+            for optimizer, state in zip(self.trainer.optimizers, self._resumed["optimizer_states"], strict=True):
+                keep_dtypes(optimizer, state, dtypes)
+            self._resumed = None
         for optimizer in self.trainer.optimizers:  # a checkpoint may be of another device, with another kernel
             for group in optimizer.param_groups if "fused" in optimizer.defaults else ():
                 group["fused"] = optimizer.defaults["fused"]
@@ -248,6 +255,7 @@ class TrainingModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Count the micro-batches up to the step of the checkpoint as this run does: ``trainer.accumulate`` may have changed."""
+        self._resumed = checkpoint
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
         for counts in (progress["current"], progress["total"]):
@@ -407,7 +415,7 @@ class Sharded(ModelParallelStrategy):
         assert self.model is not None
         checkpoint = read_checkpoint(self.broadcast(checkpoint_path))
         whole = StateDictOptions(full_state_dict=True)
-        load_whole(self.model, checkpoint.pop("state_dict"))
+        load_whole(self.model, checkpoint["state_dict"])
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             names: Any = get_optimizer_state_dict(self.model, _plain(optimizer), options=whole)["param_groups"]
             set_optimizer_state_dict(self.model, _plain(optimizer), by_name(state, names), options=whole)
@@ -433,6 +441,27 @@ def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]
     return {"state": {new[old]: moments for old, moments in state["state"].items()}, "param_groups": groups}
 
 
+def keep_dtypes(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtypes: Mapping[nn.Parameter, torch.dtype | None]
+) -> None:
+    """Give the state of ``optimizer`` the dtypes that were saved.
+
+    ``Optimizer.load_state_dict`` casts every tensor except ``step`` to the dtype of its parameter. It would round the float32 number
+    ``mu_product`` of ``NAdam`` to bfloat16, and the resumed run would differ.
+
+    Args:
+        saved: the saved state.
+        dtypes: the dtype that each parameter had then. A tensor in that dtype follows its parameter, as in torch.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        for name, value in saved["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter].get(name)
+            is_cast = isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype
+            if is_cast and value.dtype != dtypes[parameter]:
+                optimizer.state[parameter][name] = part_of(value.to(loaded.device), loaded)
+
+
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
@@ -441,6 +470,9 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load whole tensors: each process takes its part of every tensor. ``state`` is the same on all processes. This is the inverse of ``whole_state``."""
     for name, own in network.state_dict().items():  # torch's set_model_state_dict passes over parameters that two modules share
-        whole = state[name].to(own.device, own.dtype)
-        cut = isinstance(own, DTensor)
-        own.copy_(distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None) if cut else whole)
+        own.copy_(part_of(state[name].to(own.device, own.dtype), own))
+
+
+def part_of(whole: Tensor, own: Tensor) -> Tensor:
+    """Return this process's part of ``whole``, sharded as ``own`` is."""
+    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None) if isinstance(own, DTensor) else whole

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
-from minitx.config.schema import Count, first_line, read, require
+from minitx.config.schema import Count, defaults, first_line, nearest, read, require
 from minitx.data.conversations import ChatFormat, is_chat, template_of
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
@@ -103,6 +103,7 @@ def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective
     """Check the arguments of ``train``, import the modules of the config, and return the config with what was given from Python marked."""
     require(isinstance(config, RunConfig), f"config must be a RunConfig, got {config!r:.60}")
     require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
+    check_arguments(config.trainer.extra)
     check_free(folder, config.ckpt_path)
     import_modules(config.imports)
     parts = {"model": model, "data": data, "objective": objective}
@@ -206,19 +207,58 @@ def build_trainer(
     return trainer
 
 
+REPLACED = {
+    "accumulate_grad_batches": "trainer.accumulate",
+    "callbacks": "callbacks",
+    "default_root_dir": "output_dir",
+    "enable_checkpointing": "trainer.ckpt_every",
+    "enable_progress_bar": "callbacks.progress",
+    "gradient_clip_val": "trainer.clip",
+    "limit_val_batches": "trainer.val_batches",
+    "log_every_n_steps": "trainer.log_every",
+    "logger": "logger",
+    "overfit_batches": "trainer.overfit",
+    "val_check_interval": "trainer.val_every",
+}
+"""Arguments of Lightning's Trainer for which there is a key of another name."""
+
+
+def key_of_argument(name: str) -> str | None:
+    """Return the key for an argument of Lightning's Trainer, or None if the Trainer has no such argument.
+
+    >>> key_of_argument("gradient_clip_val"), key_of_argument("devices"), key_of_argument("benchmark"), key_of_argument("foo")
+    ('trainer.clip', 'trainer.devices', 'trainer.extra.benchmark', None)
+    """
+    if name not in parameter_names(L.Trainer):
+        return None
+    return REPLACED.get(name, f"trainer.{name}" if name in defaults(TrainerConfig) else f"trainer.extra.{name}")
+
+
+def check_arguments(extra: Mapping[str, Any]) -> None:
+    """Refuse entries of ``trainer.extra`` that Lightning's Trainer does not have, or that have a key.
+
+    Raises:
+        ConfigError: ``extra`` has such an entry. The message names the key, or a similar argument.
+    """
+    for name in sorted(extra):
+        key = key_of_argument(name)
+        near = nearest(name, sorted(parameter_names(L.Trainer)), "trainer.extra.")
+        require(key is not None, f"trainer.extra.{name} is not an argument of Lightning's Trainer{near}")
+        require(key == f"trainer.extra.{name}", f"trainer.extra.{name} is not allowed: use {key}")
+
+
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse arguments that Lightning's Trainer does not know, and arguments without effect on our training step or data.
+    """Refuse arguments without effect on our training step or data.
 
     Raises:
         ConfigError: ``extra`` has such an argument.
     """
     of_epochs = {"limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs"}
-    unknown = {
-        "is no argument of Lightning's Trainer": set(extra) - parameter_names(L.Trainer),
+    idle = {
         "does not apply to our own training step, which clips by the norm": {"gradient_clip_algorithm"},
         "does not apply to the data of a Task": {"use_distributed_sampler", *of_epochs},
     }
-    for why, names in unknown.items():
+    for why, names in idle.items():
         for name in sorted(names & set(extra)):
             raise ConfigError(f"trainer.extra.{name} {why}")
 

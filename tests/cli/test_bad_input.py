@@ -25,7 +25,7 @@ COMPOSED = {
     "model._target_=own.Net": "model._target_=own.Net cannot be built",
     "model=gpt2 model._target_=torch.nn.Linear": "model=gpt2 was typed",
     "model.d_k=8": "Set model.num_heads, or model.head_dim",
-    "trainer.gradient_clip_val=1": "it is called trainer.clip",
+    "trainer.gradient_clip_val=1": "trainer.clip",
     "trainer.fast_dev_run=true": "trainer.extra.fast_dev_run",
     "model.dropout=nan": "model.dropout=nan",
     "optimizer.lr=0": "optimizer.lr=0.0 must be positive",
@@ -36,7 +36,9 @@ COMPOSED = {
     "+optimizer._args_=2": "optimizer._args_=2 must be a list",
     "callbacks.probe={_target_:minitx.config.ProbeConfig}": "callbacks.probe has a _target_",
     "trainer.max_steps={_target_:x}": "trainer.max_steps has a _target_",
-    "trainer.extra=[1]": "Cannot merge DictConfig with ListConfig",
+    "trainer.extra=[1]": "trainer.extra",
+    "+trainer.extra.foo=1": "trainer.extra.foo",
+    "trainer.extra.logger=1": "trainer.extra.logger is not allowed: use logger",
     # values
     "model.scale=null": "unscaled",
     "model.window=[]": "model.window=[]",
@@ -64,7 +66,7 @@ COMPOSED = {
     "--cfg nonsense": "choose from 'job'",
     "init_from.path='~no.such.user/a'": "init_from.path=~no.such.user/a is not a file",
     "model..num_heads=3": "'model..num_heads' cannot be a key",
-    "=3": "=3 names no option",
+    "=3": "=3 has no key",
     "callbacks=null": "callbacks=[] choose none",
 }
 
@@ -75,7 +77,6 @@ BUILT = {
     "optimizer=muon trainer.strategy=sharded": "optimizer=muon needs whole matrices",
     "schedule.warmup_steps=9999": "schedule.warmup_steps=9999 must not exceed trainer.max_steps",
     "+callbacks.a={_target_:lightning.pytorch.callbacks.Timer,nonsense:1}": "callbacks.a",
-    "+trainer.extra.foo=1": "trainer.extra.foo is no argument",
     "imports=[no_such_module_anywhere]": "imports=no_such_module_anywhere",
     "model.architecture=encoder": "model.architecture=encoder",
     "trainer.devices=2 trainer.accelerator=auto": "trainer.devices=2",

@@ -1,13 +1,21 @@
 """No moment can lose a checkpoint, and no damaged, foreign or malicious one is believed or executed."""
 
 import dataclasses
+import io
 import os
 import shutil
+import struct
+import zipfile
+from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.serialization import set_crc32_options
 
+from minitx.cli.command_line import sentence
 from minitx.config import ConfigError
 from minitx.nn import DecoderLM
 from minitx.training.callbacks import LastCheckpoint
@@ -21,7 +29,8 @@ from minitx.training.checkpoints import (
 )
 from minitx.training.run import AtomicCheckpointIO, train
 
-SMALL = {"minitx": {"model": {"_target_": "torch.nn.Linear"}, "format": FORMAT}, "state_dict": {"weight": torch.arange(97.0)}}
+WEIGHT = torch.arange(7.0)
+SMALL = {"minitx": {"model": {"_target_": "torch.nn.Linear"}, "format": FORMAT}, "state_dict": {"weight": WEIGHT}}
 
 
 @pytest.fixture
@@ -33,15 +42,15 @@ def path(tmp_path):
 
 def test_what_is_written_is_read_by_us_and_by_other_programs(path):
     loaded = [read_checkpoint(path), torch.load(path, weights_only=True), torch.load(path, weights_only=True, mmap=True)]
-    assert all(torch.equal(found["state_dict"]["weight"], torch.arange(97.0)) for found in loaded)
+    assert all(torch.equal(found["state_dict"]["weight"], WEIGHT) for found in loaded)
     assert sorted(p.name for p in path.parent.iterdir()) == ["last.ckpt"]
 
 
 def assert_refused(path, *parts):
     with pytest.raises(ConfigError) as caught:
         read_checkpoint(path)
-    text = str(caught.value)
-    assert "\n" not in text
+    text, code = sentence(caught.value)
+    assert (text, code) == (str(caught.value), 2) and "\n" not in text
     assert text.startswith(f"ckpt_path={path} ")
     for part in parts:
         assert part in text, text
@@ -54,26 +63,87 @@ def test_a_file_that_was_cut_short_is_refused(path, percent):
     assert_refused(path, "cannot be read as a checkpoint of minitx", "empty" if percent == 0 else "cut short")
 
 
-def test_every_flipped_bit_is_noticed(path):
-    content = path.read_bytes()
-    draw = torch.Generator().manual_seed(0)
-    places = [*torch.randint(8 * len(content), (64,), generator=draw).tolist(), *range(8 * len(content) - 8 * 82, 8 * len(content), 7)]  # fmt: skip
-    for place in places:
-        flipped = bytearray(content)
-        flipped[place // 8] ^= 1 << place % 8
-        path.write_bytes(flipped)
+def flipped(content, bit):
+    return content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
+
+
+def bits_of_records(content):
+    """The bits of a zip file that are in a record, and all others: the directory, headers and padding."""
+    found = set()
+    with zipfile.ZipFile(io.BytesIO(content)) as records:
+        for record in records.infolist():
+            names = struct.unpack_from("<HH", content, record.header_offset + 26)  # the lengths of its name and of its padding
+            start = record.header_offset + 30 + sum(names)
+            found.update(range(8 * start, 8 * (start + record.file_size)))
+    return sorted(found), sorted({*range(8 * len(content))} - found)
+
+
+def test_a_flipped_bit_in_a_record_is_refused(path):
+    content, path = path.read_bytes(), path.with_name("flipped")  # not *.ckpt: no other one is looked for
+    for bit in bits_of_records(content)[0][::5]:
+        path.write_bytes(flipped(content, bit))
         assert_refused(path, "damaged")
 
 
-def test_a_file_of_another_program_or_of_a_newer_version_is_refused(path):
-    path.write_text("It was a bright cold day in April. " * 9, encoding="utf-8")
-    assert_refused(path, "another program's")
-    torch.save(SMALL, path)
-    assert_refused(path, "another program's")
+def test_a_flipped_bit_beside_the_records_is_refused_or_changes_nothing_that_is_read(path):
+    """Padding, and the dates of records in the directory, have no meaning."""
+    content, path, refused = path.read_bytes(), path.with_name("flipped"), 0
+    for bit in bits_of_records(content)[1][::11]:
+        path.write_bytes(flipped(content, bit))
+        with suppress(ConfigError):
+            found = read_checkpoint(path)
+            assert found["minitx"] == SMALL["minitx"] and torch.equal(found["state_dict"]["weight"], WEIGHT)
+            continue
+        assert_refused(path, "damaged")
+        refused += 1
+    assert refused > 100
+
+
+def of_another_program(path):
+    """Files as other programs write them."""
+    yield path.write_text("It was a bright cold day in April. " * 9, encoding="utf-8")
+    yield save_file({"weight": torch.zeros(3)}, path)
+    with path.open("wb") as file:
+        yield np.savez(file, weight=np.zeros(3))  # another zip file
+    for content in (SMALL["state_dict"], torch.zeros(3), [1], nn.Linear(2, 2), {"minitx": "model"}, {"minitx": {"model": 1}}):
+        yield torch.save(content, path)
+        yield torch.save(content, path, _use_new_zipfile_serialization=False)
+
+
+def test_a_file_of_another_program_is_refused(path):
+    for _ in of_another_program(path):
+        assert_refused(path, "another program wrote it")
+
+
+def test_a_file_of_another_version_is_refused(path):
     write_checkpoint({**SMALL, "minitx": {**SMALL["minitx"], "format": FORMAT + 1}}, path)
     assert_refused(path, f"format {FORMAT + 1}", "update minitx")
     write_checkpoint({**SMALL, "minitx": {"model": {"embed_dim": 8}, "format": FORMAT}}, path)
     assert_refused(path, "an unreleased minitx before 0.1 wrote it")
+
+
+def test_what_is_read_is_what_was_checked_when_a_run_replaces_the_file_meanwhile(path, monkeypatch):
+    load = torch.load
+
+    def late(*arguments, **options):
+        write_checkpoint({**SMALL, "state_dict": {"weight": -WEIGHT}}, path)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(torch, "load", late)
+    assert torch.equal(read_checkpoint(path)["state_dict"]["weight"], WEIGHT)
+    monkeypatch.undo()
+    assert torch.equal(read_checkpoint(path)["state_dict"]["weight"], -WEIGHT)
+
+
+def test_a_checkpoint_has_its_crc_where_a_user_has_switched_it_off_for_torch(path):
+    set_crc32_options(False)
+    try:
+        write_checkpoint(SMALL, path)
+        torch.save(SMALL, path.with_name("theirs.ckpt"))
+    finally:
+        set_crc32_options(True)
+    assert torch.equal(read_checkpoint(path)["state_dict"]["weight"], WEIGHT)
+    assert_refused(path.with_name("theirs.ckpt"), "does not match its CRC-32")
 
 
 def test_the_newest_whole_one_is_offered(path):

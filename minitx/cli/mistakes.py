@@ -1,0 +1,185 @@
+"""Messages for a command line that Hydra cannot compose: the first line of Hydra's message, and a suggestion.
+
+The suggestion is computed from the words that were typed, the folders of configs and the composed config.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from minitx.config import CONFIG_DIR, RunConfig
+from minitx.config.schema import defaults, nearest
+
+_OURS = {*defaults(RunConfig), "ablation", "debug"}
+"""The groups and keys that every config has."""
+
+GLOBAL = "# @package _global_"
+"""The first line of a file in ``experiment/`` and ``debug/``."""
+
+
+def is_of_hydra(error: BaseException) -> bool:
+    """Return whether Hydra or OmegaConf raised ``error``."""
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [name for name in names if name.partition(".")[0] not in ("os", "pathlib")]  # Hydra makes its folders by these
+    raised_in = names[-1] if names else ""
+    return isinstance(error, HydraException | OmegaConfBaseException) or raised_in.startswith(("hydra.", "omegaconf."))
+
+
+def explained(
+    error: BaseException, words: Sequence[str], keys_of: Callable[[Sequence[str]], list[str]], *, sweeps: bool = False
+) -> str:
+    """Return one line for an error of Hydra or OmegaConf.
+
+    Args:
+        words: overrides, and ``--config-dir=FOLDER``.
+        keys_of: a function from words without a mistake to all keys of the config, as ``group.key``.
+        sweeps: whether ``a=1,2`` is a sweep (``-m``).
+    """
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override)
+    advice = _Typed(words, keys_of, sweeps).advice()
+    return f"{message_of(error).rstrip('.')}{advice}" if advice else message_of(error)
+
+
+def _unreadable(word: str) -> str:
+    name, is_pair, _ = word.partition("=")
+    if not is_pair:
+        return f"{word} is not key=value; --help shows the keys"
+    if not re.fullmatch(r"[+~]*\w([.]?[\w@:/$-])*", name):
+        return f"{word} cannot be read: {name!r} cannot be a key; --help shows the keys"
+    quotes = "a value with one of =,:()[]{}^~#&;!<>` or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
+    return f"{word} cannot be read: {quotes}"
+
+
+def message_of(error: BaseException) -> str:
+    """Return the first line of the message, with the key and the cause where it does not have them."""
+    cause = error.__cause__
+    if not str(error).strip() and cause is not None:
+        return message_of(cause)
+    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    if first.endswith(":"):
+        first = " ".join([first, *more[:1]])
+    if isinstance(cause, OmegaConfBaseException) and not isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        first = f"{first}: {message_of(cause)}"
+    key = getattr(error, "full_key", None)
+    return " ".join((f"{key}: {first}" if key and key not in first else first).split())
+
+
+class _Typed:
+    """The words of a command line, and the groups, options and keys that exist. For the arguments see ``explained``."""
+
+    def __init__(self, words: Sequence[str], keys_of: Callable[[Sequence[str]], list[str]], sweeps: bool) -> None:
+        self.keys_of, self.sweeps, self.overrides = keys_of, sweeps, list[Override]()
+        self.folders = [word for word in words if word.startswith(CONFIG_DIR)]
+        for word in words:
+            if word not in self.folders:
+                with suppress(HydraException):
+                    self.overrides.append(OverridesParser.create().parse_override(word))
+
+    @cached_property
+    def groups(self) -> dict[str, dict[str, Path]]:
+        """The files of the options of each group."""
+        found: dict[str, dict[str, Path]] = {}
+        for root in (Path(str(files("minitx.configs"))), *(Path(word.removeprefix(CONFIG_DIR)) for word in self.folders)):
+            for path in sorted(root.glob("*/**/*.yaml")):
+                found.setdefault(path.parent.relative_to(root).as_posix(), {})[path.stem] = path
+        for group in ("hydra/launcher", "hydra/sweeper"):  # of installed plugins
+            found[group] = {name.removesuffix(".yaml"): Path(name) for name in ConfigStore.instance().list(group)}
+        return found
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """All keys, with the options that were typed. This loads torch."""
+        chosen = [each.input_line or "" for each in self.overrides if self._is_choice(each)]
+        with suppress(Exception):
+            return self.keys_of([*self.folders, *chosen])
+        return []
+
+    def _is_choice(self, override: Override) -> bool:
+        is_plain = not (override.is_add() or override.is_force_add() or override.is_delete() or override.package)
+        value = override.value()
+        return is_plain and isinstance(value, str) and value in self.groups.get(override.key_or_group, {})
+
+    def advice(self) -> str:
+        """Return the end of a message: a similar key, option or interpolation, or the mistake in the form of a word."""
+        with suppress(OSError):  # of a file that cannot be read
+            return next(filter(None, map(self._of_word, self.overrides)), "")
+        return ""
+
+    def _of_word(self, override: Override) -> str:
+        name, value, is_group = override.key_or_group, override.value(), override.key_or_group in self.groups
+        if override.is_sweep_override() and not self.sweeps:
+            return f"; {name}=[...] is a list, and -m runs every value"
+        if override.is_add() and (name in _OURS or name in self.keys):
+            return f"; {name} exists already: leave out the +"
+        if is_group and not override.is_delete():
+            return self._of_option(name, value) or self._of_group(override)
+        if not is_group and not name.startswith("hydra") and name.partition(".")[0] not in {*_OURS, *self.groups}:
+            return self._of_key(name)
+        for reference in re.findall(r"\$\{([\w.]+)\}", str(value)):
+            if reference == name:
+                return f"; {name} refers to itself"
+            if reference not in self.keys:
+                return nearest(reference, self.keys)
+        return ""
+
+    def _of_option(self, group: str, value: Any) -> str:
+        options = self.groups[group]
+        for choice in _choices(value):
+            if choice is None or isinstance(choice, bool | int | float | dict):
+                none = "logger=[] and callbacks=[] choose none, ~GROUP drops another group"
+                return f"; {group} takes the name of an option: {none}, as '- override /GROUP: null' does in a file"
+            if not isinstance(choice, str):  # a range or a glob
+                continue
+            if choice not in options:
+                return nearest(choice, options) or f"; {group} is one of: {', '.join(options)}"
+            if group in ("experiment", "debug") and GLOBAL not in options[choice].read_text(errors="replace"):
+                return f"; {os.path.relpath(options[choice])} must begin with the line '{GLOBAL}'"
+        return ""
+
+    def _of_group(self, override: Override) -> str:
+        if override.is_add():
+            return ""
+        if override.package:
+            return f" (did you mean {override.key_or_group}?)"
+        is_new = not override.is_hydra_override() and override.key_or_group not in _OURS
+        return f" (did you mean +{override.key_or_group}?)" if is_new else ""
+
+    def _of_key(self, name: str) -> str:
+        for near in difflib.get_close_matches(name, _OURS, n=1, cutoff=0.8) if "." not in name else ():  # without loading torch
+            return f" (did you mean {near}?)"
+        in_groups = [key for key in self.keys if key.rpartition(".")[2] == name]  # lr, without its group
+        near = f" (did you mean {in_groups[0]}?)" if len(in_groups) == 1 else nearest(name, self.keys)
+        return near or "; --help shows the keys"
+
+
+def _choices(value: Any) -> list[Any]:
+    """The options that the value of a group names: one, a list, or the options of a sweep."""
+    if isinstance(value, ChoiceSweep):
+        return [choice for each in value.list for choice in _choices(each)]
+    if isinstance(value, list):
+        return [choice for each in value for choice in _choices(each)]
+    return [value.text if isinstance(value, QuotedString) else value]
+
+
+def names_of(node: Any, path: str = "") -> Iterator[str]:
+    """Yield the keys of a config on all levels, as ``group.key``."""
+    for name, value in node.items() if isinstance(node, Mapping) else ():
+        if not str(name).startswith("_"):
+            yield f"{path}{name}"
+            yield from names_of(value, f"{path}{name}.")

@@ -1,0 +1,100 @@
+"""A command line that Hydra cannot compose is answered with a key, group or option that the command line accepts."""
+
+import random
+import re
+
+import pytest
+from hydra.errors import ConfigCompositionException
+
+from minitx.cli.compose import compose_config, explaining
+from minitx.config import ConfigError
+from tests.cli.conftest import assert_named, put
+
+
+def refusal(*words):
+    with pytest.raises(ConfigError) as caught:
+        compose_config(words)
+    return str(caught.value)
+
+
+def mistyped(name, seed):
+    """``name`` with two letters swapped, or with a letter lost, twice or wrong."""
+    draw = random.Random(f"{name} {seed}")
+    i = draw.randrange(1, len(name) - 1)
+    changed = [name[:i] + name[i + 1] + name[i] + name[i + 2 :], name[:i] + name[i + 1 :], name[:i] + name[i:i + 1] + name[i:], name[:i] + "q" + name[i + 1 :]]  # fmt: skip
+    return draw.choice([word for word in changed if word != name])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("key", ["model.num_layers=3", "trainer.max_steps=9", "optimizer.lr=0.1", "data.context_len=9", "callbacks.probe.every=2",
+                                 "schedule.warmup_steps=0", "evaluation.num_shown=1", "seed=3", "output_dir=a"])  # fmt: skip
+def test_for_a_mistyped_group_a_key_is_suggested_that_is_accepted(key, seed):
+    name, _, value = key.partition("=")
+    head, dot, rest = name.partition(".")
+    suggested = re.search(r"\(did you mean (\S+)\?\)$", refusal(f"{mistyped(head, seed)}{dot}{rest}={value}"))[1]
+    assert suggested == name
+    compose_config([f"{suggested}={value}"])
+
+
+@pytest.mark.parametrize(("typed", "suggested"), {
+    "num_layers": "model.num_layers", "max_steps": "trainer.max_steps", "lr": "optimizer.lr", "expriment": "experiment", "optimiser": "optimizer",
+}.items())  # fmt: skip
+def test_for_a_key_without_its_group_and_for_a_mistyped_group_the_whole_key_is_suggested(typed, suggested):
+    assert f"(did you mean {suggested}?)" in refusal(f"{typed}=1")
+
+
+@pytest.mark.parametrize("choice", ["model=llama_small", "data=kv_lookup", "trainer=ddp_cpu", "optimizer=muon", "schedule=linear", "logger=tensorboard",
+                                    "experiment=char_lm", "debug=one_step", "callbacks=[default,early_stopping]", "logger=[csv,wandb]"])  # fmt: skip
+def test_for_a_mistyped_option_one_is_suggested_that_is_accepted(choice):
+    option = re.search(r"(\w+)\]?$", choice)[1]
+    wrong = choice.replace(option, mistyped(option, 0))
+    assert refusal(wrong).endswith(f"(did you mean {option}?)")
+    compose_config([choice])
+
+
+def test_options_and_keys_of_a_users_configs_are_suggested(tmp_path):
+    put(tmp_path / "conf" / "experiment" / "mine.yaml", "# @package _global_\nseed: 3\n")
+    put(tmp_path / "conf" / "team" / "red.yaml", "size: 3\n")
+    folder = f"--config-dir={tmp_path / 'conf'}"
+    assert "(did you mean mine?)" in refusal(folder, "experiment=mime")
+    assert "(did you mean red?)" in refusal(folder, "+team=rd")
+    assert "(did you mean +team?)" in refusal(folder, "team=red")
+
+
+@pytest.mark.parametrize(("words", "said"), {
+    "+seed=1": "leave out the +", "+experiment=kv_lookup": "leave out the +", "seed=1,2": "-m", "data=kjv,text": "-m",
+    "seed=${sed}": "(did you mean seed?)", "seed=${seed}": "seed refers to itself", "data.path=${modle.num_layers}": "(did you mean model.num_layers?)",
+    "model=null": "takes the name of an option", "logger=[csv,3]": "takes the name of an option", "model=zzz": "char_small", "zzz=1": "--help",
+    "+debug=one_step": "leave out the +", "model@left=gpt2": "(did you mean model?)", "hydra/sweeper=optunaa": "optuna", "~zzz": "--help", "seed=3 modle.num_layers=2": "(did you mean model.num_layers?)",
+    "trainer=cpu model.num_layers=3 modle=gpt2": "(did you mean model?)",
+}.items())  # fmt: skip
+def test_what_is_wrong_with_the_form_of_a_word_is_said(words, said):
+    assert said in refusal(*words.split())
+
+
+def test_a_suggestion_is_computed_from_the_words_and_not_read_from_hydras_message():
+    for text in ("Etwas ging schief.\nEs gibt kein 'modle'.", "", "Could not override 'data'."):
+        with pytest.raises(ConfigError, match=r"\(did you mean model\.num_layers\?\)$"), explaining(["modle.num_layers=2"]):
+            raise ConfigCompositionException(text)
+
+
+def test_an_error_of_another_kind_is_not_explained():
+    for kind in (ConfigError, RuntimeError):
+        with pytest.raises(kind, match=r"^mine$"), explaining(["modle.num_layers=2"]):
+            raise kind("mine")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "modle.num_layers=2",
+        "-m seed=1,2 model=nope",
+        "-m seed=1,2 modle=gpt2",
+        "-m model=char_small,nope",
+    ],
+)
+def test_a_mistake_ends_a_run_and_a_sweep_with_a_suggestion(cli, place, typed, monkeypatch):
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda *args, **kwargs: pytest.fail("the run began"))
+    said = cli(*typed.split())
+    assert_named(said, "did you mean" if "nope" not in typed else "char_small")
+    assert list(place.iterdir()) == []

@@ -1,0 +1,57 @@
+"""Every argument of Lightning's Trainer has one place here: a key of ours, or ``trainer.extra``."""
+
+import re
+
+import lightning.pytorch as L
+import pytest
+
+from minitx.cli.compose import compose_config
+from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
+from minitx.config.schema import defaults
+from minitx.training.nodes import parameter_names
+from minitx.training.run import REPLACED, train
+
+ARGUMENTS = sorted(parameter_names(L.Trainer))
+
+
+def refused(word):
+    """The key that the message advises to use for a word of the command line, or None if the word is accepted."""
+    try:
+        compose_config([word])
+    except ConfigError as error:
+        return re.search(r": use (\S+)$", str(error))[1]
+    return None
+
+
+def exists(key):
+    """Whether the command line accepts a key."""
+    node = to_dict(RunConfig())
+    for name in key.split("."):
+        node = node[name]
+    return True
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_of_lightnings_trainer_is_passed_on_or_refused_with_the_key_to_use(name):
+    extra, has_key = f"trainer.extra.{name}", name in defaults(TrainerConfig)
+    key = refused(f"{extra}=1")
+    assert key is None or (key != extra and exists(key))
+    assert (key is None) == (name not in REPLACED and not has_key)
+    if not has_key:
+        assert refused(f"trainer.{name}=1") == (key or extra)
+
+
+def test_what_is_replaced_are_arguments_of_lightnings_trainer():
+    assert set(REPLACED) < set(ARGUMENTS)
+
+
+def test_an_argument_that_has_a_key_or_does_not_exist_is_refused_from_python_before_anything_is_read(tmp_path):
+    for name, said in {
+        "max_steps": "use trainer.max_steps",
+        "callbacks": "use callbacks",
+        "benchmrk": "trainer.extra.benchmark",
+    }.items():
+        config = RunConfig(trainer=TrainerConfig(extra={name: 3}), data={"_target_": "not.there"})
+        with pytest.raises(ConfigError, match=f"^trainer.extra.{name} .*{said}"):
+            train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
