@@ -20,6 +20,7 @@ from minitx.check.properties import compare, hidden_tokens, later_tokens, roundi
 from minitx.interop import adopt, adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores
 from minitx.interop.trial import Trial, answer, made_up_inputs, settled
+from tests import pretend
 from tests.interop.families import (
     BESIDE,
     DECODERS,
@@ -30,6 +31,7 @@ from tests.interop.families import (
     inputs_of,
 )
 from tests.tools.other_families import measured, on_record
+from tests.training.ranks import run_ranks
 
 RECORD = on_record()
 SPARSE = {
@@ -127,6 +129,20 @@ def test_a_check_draws_nothing_and_leaves_everything_as_it_was(kind):
     assert silent(model) == []
     assert_unchanged(release_hf(model), before)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def adopted_on_an_accelerator(names):
+    device = pretend.register()  # where mixing devices is an error
+    models = [build(name).to(dtype).to(device) for name in names for dtype in (torch.float32, torch.bfloat16)]
+    state = torch.get_device_module(device.type).get_rng_state()
+    told = [silent(model) for model in models]
+    return told, all(map(adopted_cores, models)), torch.equal(torch.get_device_module(device.type).get_rng_state(), state)
+
+
+@pytest.mark.skipif(not pretend.IS_SUPPORTED, reason="the pretended accelerator needs torch 2.13")
+def test_a_model_on_an_accelerator_is_checked_there():
+    told, are_adopted, is_restored = run_ranks(1, adopted_on_an_accelerator, QUICK)[0]
+    assert not any(told) and are_adopted and is_restored
 
 
 def test_a_model_that_draws_random_numbers_in_evaluation_mode_is_compared_with_equal_draws():
