@@ -76,14 +76,14 @@ class DropInAttention(nn.Module):
         theirs: the layer to replace. Its training mode, dtype and device are kept.
         backend: as in ``DotProductAttention``.
 
-    The masks become rules where they are rules: a key padding mask, bool or float, is a ``Padding``, and a causal ``attn_mask`` is a
-    ``Causal``. What else a float mask adds to the scores is a bias. Off the CPU the values are not read, because that would wait for the
-    device: there, a float mask also stays a bias, and ``attn_mask`` a tensor.
+    Masks become rules: a key padding mask, bool or float, is a ``Padding``, and a causal ``attn_mask`` is a ``Causal``. Other numbers of a
+    float mask are a bias. Off the CPU, the layer does not wait to read the values of a mask: there, every float mask is a bias, too,
+    and ``attn_mask`` is never a ``Causal``.
 
     Attributes:
-        embed_dim, num_heads, head_dim, kdim, vdim, dropout, out_proj: those of ``attention``, as torch's layer has them.
-        in_proj_weight, in_proj_bias: for functions of ``torch.nn.init``, which write to the three projections. Anything else that is
-            asked of them is an AttributeError.
+        embed_dim, num_heads, head_dim, kdim, vdim, dropout, out_proj: as in ``attention``, under the names of torch's layer.
+        in_proj_weight, in_proj_bias: functions of ``torch.nn.init`` write through them to the three projections. Any other use is an
+            AttributeError or a TypeError.
 
     Raises:
         TypeError, ValueError: as in ``MultiHeadAttention.from_torch``.
@@ -96,8 +96,7 @@ class DropInAttention(nn.Module):
     True
     """
 
-    # nn.TransformerEncoderLayer and nn.TransformerEncoder read these two, which keep both from torch's fused path: it would not
-    # call this layer.
+    # These two keep nn.TransformerEncoderLayer and nn.TransformerEncoder from torch's fused path: it would not call this layer.
     _qkv_same_embed_dim = False
     in_proj_weight = property(lambda self: self._joined("in_proj_weight"))
     in_proj_bias = property(lambda self: self._joined("in_proj_bias"))
@@ -150,7 +149,7 @@ class DropInAttention(nn.Module):
             need_weights: also return the weights.
             attn_mask: (L, S) or (B · H, L, S). Bool with True = hidden, or float, which is added to the scores.
             average_attn_weights: return the mean of the weights over heads, (B, L, S), instead of (B, H, L, S).
-            is_causal: a hint that ``attn_mask`` is causal, as in torch. Only the mask decides what is hidden.
+            is_causal: a hint that ``attn_mask`` is causal, as in torch. The values of the mask decide.
 
         Returns:
             ``(output, weights)``. ``weights`` is None without ``need_weights``.
