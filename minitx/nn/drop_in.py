@@ -72,13 +72,13 @@ class DropInAttention(nn.Module):
     ones. The same holds for an exponential moving average and for gradient hooks on parameters. ``load_state_dict`` also takes
     the state dict of torch's layer, so checkpoints of the old model load. ``swap_attention`` replaces every layer of a model.
 
-    Args:
-        theirs: the layer to replace. Its training mode, dtype and device are kept.
-        backend: as in ``DotProductAttention``.
-
     Masks become rules: a key padding mask, bool or float, is a ``Padding``, and a causal ``attn_mask`` is a ``Causal``. Other numbers of a
     float mask are a bias. Off the CPU, the layer does not wait to read the values of a mask: there, every float mask is a bias, too,
     and ``attn_mask`` is never a ``Causal``.
+
+    Args:
+        theirs: the layer to replace. Its training mode, dtype and device are kept.
+        backend: as in ``DotProductAttention``.
 
     Attributes:
         embed_dim, num_heads, head_dim, kdim, vdim, dropout, out_proj: as in ``attention``, under the names of torch's layer.
