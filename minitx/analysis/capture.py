@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
 from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.bias import TensorBias, as_bias
 from minitx.nn.blocks import Block, is_block, is_recomputing
 from minitx.nn.functional import AttentionCall
+from minitx.nn.masks import Dense, hides_later
 from minitx.nn.precision import full_precision
 
 Layers = Sequence[int | str] | int | str | None
@@ -267,12 +269,24 @@ def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
 
 @cache
 def _mask_of_queries(kind: type[nn.Module]) -> str | None:
-    """The argument with which modules of this class, ours or decoders of transformers, get the padding of the queries."""
+    """The argument with which modules of this class, ours or decoders of torch or transformers, get the padding of the queries."""
     names = inspect.signature(kind.forward).parameters
-    if "decoder_key_mask" in names:
-        return "decoder_key_mask"
+    for name in ("decoder_key_mask", "tgt_key_padding_mask"):
+        if name in names:
+            return name
     has_other_states = not {"encoder_hidden_states", "cross_attention_states", "image_attention_mask"}.isdisjoint(names)
     return "attention_mask" if has_other_states and {"input_ids", "attention_mask"} <= names.keys() else None
+
+
+def _real_of(kind: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Which queries are real, by the arguments of a decoder of this class: bool, or 0 where they are padding."""
+    names = [*inspect.signature(kind.forward).parameters][1:]
+    name = _mask_of_queries(kind)
+    mask = (dict(zip(names, args, strict=False)) | dict(kwargs)).get(name)  # type: ignore[arg-type]
+    if mask is None or name != "tgt_key_padding_mask":
+        return mask
+    mask = mask.unsqueeze(0) if mask.dim() == 1 else mask
+    return ~mask if mask.dtype == torch.bool else mask != -torch.inf  # torch's True and -inf are hidden
 
 
 def chosen_modules(model: nn.Module, what: str, layers: Layers, heads: Indices = None) -> dict[str, nn.Module]:
@@ -402,6 +416,16 @@ def warn_of_calls(seen: Mapping[str, list[Any]], shown: str) -> None:
         warnings.warn(f"{', '.join(many)} {said}", stacklevel=3)
 
 
+def _is_causal(call: AttentionCall) -> bool:
+    """Whether a rule of the call is causal, or a tensor among its masks and biases hides every later position."""
+    if call.mask is not None and call.mask.is_causality:
+        return True
+    given = [] if call.mask is None else [part.four for part in call.mask.parts() if isinstance(part, Dense)]
+    bias = call.attn_bias if call.attn_bias is None else as_bias(call.attn_bias)
+    given += [bias.four != -torch.inf] if isinstance(bias, TensorBias) else []
+    return any(tensor.shape[-2:] == call.shape[2:] and hides_later(tensor) for tensor in given)
+
+
 class _Watcher:
     """The hooks. What a model was called with says which queries of cross-attention are real."""
 
@@ -412,15 +436,14 @@ class _Watcher:
         self.num_bytes = 0
 
     def enter_model(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.decoder_key_mask = kwargs.get(_mask_of_queries(type(module)))  # type: ignore[arg-type]
+        self.decoder_key_mask = _real_of(type(module), args, kwargs)
 
     @torch.no_grad()
     def enter_core(self, name: str, core: nn.Module, args: tuple[AttentionCall], kwargs: dict[str, Any]) -> None:
         if is_recomputing():  # activation checkpointing runs a block again in the backward pass
             return
         (call,) = args
-        is_causal = call.mask is not None and call.mask.is_causality
-        kind = "cross" if call.is_cross else "causal" if is_causal else "self"
+        kind = "cross" if call.is_cross else "causal" if _is_causal(call) else "self"
         heads = places_of("heads", self.heads, call.query.shape[1], call.query.device)
         look = Look(call, kind, self._real_queries(call, kind), heads)
         self._tell_memory(name, look)

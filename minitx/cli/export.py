@@ -51,23 +51,26 @@ def _export(config: ExportConfig) -> None:
     save: Any = partial(save_hf, model_type=config.model_type)
     if hasattr(stored.network, "save_pretrained"):  # a model of transformers
         require(config.model_type is None, "model_type is for models of minitx.nn, not for a model of transformers")
-        save = _save_theirs
+        save = save_theirs
     cannot = refusing(f"ckpt_path={config.ckpt_path} cannot be exported: ", (TypeError, ValueError))
     with writing(config.output, SafetensorError), cannot:
         save(stored.network, Path(config.output), **options)
     write(f"{config.output}\n")
 
 
-def _save_theirs(model: Any, folder: Path, *, tokenizer: Any, chat_template: str | None, facts: Mapping[str, Any]) -> None:
+def save_theirs(model: Any, folder: Path, *, tokenizer: Any, chat_template: str | None, facts: Mapping[str, Any]) -> None:
     """Save a model of transformers as its own library does, with LoRA merged and without our core."""
     from minitx.interop.adopt import AdoptedCore, adopted_cores, release_hf
     from minitx.interop.files import write_companions
-    from minitx.interop.finetune import quiet
+    from minitx.interop.finetune import adapted_ties, merged, quiet, set_untied
 
-    model = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    unties = bool(adapted_ties(model))
+    model = merged(model) if hasattr(model, "merge_and_unload") else model
     if any(module.core.scale is not None for module in adopted_cores(model).values()):
         AdoptedCore.fold_back(model)  # no config of transformers keeps another scale
     model = release_hf(model) if adopted_cores(model) else model
+    if unties:
+        set_untied(model)  # release_hf has put its own configs back
     with quiet():
         model.save_pretrained(str(folder))
     write_companions(folder, model, type(model).__name__, tokenizer, chat_template, facts)

@@ -45,6 +45,10 @@ WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
 
+class UnsupportedError(ValueError):
+    """A ``config.json`` asks for something that our blocks do not compute."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One model class of a family, such as ``BertForMaskedLM``.
@@ -115,12 +119,12 @@ def find_architecture(family: Family, values: Values) -> Architecture:
     """Return the model class named by ``architectures`` in ``config.json``.
 
     Raises:
-        ValueError: an unknown class, or several.
+        UnsupportedError: an unknown class, or several.
     """
     listed = values.get("architectures") or [next(iter(family.architectures))]
     if len(listed) != 1 or listed[0] not in family.architectures:
         known = ", ".join(family.architectures)
-        raise ValueError(f"architectures={listed} is not supported for model_type={family.model_type!r}: one of {known}")
+        raise UnsupportedError(f"architectures={listed} is not supported for model_type={family.model_type!r}: one of {known}")
     return family.architectures[listed[0]]
 
 
@@ -139,7 +143,7 @@ def read_config(
         Our config, and the keys that were ignored.
 
     Raises:
-        ValueError: a key or value that is not supported.
+        UnsupportedError: a key or value that could change what the model computes. ValueError: a value of a wrong type.
     """
     if values.get("id2label"):
         values = {**values, "num_labels": len(values["id2label"])}
@@ -165,12 +169,12 @@ def _read_key(family: Family, ours: str, values: Values) -> Any:
     if words is None:
         return theirs
     if theirs not in [*words]:  # a list is no key of a dictionary
-        raise ValueError(f"{key}={theirs!r} is not supported: it must be one of {', '.join(map(repr, words))}")
+        raise UnsupportedError(f"{key}={theirs!r} is not supported here, only {', '.join(map(repr, words))}")
     return words[theirs]
 
 
 def _check_rest(family: Family, values: Values) -> list[str]:
-    """Return the keys that are ignored. Raise a ValueError for unknown keys that could change what the model computes."""
+    """Return the keys that are ignored. Raise an error for unknown keys that could change what the model computes."""
     read = {"architectures", "model_type", *family.keys.values()}
     passed, refused = [], []
     for name, value in values.items():
@@ -178,14 +182,14 @@ def _check_rest(family: Family, values: Values) -> list[str]:
         if name in read or (name in family.required and value in (wanted, None)):
             continue
         if name in family.required:
-            refused.append(f"{name}={value!r} is not supported: it must be {wanted!r}")
+            refused.append(f"{name}={value!r} is not supported here, only {wanted!r}")
         elif not value or any(fnmatchcase(name, pattern) for pattern in HARMLESS):
             passed.append(name)
         else:
-            hint = f"to ignore it, pass overrides={{{name!r}: None}}"
-            refused.append(f"{name}={value!r} is not a known option of model_type={family.model_type!r}; {hint}")
+            unknown = f"is not a known option of model_type={family.model_type!r}, and may change what the model computes"
+            refused.append(f"{name}={value!r} {unknown}")
     if refused:
-        raise ValueError("; ".join(refused))
+        raise UnsupportedError("; ".join(refused))
     return passed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 
 from minitx.config.schema import Config, Count, Share, check_choice, first_line, read, require
@@ -32,6 +34,8 @@ TASKS = {
     "tag": "AutoModelForTokenClassification",
 }
 """The class of transformers for a kind of task (``Task.kind``)."""
+PLACE_OF_ADAPTER = re.compile(r"\.(base_layer|original_module)\.")
+"""What PEFT puts into the name of a weight that has an adapter, or a trained copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,8 @@ class Lora(Config):
         lora_alpha: the factor of the adapter, divided by r; ``null``: 2r.
         lora_dropout: the probability of dropout before the adapter.
         target_modules: names of the layers that get an adapter, a regular expression for them, or ``all-linear``: all but the head.
-            On a head with a soft-cap the adapter is added after the cap; merged into a tied table it changes both ends.
+            A head that is tied to the embeddings is untied by an adapter of one of them. On a head with a soft-cap the adapter is
+            added after the cap.
         modules_to_save: names of other modules to train. The new head of a classifier is trained in any case.
         use_rslora: divide by √r instead of r (Kalajdzievski 2023, arXiv:2312.03732).
         use_dora: learn direction and size apart (Liu et al. 2024, arXiv:2402.09353).
@@ -106,7 +111,8 @@ def pretrained_hf(
     model = load_folder(folder, task, **({} if num_labels is None else {"num_labels": num_labels}))
     if pad_id is not None:
         model.config.pad_token_id = pad_id  # by which the classifiers of decoders find the last token
-    return _finished(model, {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention}, fold_scale)
+    options = {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention}
+    return _finished(model, options, fold_scale, logging.WARNING)
 
 
 def hf_from_config(
@@ -117,11 +123,13 @@ def hf_from_config(
     scale: str | float = "own",
     lora: Count | Lora | None = None,
     attention: Attention = "sdpa",
+    untied: tuple[str, ...] = (),
 ) -> nn.Module:
     """Build a Hugging Face model with new weights from ``config``, the content of its ``config.json``. Nothing is read.
 
     Args:
         task, adopt, scale, lora, attention: see ``pretrained_hf``.
+        untied: weights that are not tied, although the config says so (the head of T5 v1.1).
 
     Raises:
         ImportError, ValueError: see ``pretrained_hf``.
@@ -133,6 +141,9 @@ def hf_from_config(
         model = getattr(kind, "from_config", kind)(known)  # of an Auto class, or the class itself
     model.set_attn_implementation("eager")
     model = model.float().eval()
+    for weight in untied:
+        layer, _, name = weight.rpartition(".")
+        setattr(model.get_submodule(layer), name, nn.Parameter(model.get_parameter(weight).detach().clone()))
     return _finished(model, {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention})
 
 
@@ -141,9 +152,12 @@ def _check_words(task: str | None, attention: str) -> None:
     check_choice("attention", attention, get_args(Attention))
 
 
-def _finished(model: Any, options: dict[str, Any], fold_scale: bool = False) -> nn.Module:
-    """Adopt the model, change its scale, put an adapter around it, and note how to build it again."""
+def _finished(model: Any, options: dict[str, Any], fold_scale: bool = False, level: int = logging.INFO) -> nn.Module:
+    """Adopt the model, change its scale, put an adapter around it, and note how to build it again. ``level``: of warnings of PEFT."""
     scale, lora, config = options["scale"], options["lora"], json.loads(model.config.to_json_string())
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    untied = [name for name, other in ties if model.get_parameter(name) is not model.get_parameter(other)]
+    options["untied"] = untied or None
     if options["adopt"]:
         adopt_hf(model)
     elif options["attention"] != "eager":
@@ -152,7 +166,7 @@ def _finished(model: Any, options: dict[str, Any], fold_scale: bool = False) -> 
         (fold if fold_scale else set_scale)(model, scale)
     if lora is not None:
         lora = lora if isinstance(lora, Lora) else Lora(r=read(Count, lora, "lora"))
-        model = _with_lora(model, lora, options["task"])
+        model = _with_lora(model, lora, options["task"], level)
         options["lora"] = dataclasses.asdict(lora)
     stored = {name: value for name, value in options.items() if value is not None}
     model.stored_node = {"_target_": "minitx.interop.hf_from_config", **stored, "config": config}
@@ -219,7 +233,8 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
         raise ValueError(f"data.tokenizer has other ids than the tokenizer of the model: set data.tokenizer={folder}")
 
 
-def _with_lora(model: Any, lora: Lora, task: str | None) -> Any:
+def _with_lora(model: Any, lora: Lora, task: str | None, level: int) -> Any:
+    """Put an adapter around the model. What PEFT warns of is logged at ``level``."""
     try:
         import peft
     except ImportError:
@@ -228,8 +243,79 @@ def _with_lora(model: Any, lora: Lora, task: str | None) -> Any:
     own["lora_alpha"] = 2 * own["r"] if own["lora_alpha"] is None else own["lora_alpha"]
     own["modules_to_save"] = list(own["modules_to_save"]) or None
     kind = {"classify": "SEQ_CLS", "tag": "TOKEN_CLS"}.get(task or "")  # whose new head is trained, too
-    with warnings.catch_warnings(action="ignore"):
-        return peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **own))
+    with logging_warnings(level):
+        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **own))
+    for names in adapted_ties(adapted):
+        if still := [tie for tie in _ties_without_config(model) if not {*tie}.isdisjoint(names)]:
+            said = f"the adapter changes a weight that {' and '.join(still[0])} of {type(model).__name__} share"
+            raise ValueError(f"model.lora: {said}, and no config of the model keeps them apart: choose other target_modules")
+        said = "model.lora: %s are one weight, which the adapter changes in one place: an exported model holds each apart"
+        log.log(level, said, " and ".join(names))
+    return adapted
+
+
+@contextmanager
+def logging_warnings(level: int) -> Iterator[None]:
+    """A context in which a warning of PEFT for its users becomes a line of the log. Deprecations, for programmers, are left out."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        yield
+    texts = [" ".join(str(warning.message).split()) for warning in caught if issubclass(warning.category, UserWarning)]
+    for text in dict.fromkeys(texts):
+        log.log(level, "model.lora: %s", text)
+
+
+def adapted_ties(model: nn.Module) -> list[list[str]]:
+    """Return the names of each tied weight that an adapter of PEFT changes in one of its places. The names are those without adapters."""
+    ties = [names for names in _names_of_weights(model) if any(PLACE_OF_ADAPTER.search(name) for name in names)]
+    return [[PLACE_OF_ADAPTER.sub(".", name.removeprefix("base_model.model.")) for name in names] for names in ties]
+
+
+def _names_of_weights(model: nn.Module) -> list[list[str]]:
+    """The names of each weight that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _ties_without_config(model: Any) -> list[list[str]]:
+    """The names of the weights that a model of this class ties even where its config unties them."""
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = False
+    with torch.device("meta"):
+        return _names_of_weights(type(model)(config))
+
+
+@torch.no_grad()
+def merged(model: Any) -> Any:
+    """Return a model of PEFT with its adapters merged into its weights, in place. A tied weight that an adapter changes in one place is
+    untied, in the config, too."""
+    if adapted_ties(model):
+        _untie(model)
+    with logging_warnings(logging.INFO):
+        return model.merge_and_unload()
+
+
+def _untie(model: nn.Module) -> None:
+    """Give each name of a tied weight a weight of its own."""
+    shared = {model.get_parameter(names[0]) for names in _names_of_weights(model)}
+    for module in model.modules():
+        if hasattr(module, "base_layer") and not shared.isdisjoint(module.base_layer.parameters()):
+            module.base_layer = copy.deepcopy(module.base_layer)  # it may also stand elsewhere, without an adapter
+    seen = set[nn.Parameter]()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:
+                setattr(module, name, nn.Parameter(parameter.clone(), requires_grad=parameter.requires_grad))
+            seen.add(parameter)
+    set_untied(model)
+
+
+def set_untied(model: nn.Module) -> None:
+    """Set ``tie_word_embeddings=False`` in the configs of a model of transformers."""
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "tie_word_embeddings", False):
+            module.config.tie_word_embeddings = False  # type: ignore[union-attr]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
 from minitx.config.schema import first_line
 from minitx.interop.files import TOKENIZER, WEIGHTS, CanSave, find_folder, read_json, read_tensors, write_json, write_tensors
+from minitx.interop.finetune import adapted_ties
 from minitx.nn.layers import Core
 from minitx.nn.models import TransformerModel, build_model
 
@@ -115,8 +116,11 @@ def check_unchanged(model: nn.Module, caller: str) -> None:
         TypeError: ``model`` is not a model of ``minitx.nn``. ValueError: another part or setting. The message names it.
     """
     if not isinstance(model, TransformerModel):
-        is_adapted = hasattr(model, "merge_and_unload")
-        hint = "merge_and_unload() returns the model" if is_adapted else "save others with their library"
+        hint = "save others with their library"
+        if hasattr(model, "merge_and_unload"):
+            hint = "merge_and_unload() returns the model"
+            for names in adapted_ties(model):  # PEFT would merge the adapter of one place into the shared weight
+                hint = f"merging would change {' and '.join(names)}, which are one weight, although the adapter changes only one of them"
         raise TypeError(f"{caller} saves models of minitx.nn, got {type(model).__name__}; {hint}")
     with torch.device("meta"):
         wanted = build_model(model.config, nn.Identity if model.has_own_core else None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
-from minitx.interop.families import Architecture, Family, find_architecture, read_config, unlike, write_config
+from minitx.interop.families import Architecture, Family, UnsupportedError, find_architecture, read_config, unlike, write_config
 from minitx.interop.files import CanSave, find_folder, read_json, read_shards, write_companions, write_json, write_shards
 from minitx.interop.pretrained import check_unchanged
 from minitx.nn.models import TransformerModel, build_model
@@ -22,6 +22,7 @@ from minitx.nn.models import TransformerModel, build_model
 log = logging.getLogger(__name__)
 KNOWN = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, BERT, ROBERTA, T5, VIT)
 FAMILIES = {family.model_type: family for family in KNOWN}
+ELSEWHERE = "transformers can build such a model: pretrained_hf(folder, adopt=True), or model=hf model.adopt=true in a run"
 
 
 def load_hf(
@@ -43,7 +44,8 @@ def load_hf(
         folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. ``huggingface_hub`` downloads it into its
             usual cache. Offline (``HF_HUB_OFFLINE=1``) it is read from the cache.
         dtype: the dtype of the parameters, such as ``torch.bfloat16`` or ``"bfloat16"``. Default: that of the file.
-        overrides: values that replace those of ``config.json``. Of a mapping, only the keys that it has.
+        overrides: values that replace those of ``config.json``. Of a mapping, only the keys that it has. A value with which the
+            weights were not trained gives a wrong model.
         ignore: names or patterns of tensors in the file to ignore, such as ``"cls.seq_relationship.*"``.
 
     Raises:
@@ -60,7 +62,8 @@ def load_hf(
     if values.get("model_type") not in FAMILIES:
         hint = "; for a model of minitx, use from_pretrained" if values.get("format") == "minitx" else ""
         known = ", ".join(FAMILIES)
-        raise ValueError(f"{folder}: model_type={values.get('model_type')!r} is not supported: one of {known}{hint}")
+        said = f"{folder}: model_type={values.get('model_type')!r} is not supported: one of {known}"
+        raise ValueError(f"{said}{hint or f'. {ELSEWHERE}'}")
     family = FAMILIES[values["model_type"]]
     try:
         architecture = find_architecture(family, values)
@@ -71,7 +74,7 @@ def load_hf(
             model = build_model(config)
         _fill(model, family, architecture, tensors, dtype)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+        raise ValueError(f"{folder}: {error}{f'. {ELSEWHERE}' if isinstance(error, UnsupportedError) else ''}") from None
     if passed:
         log.info("%s: ignored keys, which do not change what the model computes: %s", folder, ", ".join(passed))
     return model.eval()
@@ -233,15 +236,18 @@ def _fill(
             tensor = place.view(tensors[place.name]).reshape(parameter.shape)
             tensor = tensor.to(dtype or tensor.dtype).contiguous()
             fresh[name] = tensor + place.shift if place.shift else tensor
-    for name in tensors.keys() - {place.name for place in places.values()}:
-        original = family.copies.get(name)
-        if original is None:
-            faults.append(f"{name} {tuple(tensors[name].shape)} is unexpected: it is in the file, but not in this model")
-        elif not torch.equal(tensors[name], tensors[original]):
-            faults.append(f"{name} differs from {original}, but the config ties them")
+    known = {place.name for place in places.values()}
+    extra = tensors.keys() - known - family.copies.keys()
+    faults += [f"{name} {tuple(tensors[name].shape)} is unexpected: it is in the file, but not in this model" for name in extra]
+    for name in (tensors.keys() & family.copies.keys()) - known:
+        if not torch.equal(tensors[name], tensors[family.copies[name]]):
+            faults.append(f"{name} differs from {family.copies[name]}, but the config ties them")
     if faults:
         listed = "; ".join(sorted(faults))
-        raise ValueError(f"the weights do not fit {type(model).__name__}: {listed}. To ignore unexpected tensors: ignore=[...]")
+        modules = {name.rpartition(".")[0] for name in known}
+        is_apart = all(name.rpartition(".")[0] not in modules and not re.search(r"\.\d+\.", name) for name in extra)
+        hint = "ignore=[...] leaves out the tensors of another head" if is_apart else ELSEWHERE
+        raise ValueError(f"the weights do not fit {type(model).__name__}: {listed}{f'. {hint}' if extra else ''}")
     model.load_state_dict(fresh, assign=True)
 
 

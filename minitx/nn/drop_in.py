@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minitx.nn.attention import TORCH_PARTS, MultiHeadAttention
-from minitx.nn.masks import Dense, Mask, intersect
+from minitx.nn.functional import can_look, refuse_nested
+from minitx.nn.masks import Causal, Dense, Mask, Padding, hides_later, intersect
+
+READS = ("device", "dim", "dtype", "is_meta", "ndim", "numel", "shape", "size")
+WRITES = ("add_", "clamp_", "copy_", "div_", "erfinv_", "fill_", "mul_", "normal_", "sub_", "uniform_", "zero_")
+"""What the functions of ``torch.nn.init`` read of a tensor, and how they write to it."""
+APART = "DropInAttention holds in_proj_weight and in_proj_bias in parts, in attention.q_proj, k_proj and v_proj. Use these"
 
 
-class _NotFused:
-    """Stands where torch looks for a weight: its fused path refuses whatever has a ``__torch_function__``."""
+class JoinedProjections:
+    """Torch's ``in_proj_weight`` or ``in_proj_bias``, for code that initialises it. What is written goes to the three projections.
 
-    def __torch_function__(self, *args: object, **options: object) -> object:
-        return NotImplemented
+    It isn't a tensor: torch's fused path refuses whatever has a ``__torch_function__``.
+    """
+
+    __slots__ = ("parts",)  # requires_grad = False is an error
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = parts
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+    ) -> JoinedProjections:
+        options = dict(options or {})
+        joined = args[0] if args else options.pop("tensor", None)
+        if function.__module__ != "torch.nn.init" or not isinstance(joined, cls):
+            raise TypeError(f"{APART} for {function.__name__}")
+        return joined._write(function, *args[1:], **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in READS:
+            return getattr(self._whole(), name)
+        if name in WRITES:
+            return partial(self._write, getattr(Tensor, name))
+        raise AttributeError(f"{APART} for {name}")
+
+    def _whole(self) -> Tensor:
+        return torch.cat([part.detach() for part in self.parts])
+
+    @torch.no_grad()
+    def _write(self, change: Callable[..., object], *args: Any, **options: Any) -> JoinedProjections:
+        whole = self._whole()
+        change(whole, *args, **options)
+        for part, changed in zip(self.parts, whole.split([len(part) for part in self.parts]), strict=True):
+            part.copy_(changed)
+        return self
 
 
 class DropInAttention(nn.Module):
@@ -32,12 +72,18 @@ class DropInAttention(nn.Module):
     ones. The same holds for an exponential moving average and for gradient hooks on parameters. ``load_state_dict`` also takes
     the state dict of torch's layer, so checkpoints of the old model load. ``swap_attention`` replaces every layer of a model.
 
+    Masks become rules: a key padding mask, bool or float, is a ``Padding``, and a causal ``attn_mask`` is a ``Causal``. Other numbers of a
+    float mask are a bias. Off the CPU, the layer does not wait to read the values of a mask: there, every float mask is a bias, too,
+    and ``attn_mask`` is never a ``Causal``.
+
     Args:
         theirs: the layer to replace. Its training mode, dtype and device are kept.
         backend: as in ``DotProductAttention``.
 
     Attributes:
-        embed_dim, num_heads, head_dim, kdim, vdim, dropout, out_proj: those of ``attention``, as torch's layer has them.
+        embed_dim, num_heads, head_dim, kdim, vdim, dropout, out_proj: as in ``attention``, under the names of torch's layer.
+        in_proj_weight, in_proj_bias: functions of ``torch.nn.init`` write through them to the three projections. Any other use is an
+            AttributeError or a TypeError.
 
     Raises:
         TypeError, ValueError: as in ``MultiHeadAttention.from_torch``.
@@ -50,10 +96,13 @@ class DropInAttention(nn.Module):
     True
     """
 
-    # nn.TransformerEncoderLayer and nn.TransformerEncoder read these, which keep both from torch's fused path: it would not
-    # call this layer.
-    in_proj_bias, _qkv_same_embed_dim = None, False
-    in_proj_weight = _NotFused()
+    # These two keep nn.TransformerEncoderLayer and nn.TransformerEncoder from torch's fused path: it would not call this layer.
+    _qkv_same_embed_dim = False
+    in_proj_weight = property(lambda self: self._joined("in_proj_weight"))
+    in_proj_bias = property(lambda self: self._joined("in_proj_bias"))
+    q_proj_weight = property(lambda self: self.attention.q_proj.weight)
+    k_proj_weight = property(lambda self: self.attention.k_proj.weight)
+    v_proj_weight = property(lambda self: self.attention.v_proj.weight)
     out_proj = property(lambda self: self.attention.out_proj)
     embed_dim = property(lambda self: self.attention.embed_dim)
     num_heads = property(lambda self: self.attention.num_heads)
@@ -68,6 +117,13 @@ class DropInAttention(nn.Module):
         self.batch_first = theirs.batch_first
         self.train(theirs.training)
         self.register_load_state_dict_pre_hook(_translate)  # type: ignore[no-untyped-call]
+
+    def _joined(self, name: str) -> JoinedProjections | None:
+        """The parameter ``name`` of torch's layer, or None where torch has none: without biases, or for inputs of other widths."""
+        ours, kind = self.attention, name.rpartition("_")[2]
+        if (kind == "bias" and ours.q_proj.bias is None) or (kind == "weight" and not ours.embed_dim == ours.kdim == ours.vdim):
+            return None
+        return JoinedProjections([ours.get_parameter(part) for part in TORCH_PARTS[name]])
 
     def to_torch(self) -> nn.MultiheadAttention:
         """Return a ``torch.nn.MultiheadAttention`` with copies of these weights. See ``MultiHeadAttention.to_torch``."""
@@ -88,11 +144,12 @@ class DropInAttention(nn.Module):
 
         Args:
             query, key, value: (B, L or S, width), or (L or S, B, width) without ``batch_first``. Unbatched: (L or S, width).
-            key_padding_mask: (B, S), or (S,) if unbatched. Bool with True = hidden, or float, which is added to the scores.
+            key_padding_mask: (B, S), or (S,) if unbatched. Bool with True = hidden, or float, which is added to the scores. A key
+                that it hides is padding, in statistics also as a query.
             need_weights: also return the weights.
             attn_mask: (L, S) or (B · H, L, S). Bool with True = hidden, or float, which is added to the scores.
             average_attn_weights: return the mean of the weights over heads, (B, L, S), instead of (B, H, L, S).
-            is_causal: a hint that ``attn_mask`` is causal, as in torch. Only the mask decides what is hidden.
+            is_causal: a hint that ``attn_mask`` is causal, as in torch. The values of the mask decide.
 
         Returns:
             ``(output, weights)``. ``weights`` is None without ``need_weights``.
@@ -101,15 +158,17 @@ class DropInAttention(nn.Module):
             ValueError: ``is_causal`` without ``attn_mask``, as in torch, or shapes that do not fit.
             TypeError: a mask that is neither bool nor float.
         """
-        if is_causal and attn_mask is None:
+        if attn_mask is None and is_causal:
             raise ValueError("is_causal=True needs attn_mask, got None")
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            refuse_nested(name, tensor)
         unbatched, batch_axis = query.dim() == 2, 0 if self.batch_first else 1
         if unbatched:
             query, key, value = _each_once(lambda tensor: tensor.unsqueeze(batch_axis), query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         if not self.batch_first:
             query, key, value = _each_once(lambda tensor: tensor.transpose(0, 1), query, key, value)
-        mask, bias = self._constraints(attn_mask, key_padding_mask, query.shape[0])
+        mask, bias = self._constraints(attn_mask, key_padding_mask, query, key)
         out = self.attention(query, key, value, attn_mask=mask, attn_bias=bias, need_weights=need_weights)
         output, weights = out if need_weights else (out, None)
         if weights is not None and average_attn_weights:
@@ -120,23 +179,58 @@ class DropInAttention(nn.Module):
         return output, weights
 
     def _constraints(
-        self, attn_mask: Tensor | None, padding: Tensor | None, batch_size: int
+        self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor
     ) -> tuple[Mask | None, Tensor | None]:
-        """Convert torch's two masks to a ``Mask`` and a bias."""
-        H, given = self.attention.num_heads, {}
-        if attn_mask is not None:
-            if attn_mask.dim() == 3 and attn_mask.shape[0] != batch_size * H:
-                wanted = f"(L, S) or (B * H, L, S) = ({batch_size * H}, L, S)"
-                raise ValueError(f"attn_mask must have shape {wanted}, got {tuple(attn_mask.shape)}")
-            given["attn_mask"] = attn_mask.unflatten(0, (-1, H)) if attn_mask.dim() == 3 else attn_mask  # to (B, H, L, S)
+        """Convert torch's two masks to a ``Mask``, and what else float masks add to a bias."""
+        B, L, S, H = query.shape[0], query.shape[1], key.shape[1], self.attention.num_heads
+        rules: list[Mask | None] = []
+        biases: list[Tensor | None] = []
         if padding is not None:
-            given["key_padding_mask"] = padding[:, None, None]  # (B, S) -> (B, 1, 1, S)
-        for name, tensor in given.items():
-            if tensor.dtype != torch.bool and not tensor.is_floating_point():
-                raise TypeError(f"{name} must be bool (True = hidden) or float (added to the scores), got {tensor.dtype}")
-        biases = [tensor for tensor in given.values() if tensor.dtype != torch.bool]
-        hidden = [Dense(~tensor) for tensor in given.values() if tensor.dtype == torch.bool]
-        return intersect(*hidden), reduce(torch.add, biases) if biases else None
+            if tuple(padding.shape) != (B, S):
+                raise ValueError(f"key_padding_mask must have shape (B, S) = {(B, S)}, got {tuple(padding.shape)}")
+            real, bias = _visible("key_padding_mask", padding)
+            rules.append(None if can_look(real) and real.all() else Padding(real))
+            biases.append(None if bias is None else bias[:, None, None])  # (B, S) -> (B, 1, 1, S)
+        if attn_mask is not None:
+            if tuple(attn_mask.shape) not in ((L, S), (B * H, L, S)):
+                wanted = f"(L, S) = {(L, S)} or (B * H, L, S) = {(B * H, L, S)}"
+                raise ValueError(f"attn_mask must have shape {wanted}, got {tuple(attn_mask.shape)}")
+            attn_mask = attn_mask.unflatten(0, (B, H)) if attn_mask.dim() == 3 else attn_mask[None, None]  # to (B, H, L, S)
+            visible, bias = _visible("attn_mask", attn_mask)
+            biases.append(bias)
+            if can_look(visible):
+                rules.append(_rule_of(visible, B))
+            elif bias is None:  # else its -inf hide the same keys
+                rules.append(Dense(visible))
+        added = [bias for bias in biases if bias is not None]
+        return intersect(*rules), reduce(torch.add, added) if added else None
+
+
+def _visible(name: str, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return which keys torch's ``mask`` leaves visible, and the mask as a bias unless it only hides keys.
+
+    A mask with a gradient is a bias, and so is a mask of floats whose values cannot be read at no cost.
+    """
+    if mask.dtype == torch.bool:
+        return ~mask, None
+    if not mask.is_floating_point():
+        raise TypeError(f"{name} must be bool (True = hidden) or float (added to the scores), got {mask.dtype}")
+    visible = mask != -torch.inf
+    only_hides = can_look(mask) and not mask.requires_grad and not mask.masked_fill(~visible, 0.0).any()
+    return visible, None if only_hides else mask
+
+
+def _rule_of(visible: Tensor, batch_size: int) -> Mask | None:
+    """Return the rule that a bool mask (B or 1, H or 1, L, S) amounts to: padding, causality, both, or the tensor itself."""
+    L, S = visible.shape[-2:]
+    real = visible.any(dim=1).any(dim=1)  # the keys that a query sees, (B or 1, S)
+    causal = Causal() if hides_later(visible) else None
+    plain = real[:, None, None]
+    if causal is not None:
+        plain = plain & torch.ones(L, S, dtype=torch.bool).tril(S - L)
+    if not torch.equal(visible, plain.expand_as(visible)):
+        return intersect(causal, Dense(visible))
+    return intersect(causal, None if real.all() else Padding(real.expand(batch_size, -1)))
 
 
 def swap_attention(model: nn.Module, *, backend: str = "auto") -> nn.Module:

@@ -610,6 +610,20 @@ def real_key_counts(
     return counts[:, None, :, None]
 
 
+def hides_later(visible: Tensor) -> bool:
+    """Return whether no query sees a later position in a bool mask (..., L, S), True = may attend. It reads the values.
+
+    A mask that is the same for all queries, such as padding, is not causal.
+
+    >>> hides_later(torch.ones(3, 3, dtype=torch.bool).tril()), hides_later(torch.tensor([[True, False], [True, False]]))
+    (True, False)
+    """
+    L, S = visible.shape[-2:]
+    if not 1 < L <= S or visible.triu(S - L + 1).any():
+        return False
+    return bool((visible != visible[..., :1, :]).any())
+
+
 def from_key_padding_mask(key_padding_mask: Tensor) -> Tensor:
     """Convert torch's ``key_padding_mask`` (True = *hidden*) to a ``key_mask`` (True = real token).
 

@@ -98,7 +98,7 @@ def test_conversations_are_written_with_the_template_of_the_folder_of_the_model(
 
 @pytest.mark.parametrize("more", [
     "", "model.adopt=true model.lora=2", "model.adopt=true model.scale=20", "model.adopt=true model.scale=20 model.lora=2",
-    "model.adopt=true model.scale=20 model.fold_scale=true",
+    "model.adopt=true model.scale=20 model.fold_scale=true", "model.lora={r:2,target_modules:[lm_head]}",
 ])  # fmt: skip
 def test_a_model_as_it_is_is_exported_as_its_own_library_saves_it(cli, output, theirs, place, more):
     assert cli(*as_it_is(theirs, *more.split())).code == 0

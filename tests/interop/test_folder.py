@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import Tokenizer, train_tokenizer
-from minitx.interop import load_hf, save_hf, save_pretrained
+from minitx.interop import load_hf, pretrained_hf, save_hf, save_pretrained
 from minitx.nn.models import build_model
 
 OWN_BERT = {"architecture": "encoder", "norm_position": "post", "embed_norm": True, "activation": "gelu", "norm_eps": 1e-12}
@@ -159,7 +159,9 @@ def rope(kind, **more):
 REFUSED = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("gpt2", {"activation_function": "mish"}, "activation_function='mish'"),
-    ("gpt2", {"new_trick": True}, "overrides={'new_trick': None}"),
+    ("gpt2", {"new_trick": True}, "new_trick=True"),
+    ("gpt2", {"model_type": "gpt3"}, "gpt3"),
+    ("bert masked", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
     ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
     ("gpt2", {"architectures": ["GPT2ForTokenClassification"]}, "architectures=['GPT2ForTokenClassification']"),
     ("roberta masked", {"max_position_embeddings": "43"}, "wrong type"),
@@ -185,11 +187,42 @@ REFUSED = [
 ]
 
 
+WRONG = ("wrong type", "pad_token_id=None", "rope_type='yarn'", "image_size=[12, 24]", "patch_size=5")  # there, too
+
+
 @pytest.mark.parametrize(("name", "changes", "word"), REFUSED, ids=lambda part: part if isinstance(part, str) else "")
-def test_a_key_that_could_change_the_answer_is_refused_by_name(name, changes, word, tmp_path):
+def test_a_key_that_could_change_the_answer_is_refused_by_name_and_no_other_value_is_advised(name, changes, word, tmp_path):
     load_hf(saved(name, tmp_path))
-    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}.*{re.escape(word)}"):
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}.*{re.escape(word)}") as error:
         load_hf(edit(tmp_path, **changes))
+    said = str(error.value)
+    assert ("pretrained_hf(folder, adopt=True)" in said) == (word not in WRONG)
+    assert word in WRONG or not re.search(r"overrides|ignore|must be", said)
+
+
+def test_what_is_advised_for_an_option_that_our_blocks_lack_has_the_logits_of_transformers(tmp_path):
+    """An override to the falsy value would load another model."""
+    edit(saved("gemma3", tmp_path), use_bidirectional_attention=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids, _ = batch("none")
+    with torch.no_grad():
+        want, other = theirs(ids).logits, load_hf(tmp_path, overrides={"use_bidirectional_attention": None})(ids)
+        adopted = pretrained_hf(str(tmp_path), adopt=True)(ids).logits
+    assert (other - want).abs().max() > 0.1
+    torch.testing.assert_close(adopted, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_that_the_answer_may_need_is_not_advised_to_be_left_out(tmp_path):
+    changes = {
+        "lm_head.bias": torch.ones(61),
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(40),
+        "score.weight": torch.ones(2, 40),
+    }
+    for name, tensor in changes.items():
+        with pytest.raises(ValueError, match="is unexpected") as error:
+            load_hf(rewrite(saved("llama", tmp_path), lambda tensors, name=name, tensor=tensor: {**tensors, name: tensor}))
+        assert ("ignore=[...] leaves out" in str(error.value)) == (name == "score.weight")
+        assert ("adopt=True" in str(error.value)) == (name != "score.weight")
 
 
 def test_keys_that_change_nothing_pass(tmp_path):

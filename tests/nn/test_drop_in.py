@@ -335,3 +335,87 @@ def test_a_model_without_torchs_layer_and_a_layer_alone_are_refused():
     for model in (nn.Linear(2, 2), torch_layer()):
         with pytest.raises(ValueError, match=f"{type(model).__name__} contains no torch.nn.MultiheadAttention"):
             swap_attention(model)
+
+
+# ---- code that initialises torch's layer, and masks of other shapes
+
+
+class Text(nn.Module):
+    """The text tower of CLIP (Radford et al. 2021), as OpenAI and open_clip write it: its weights are drawn by a method."""
+
+    def __init__(self):
+        super().__init__()
+        self.resblocks = nn.ModuleList(nn.TransformerEncoderLayer(E, H, 16) for _ in range(2))
+
+    @property
+    def attentions(self):
+        return [block.self_attn for block in self.resblocks]
+
+    def initialize_parameters(self, init, **options):
+        for block in self.resblocks:
+            init(block.self_attn.in_proj_weight, **options)
+            nn.init.constant_(block.self_attn.in_proj_bias, 0.25)
+            nn.init.normal_(block.self_attn.out_proj.weight, std=0.1)
+
+
+INITS = {
+    "normal_": {"std": 0.3}, "uniform_": {"b": 0.5}, "constant_": {"val": 0.7}, "zeros_": {}, "ones_": {}, "kaiming_uniform_": {"a": 2.0},
+    "kaiming_normal_": {}, "xavier_uniform_": {"gain": 0.5}, "xavier_normal_": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_weights_that_are_drawn_after_a_swap_are_those_that_torchs_layer_would_get(init):
+    theirs = Text()
+    ours = swap_attention(copy.deepcopy(theirs))
+    for model in (theirs, ours):
+        torch.manual_seed(5)
+        model.initialize_parameters(getattr(nn.init, init), **INITS[init])
+    for one, other in zip(theirs.attentions, ours.attentions, strict=True):
+        back = other.to_torch().state_dict()
+        assert all(torch.equal(back[name], tensor) for name, tensor in one.state_dict().items())
+
+
+def test_what_cannot_be_done_to_torchs_joined_weight_is_an_error_and_changes_nothing():
+    layer = DropInAttention(torch_layer())
+    before = copy.deepcopy(layer.state_dict())
+    for wrong in (
+        lambda: layer.in_proj_weight.data.normal_(),
+        lambda: layer.in_proj_weight.requires_grad_(False),
+        lambda: setattr(layer.in_proj_weight, "requires_grad", False),
+        lambda: nn.init.orthogonal_(layer.in_proj_weight),
+        lambda: torch.zero_(layer.in_proj_weight),
+        lambda: layer.in_proj_bias.unsqueeze_(0),
+    ):
+        with pytest.raises((AttributeError, TypeError), match=r"attention\.q_proj|no attribute 'requires_grad'"):
+            wrong()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    assert all(parameter.requires_grad for parameter in layer.parameters())
+    other = DropInAttention(torch_layer(kdim=8, bias=False))
+    assert other.in_proj_weight is other.in_proj_bias is None  # as in torch
+    nn.init.zeros_(other.k_proj_weight)
+    assert not other.to_torch().k_proj_weight.any()
+
+
+def test_a_swapped_encoder_is_compiled_as_one_graph():
+    layer = nn.TransformerEncoderLayer(E, 2, 16, dropout=0.0, batch_first=True)
+    model = swap_attention(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)).eval()
+    x, causal = torch.randn(B, L, E), nn.Transformer.generate_square_subsequent_mask(L)
+    given = {"mask": causal, "src_key_padding_mask": as_float(cells(B, L)).float()}
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, **given), model(x, **given))
+
+
+def test_rows_of_different_lengths_and_masks_of_another_shape_are_refused():
+    layer, x = DropInAttention(torch_layer()), torch.randn(B, L, E, dtype=F64)
+    nested = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+    with pytest.raises(TypeError, match="query must not be a nested tensor"):
+        layer(nested, nested, nested)
+    for name, shape in (
+        ("key_padding_mask", (1, L)),
+        ("key_padding_mask", (B, L + 1)),
+        ("attn_mask", (1, L)),
+        ("attn_mask", (B, L, L)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must have shape .*got"):
+            layer(x, x, x, **{name: torch.zeros(shape, dtype=torch.bool)})

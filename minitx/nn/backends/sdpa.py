@@ -37,7 +37,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.nn.bias import Bias, tensors_of
-from minitx.nn.functional import AttentionCall, visible_keys
+from minitx.nn.functional import AttentionCall, can_look, visible_keys
 from minitx.nn.masks import Causal, simplify
 from minitx.nn.precision import full_precision
 
@@ -93,22 +93,12 @@ def _narrows(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def _can_look(tensor: Tensor) -> bool:
-    """Whether its values can be read at no cost: on a CPU, outside of compilers, tracers and ``torch.func``."""
-    return (
-        type(tensor) is Tensor  # FakeTensor, which has no values, is a subclass
-        and tensor.device.type == "cpu"
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-
-
 def _is_harmless(tensor: Tensor) -> bool:
     """Whether nothing in it can reach an answer through a weight of zero, so that hidden keys need not be copied and zeroed.
 
     A finite norm says that no entry is NaN, infinite, or so large that a product with it overflows. Looking costs a tenth of zeroing.
     """
-    return _can_look(tensor) and isfinite(torch.linalg.vector_norm(tensor.detach()).item())
+    return can_look(tensor) and isfinite(torch.linalg.vector_norm(tensor.detach()).item())
 
 
 def _choice(device: torch.device) -> AbstractContextManager[object]:
@@ -153,7 +143,7 @@ def _plan(call: AttentionCall) -> Plan:
     visible = call.visible(attn_bias)
     assert visible is not None
     some, seen = visible.any(-1, keepdim=True), visible_keys(visible, call.key.shape[1])
-    looks = _can_look(visible)
+    looks = can_look(visible)
     all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
     kernel_mask = visible if all_rows else visible | ~some
     if attn_bias is not None:
