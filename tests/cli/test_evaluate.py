@@ -53,11 +53,7 @@ def test_what_is_left_out_of_a_split_is_told_before_the_first_step_and_beside_ev
         assert re.search(rf"^  {split} +{blank[split]}; {long[split]}$", log, re.MULTILINE)
     found = cli("ckpt_path=run", "output=found.json", program="evaluate")
     for text in (found.out, log):
-        assert (
-            re.search(r"^rows +18$", text, re.MULTILINE)
-            and f"  {blank['val']}\n" in text
-            and f"  {long['val']}\n" in text
-        )
+        assert re.search(r"^rows +18$", text, re.MULTILINE) and f"  {blank['val']}\n" in text and f"  {long['val']}\n" in text
     numbers = json.loads((place / "found.json").read_text("utf-8"))
     assert (numbers["rows"], numbers["left_out"]) == (18, [blank["val"], long["val"]])
     assert numbers["metrics"]["exact_match"]["count"] == 18
