@@ -281,7 +281,7 @@ def _mask_of_queries(kind: type[nn.Module]) -> str | None:
 def _real_of(kind: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Which queries are real, by the arguments of a decoder of this class: bool, or 0 where they are padding."""
     names = [*inspect.signature(kind.forward).parameters][1:]
-    name = _mask_of_queries(kind)
+    name = _mask_of_queries(kind)  # type: ignore[arg-type]  # a class is hashable
     mask = (dict(zip(names, args, strict=False)) | dict(kwargs)).get(name)  # type: ignore[arg-type]
     if mask is None or name != "tgt_key_padding_mask":
         return mask

@@ -81,7 +81,8 @@ def _generate(config: GenerateConfig) -> None:
 
     def answer(prompt: str) -> None:
         require(bool(prompt) or bos_id is not None, "prompt is empty: the model needs one character at least")
-        ids, stop = encode_text(tokenizer, prompt, "prompt") or [bos_id], options["stop"]
+        ids: list[Any] = encode_text(tokenizer, prompt, "prompt") or [bos_id]
+        stop = options["stop"]
         if chat is not None:
             with refusing_template():
                 written, ends = chat.prompt(prompt)

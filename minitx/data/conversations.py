@@ -52,12 +52,12 @@ class ChatFormat:
             ``{% break %}``, ``{% continue %}``; ``tools`` and ``documents`` are None). It runs in jinja2's sandbox, because templates
             may come from others.
         tokenizer: a tokenizer with an end mark.
-        name: what the template is called in messages.
+        name: the name of the template in messages.
 
     Attributes:
         reads: the variables that the template reads.
         writes_date: the template calls ``strftime_now``.
-        marks_answers: the template has ``{% generation %}``, which then decides what counts.
+        marks_answers: the template has ``{% generation %}``, and its blocks are the tokens that count.
 
     Raises:
         ConfigError: the template is not valid jinja2, or the tokenizer has no end mark.
@@ -103,8 +103,10 @@ class ChatFormat:
         for part in [*filter(None, self.parts.split(marked)), None]:
             slot = re.fullmatch(SLOT.format("([0-9]+)"), part or "")
             if in_answer and not self.marks_answers and (slot or part is None):
-                said = "must write a special token, such as {{ eos_token }}, behind each answer, or enclose answers in {% generation %}"
-                raise ConfigError(f"{self.name} {said}")
+                raise ConfigError(
+                    f"{self.name} must write a special token, such as {{{{ eos_token }}}}, after each answer, or enclose answers in "
+                    "{% generation %}"
+                )
             if part is None or part in (OPEN, CLOSE):
                 in_answer = part == OPEN
                 continue
@@ -121,8 +123,7 @@ class ChatFormat:
         return ids, before[np.maximum(end, start + 1)] > before[start]
 
     def prompt(self, text: str) -> tuple[np.ndarray, list[int]]:
-        """Return the ids of a conversation in which the user has said ``text`` and the answer is to come, and the special tokens that
-        end an answer.
+        """Return the ids of a conversation up to the answer to a user's message ``text``, and the special tokens that end an answer.
 
         Raises:
             ConfigError: see ``encode``.
@@ -135,7 +136,7 @@ class ChatFormat:
         return self.encode(asked, add_generation_prompt=True)[0], ends
 
     def ends(self, ids: np.ndarray, counted: np.ndarray) -> list[int]:
-        """Return the special tokens that end the answers in what ``encode`` gave, also with white space behind them that counts."""
+        """Return the special tokens that end answers, given the result of ``encode``. White space may follow and count."""
         edges = np.flatnonzero(np.diff(counted, prepend=False, append=False))
         starts, stops = edges[::2], edges[1::2]
         is_special = np.isin(ids, [*self.special.values()])
@@ -176,7 +177,7 @@ _MARKS = "_marks_of_generation"
 
 @cache
 def _environment() -> Any:
-    """The environment of jinja2 in which transformers renders chat templates (``transformers.utils.chat_template_utils``)."""
+    """An environment of jinja2 that renders chat templates as ``transformers.utils.chat_template_utils`` does."""
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -226,14 +227,14 @@ def chat(
     packing: bool = True,
     bucket: bool = True,
 ) -> Task:
-    """Fine-tuning on conversations, with the loss on the answers only: on what the template encloses in ``{% generation %}``, else on the
+    """Fine-tuning on conversations, with the loss on the answers only: on the blocks ``{% generation %}`` of the template, else on the
     contents of ``assistant`` and the tokens that end them.
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of the conversations that is held out for validation.
         messages_column: the column of conversations, which are lists of messages with ``role`` and ``content``.
-        template: a chat template (jinja2), as on the Hugging Face hub; ``null``: that of the tokenizer's folder, else ours.
+        template: a chat template (jinja2), as on the Hugging Face hub; ``null``: the template in the tokenizer's folder, else ours.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
         context_len: longest row, in tokens. A longer conversation is cut.
         packing: put several conversations into a row, without attention between them; ``false``: one conversation per row.
@@ -252,7 +253,7 @@ def chat(
     said = f"{name} has a column tools, which the template reads and does not get: write the tools into a message, or remove the column"
     require(not has_tools or "tools" not in format.reads, said)
     if format.writes_date:
-        log.warning("data.template writes the date of today, so a run that resumes on another day has other rows")
+        log.warning("data.template writes today's date, so a run that resumes on another day has other rows")
     (train, of_train), (val, of_val) = (_rows(part, format, context_len, packing, name) for part in splits)
     count_unknown(made_by, [train.pieces.values], name)
     ends = format.ends(train.pieces.values, train.counted.values)  # type: ignore[union-attr]
@@ -265,8 +266,8 @@ def is_chat(node: Part) -> bool:
 
 
 def template_of(node: Part, tokenizer: Tokenizer | None) -> str | None:
-    """Return the chat template of a run, given its node of data: with ``data=chat`` the one that wrote the rows, else the one of its
-    tokenizer's folder, or None if there is none."""
+    """Return the chat template of a run, given its node of data: with ``data=chat`` the template of the rows, else the template in the
+    tokenizer's folder, or None."""
     known = None if tokenizer is None else tokenizer.chat_template
     return (node.get("template") or known or TEMPLATE) if is_chat(node) else known
 
@@ -274,7 +275,8 @@ def template_of(node: Part, tokenizer: Tokenizer | None) -> str | None:
 def _rows(
     chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str
 ) -> tuple[DocumentRows, list[str]]:
-    """Conversations, cut at ``context_len``, and what is cut and left out: those without an answer in what is left."""
+    """Conversations, cut at ``context_len``, and sentences for ``Task.left_out``. A conversation without an answer in its first
+    ``context_len`` tokens is left out."""
     longest = context_len + 1  # one more: the target of the last position
     encoded = [(ids, counted) for ids, counted in map(format.encode, filter(None, chats)) if counted[1:longest].any()]
     require(bool(encoded), f"{name} has no conversation with an answer of role assistant in {context_len} tokens")

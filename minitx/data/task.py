@@ -39,11 +39,11 @@ KEY_MASKS = {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}
 PAD = {
     "labels": IGNORED,  # these positions do not count
     "document_ids": -1,  # no document has this number
-    "token_type_ids": 0,  # every model has this type and this position, and the padding of the ids beside them is hidden
+    "token_type_ids": 0,  # every model has type 0 and position 0, and the mask of input_ids hides padding
     "position_ids": 0,
     **dict.fromkeys(("key_mask", "decoder_key_mask", "attention_mask", "decoder_attention_mask"), 0),  # hidden
 }
-"""The padding values of keys for which one value is right in every model. Other keys need ``Task.pad`` or ``Task.key_masks``."""
+"""Keys with a padding value that is right for every model. Other keys need ``Task.pad`` or ``Task.key_masks``."""
 
 
 def package(name: str, said: str, wanted: str = "", extra: str = "train") -> Any:
@@ -78,13 +78,13 @@ class Task:
         train, val: the splits. test: a third one, for ``evaluation.test``, or None.
         pad: padding values by key, for rows of different lengths. A key needs an entry here, in ``key_masks`` or in the table
             ``PAD`` (``labels``: −100; ``token_type_ids`` ...). A key of ``key_masks`` without an entry here is padded with 0.
-        key_masks: the keys that get a bool mask (True = real), and the names of the masks, which are keys of the batch.
+        key_masks: the keys that get a bool mask (True = real), and the names of the masks in the batch.
         bucket: put rows of similar length into the same batch.
         longest: the number of tokens of the longest row, which a model with learned positions must reach. ``None``: unknown.
         tokenizer: the tokenizer of the texts.
         model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
-        left_out: by split (``train``, ``val``), how many rows of the data were left out or cut, and why: a sentence each. A run shows
-            them before the first step, and an evaluation beside its number of rows.
+        left_out: how many rows of ``train`` and of ``val`` were left out or cut, and why: sentences by split. A run shows them before
+            the first step, an evaluation after its metrics.
         val_examples: (source text, reference text or label) of the validation rows, in order, if the task has both.
         label_names: the names of the labels of a classification.
         baselines: a function that computes the results of simple methods, by name.

@@ -254,7 +254,7 @@ def write_date(day: datetime.date, tag: str, locale: Any, pattern: str) -> str:
     return f"{tag}: {format_date(day, pattern, locale)}"
 
 
-def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, val_size: int) -> Both:
+def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, val_size: int) -> tuple[Pairs, Pairs]:
     """Return (source, ISO 8601) pairs of both splits. The days of validation never occur in training.
 
     Days, locales and patterns are drawn with a constant seed. All days of training are about equally frequent.

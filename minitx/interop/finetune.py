@@ -300,7 +300,7 @@ def _untie(model: nn.Module) -> None:
     """Give each name of a tied weight a weight of its own."""
     shared = {model.get_parameter(names[0]) for names in _names_of_weights(model)}
     for module in model.modules():
-        if hasattr(module, "base_layer") and not shared.isdisjoint(module.base_layer.parameters()):
+        if hasattr(module, "base_layer") and not shared.isdisjoint(module.base_layer.parameters()):  # type: ignore[union-attr]
             module.base_layer = copy.deepcopy(module.base_layer)  # it may also stand elsewhere, without an adapter
     seen = set[nn.Parameter]()
     for module in model.modules():

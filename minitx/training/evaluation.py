@@ -78,7 +78,7 @@ class Evaluation:
     left_out: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return readable lines: one for each number, the number of rows and what was left out, then the answers."""
+        """Return readable lines: one for each number, the number of rows, one for each sentence of ``left_out``, then the answers."""
         width = max(map(len, ["rows", *self.metrics, *self.baselines]))
         out = [f"{name:{width}}  {m.value:.4f}  ({_interval(m)}{m.count:,} {m.unit})" for name, m in self.metrics.items()]
         out += [f"{name:{width}}  {value:.4f}" for name, value in self.baselines.items()]
