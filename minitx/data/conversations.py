@@ -280,19 +280,12 @@ def _rows(
     longest = context_len + 1  # one more: the target of the last position
     encoded = [(ids, counted) for ids, counted in map(format.encode, filter(None, chats)) if counted[1:longest].any()]
     require(bool(encoded), f"{name} has no conversation with an answer of role assistant in {context_len} tokens")
-    said = [
-        *share_of(
-            len(chats) - len(encoded), len(chats), f"conversations are left out: without an answer in {context_len} tokens"
-        ),
-        *share_of(
-            sum(len(ids) > longest for ids, _ in encoded),
-            len(chats),
-            f"conversations are cut at data.context_len={context_len}",
-        ),
-    ]
+    total, cut = len(chats), sum(len(ids) > longest for ids, _ in encoded)
+    left_out = share_of(total - len(encoded), total, f"conversations are left out: without an answer in {context_len} tokens")
+    left_out += share_of(cut, total, f"conversations are cut at data.context_len={context_len}")
     counted = np.concatenate([counted[:longest] for _, counted in encoded])
     documents = Ragged.of([ids[:longest] for ids, _ in encoded])
-    return DocumentRows(documents, context_len=context_len, packing=packing, counted=counted), said
+    return DocumentRows(documents, context_len=context_len, packing=packing, counted=counted), left_out
 
 
 def _conversations(table: Any, column: str) -> Sequence[Sequence[Message]]:

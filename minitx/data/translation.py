@@ -177,15 +177,9 @@ def _rows(
             rows.append({"input_ids": s[:most_source], **{key: ids[:most_target] for key, ids in targets.items()}})
     limits = f"data.max_source_len={most_source} and data.max_target_len={most_target}"
     require(bool(kept), f"{limits} leave none of the {len(pairs)} pairs of a split of {name}")
-    what = "cut: they are" if cut else "left out:"
-    return (
-        kept,
-        rows,
-        [
-            *share_of(empty, len(pairs), "pairs are left out: a side has no token"),
-            *share_of(long, len(pairs), f"pairs are {what} longer than {limits} allow"),
-        ],
-    )
+    left_out = share_of(empty, len(pairs), "pairs are left out: a side has no token")
+    left_out += share_of(long, len(pairs), f"pairs are {'cut: they are' if cut else 'left out:'} longer than {limits} allow")
+    return kept, rows, left_out
 
 
 def _columns(tables: list[Any], columns: tuple[str, str] | None, val_fraction: float, path: str) -> tuple[Both, LeftOut]:
