@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from minitx.config import CONFIG_DIR, RunConfig
 from minitx.config.schema import defaults, nearest
+from minitx.config.shipped import shipped_configs
 
 _OURS = {*defaults(RunConfig), "ablation", "debug"}
 """The groups and keys that every config has."""
@@ -95,7 +95,7 @@ class _Typed:
     def groups(self) -> dict[str, dict[str, Path]]:
         """The files of the options of each group."""
         found: dict[str, dict[str, Path]] = {}
-        for root in (Path(str(files("minitx.configs"))), *(Path(word.removeprefix(CONFIG_DIR)) for word in self.folders)):
+        for root in (shipped_configs(), *(Path(word.removeprefix(CONFIG_DIR)) for word in self.folders)):
             for path in sorted(root.glob("*/**/*.yaml")):
                 found.setdefault(path.parent.relative_to(root).as_posix(), {})[path.stem] = path
         for group in ("hydra/launcher", "hydra/sweeper"):  # of installed plugins

@@ -112,8 +112,9 @@ def _read(path: Path) -> dict[str, Any]:
         _check_records(file)
         try:  # the open file, not ``path``: a run may have put another file there meanwhile
             found = torch.load(f"/dev/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
-        except Exception:  # torch raises many kinds
-            raise ConfigError("another program wrote it, or it is damaged") from None
+        except Exception as error:  # torch raises many kinds
+            reason = first_line(error).partition(". ")[0]
+            raise ConfigError(f"another program wrote it, or it is damaged ({reason})") from None
     state = found.get("minitx") if isinstance(found, Mapping) else None
     if not isinstance(state, Mapping) or not isinstance(written := state.get("format"), int):
         raise ConfigError("another program wrote it: it has no minitx.format")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
-from minitx.config.schema import Count, defaults, first_line, nearest, read, require
+from minitx.config.schema import Count, defaults, first_line, read, require
 from minitx.data.conversations import ChatFormat, is_chat, template_of
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
@@ -242,8 +243,9 @@ def check_arguments(extra: Mapping[str, Any]) -> None:
     """
     for name in sorted(extra):
         key = key_of_argument(name)
-        near = nearest(name, sorted(parameter_names(L.Trainer)), "trainer.extra.")
-        require(key is not None, f"trainer.extra.{name} is not an argument of Lightning's Trainer{near}")
+        near = [key_of_argument(like) for like in difflib.get_close_matches(name, sorted(parameter_names(L.Trainer)), n=1)]
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        require(key is not None, f"trainer.extra.{name} is not an argument of Lightning's Trainer{meant}")
         require(key == f"trainer.extra.{name}", f"trainer.extra.{name} is not allowed: use {key}")
 
 

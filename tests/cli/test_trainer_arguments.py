@@ -45,12 +45,16 @@ def test_what_is_replaced_are_arguments_of_lightnings_trainer():
     assert set(REPLACED) < set(ARGUMENTS)
 
 
+SAID = {
+    "max_steps": "use trainer.max_steps",
+    "callbacks": "use callbacks",
+    "benchmrk": "did you mean trainer.extra.benchmark",
+    "max_stepz": "did you mean trainer.max_steps",
+}
+
+
 def test_an_argument_that_has_a_key_or_does_not_exist_is_refused_from_python_before_anything_is_read(tmp_path):
-    for name, said in {
-        "max_steps": "use trainer.max_steps",
-        "callbacks": "use callbacks",
-        "benchmrk": "trainer.extra.benchmark",
-    }.items():
+    for name, said in SAID.items():
         config = RunConfig(trainer=TrainerConfig(extra={name: 3}), data={"_target_": "not.there"})
         with pytest.raises(ConfigError, match=f"^trainer.extra.{name} .*{said}"):
             train(config, tmp_path / "run")
