@@ -216,6 +216,7 @@ def test_a_device_without_float64_trains_probes_and_evaluates(make_config, tmp_p
     (metrics, probes, evaluation), (metrics_there, probes_there, evaluation_there) = on_both(without_float64, tmp_path, config)
     near = {"rel": 1e-5, "abs": 1e-6}
     assert [row["val_loss"] for row in metrics_there if row["val_loss"]] == [pytest.approx(metrics[-1]["val_loss"], **near)]
+    assert evaluation_there["loss"].pop("unit") == evaluation["loss"].pop("unit")
     assert evaluation_there["loss"] == pytest.approx(evaluation["loss"], **near)
     for record, there in zip(probes, probes_there, strict=True):
         for layer, layer_there in zip(record["layers"], there["layers"], strict=True):
