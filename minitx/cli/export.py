@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,8 @@ def _export(config: ExportConfig) -> None:
     require(tokenizer is not None or config.chat_template is None, said)
     template = template_of(data, tokenizer) if config.chat_template is None else _read(config.chat_template)
     facts = _facts(config.checkpoint, stored.state["config"])
-    options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "facts": facts}
+    labels = _labels(stored.state.get("labels", ()), getattr(stored.network, "config", None))
+    options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "facts": facts, "labels": labels}
     save: Any = partial(save_hf, model_type=config.model_type)
     if hasattr(stored.network, "save_pretrained"):  # a model of transformers
         require(config.model_type is None, "model_type is for models of minitx.nn, not for a model of transformers")
@@ -58,7 +59,15 @@ def _export(config: ExportConfig) -> None:
     write(f"{config.output}\n")
 
 
-def save_theirs(model: Any, folder: Path, *, tokenizer: Any, chat_template: str | None, facts: Mapping[str, Any]) -> None:
+def save_theirs(
+    model: Any,
+    folder: Path,
+    *,
+    tokenizer: Any,
+    chat_template: str | None,
+    facts: Mapping[str, Any],
+    labels: Sequence[str] = (),
+) -> None:
     """Save a model of transformers as its own library does, with LoRA merged and without our core."""
     from minitx.interop.adopt import AdoptedCore, adopted_cores, release_hf
     from minitx.interop.files import write_companions
@@ -71,9 +80,16 @@ def save_theirs(model: Any, folder: Path, *, tokenizer: Any, chat_template: str 
     model = release_hf(model) if adopted_cores(model) else model
     if unties:
         set_untied(model)  # release_hf has put its own configs back
+    if labels:
+        model.config.id2label, model.config.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
     with quiet():
         model.save_pretrained(str(folder))
     write_companions(folder, model, type(model).__name__, tokenizer, chat_template, facts)
+
+
+def _labels(names: Sequence[str], config: Any) -> Sequence[str]:
+    """Return the names of the labels of a run if the model has as many labels, else none: a model of somebody else may have more."""
+    return names if names and len(names) == getattr(config, "num_labels", None) else ()
 
 
 def _read(file: str) -> str:

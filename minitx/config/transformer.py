@@ -45,7 +45,7 @@ _BELONG_TO = {
     ("architecture", "decoder", "encoder", "encoder_decoder"): ["scale_embeddings", "type_vocab_size"],
     ("architecture", "vision"): ["image_size", "num_channels", "patch_size"],
     ("head", "sequence", "none"): ["pooler"],
-    ("head", "lm"): ["head_transform"],
+    ("head", "lm", "sequence"): ["head_transform"],
     ("attention", "performer"): ["num_features"],
     ("attention", "linformer"): ["num_slots"],
     ("attention", "exact"): ["backend"],
@@ -87,7 +87,8 @@ class TransformerConfig(Config):
     ``head`` is the output of an encoder: ``lm`` (logits over the vocabulary at every token, for masked-token prediction),
     ``sequence`` (``num_labels`` logits per row, from the first real token or the mean, as ``pooling`` says, and with ``pooler``
     through a tanh layer), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``,
-    the tanh layer belongs to ``model.pool``). ``head_transform`` puts BERT's layer before an ``lm`` head.
+    the tanh layer belongs to ``model.pool``). ``head_transform`` puts BERT's layer before the head: before ``lm`` a dense layer with
+    activation and norm, before ``sequence`` the tanh layer of ``pooler``.
 
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
     ``log_length`` ln(n_i)/ln(max_len)/√D, ``head_dim^p`` D to the power p, or a number. ``scale_factor`` multiplies the scale.
@@ -173,7 +174,7 @@ class TransformerConfig(Config):
         head: the output of an encoder: lm (each token) | sequence (num_labels per row) | token (num_labels per token) | none.
         head_bias: whether an lm head has a bias.
         logit_softcap: t in t * tanh(logits / t), for architecture=decoder and encoder_decoder; null: off.
-        head_transform: add BERT's layer before an lm head.
+        head_transform: add BERT's layer before the head: before lm a dense layer, activation and norm; before sequence that of pooler.
         num_labels: number of labels, for head=sequence and token; null: that of the data.
         pooling: for head=sequence: first (the first real token) | mean.
         pooler: add BERT's tanh layer after pooling, for head=sequence and none.
@@ -300,6 +301,11 @@ class TransformerConfig(Config):
     def has_out_bias(self) -> bool:
         """``out_bias`` with the default filled in."""
         return self.bias if self.out_bias is None else self.out_bias
+
+    @property
+    def has_pooler(self) -> bool:
+        """Whether BERT's tanh layer follows the pooling."""
+        return self.pooler or (self.head_transform and self.head == "sequence")
 
     @property
     def num_class_tokens(self) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from minitx.interop.families import ACTIVATIONS, SIZES, TEXT, Architecture, Family, UnsupportedError, Values
+from minitx.interop.families import ACTIVATIONS, FAULTS, SIZES, TEXT, Architecture, Family, UnsupportedError, Values
 
 # --- GPT-2 (Radford et al. 2019): its matrices have shape (in, out), and one matrix holds q, k and v (``Conv1D``)
 
@@ -86,7 +86,7 @@ def tidy_rope(values: Values, names: Collection[str] = ()) -> Values:
         paper = 0.1 * math.log(rope.get("factor", 1.0)) + 1.0  # Peng et al. 2023, arXiv:2309.00071, eq. 22
         factor = rope.pop("attention_factor", paper)
         if not math.isclose(factor, paper, rel_tol=1e-9):
-            raise UnsupportedError(f"{ROPE}attention_factor={factor} is not supported here, only 0.1 ln(factor) + 1 = {paper}")
+            values[FAULTS] = [f"{ROPE}attention_factor={factor} is not supported here, only 0.1 ln(factor) + 1 = {paper}"]
     return {**values, **{ROPE + name: value for name, value in rope.items()}}
 
 
@@ -272,7 +272,7 @@ def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
     kind = values[ROPE + "rope_type"]
     if SLIDING in kinds and (kind not in ("default", "linear") or local["rope_type"] != "default"):
         found = f"{ROPE}rope_type={kind!r} with {local['rope_type']!r} in layers with a window"
-        raise UnsupportedError(f"{found} is not supported here, only 'default' or 'linear' with 'default'")
+        values[FAULTS] = [f"{found} is not supported here, only 'default' or 'linear' with 'default'"]
     if kind == "linear":  # in layers without a window only; a factor of 1 changes nothing
         values[ROPE + "factor"] = by_layer({FULL: values[ROPE + "factor"], SLIDING: 1.0}, kinds)
     values[ROPE + "rope_theta"] = by_layer({FULL: values[ROPE + "rope_theta"], SLIDING: local["rope_theta"]}, kinds)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from minitx.config import TransformerConfig
-from minitx.interop.families import ACTIVATIONS, SIZES, TEXT, Architecture, Family, Shape, UnsupportedError, Values
+from minitx.interop.families import ACTIVATIONS, FAULTS, SIZES, TEXT, Architecture, Family, Shape, Values
 
 # --- BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019), which counts positions from pad_token_id + 1
 
@@ -85,9 +85,9 @@ def tidy_roberta(values: Values, names: Collection[str]) -> Values:
         raise ValueError(f"pad_token_id={pad_id!r} must be a number: RoBERTa counts positions from pad_token_id + 1")
     activation = values.get("hidden_act", "gelu")
     if activation != "gelu" and (values.get("architectures") or ["RobertaForMaskedLM"])[0] == "RobertaForMaskedLM":
-        raise UnsupportedError(
+        values[FAULTS] = [
             f"hidden_act={activation!r} is not supported here: the head of RobertaForMaskedLM always computes 'gelu'"
-        )
+        ]
     rows = values.get("max_position_embeddings", 512)
     return {**values, "max_position_embeddings": rows - pad_id - 1, "position_offset": pad_id + 1}
 

@@ -7,7 +7,7 @@ computes. Any other key is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,6 +32,8 @@ HARMLESS = (
     *("n_ctx", "n_positions", "n_special", "predict_special_tokens", "directionality", "pooler_*", "encoder_stride"),
     *("pretraining_tp", "hidden_act", "dense_act_fn", "is_gated_act", "is_encoder_decoder"),  # they follow from other keys
 )
+# the key under which ``Family.tidy`` lists what our blocks do not compute
+FAULTS = "faults"
 # fields of our config that do not change what a trained model computes
 TRAINING = ("dropout", "stochastic_depth", "checkpointing", "backend", "init", "init_fold", "init_zero_outputs")
 # fields of our config and the keys of many families
@@ -91,7 +93,8 @@ class Family:
         ignored: patterns of tensors that no model uses.
         copies: tensors that may repeat another tensor, and the name of that one.
         renames: parts of tensor names in older files, and the present ones.
-        tidy: prepares the values of ``config.json`` for ``keys``. It also gets the tensor names.
+        tidy: prepares the values of ``config.json`` for ``keys``. It also gets the tensor names. What it can read, but our blocks do
+            not compute, it lists under ``FAULTS``.
         untidy: the reverse of ``tidy``.
     """
 
@@ -145,6 +148,18 @@ def read_config(
     Raises:
         UnsupportedError: a key or value that could change what the model computes. ValueError: a value of a wrong type.
     """
+    fields, values = _read_fields(family, architecture, values, names)
+    passed = _check_rest(family, values)
+    try:
+        config = from_dict(TransformerConfig, fields)
+    except ConfigError as error:
+        theirs = family.keys.get(str(error).partition("=")[0])
+        raise ValueError(f"{theirs}: {error}" if theirs else str(error)) from None
+    return config, passed
+
+
+def _read_fields(family: Family, architecture: Architecture, values: Values, names: Collection[str]) -> tuple[Values, Values]:
+    """Return the fields of our config, not checked yet, and the values that they were read from."""
     if values.get("id2label"):
         values = {**values, "num_labels": len(values["id2label"])}
     try:
@@ -154,12 +169,7 @@ def read_config(
     fields = {**family.fields, **{ours: _read_key(family, ours, values) for ours in family.keys}, **architecture.fields}
     if fields.get("pooler") and fields["head"] == "none":  # only the weights show whether a base model has a pooler
         fields["pooler"] = any(name.startswith("pooler.") for name in names)
-    try:
-        config = from_dict(TransformerConfig, fields)
-    except ConfigError as error:
-        theirs = family.keys.get(str(error).partition("=")[0])
-        raise ValueError(f"{theirs}: {error}" if theirs else str(error)) from None
-    return config, _check_rest(family, values)
+    return fields, values
 
 
 def _read_key(family: Family, ours: str, values: Values) -> Any:
@@ -175,8 +185,8 @@ def _read_key(family: Family, ours: str, values: Values) -> Any:
 
 def _check_rest(family: Family, values: Values) -> list[str]:
     """Return the keys that are ignored. Raise an error for unknown keys that could change what the model computes."""
-    read = {"architectures", "model_type", *family.keys.values()}
-    passed, refused = [], []
+    read = {"architectures", "model_type", FAULTS, *family.keys.values()}
+    passed, refused = [], [*values.get(FAULTS, ())]
     for name, value in values.items():
         wanted = family.required.get(name)
         if name in read or (name in family.required and value in (wanted, None)):
@@ -193,45 +203,66 @@ def _check_rest(family: Family, values: Values) -> list[str]:
     return passed
 
 
-def write_config(family: Family, name: str, config: TransformerConfig) -> Values:
-    """Return our config as the ``config.json`` of class ``name``. Fields without a key are lost; ``unlike`` finds them."""
+def write_config(family: Family, name: str, config: TransformerConfig, labels: Sequence[str] = ()) -> Values:
+    """Return our config as the ``config.json`` of class ``name``. Fields without a key are lost; ``unlike`` finds them.
+
+    Args:
+        labels: the names of a classifier's labels. Default: ``LABEL_0`` and so on.
+    """
     fields = filled(config)
     values: Values = {}
     for ours, key in family.keys.items():
         words = family.words.get(key)
         found = [fields[ours]] if words is None else [word for word, meaning in words.items() if meaning == fields[ours]]
         values.update((key, word) for word in found[:1])
-    labels = values.pop("num_labels", None)
+    count = values.pop("num_labels", None)
     values = family.untidy(values)
-    if labels is not None and config.head in ("sequence", "token"):
-        values["id2label"] = {str(i): f"LABEL_{i}" for i in range(labels)}
-        values["label2id"] = {f"LABEL_{i}": i for i in range(labels)}
+    if count is not None and config.head in ("sequence", "token"):
+        names = labels or [f"LABEL_{i}" for i in range(count)]
+        values["id2label"] = {str(i): label for i, label in enumerate(names)}
+        values["label2id"] = {label: i for i, label in enumerate(names)}
     return {"architectures": [name], "model_type": family.model_type, **values}
+
+
+class _Unchecked(TransformerConfig):
+    """Fields that need not fit each other."""
+
+    def __post_init__(self) -> None:
+        pass
 
 
 def unlike(
     family: Family, architecture: Architecture, values: Values, names: Collection[str], config: TransformerConfig
-) -> dict[str, tuple[Any, Any]]:
-    """Return the fields of ``config`` that the ``config.json`` ``values`` would give another value: (ours, theirs)."""
-    if family.model_type in WHOLE_HEADS and config.embed_dim % config.num_heads:
-        return {"embed_dim": (config.embed_dim, f"a multiple of num_heads={config.num_heads}")}
-    try:
-        again = filled(read_config(family, architecture, values, names)[0])
-    except ValueError as error:
-        return {"architecture": (config.architecture, str(error))}
+) -> dict[str, str]:
+    """Return, by field, what of ``config`` the ``config.json`` ``values`` cannot express."""
+    ours, theirs = filled(config), filled(_Unchecked(**_read_fields(family, architecture, values, names)[0]))
     reads_max_len = config.position in ("learned", "rotary") or config.scale == "log_length"
     unread = TRAINING if reads_max_len and config.architecture != "vision" else (*TRAINING, "max_len")
-    ours = {name: value for name, value in filled(config).items() if name not in unread}
-    return {name: (value, again[name]) for name, value in ours.items() if again[name] != value}
+    differing = {name: value for name, value in ours.items() if name not in unread and theirs[name] != value}
+    found = {name: f"{name}={value!r} would be {theirs[name]!r}" for name, value in differing.items()}
+    if family.model_type in WHOLE_HEADS and config.embed_dim % config.num_heads:
+        found["embed_dim"] = f"embed_dim={config.embed_dim} would be a multiple of num_heads={config.num_heads}"
+    try:
+        read_config(family, architecture, values, names)
+    except ValueError as error:
+        found["config.json"] = str(error)
+    return found
 
 
 def filled(config: TransformerConfig) -> Values:
-    """Return the fields, with computed defaults filled in."""
+    """Return the fields, with computed defaults filled in, and with one value where a field has no effect."""
     values = to_dict(config)
     values["num_kv_heads"], values["head_dim"] = config.kv_heads, config.width_per_head
     values["ffn_dim"], values["num_decoder_layers"] = config.ffn_width, config.decoder_layers
     values["qkv_bias"], values["out_bias"] = config.has_qkv_bias, config.has_out_bias
     values["type_vocab_size"] = config.type_vocab_size or 1  # one type of zeros is none
+    is_lm, is_vision = config.head == "lm", config.architecture == "vision"
+    values["pooler"] = config.has_pooler
+    values |= {name: values[name] and is_lm for name in ("head_transform", "head_bias")}
+    values["tie_embeddings"] = config.tie_embeddings or not is_lm
+    values["vocab_size"] = None if is_vision else config.vocab_size
+    if not (config.head == "sequence" or config.has_pooler or is_vision):
+        values["pooling"] = "first"
     if config.rotary_scaling == "llama3":  # transformers needs its numbers of turns
         values["rotary_low"], values["rotary_high"] = RotaryScaling("llama3", 1, 1, config.rotary_low, config.rotary_high).turns
     return values

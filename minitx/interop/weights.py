@@ -87,6 +87,7 @@ def save_hf(
     tokenizer: CanSave | None = None,
     chat_template: str | None = None,
     facts: Mapping[str, Any] | None = None,
+    labels: Sequence[str] = (),
     model_type: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
@@ -105,29 +106,32 @@ def save_hf(
             without marks gets its unknown character as ``eos_token``, because lm-eval asks for one; generation does not stop there.
         chat_template: a template in jinja2 for ``apply_chat_template``, saved beside the tokenizer.
         facts: rows of the table in ``README.md``, for example about the training.
+        labels: the names of a classifier's labels, in their order. Default: ``LABEL_0`` and so on.
         model_type: for example ``mistral``. Default: the first family that can represent the model.
         max_shard_bytes: the largest size of one file. A larger model is split into several files with an index.
 
     Raises:
         TypeError: ``model`` is not a model of ``minitx.nn``.
-        ValueError: no family can represent the model. The message names the closest family and the fields that differ. Or the
-            model is no longer what its config describes, as in ``save_pretrained``. Or ``chat_template`` without ``tokenizer``.
+        ValueError: no family can represent the model. The message names the closest class and all fields that it would change. Or the
+            model is no longer what its config describes, as in ``save_pretrained``. Or ``chat_template`` without ``tokenizer``. Or
+            ``labels`` of another number than the model's.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not supported: one of {', '.join(FAMILIES)}")
     if chat_template is not None and tokenizer is None:
         raise ValueError("chat_template needs tokenizer: the template is a part of the tokenizer")
     check_unchanged(model, "save_hf")
-    if model.has_own_core:
+    if labels and len(labels) != model.config.num_labels:
         raise ValueError(
-            "no Hugging Face class can represent this model: it was built with core=, an attention core of its own"
+            f"labels must be {model.config.num_labels} names, as the model has num_labels, got {len(labels)}: {labels}"
         )
-    lacking: dict[str, dict[str, tuple[Any, Any]]] = {}
+    lacking: dict[str, dict[str, str]] = {}
+    own_core = {"core": "core=, an attention core of its own, would be left out"} if model.has_own_core else {}
     for family in KNOWN if model_type is None else (FAMILIES[model_type],):
         for name, architecture in family.architectures.items():
-            values = write_config(family, name, model.config)
+            values = write_config(family, name, model.config, labels)
             names = {place.name for place in _places(model, family, architecture).values()}
-            lacking[name] = unlike(family, architecture, values, names, model.config)
+            lacking[name] = unlike(family, architecture, values, names, model.config) | own_core
             if not lacking[name]:
                 tensors = _write_tensors(model, family, architecture)
                 dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -137,8 +141,8 @@ def save_hf(
                 write_shards(folder, tensors, max_shard_bytes)
                 write_companions(folder, model, name, tokenizer, chat_template, facts or {})
                 return
-    nearest = min(lacking, key=lambda name: ("architecture" in lacking[name], len(lacking[name])))
-    wrong = ", ".join(f"{field}={ours!r} would be {theirs!r}" for field, (ours, theirs) in lacking[nearest].items())
+    nearest = min(lacking, key=lambda name: ("architecture" in lacking[name], "head" in lacking[name], len(lacking[name])))
+    wrong = ", ".join(lacking[nearest].values())
     raise ValueError(f"no Hugging Face class can represent this model; in the closest one, {nearest}, {wrong}")
 
 

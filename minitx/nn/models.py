@@ -343,7 +343,7 @@ class Encoder(TransformerModel):
         self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(config, Embeddings(config), core=core)
-        self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
+        self.pool = Pool(config) if config.head == "sequence" or config.has_pooler else None
         self.head = build_head(config, self.embeddings.token)
         self._init_weights(generator)
 
@@ -379,7 +379,7 @@ class Pool(nn.Module):
         self.pooling = config.pooling
         # the mean of an image is that of its patches
         self.start = config.num_class_tokens if config.architecture == "vision" and config.pooling == "mean" else 0
-        self.dense = nn.Linear(config.embed_dim, config.embed_dim) if config.pooler else None
+        self.dense = nn.Linear(config.embed_dim, config.embed_dim) if config.has_pooler else None
 
     def forward(self, hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
         hidden = hidden[:, self.start :]
@@ -423,7 +423,7 @@ class VisionTransformer(TransformerModel):
         self, config: TransformerConfig, *, core: Core | None = None, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(config, PatchEmbeddings(config), core=core)
-        self.pool = Pool(config) if config.head == "sequence" or config.pooler else None
+        self.pool = Pool(config) if config.head == "sequence" or config.has_pooler else None
         self.head = build_head(config)
         self._init_weights(generator)
 

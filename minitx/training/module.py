@@ -332,12 +332,13 @@ def build_module(
 
 
 def stored_state(config: RunConfig, data: DataModule, network: nn.Module) -> dict[str, Any]:
-    """Return the plain data about a run that every checkpoint holds: its config, its model and its tokenizer."""
+    """Return the plain data about a run that every checkpoint holds: its config, its model, its tokenizer and the names of its labels."""
     tokenizer = data.task.tokenizer
     return {
         "config": to_dict(config),
         "model": stored_node(config, data, network),
         "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
+        "labels": list(data.task.label_names),
         "format": FORMAT,
     }
 
