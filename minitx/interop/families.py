@@ -33,7 +33,7 @@ HARMLESS = (
     *("pretraining_tp", "hidden_act", "dense_act_fn", "is_gated_act", "is_encoder_decoder"),  # they follow from other keys
 )
 # the key under which ``Family.tidy`` lists what our blocks do not compute
-FAULTS = "faults"
+FAULTS = "__faults__"
 # fields of our config that do not change what a trained model computes
 TRAINING = ("dropout", "stochastic_depth", "checkpointing", "backend", "init", "init_fold", "init_zero_outputs")
 # fields of our config and the keys of many families

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import threadpoolctl  # noqa: F401  (datasets imports it, and its import sets a variable of the environment)
 
 from minitx.cli import evaluate, export, generate, train, view
 from minitx.cli.compose import compose_config

@@ -80,6 +80,58 @@ def test_a_chat_template_is_that_of_the_run_or_of_a_file_and_gives_the_ids_of_th
     assert other.apply_chat_template(chat, tokenize=False) == "How many?"
 
 
+@pytest.fixture
+def reviews(place):
+    """The words that train a classifier of three labels on a table."""
+    kinds = {"good": "a fine day", "bad": "rain and fog again", "neither": "so"}
+    rows = [f"{text} {number},{kind}" for number in range(11) for kind, text in kinds.items()]
+    (place / "reviews.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    return ["data.path=reviews.csv", "data.tokenizer=char", "data.max_len=31", "data.val_fraction=0.3", "output_dir=run"]
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
+def test_a_text_classifier_has_the_logits_of_the_checkpoint_and_the_names_of_its_labels(cli, output, place, reviews, tokenizer):
+    bpe = ["data.bpe_vocab_size=270", f"data.tokenizer={tokenizer}"] if tokenizer == "bpe" else []
+    chosen = [*SHORT, "experiment=classify", "model=bert_small", *reviews, *bpe, "optimizer.lr=1e-2", "trainer.max_steps=9"]
+    assert cli(*chosen).code == 0
+    output("export", "ckpt_path=run", "output=out")
+    network, ours, _ = load_model("run/checkpoints/last.ckpt")
+    theirs = transformers.AutoTokenizer.from_pretrained("out")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained("out").eval()
+    assert model.config.id2label == {0: "bad", 1: "good", 2: "neither"}
+    texts, alone = ["a fine day 3", "so 7", "rain and fog again 10"], []
+    for text in texts:
+        ids = theirs(text, return_tensors="pt").input_ids
+        assert ids[0].tolist() == [ours.mark_ids["cls"], *ours.encode(text).tolist()]
+        with torch.no_grad():
+            alone.append(network(ids))
+            torch.testing.assert_close(model(ids).logits, alone[-1], rtol=0, atol=1e-5)
+    padded = theirs(texts, padding=True, return_tensors="pt")
+    assert len({*padded.attention_mask.sum(1).tolist()}) == 3
+    with torch.no_grad():
+        for logits in (model(**padded).logits, network(padded.input_ids, key_mask=padded.attention_mask.bool())):
+            torch.testing.assert_close(logits, torch.cat(alone), rtol=0, atol=1e-5)
+    said = transformers.pipeline("text-classification", "out")(texts)
+    assert [one["label"] for one in said] == [model.config.id2label[int(row.argmax())] for row in alone]
+
+
+def test_a_classifier_that_no_class_expresses_is_refused_with_all_its_fields(cli, reviews):
+    assert cli(*SHORT, "experiment=classify", *reviews).code == 0
+    fields = ["position", "norm", "norm_position", "embed_norm", "activation", "bias", "pooling", "pooler"]
+    said = cli("ckpt_path=run", "output=out", program="export")
+    assert said.code == 2 and "BertForSequenceClassification" in said.err
+    assert [name for name in fields if f" {name}=" not in said.err] == []
+
+
+def test_a_classifier_of_transformers_has_the_names_of_the_labels_too(cli, output, place, reviews):
+    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 64}
+    transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).save_pretrained("base")
+    kept = [word for word in SHORT if not word.startswith("model.")]
+    assert cli(*kept, "experiment=finetune", "data=classify", "model=hf", "model.path=base", *reviews).code == 0
+    output("export", "ckpt_path=run", "output=out")
+    assert transformers.AutoConfig.from_pretrained("out").id2label == {0: "bad", 1: "good", 2: "neither"}
+
+
 def test_a_folder_that_is_not_empty_stays_as_it_is(assert_refused, last, place):
     (place / "out").mkdir()
     (place / "out" / "note.txt").write_text("mine", encoding="utf-8")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import Tokenizer, train_tokenizer
 from minitx.interop import load_hf, pretrained_hf, save_hf, save_pretrained
+from minitx.nn import DotProductAttention
 from minitx.nn.models import build_model
 
 OWN_BERT = {"architecture": "encoder", "norm_position": "post", "embed_norm": True, "activation": "gelu", "norm_eps": 1e-12}
@@ -299,9 +300,11 @@ def test_what_cannot_be_read_is_named(tmp_path):
 # models of our own
 
 
+SIZES_OF_OWN = {"vocab_size": V, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 31, "dropout": 0.2}
+
+
 def own(**options):
-    sizes = {"vocab_size": V, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 31, "dropout": 0.2}
-    return build_model(TransformerConfig(**{**sizes, **options})).eval()
+    return build_model(TransformerConfig(**{**SIZES_OF_OWN, **options})).eval()
 
 
 @pytest.mark.parametrize(
@@ -348,12 +351,123 @@ def test_a_bert_of_our_own_without_token_types_answers_the_same_in_transformers(
         ({"scale": "learned"}, None, "scale='learned'.*'inv_sqrt'"),
         ({}, "gpt3", r"model_type='gpt3' .*gpt2"),
         ({}, "bert", r"Bert\w+"),
+        ({**OWN_BERT, "head": "sequence", "num_labels": 3}, None, "BertForSequenceClassification, pooler=False would be True$"),
     ],
 )
 def test_a_model_that_no_family_or_not_the_wanted_one_expresses_is_refused_by_field(options, model_type, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         save_hf(own(**options), tmp_path, model_type=model_type)
     assert not list(tmp_path.iterdir())
+
+
+CLASSIFIER = {**OWN_BERT, "head": "sequence", "num_labels": 3, "pooler": True}
+VISION = {"architecture": "vision", "image_size": 12, "num_channels": 2, "head": "sequence", "num_labels": 3}
+T5 = {
+    "architecture": "encoder_decoder",
+    "position": "t5",
+    "scale": "unscaled",
+    "norm": "rms",
+    "bias": False,
+    "activation": "relu",
+}
+GEMMA3 = {
+    **ROTARY,
+    "activation": "geglu_tanh",
+    "norm_position": "sandwich",
+    "scale_embeddings": True,
+    "qk_norm": "rms",
+    "norm_eps": 1e-6,
+}
+GEMMA3["window"] = (5, None)
+OWN = {
+    "gpt2": {"activation": "gelu_tanh"}, "llama": ROTARY, "mistral": ROTARY, "gemma3_text": GEMMA3, "bert": CLASSIFIER,
+    "roberta": {**OWN_BERT, "head_transform": True, "head_bias": True, "position_offset": 2, "pad_id": 1}, "vit": VISION, "t5": T5,
+}  # fmt: skip
+CHANGES = [
+    {"sinks": True}, {"softcap": 3.0}, {"qk_norm": "l2"}, {"layer_scale": 0.1}, {"scale_factor": 2.0}, {"scale": "learned"},
+    {"embed_dim": 14, "head_dim": 6}, {"num_kv_heads": 1}, {"activation": "relu2"}, {"norm": "rms"}, {"bias": False}, {"pooling": "mean"},
+    {"rotary_scaling": "yarn", "rotary_factor": 2.0, "rotary_original_len": 13}, {"position": "none"},
+]  # fmt: skip
+
+
+def refusal(family, options, folder):
+    """The fields and keys that stand in the refusal of a model. None if its fields do not go together."""
+    try:
+        model = own(**options)
+    except ValueError:
+        return None
+    try:
+        save_hf(model, folder, model_type=family)
+    except ValueError as error:
+        return set(re.findall(r"([\w.]+)=", str(error)))
+    return set()
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_what_stands_in_the_way_of_a_model_alone_stands_there_among_others_too(family, tmp_path):
+    base, together, changes = OWN[family], OWN[family], []
+    assert refusal(family, base, tmp_path / "base") == set()
+    for change in CHANGES:
+        alone = refusal(family, {**base, **change}, tmp_path / "alone")
+        more = {**together, **change}
+        if alone and refusal(family, more, tmp_path / "together") is not None:
+            together = more
+            changes.append(alone & {*change, "hidden_act", "rope_parameters.rope_type"})
+    found = refusal(family, together, tmp_path / "together")
+    assert len(changes) >= 7 and all(changes)
+    assert [names for names in changes if names.isdisjoint(found)] == []
+    assert not (tmp_path / "together").exists()
+
+
+def test_berts_layer_before_a_sequence_head_is_the_pooler():
+    numbers = []
+    for options in ({"pooler": True}, {"pooler": False, "head_transform": True}):
+        torch.manual_seed(3)
+        model = own(**{**CLASSIFIER, **options})
+        numbers.append((model(torch.tensor([[1, 2, 3]])), model.state_dict()))
+    torch.testing.assert_close(numbers[0], numbers[1], rtol=0, atol=0)
+
+
+def test_a_core_of_its_own_stands_in_a_refusal_beside_the_fields(tmp_path):
+    config = TransformerConfig(**{**SIZES_OF_OWN, "sinks": True, "activation": "gelu_tanh"})
+    with pytest.raises(ValueError, match="GPT2LMHeadModel, sinks=True would be False, core=, an attention core of its own"):
+        save_hf(build_model(config, core=DotProductAttention), tmp_path)
+
+
+def test_fields_without_an_effect_stand_in_no_ones_way(tmp_path):
+    for options in (
+        {"head": "token", "num_labels": 3, "pooling": "mean", "head_bias": True},
+        {"head": "none", "tie_embeddings": False},
+    ):
+        save_hf(own(**OWN_BERT, **options), tmp_path / options["head"])
+    save_hf(own(**VISION, tie_embeddings=False), tmp_path / "vit")
+
+
+LABELLED = {
+    "pooler": CLASSIFIER, "head_transform": {**CLASSIFIER, "pooler": False, "head_transform": True, "head_bias": True}, "vit": VISION,
+    "token": {**CLASSIFIER, "pooler": False, "head": "token"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_a_classifier_is_saved_with_the_names_of_its_labels(name, tmp_path):
+    model = own(**LABELLED[name])
+    save_hf(model, tmp_path, labels=("good", "bad", "neither"))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config.id2label == {0: "good", 1: "bad", 2: "neither"} and config.label2id["bad"] == 1
+    theirs, (inputs, real) = (
+        getattr(transformers, config.architectures[0]).from_pretrained(tmp_path).eval(),
+        batch("right", name),
+    )
+    with torch.no_grad():
+        if name == "vit":
+            want, got = theirs(pixel_values=inputs).logits, model(inputs)
+        else:
+            want, got = theirs(inputs, attention_mask=real.long()).logits, model(inputs, key_mask=real)
+            want, got = (want[real], got[real]) if name == "token" else (want, got)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="labels must be 3 names"):
+        save_hf(model, tmp_path, labels=("good", "bad"))
 
 
 # what lies beside the weights
