@@ -48,7 +48,7 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "ge
 
 
 class UnsupportedError(ValueError):
-    """A ``config.json`` asks for something that our blocks do not compute."""
+    """A ``config.json`` has an option that our blocks do not compute."""
 
 
 @dataclass(frozen=True)

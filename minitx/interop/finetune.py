@@ -234,7 +234,7 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 def _with_lora(model: Any, lora: Lora, task: str | None, level: int) -> Any:
-    """Put an adapter around the model. What PEFT warns of is logged at ``level``."""
+    """Put an adapter around the model. Warnings of PEFT are logged at ``level``."""
     try:
         import peft
     except ImportError:
@@ -246,17 +246,22 @@ def _with_lora(model: Any, lora: Lora, task: str | None, level: int) -> Any:
     with logging_warnings(level):
         adapted = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **own))
     for names in adapted_ties(adapted):
-        if still := [tie for tie in _ties_without_config(model) if not {*tie}.isdisjoint(names)]:
-            said = f"the adapter changes a weight that {' and '.join(still[0])} of {type(model).__name__} share"
-            raise ValueError(f"model.lora: {said}, and no config of the model keeps them apart: choose other target_modules")
-        said = "model.lora: %s are one weight, which the adapter changes in one place: an exported model holds each apart"
-        log.log(level, said, " and ".join(names))
+        if any(not {*tie}.isdisjoint(names) for tie in _ties_without_config(model)):
+            raise ValueError(
+                f"model.lora: {type(model).__name__} ties {' and '.join(names)} whatever its config says, and the adapter would change "
+                "only one of them: choose other target_modules"
+            )
+        log.log(
+            level,
+            "model.lora: %s are tied, and the adapter changes one of them: an exported model is untied",
+            " and ".join(names),
+        )
     return adapted
 
 
 @contextmanager
 def logging_warnings(level: int) -> Iterator[None]:
-    """A context in which a warning of PEFT for its users becomes a line of the log. Deprecations, for programmers, are left out."""
+    """Log the warnings of PEFT in this context, without deprecations."""
     with warnings.catch_warnings(record=True, action="always") as caught:
         yield
     texts = [" ".join(str(warning.message).split()) for warning in caught if issubclass(warning.category, UserWarning)]
@@ -265,13 +270,13 @@ def logging_warnings(level: int) -> Iterator[None]:
 
 
 def adapted_ties(model: nn.Module) -> list[list[str]]:
-    """Return the names of each tied weight that an adapter of PEFT changes in one of its places. The names are those without adapters."""
+    """Return the names of each tied weight that an adapter of PEFT changes under one name. The names are those of the model without adapters."""
     ties = [names for names in _names_of_weights(model) if any(PLACE_OF_ADAPTER.search(name) for name in names)]
     return [[PLACE_OF_ADAPTER.sub(".", name.removeprefix("base_model.model.")) for name in names] for names in ties]
 
 
 def _names_of_weights(model: nn.Module) -> list[list[str]]:
-    """The names of each weight that has several."""
+    """The names of each weight with several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -279,7 +284,7 @@ def _names_of_weights(model: nn.Module) -> list[list[str]]:
 
 
 def _ties_without_config(model: Any) -> list[list[str]]:
-    """The names of the weights that a model of this class ties even where its config unties them."""
+    """The names of the weights that this class of model ties even with ``tie_word_embeddings=False``."""
     config = copy.deepcopy(model.config)
     config.tie_word_embeddings = False
     with torch.device("meta"):
@@ -288,8 +293,8 @@ def _ties_without_config(model: Any) -> list[list[str]]:
 
 @torch.no_grad()
 def merged(model: Any) -> Any:
-    """Return a model of PEFT with its adapters merged into its weights, in place. A tied weight that an adapter changes in one place is
-    untied, in the config, too."""
+    """Return a model of PEFT with its adapters merged into its weights, in place. Tied weights are untied if an adapter changes one of
+    them."""
     if adapted_ties(model):
         _untie(model)
     with logging_warnings(logging.INFO):
@@ -297,7 +302,7 @@ def merged(model: Any) -> Any:
 
 
 def _untie(model: nn.Module) -> None:
-    """Give each name of a tied weight a weight of its own."""
+    """Give each name of a tied weight a separate copy, and set the configs."""
     shared = {model.get_parameter(names[0]) for names in _names_of_weights(model)}
     for module in model.modules():
         if hasattr(module, "base_layer") and not shared.isdisjoint(module.base_layer.parameters()):  # type: ignore[union-attr]
