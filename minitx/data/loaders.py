@@ -42,8 +42,8 @@ def overrides(part: Any, base: type, name: str) -> bool:
 class Collated(Split):
     """A map-style data set and the function that makes a batch of its rows.
 
-    A batch must be a mapping with ``labels``, or a pair of tensors, of which the first is ``inputs`` and the second ``labels``. Random
-    draws of the data set and of the function, from the generators of Python, NumPy and torch, depend on (seed, step, first row).
+    A batch must be a mapping with ``labels``, or a pair of tensors (``inputs``, ``labels``). Random draws of the data set and of the
+    function, from the generators of Python, NumPy and torch, depend on (seed, step, first row).
 
     Raises:
         ConfigError: the loader is not a plain ``DataLoader`` over a map-style data set.
@@ -59,19 +59,21 @@ class Collated(Split):
         rows, sampler = loader.dataset, loader.sampler
         is_indexed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, IterableDataset)
         require(
-            is_indexed, f"{place} reads {type(rows).__name__}, which needs len() and [i]: minitx chooses the rows of a step"
+            is_indexed,
+            f"{place} reads {type(rows).__name__} without len() or [i], and minitx chooses the rows of a step by their number",
         )
         is_plain = loader.batch_size is not None and type(sampler) in (RandomSampler, SequentialSampler)
         repeats = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(rows))
         chooses = type(sampler if loader.batch_size is not None else loader.batch_sampler).__name__
         require(
             is_plain and not repeats,
-            f"{place} chooses rows by a {chooses} of its own, and minitx chooses the rows of a step: repeat or leave out rows in the "
-            "data set",
+            f"{place} chooses rows by {chooses}, but minitx chooses the rows of a step: repeat or leave out rows in the data set",
         )
         changes = [name for name in ("__iter__", "__len__") if overrides(loader, DataLoader, name)]
         require(not changes, f"{place} returns a {type(loader).__name__} with its own {', '.join(changes)}: use collate_fn")
-        require(loader.worker_init_fn is None, f"{place} has a worker_init_fn, which minitx does not call: use the data set")
+        require(
+            loader.worker_init_fn is None, f"minitx does not call the worker_init_fn of {method}: do its work in the data set"
+        )
         self.rows, self.make, self.method = rows, loader.collate_fn, method
 
     def __len__(self) -> int:
@@ -99,7 +101,7 @@ def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
     """Return a ``LightningDataModule`` as a task, with ``batch_size`` and ``num_workers`` of its training loader.
 
     ``prepare_data`` and ``setup`` are called as Lightning calls them. While they run, ``data.trainer.world_size`` is the number of
-    processes. ``teardown`` is not called. The attributes ``tokenizer`` and ``model_fields``, if there are any, are those of the task.
+    processes. ``teardown`` is not called. The task takes the attributes ``tokenizer`` and ``model_fields``, if there are any.
 
     Args:
         data: a data module of ``lightning`` or ``pytorch_lightning``.
@@ -132,7 +134,7 @@ def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
         data.trainer = trainer
     require(not data.state_dict(), f"data: {name}.state_dict is not empty, and minitx does not save it")
     if isinstance(loader.sampler, SequentialSampler):
-        log.info("data: minitx shuffles the rows of %s.train_dataloader, which has shuffle=False", name)
+        log.info("data: minitx shuffles the rows of %s.train_dataloader in spite of shuffle=False", name)
     fields = dict(getattr(data, "model_fields", {}))
     task = Task(name=name, model_fields=fields, tokenizer=getattr(data, "tokenizer", None), **splits)
     return task, {"batch_size": loader.batch_size, "num_workers": loader.num_workers}

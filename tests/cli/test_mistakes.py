@@ -25,7 +25,7 @@ def mistyped(name, seed):
     return draw.choice([word for word in changed if word != name])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("key", ["model.num_layers=3", "trainer.max_steps=9", "optimizer.lr=0.1", "data.context_len=9", "callbacks.probe.every=2",
                                  "schedule.warmup_steps=0", "evaluation.num_shown=1", "seed=3", "output_dir=a"])  # fmt: skip
 def test_for_a_mistyped_group_a_key_is_suggested_that_is_accepted(key, seed):

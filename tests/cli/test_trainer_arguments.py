@@ -31,7 +31,10 @@ def exists(key):
     return True
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+QUICK = ("gradient_clip_val", "devices", "detect_anomaly", "max_time", "logger")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARGUMENTS])
 def test_an_argument_of_lightnings_trainer_is_passed_on_or_refused_with_the_key_to_use(name):
     extra, has_key = f"trainer.extra.{name}", name in defaults(TrainerConfig)
     key = refused(f"{extra}=1")

@@ -126,13 +126,13 @@ BATCHES = [[0, 1], [2, 3]]
 REFUSED = {
     "a weighted sampler": (
         lambda: Pairs(shuffle=False, sampler=SAMPLER),
-        "train_dataloader chooses rows by a WeightedRandomSampler",
+        "train_dataloader chooses rows by WeightedRandomSampler",
     ),
-    "rows that come twice": (lambda: Pairs(shuffle=False, sampler=REPEATS), "train_dataloader chooses rows by a RandomSampler"),
-    "rows left out": (lambda: Pairs(shuffle=False, sampler=FEWER), "train_dataloader chooses rows by a RandomSampler"),
+    "rows that come twice": (lambda: Pairs(shuffle=False, sampler=REPEATS), "train_dataloader chooses rows by RandomSampler"),
+    "rows left out": (lambda: Pairs(shuffle=False, sampler=FEWER), "train_dataloader chooses rows by RandomSampler"),
     "batches of its own": (
         changed(train_dataloader=lambda self: DataLoader(self.rows, batch_sampler=BATCHES)),
-        "train_dataloader chooses rows by a list",
+        "train_dataloader chooses rows by list",
     ),
     "no batches": (
         changed(train_dataloader=lambda self: DataLoader(self.rows, batch_size=None)),
@@ -140,7 +140,7 @@ REFUSED = {
     ),
     "an iterable": (
         changed(train_dataloader=lambda self: DataLoader(Stream())),
-        "train_dataloader reads Stream, which needs len",
+        "train_dataloader reads Stream without len",
     ),
     "a loader of its own": (
         changed(val_dataloader=lambda self: Twice(self.rows)),
@@ -154,7 +154,7 @@ REFUSED = {
         lambda: type("Lone", (L.LightningDataModule,), {"train_dataloader": lambda self: DataLoader([])})(),
         "Lone needs a val_dataloader",
     ),
-    "a function for workers": (lambda: Pairs(worker_init_fn=print), "has a worker_init_fn"),
+    "a function for workers": (lambda: Pairs(worker_init_fn=print), "does not call the worker_init_fn of train_dataloader"),
     "a hook on batches": (changed(on_after_batch_transfer=lambda self, batch, index: batch), "Changed.on_after_batch_transfer"),
     "a transfer of its own": (
         changed(transfer_batch_to_device=lambda self, batch, device, index: batch),

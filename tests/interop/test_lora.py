@@ -25,6 +25,7 @@ FAMILIES = {
     "bart": ("seq2seq", transformers.BartForConditionalGeneration, BART, "lm_head", "embed_tokens"),
 }  # fmt: skip
 AUTO = {"language_model": "AutoModelForCausalLM", "masked_lm": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
+QUICK = ("llama", "t5")
 ADAPTERS = {
     "head": lambda head, table: {"target_modules": (head,)},
     "embeddings": lambda head, table: {"target_modules": (table,)},
@@ -88,7 +89,7 @@ def exported(model, name, folder):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES])
 def test_the_exported_folder_has_the_logits_of_the_checkpoint(name, adapter, tied, tmp_path):
     task, _, _, *parts = FAMILIES[name]
     before = logits(folder_of(name, tied, tmp_path / "base"), name)

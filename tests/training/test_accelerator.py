@@ -173,6 +173,7 @@ def test_a_run_has_the_numbers_of_the_cpu_and_is_evaluated_on_its_device(make_co
     }
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_evaluated_on_the_device_and_the_best_are_tested_there(make_config, tmp_path):
     rows = [{"input_ids": torch.tensor([i % 7, i % 3]), "labels": torch.tensor([i % 5, i % 2])} for i in range(8)]
     config = make_config(trainer__ckpt_every=2, trainer__val_every=2, callbacks__parts=EMA)
@@ -183,6 +184,7 @@ def test_averaged_weights_are_evaluated_on_the_device_and_the_best_are_tested_th
     assert seen == {part: {pretend.NAME} for part in ("fit", "average", "evaluation", "test")}
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_on_its_device_to_be_evaluated_is_evaluated_on_the_cpu(make_config, tmp_path):
     config = dataclasses.replace(
         make_config(**MATH, trainer__max_steps=2), evaluation=EvaluationConfig(at_end=True, num_rows=5)
@@ -210,6 +212,7 @@ def without_float64(config, folder):
     return found["metrics"], found["probes"], found["evaluation"][0]["metrics"]
 
 
+@pytest.mark.slow
 def test_a_device_without_float64_trains_probes_and_evaluates(make_config, tmp_path):
     config = make_config(**MATH, probe__every=4, trainer__max_steps=4)
     config = dataclasses.replace(config, evaluation=EvaluationConfig(at_end=True, num_rows=5))
@@ -243,6 +246,7 @@ def resumed(config, folder):
     return [content(folder / name)["metrics"] for name in ("whole", "stopped")]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_draws_on_the_device_what_the_whole_run_draws(make_config, tmp_path):
     config = make_config(**MATH, model__dropout=0.4, trainer__ckpt_every=3)
     for whole, stopped in on_both(resumed, tmp_path, config):
