@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitx.analysis.positions import Teller, models_that_count
 from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.bias import TensorBias, as_bias
@@ -133,7 +134,8 @@ def capture(
             added after compiling never run.
 
     Warns:
-        UserWarning: ``weights`` or ``scores`` will take more than 1 GiB; or, at the end, a layer did not run. The hooks do not
+        UserWarning: ``weights`` or ``scores`` will take more than 1 GiB; a model of transformers gets padding on the left without
+            ``position_ids``, and counts it as tokens (GPT-2); or, at the end, a layer did not run. The hooks do not
             run if a function compiled earlier, such as ``torch.compile(model)``, is called instead of ``model``.
 
     >>> from minitx.nn import MultiHeadAttention
@@ -157,7 +159,7 @@ def watch(model: nn.Module, recorder: Recorder, *, layers: Layers = None, heads:
     what = next((name for name, known in RECORDERS.items() if known is recorder), None)
     decoders = {name: module for name, module in model.named_modules() if _mask_of_queries(type(module))}  # type: ignore[arg-type]
     watcher = _Watcher(Seen(list(cores), what), recorder, heads)
-    with before_calls(cores, watcher.enter_core), before_calls(decoders, watcher.enter_model):
+    with telling_of_padding(model), before_calls(cores, watcher.enter_core), before_calls(decoders, watcher.enter_model):
         yield watcher.seen
     warn_of_silence(model, watcher.seen)
 
@@ -173,7 +175,7 @@ def _watch_outputs(model: nn.Module, what: str, layers: Layers, heads: Indices) 
             out = out.unflatten(0, rows[layer_of(name, rows)]) if out.dim() == 2 else out
             seen[name].append(out.clone() if heads is None else out[:, places_of("heads", heads, out.shape[1], out.device)])
 
-    with rows_of_blocks(model) as rows, ExitStack() as hooks:
+    with telling_of_padding(model), rows_of_blocks(model) as rows, ExitStack() as hooks:
         for name, module in modules.items():
             hooks.enter_context(module.register_forward_hook(Hook(partial(leave, name))))
         yield seen
@@ -200,6 +202,11 @@ def before_calls(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -
         for name, module in modules.items():
             hooks.enter_context(module.register_forward_pre_hook(Hook(partial(enter, name)), with_kwargs=True))
         yield
+
+
+def telling_of_padding(model: nn.Module) -> AbstractContextManager[None]:
+    """Warn, while the context is open, where a model counts padding on the left as tokens."""
+    return before_calls(models_that_count(model), Teller().enter)
 
 
 @contextmanager
@@ -337,12 +344,6 @@ def layer_of(name: str, blocks: Iterable[str] = ()) -> str:
     name = next((block for block in blocks if f"{name}.".startswith(f"{block}.".lstrip("."))), name)
     numbered = re.match(r"(.*\.)?\d+(?=\.|$)", name)
     return numbered[0] if numbered else name
-
-
-def home_of(model: nn.Module, name: str) -> str:
-    """Return the innermost model of transformers around the module ``name``: the pictures of a model of text have their own."""
-    around = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    return next((path for path in reversed(around) if hasattr(type(model.get_submodule(path)), "base_model_prefix")), "")
 
 
 def chosen_names(names: Sequence[str], layers: Layers, layer_of_name: Mapping[str, str] | None = None) -> list[str]:

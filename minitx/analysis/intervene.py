@@ -24,15 +24,16 @@ from minitx.analysis.capture import (
     capture,
     chosen_modules,
     chosen_names,
-    home_of,
     layer_of,
     modules_of,
     places_of,
     rows_of_blocks,
     stream_of,
+    telling_of_padding,
     warn_of_silence,
 )
 from minitx.analysis.heads import UNKNOWN, mean_interval
+from minitx.analysis.positions import home_of, with_positions
 from minitx.analysis.snapshot import Snapshot
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_block, is_recomputing
@@ -89,7 +90,7 @@ def intervene(
             compiled; or activation checkpointing runs a call again that cannot be told apart from another call.
 
     Warns:
-        UserWarning: a chosen layer did not run at all, as in ``capture``.
+        UserWarning: a chosen layer did not run at all, or padding on the left is counted as tokens, as in ``capture``.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(6, 2), torch.randn(1, 3, 6)
@@ -109,7 +110,7 @@ def intervene(
         if not (both := modules.keys() & to.keys()):
             raise ValueError(f"the records hold none of the layers {', '.join(modules)}")
         modules = {name: module for name, module in modules.items() if name in both}
-    with rows_of_blocks(model) as rows, ExitStack() as hooks:
+    with telling_of_padding(model), rows_of_blocks(model) as rows, ExitStack() as hooks:
         parts = {name: _Part(name, what, to, heads, positions, rows) for name in modules}
         for name, module in modules.items():
             if what in OUTPUTS:
@@ -293,6 +294,7 @@ def patch_heads(
     """
     if what not in (kinds := ("values", "heads", "weights", "scores")):
         raise ValueError(f"what={what!r} must be one of {', '.join(kinds)}: what a head has")
+    clean, corrupted = (with_positions(model, batch) for batch in (clean, corrupted))
     with evaluating(model):
         with capture(model, what=what) as seen:
             right = _of_rows(score(logits_of(model(**clean))), "score")
@@ -333,7 +335,7 @@ def answers_without_heads(
     >>> [len(heads) for heads in without.values()], without["blocks.0.attention.core"][2][0][0].right
     ([3, 3], '5')
     """
-
+    inputs = with_positions(model, inputs)
     B, found = len(asked.rows), dict[str, list[Rows]]()
     length = inputs[asked.axis].shape[1] if asked.axis in inputs else 1
     at_once = max(1, COPIED_TOKENS // (B * length))
@@ -450,6 +452,7 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
     >>> logits.shape, bool(torch.equal(logits[-1], model(ids)))
     (torch.Size([2, 1, 4, 11]), True)
     """
+    inputs = dict(with_positions(model, inputs))
     with evaluating(model):
         with capture(model, what="residual") as seen:
             calls = _block_calls(model, inputs)

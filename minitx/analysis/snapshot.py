@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Asked, read_answers
-from minitx.analysis.capture import Layers, Look, home_of, warn_of_calls, watch
+from minitx.analysis.capture import Layers, Look, warn_of_calls, watch
+from minitx.analysis.positions import home_of, with_positions
 from minitx.analysis.statistics import over_tiles
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
@@ -147,7 +148,8 @@ def take_snapshot(
 
     Args:
         inputs: the arguments of the model by name (``input_ids``, ``key_mask``, ``decoder_input_ids`` …), or a tensor, its
-            first argument. Ids (L,) are one row.
+            first argument. Ids (L,) are one row. Where a model of transformers counts padding on the left as tokens (GPT-2), it
+            gets ``position_ids`` from ``attention_mask``.
         tokens: the texts of the tokens, see ``Snapshot``. Default: the ids as numbers, and ``row,column`` for image patches.
         layers: as in ``capture``.
         asked: questions, whose answers the snapshot keeps if the model's output holds logits for them (see ``read_answers``).
@@ -166,7 +168,7 @@ def take_snapshot(
     >>> snapshot.maps[1].weights.shape, snapshot.tokens["input_ids"]
     (torch.Size([1, 3, 4, 4]), [['1', '2', '3', '5']])
     """
-    inputs = named_inputs(model, inputs)
+    inputs = with_positions(model, named_inputs(model, inputs))
     device = next(iter(inputs.values())).device
     with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
         output = model(**inputs)
