@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.blocks import is_block
 from minitx.nn.positions import position_ids_from
 
 OFFSETS = range(3)
@@ -28,9 +30,9 @@ def _is_model(module: nn.Module) -> bool:
 def models_that_count(model: nn.Module) -> dict[str, nn.Module]:
     """Return, by name, the models of transformers with a table of absolute positions that count columns where they get no ``position_ids``.
 
-    The table is an ``nn.Embedding``, other than the table of the tokens, with a row for each of ``max_position_embeddings``. A table with a
-    row for padding (``padding_idx``) is that of a model that counts the tokens itself (RoBERTa). Rotary positions have no table:
-    only distances count there.
+    The table is an ``nn.Embedding``, other than the table of the tokens, with a row for each of ``max_position_embeddings``. A model whose
+    table has a row for padding (``padding_idx``) counts the tokens itself (RoBERTa). Rotary positions have no table: only
+    distances count there.
     """
     found: dict[str, nn.Module] = {}
     for name, table in model.named_modules():
@@ -87,6 +89,39 @@ class Teller:
                 "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does",
                 stacklevel=2,
             )
+
+
+def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
+    """Return, by name, the modules that say with their arguments how much of a text was read before.
+
+    They are the models of transformers, our blocks, and attention of ours in no such block. Attention in a block isn't asked, because
+    cross-attention runs when the block's cache already counts the new tokens.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_ours = (is_block(module) or isinstance(module, MultiHeadAttention)) and "cache" in _arguments(module)
+        if _is_model(module) or (is_ours and not any(is_block(model.get_submodule(one)) for one in _around(name, found))):
+            found[name] = module
+    return found
+
+
+def length_before(module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
+    """Return how many positions the cache holds with which one of ``modules_with_caches`` is called."""
+    given = dict(zip(_arguments(module), args, strict=False)) | dict(options)
+    if not _is_model(module):
+        return getattr(given.get("cache"), "length", 0)
+    cache: Any = given.get("past_key_values")
+    return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+
+
+def innermost(name: str, of_modules: Mapping[str, int]) -> int:
+    """Return the number of the innermost module around ``name``, 0 where there is none."""
+    return max(((len(one), of_modules[one]) for one in _around(name, of_modules)), default=(0, 0))[1]
+
+
+def _around(name: str, modules: Iterable[str]) -> Iterator[str]:
+    """Those of the ``modules`` that contain the module ``name``, or are it."""
+    return (one for one in modules if not one or f"{name}.".startswith(f"{one}."))
 
 
 def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
