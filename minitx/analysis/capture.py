@@ -309,14 +309,17 @@ def chosen_modules(model: nn.Module, what: str, layers: Layers, heads: Indices =
     if not modules:
         raise ValueError(f"{type(model).__name__} has no {_missing(model, what)}")
     refuse_compiled(model)
-    return {name: modules[name] for name in chosen_names(list(modules), layers, layers_of(model))}
+    return {
+        name: modules[name] for name in chosen_names(list(modules), layers, layers_of(model), LACKS.get(what, LACKS["weights"]))
+    }
 
 
 def _missing(model: nn.Module, what: str) -> str:
     """What ``model`` lacks, why, and what to do."""
-    block = "Block, and no layer that adopt_hf knows as one"
+    mark = "Mark the class of the layers whose output is the residual stream with is_block = True"
     other = "it holds no attention of minitx. adopt_hf gives one to a model of transformers"
-    parts = {"heads": f"attention core: {other}", "feedforward": f"{block} with one feed-forward part", "residual": block}
+    parts = {"heads": f"attention core: {other}", "residual": f"block. {mark}"}
+    parts["feedforward"] = f"block with one feed-forward part, named {', '.join(FEEDFORWARD)}. {mark}"
     if what in parts:
         return parts[what]
     core = next(iter(modules_of(model, "heads").values()), None)
@@ -346,12 +349,19 @@ def layer_of(name: str, blocks: Iterable[str] = ()) -> str:
     return numbered[0] if numbered else name
 
 
-def chosen_names(names: Sequence[str], layers: Layers, layer_of_name: Mapping[str, str] | None = None) -> list[str]:
+LACKS = {"weights": "attention with weights", "heads": "attention", "feedforward": "one feed-forward part", "residual": "block"}
+"""In words, what a layer lacks that has no record."""
+
+
+def chosen_names(
+    names: Sequence[str], layers: Layers, layer_of_name: Mapping[str, str] | None = None, lacks: str = "record"
+) -> list[str]:
     """Return the names that ``layers`` selects, in the order of ``names``. ``layers`` are numbers of layers, or parts of names.
 
     Args:
         layer_of_name: the layer of each name. Its different values, in their order, are what numbers select. Default: as in
             ``layer_of``.
+        lacks: what a layer of none of the names lacks, for the error.
 
     Raises:
         ValueError: no entry, or one that selects nothing.
@@ -363,18 +373,21 @@ def chosen_names(names: Sequence[str], layers: Layers, layer_of_name: Mapping[st
         return list(names)
     places = {name: layer_of(name) for name in names} if layer_of_name is None else layer_of_name
     numbered = list(dict.fromkeys(places.values()))
+    having = {places[name] for name in names}
     chosen: set[str] = set()
     for layer in [layers] if isinstance(layers, int | str) else layers:
-        known: Sequence[str] = names
         if isinstance(layer, str):
             part = re.compile(re.escape(layer) + r"(?!\d)")  # block 1 is not block 10
             found = [layer] if layer in names else [name for name in names if part.search(name)]
+            if not found:
+                raise ValueError(f"layers: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
         else:
-            known = [f"{i} ({place})" for i, place in enumerate(numbered) if place in map(places.get, names)]
-            place = numbered[layer] if -len(numbered) <= layer < len(numbered) else None
-            found = [name for name in names if places[name] == place]
-        if not found:
-            raise ValueError(f"layers: {layer!r} is none of the {len(known)} layers {', '.join(known)}")
+            known = ", ".join(f"{i} ({place})" for i, place in enumerate(numbered) if place in having)
+            if not -len(numbered) <= layer < len(numbered):
+                raise ValueError(f"layers: {layer!r} is none of the {len(having)} layers {known}")
+            if numbered[layer] not in having:
+                raise ValueError(f"layers: layer {layer} ({numbered[layer]}) has no {lacks}; the layers with it are {known}")
+            found = [name for name in names if places[name] == numbered[layer]]
         chosen.update(found)
     if not chosen:
         raise ValueError(f"layers={layers!r} names none of the {len(names)} layers {', '.join(names)}")

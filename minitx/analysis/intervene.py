@@ -24,7 +24,6 @@ from minitx.analysis.capture import (
     before_calls,
     capture,
     chosen_modules,
-    chosen_names,
     layer_of,
     modules_of,
     places_of,
@@ -396,7 +395,7 @@ def answers_without_heads(
     with evaluating(model), full_precision(next(iter(inputs.values())).device):
         with _count_heads(model) as num_heads:
             model(**inputs)
-        for name in chosen_names(list(num_heads), layers):
+        for name in chosen_modules(model, "heads", layers):
             found[name] = []
             for heads in torch.eye(num_heads[name], dtype=torch.bool).split(at_once):
                 n, at = len(heads), heads.repeat_interleave(B, 0)[:, :, None, None]  # (n · B, H, 1, 1)
@@ -496,7 +495,7 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
 
     Raises:
         ValueError: the model has no block, none runs, or the residual stream changes its shape between them; or the model has
-            no head, so that it returns no logits; or a layer without attention, which is no block, follows the last one (Mamba).
+            no head, so that it returns no logits; or a layer that isn't marked as a block follows the last block.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -530,12 +529,13 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
 
 
 def _refuse_layers_after(model: nn.Module, last: str) -> None:
-    """Raise an error if a list of layers goes on after the block ``last`` with layers that are no blocks: a lens would look through them."""
+    """Raise an error if layers of a list follow the block ``last`` that aren't blocks: a lens would look through them."""
     path, _, number = last.rpartition(".")
     layers = model.get_submodule(path)
     if isinstance(layers, nn.ModuleList) and not all(map(is_block, layers[int(number) + 1 :])):
         raise ValueError(
-            f"a layer of {path} without attention follows the last block, {last}: no lens reads the stream before it"
+            f"a layer of {path} that isn't marked as a block follows the last block, {last}, so no lens reads the stream before it: "
+            "mark its class with is_block = True"
         )
 
 

@@ -93,6 +93,7 @@ def test_padding_on_either_side_is_hidden_as_it_is_in_the_model(name, pad):
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.filterwarnings("ignore:GPT2Model counts the padding on the left")
 def test_looking_changes_no_bit_and_knocking_a_head_out_changes_the_answer(name):
     model = adopt_hf(build(name))
     plain = answer(model, name)
