@@ -349,6 +349,17 @@ def layer_of(name: str, blocks: Iterable[str] = ()) -> str:
     return numbered[0] if numbered else name
 
 
+def layer_numbers(names: Sequence[str]) -> list[str]:
+    """Return the numbers of layers for a figure: those in the names where they differ, else 0, 1, ….
+
+    >>> layer_numbers(["model.layers.3.self_attn.core", "model.layers.7.self_attn.core"]), layer_numbers(["near", "far"])
+    (['3', '7'], ['0', '1'])
+    """
+    told = [re.search(r"\d+$", layer_of(name)) for name in names]
+    numbers = [one[0] for one in told if one]
+    return numbers if len(set(numbers)) == len(names) else [str(i) for i in range(len(names))]
+
+
 LACKS = {"weights": "attention with weights", "heads": "attention", "feedforward": "one feed-forward part", "residual": "block"}
 """In words, what a layer lacks that has no record."""
 

@@ -19,6 +19,7 @@ from minitx.analysis import (  # noqa: E402
     capture,
     head_heatmap,
     head_scores,
+    heads_figure,
     heatmap_grid,
     intervene,
     knock_out_heads,
@@ -236,6 +237,8 @@ def test_every_layer_of_a_hybrid_has_the_number_that_it_has_in_the_model(options
     assert 0 < len(attending) < number
     snapshot = read_snapshot(write_snapshot(take_snapshot(model, ids), tmp_path))
     asked = next_tokens("input_ids", ids.tolist(), str, 99)
+    shown = heads_figure(head_scores(snapshot)).axes[0].get_yticklabels()
+    assert [text.get_text() for text in shown] == [str(i) for i in sorted(attending)]
     for i in range(number):
         assert list(records_of(model, ids, what="residual", layers=i)) == [layers[i]]
         if i in attending:
