@@ -75,12 +75,13 @@ def real_positions(given: Mapping[str, Any]) -> Tensor | None:
 
 
 class Teller:
-    """Warns once of padding on the left that a model counts as tokens. ``enter`` is a hook of ``models_that_count``."""
+    """Warns once of padding on the left that a model counts as tokens."""
 
     def __init__(self) -> None:
         self.told = False
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """Warn, where nobody was warned, if the model ``module`` is called with padding before a token and without positions."""
         given = dict(zip(_arguments(module), args, strict=False)) | dict(options)
         if not self.told and real_positions(given) is not None:
             self.told = True

@@ -239,6 +239,7 @@ def test_every_layer_of_a_hybrid_has_the_number_that_it_has_in_the_model(options
     asked = next_tokens("input_ids", ids.tolist(), str, 99)
     shown = heads_figure(head_scores(snapshot)).axes[0].get_yticklabels()
     assert [text.get_text() for text in shown] == [str(i) for i in sorted(attending)]
+    assert [one["number"] for one in data_of(view(model, ids).page)["layers"]] == [str(i) for i in sorted(attending)]
     for i in range(number):
         assert list(records_of(model, ids, what="residual", layers=i)) == [layers[i]]
         if i in attending:
