@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitx.analysis.positions import Teller, models_that_count
 from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.bias import TensorBias, as_bias
@@ -133,7 +134,8 @@ def capture(
             added after compiling never run.
 
     Warns:
-        UserWarning: ``weights`` or ``scores`` will take more than 1 GiB; or, at the end, a layer did not run. The hooks do not
+        UserWarning: ``weights`` or ``scores`` will take more than 1 GiB; a model of transformers gets padding on the left without
+            ``position_ids``, and counts it as tokens (GPT-2); or, at the end, a layer did not run. The hooks do not
             run if a function compiled earlier, such as ``torch.compile(model)``, is called instead of ``model``.
 
     >>> from minitx.nn import MultiHeadAttention
@@ -157,7 +159,7 @@ def watch(model: nn.Module, recorder: Recorder, *, layers: Layers = None, heads:
     what = next((name for name, known in RECORDERS.items() if known is recorder), None)
     decoders = {name: module for name, module in model.named_modules() if _mask_of_queries(type(module))}  # type: ignore[arg-type]
     watcher = _Watcher(Seen(list(cores), what), recorder, heads)
-    with before_calls(cores, watcher.enter_core), before_calls(decoders, watcher.enter_model):
+    with telling_of_padding(model), before_calls(cores, watcher.enter_core), before_calls(decoders, watcher.enter_model):
         yield watcher.seen
     warn_of_silence(model, watcher.seen)
 
@@ -173,7 +175,7 @@ def _watch_outputs(model: nn.Module, what: str, layers: Layers, heads: Indices) 
             out = out.unflatten(0, rows[layer_of(name, rows)]) if out.dim() == 2 else out
             seen[name].append(out.clone() if heads is None else out[:, places_of("heads", heads, out.shape[1], out.device)])
 
-    with rows_of_blocks(model) as rows, ExitStack() as hooks:
+    with telling_of_padding(model), rows_of_blocks(model) as rows, ExitStack() as hooks:
         for name, module in modules.items():
             hooks.enter_context(module.register_forward_hook(Hook(partial(leave, name))))
         yield seen
@@ -200,6 +202,11 @@ def before_calls(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -
         for name, module in modules.items():
             hooks.enter_context(module.register_forward_pre_hook(Hook(partial(enter, name)), with_kwargs=True))
         yield
+
+
+def telling_of_padding(model: nn.Module) -> AbstractContextManager[None]:
+    """Warn, while the context is open, where a model counts padding on the left as tokens."""
+    return before_calls(models_that_count(model), Teller().enter)
 
 
 @contextmanager
@@ -302,14 +309,17 @@ def chosen_modules(model: nn.Module, what: str, layers: Layers, heads: Indices =
     if not modules:
         raise ValueError(f"{type(model).__name__} has no {_missing(model, what)}")
     refuse_compiled(model)
-    return {name: modules[name] for name in chosen_names(list(modules), layers, layers_of(model))}
+    return {
+        name: modules[name] for name in chosen_names(list(modules), layers, layers_of(model), LACKS.get(what, LACKS["weights"]))
+    }
 
 
 def _missing(model: nn.Module, what: str) -> str:
     """What ``model`` lacks, why, and what to do."""
-    block = "Block, and no layer that adopt_hf knows as one"
+    mark = "Mark the class of the layers whose output is the residual stream with is_block = True"
     other = "it holds no attention of minitx. adopt_hf gives one to a model of transformers"
-    parts = {"heads": f"attention core: {other}", "feedforward": f"{block} with one feed-forward part", "residual": block}
+    parts = {"heads": f"attention core: {other}", "residual": f"block. {mark}"}
+    parts["feedforward"] = f"block with one feed-forward part, named {', '.join(FEEDFORWARD)}. {mark}"
     if what in parts:
         return parts[what]
     core = next(iter(modules_of(model, "heads").values()), None)
@@ -339,18 +349,30 @@ def layer_of(name: str, blocks: Iterable[str] = ()) -> str:
     return numbered[0] if numbered else name
 
 
-def home_of(model: nn.Module, name: str) -> str:
-    """Return the innermost model of transformers around the module ``name``: the pictures of a model of text have their own."""
-    around = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    return next((path for path in reversed(around) if hasattr(type(model.get_submodule(path)), "base_model_prefix")), "")
+def layer_numbers(names: Sequence[str]) -> list[str]:
+    """Return the numbers of layers for a figure: those in the names where they differ, else 0, 1, ….
+
+    >>> layer_numbers(["model.layers.3.self_attn.core", "model.layers.7.self_attn.core"]), layer_numbers(["near", "far"])
+    (['3', '7'], ['0', '1'])
+    """
+    told = [re.search(r"\d+$", layer_of(name)) for name in names]
+    numbers = [one[0] for one in told if one]
+    return numbers if len(set(numbers)) == len(names) else [str(i) for i in range(len(names))]
 
 
-def chosen_names(names: Sequence[str], layers: Layers, layer_of_name: Mapping[str, str] | None = None) -> list[str]:
+LACKS = {"weights": "attention with weights", "heads": "attention", "feedforward": "one feed-forward part", "residual": "block"}
+"""In words, what a layer lacks that has no record."""
+
+
+def chosen_names(
+    names: Sequence[str], layers: Layers, layer_of_name: Mapping[str, str] | None = None, lacks: str = "record"
+) -> list[str]:
     """Return the names that ``layers`` selects, in the order of ``names``. ``layers`` are numbers of layers, or parts of names.
 
     Args:
         layer_of_name: the layer of each name. Its different values, in their order, are what numbers select. Default: as in
             ``layer_of``.
+        lacks: what a layer of none of the names lacks, for the error.
 
     Raises:
         ValueError: no entry, or one that selects nothing.
@@ -362,18 +384,21 @@ def chosen_names(names: Sequence[str], layers: Layers, layer_of_name: Mapping[st
         return list(names)
     places = {name: layer_of(name) for name in names} if layer_of_name is None else layer_of_name
     numbered = list(dict.fromkeys(places.values()))
+    having = {places[name] for name in names}
     chosen: set[str] = set()
     for layer in [layers] if isinstance(layers, int | str) else layers:
-        known: Sequence[str] = names
         if isinstance(layer, str):
             part = re.compile(re.escape(layer) + r"(?!\d)")  # block 1 is not block 10
             found = [layer] if layer in names else [name for name in names if part.search(name)]
+            if not found:
+                raise ValueError(f"layers: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
         else:
-            known = [f"{i} ({place})" for i, place in enumerate(numbered) if place in map(places.get, names)]
-            place = numbered[layer] if -len(numbered) <= layer < len(numbered) else None
-            found = [name for name in names if places[name] == place]
-        if not found:
-            raise ValueError(f"layers: {layer!r} is none of the {len(known)} layers {', '.join(known)}")
+            known = ", ".join(f"{i} ({place})" for i, place in enumerate(numbered) if place in having)
+            if not -len(numbered) <= layer < len(numbered):
+                raise ValueError(f"layers: {layer!r} is none of the {len(having)} layers {known}")
+            if numbered[layer] not in having:
+                raise ValueError(f"layers: layer {layer} ({numbered[layer]}) has no {lacks}; the layers with it are {known}")
+            found = [name for name in names if places[name] == numbered[layer]]
         chosen.update(found)
     if not chosen:
         raise ValueError(f"layers={layers!r} names none of the {len(names)} layers {', '.join(names)}")

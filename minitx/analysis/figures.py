@@ -26,7 +26,6 @@ from minitx.analysis.canvas import (
     step_axis,
     token_labels,
 )
-from minitx.analysis.capture import chosen_names
 from minitx.analysis.snapshot import AttentionMap, Snapshot, as_weights
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) 
     any script are drawn with installed fonts, or as code points if no font has them.
 
     Args:
-        layer: the number of a layer of the snapshot, or a part of a map's name; it must fit one map. A decoder block with
+        layer: the number of a layer of the model, or a part of a map's name; it must fit one map. A decoder block with
             cross-attention has two. head: the index of the head. Negative numbers count from the end.
         row: the row of the batch. Its padding is left out.
 
@@ -270,7 +269,7 @@ def name_tokens(axis: Any, labels: Sequence[str], families: Sequence[str], every
 
 def _index(snapshot: Snapshot, layer: int | str) -> int:
     names = [one.name for one in snapshot.maps]
-    found = [name for name in names if layer in (name, short_name(name))] or chosen_names(names, [layer])
+    found = [name for name in names if layer in (name, short_name(name))] or snapshot.chosen([layer])
     if len(found) != 1:
         raise ValueError(f"layer={layer!r} fits {len(found)} of the {len(names)} attention layers {', '.join(names)}")
     return names.index(found[0])

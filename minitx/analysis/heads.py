@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from minitx.analysis.canvas import GREY, INK, PALETTE, label, legend, panels, short_name
+from minitx.analysis.capture import layer_numbers
 from minitx.analysis.snapshot import SOURCE, AttentionMap, Snapshot
 
 if TYPE_CHECKING:
@@ -534,12 +535,13 @@ def heads_figure(heads: Heads) -> Figure:
     for (cells, *depth), (kind, layers) in zip(axes, kinds.items(), strict=True):
         _cells(cells, [head for head in heads.heads if head.kind == kind], most)
         label(cells, f"{kind} attention", "head", "layer")
-        _by_depth(depth[0], [layer.entropy for layer in layers], [1.0] * len(layers))
+        numbers = layer_numbers([layer.name for layer in layers])
+        _by_depth(depth[0], numbers, [layer.entropy for layer in layers], [1.0] * len(layers))
         label(depth[0], "entropy (textbook: rises)", "layer", "normalised entropy")
         if kind == "cross":
             depth[1].remove()
             continue
-        _by_depth(depth[1], [layer.distance for layer in layers], [layer.uniform_distance for layer in layers])
+        _by_depth(depth[1], numbers, [layer.distance for layer in layers], [layer.uniform_distance for layer in layers])
         label(depth[1], "distance (textbook: rises)", "layer", "mean distance, tokens")
     cell = "value (control: u uniform, p position, s shuffled); colour: excess", "#084488", "s", ""
     legend(figure, [cell, ("mean of a layer's heads, 95 %", PALETTE[0][0], "o", ""), ("uniform attention", GREY, "", "--")])
@@ -562,13 +564,13 @@ def _cells(ax: Axes, heads: Sequence[Head], most: int) -> None:
     ax.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     ax.grid(False)
     ax.set_xticks(range(most))
-    ax.set_yticks(range(len(names)))
+    ax.set_yticks(range(len(names)), layer_numbers(names))
 
 
-def _by_depth(ax: Axes, found: Sequence[Interval], uniform: Sequence[float]) -> None:
+def _by_depth(ax: Axes, numbers: Sequence[str], found: Sequence[Interval], uniform: Sequence[float]) -> None:
     means = [one.mean for one in found]
     reach = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
     ax.errorbar(range(len(found)), means, yerr=reach, fmt="o", color=PALETTE[0][0], markersize=4, capsize=3)
     ax.plot(range(len(found)), uniform, "--", color=GREY, linewidth=1.2)
-    ax.set_xticks(range(len(found)))
+    ax.set_xticks(range(len(found)), numbers)
     ax.set_ylim(0, 1.06 * ax.get_ylim()[1])

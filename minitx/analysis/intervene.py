@@ -6,6 +6,7 @@ the old value, or a record of another run.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,16 +24,16 @@ from minitx.analysis.capture import (
     before_calls,
     capture,
     chosen_modules,
-    chosen_names,
-    home_of,
     layer_of,
     modules_of,
     places_of,
     rows_of_blocks,
     stream_of,
+    telling_of_padding,
     warn_of_silence,
 )
 from minitx.analysis.heads import UNKNOWN, mean_interval
+from minitx.analysis.positions import home_of, innermost, length_before, modules_with_caches, with_positions
 from minitx.analysis.snapshot import Snapshot
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_block, is_recomputing
@@ -80,8 +81,10 @@ def intervene(
             runs a call again, it gets the same record again.
         layers: as in ``capture``. Default: all.
         heads: the query heads. Default: all. Not for ``feedforward`` and ``residual``.
-        positions: the queries; for ``values`` the keys; for ``feedforward`` and ``residual`` the tokens. Negative positions
-            count from the end. Default: all.
+        positions: the queries; for ``values`` the keys; for ``feedforward`` and ``residual`` the tokens. They are columns of the
+            whole text, padding included: with a cache, position 0 is in the first call, and the calls after it stay unchanged. A
+            record of a text of another length gives the same positions. Negative positions count from the end of what a call
+            reads. Where a cache continues a text, they are refused, because the text has no end yet. Default: all.
 
     Raises:
         ValueError: an unknown ``what``, layer, head or position; a shape that does not fit; a core whose weights are not the
@@ -89,7 +92,8 @@ def intervene(
             compiled; or activation checkpointing runs a call again that cannot be told apart from another call.
 
     Warns:
-        UserWarning: a chosen layer did not run at all, as in ``capture``.
+        UserWarning: no call reads a chosen position, because a cache holds it already; or, as in ``capture``, a chosen layer did not run
+            at all, or padding on the left is counted as tokens.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(6, 2), torch.randn(1, 3, 6)
@@ -109,8 +113,14 @@ def intervene(
         if not (both := modules.keys() & to.keys()):
             raise ValueError(f"the records hold none of the layers {', '.join(modules)}")
         modules = {name: module for name, module in modules.items() if name in both}
-    with rows_of_blocks(model) as rows, ExitStack() as hooks:
-        parts = {name: _Part(name, what, to, heads, positions, rows) for name in modules}
+    before: dict[str, int] = {}
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        before[name] = length_before(module, args, options)
+
+    with telling_of_padding(model), rows_of_blocks(model) as rows, ExitStack() as hooks:
+        hooks.enter_context(before_calls({} if positions is None else modules_with_caches(model), note))
+        parts = {name: _Part(name, what, to, heads, positions, rows, before) for name in modules}
         for name, module in modules.items():
             if what in OUTPUTS:
                 hooks.enter_context(module.register_forward_hook(Hook(parts[name].leave)))
@@ -120,6 +130,11 @@ def intervene(
             hooks.enter_context(module.register_forward_pre_hook(Hook(parts[name].enter)))
         yield
     warn_of_silence(model, {name: part.ran for name, part in parts.items()})
+    if missed := [name for name, part in parts.items() if part.passed and not part.found]:
+        warnings.warn(
+            f"positions={positions} changed nothing in {', '.join(missed)}: a cache held them before the context was open",
+            stacklevel=3,
+        )
 
 
 @dataclass
@@ -132,64 +147,103 @@ class _Part:
     heads: Indices
     positions: Indices
     rows: Mapping[str, tuple[int, int]]
+    before: Mapping[str, int]
     ran: bool = False
+    found: bool = False
+    passed: bool = False
     norms: list[Tensor] = field(default_factory=list)
 
     def enter(self, core: nn.Module, args: tuple[AttentionCall]) -> tuple[AttentionCall]:
         (call,) = args
-        if self.what == "values":
+        start = 0 if self.positions is None else innermost(self.name, self.before)
+        if self.what == "values":  # of a window, a cache hands out the last keys
+            start = max(0, start + call.shape[2] - call.shape[3]) if start and not call.is_cross else 0
             group = call.query.shape[1] // call.value.shape[1]
             key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (call.key, call.value))
-            return (replace(call, key=key, value=self.changed(value)),)
+            return (replace(call, key=key, value=self.changed(value, start)),)
         if self.what == "weights":
-            return (replace(call, weights=self.changed(attention_weights(call))),)
+            return (replace(call, weights=self.changed(attention_weights(call), start)),)
         if call.weights is not None:
             raise ValueError(f"{self.name}: a context around this one replaces the weights, so scores have no effect")
-        return (replace(call, scores=self.changed(scores_of(call)[0])),)
+        return (replace(call, scores=self.changed(scores_of(call)[0], start)),)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        start = 0 if self.positions is None else innermost(self.name, self.before)
         if isinstance(output, tuple):  # with weights
-            return (self.changed(output[0]), *output[1:])
-        return self.changed(output)
+            return (self.changed(output[0], start), *output[1:])
+        return self.changed(output, start)
 
-    def changed(self, tensor: Tensor) -> Tensor:
-        """``tensor`` with the chosen part replaced."""
+    def changed(self, tensor: Tensor, start: int) -> Tensor:
+        """``tensor`` with the chosen part replaced. Its first position is position ``start`` of the text."""
         self.ran = True
         if tensor.dim() == 2:
-            return self.changed(tensor.unflatten(0, self.rows[layer_of(self.name, self.rows)])).flatten(0, 1)
-        axes = {"heads": (1, self.heads)} if tensor.dim() == 4 else {}
-        axes["positions"] = (tensor.dim() - 2, self.positions)
-        places = [places_of(name, chosen, tensor.shape[axis], tensor.device) for name, (axis, chosen) in axes.items()]
-        index = (slice(None), places[0][:, None], places[1]) if len(places) == 2 else (slice(None), places[0])
+            rows = self.rows[layer_of(self.name, self.rows)]
+            return self.changed(tensor.unflatten(0, rows), start).flatten(0, 1)
+        kept, positions = self.chosen_positions(tensor.shape[-2], start, tensor.device)
+        heads = [places_of("heads", self.heads, tensor.shape[1], tensor.device)[:, None]] if tensor.dim() == 4 else []
+        record = self.record(tensor, positions + start) if isinstance(self.to, Mapping) else None  # every call has its own
+        if not len(positions):
+            self.passed = True
+            return tensor
+        self.found = True
+        rows_and_heads: tuple[Any, ...] = (slice(None), *heads)
+        index = (*rows_and_heads, positions)
         old = tensor[index]
-        new = self.replacement(tensor, index).to(tensor)
+        if record is not None:
+            is_alike = record.shape[-2] == tensor.shape[-2]
+            new = record[index if is_alike else (*rows_and_heads, positions + start)]
+        else:
+            new = self.replacement(old)
         try:
-            new = new.expand_as(old)
+            if record is None and not callable(self.to) and len(kept) < (chosen := len(self.given_positions())):
+                new = new.expand(*old.shape[:-2], chosen, old.shape[-1])[..., kept, :]
+            new = new.to(tensor).expand_as(old)
         except RuntimeError:
             wanted = f"must fit the shape {tuple(old.shape)}, got {tuple(new.shape)}"
             raise ValueError(f"{self.name}: what replaces {self.what} {wanted}") from None
-        if old.shape == tensor.shape and all(chosen is None for _, chosen in axes.values()):
+        if old.shape == tensor.shape and self.heads is None and self.positions is None:
             return new.clone()  # the model may change it in place
         out = tensor.clone()
         out[index] = new
         return out
 
-    def replacement(self, tensor: Tensor, index: Any) -> Tensor:
-        if callable(self.to):
-            if not isinstance(new := self.to(tensor[index]), Tensor):
-                wanted = f"the function that replaces {self.what} must return a tensor"
-                raise ValueError(f"{self.name}: {wanted}, got {type(new).__name__}")
-            return new
-        if not isinstance(self.to, Mapping):
-            return torch.as_tensor(self.to)
-        records = self.to[self.name]
+    def given_positions(self) -> Sequence[int]:
+        """The positions as numbers from the caller; none where all are chosen."""
+        return () if self.positions is None else [self.positions] if isinstance(self.positions, int) else self.positions
+
+    def chosen_positions(self, size: int, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which of the chosen positions a call of ``size`` positions from ``start`` on has, and where it has them."""
+        if self.positions is None:
+            return (every := torch.arange(size, device=device)), every
+        if start and self.what != "values" and any(number < 0 for number in self.given_positions()):
+            raise ValueError(
+                f"positions={self.positions} count from the end, but a text that a cache continues has no end yet: count from its start"
+            )
+        places = places_of("positions", self.positions, start + size, device) - start
+        (kept,) = (places >= 0).nonzero(as_tuple=True)
+        return kept, places[kept]
+
+    def record(self, tensor: Tensor, places: Tensor) -> Tensor:
+        """The record that replaces ``tensor``. It may be of a text of another length that has the chosen ``places``."""
+        records = self.to[self.name]  # type: ignore[call-overload, index]
         if not records:
             raise ValueError(f"{self.name}: nothing was recorded; run the model inside of capture first")
-        record = records[self.number(tensor.detach(), len(records))].to(tensor.device)
-        if record.shape[1:] != tensor.shape[1:]:
-            shapes = f"the record has the shape {tuple(record.shape)}, but {tuple(tensor.shape)} is replaced"
+        found: Tensor = records[self.number(tensor.detach(), len(records))].to(tensor)
+        widths = [(*one.shape[1:-2], one.shape[-1]) for one in (found, tensor)]
+        counted = self.positions is not None and all(number >= 0 for number in self.given_positions())
+        is_long = counted and bool((places < found.shape[-2]).all())
+        if widths[0] != widths[1] or not (found.shape[-2] == tensor.shape[-2] or is_long):
+            shapes = f"the record has the shape {tuple(found.shape)}, but {tuple(tensor.shape)} is replaced"
             raise ValueError(f"{self.name}: {shapes}")
-        return record[index]
+        return found
+
+    def replacement(self, old: Tensor) -> Tensor:
+        if not callable(self.to):
+            return torch.as_tensor(self.to)
+        if not isinstance(new := self.to(old), Tensor):
+            wanted = f"the function that replaces {self.what} must return a tensor"
+            raise ValueError(f"{self.name}: {wanted}, got {type(new).__name__}")
+        return new
 
     def number(self, tensor: Tensor, num_records: int) -> int:
         """The number of the record of this call. A recomputed call is known by its ``tensor``, which is what it was."""
@@ -293,6 +347,7 @@ def patch_heads(
     """
     if what not in (kinds := ("values", "heads", "weights", "scores")):
         raise ValueError(f"what={what!r} must be one of {', '.join(kinds)}: what a head has")
+    clean, corrupted = (with_positions(model, batch) for batch in (clean, corrupted))
     with evaluating(model):
         with capture(model, what=what) as seen:
             right = _of_rows(score(logits_of(model(**clean))), "score")
@@ -333,14 +388,14 @@ def answers_without_heads(
     >>> [len(heads) for heads in without.values()], without["blocks.0.attention.core"][2][0][0].right
     ([3, 3], '5')
     """
-
+    inputs = with_positions(model, inputs)
     B, found = len(asked.rows), dict[str, list[Rows]]()
     length = inputs[asked.axis].shape[1] if asked.axis in inputs else 1
     at_once = max(1, COPIED_TOKENS // (B * length))
     with evaluating(model), full_precision(next(iter(inputs.values())).device):
         with _count_heads(model) as num_heads:
             model(**inputs)
-        for name in chosen_names(list(num_heads), layers):
+        for name in chosen_modules(model, "heads", layers):
             found[name] = []
             for heads in torch.eye(num_heads[name], dtype=torch.bool).split(at_once):
                 n, at = len(heads), heads.repeat_interleave(B, 0)[:, :, None, None]  # (n · B, H, 1, 1)
@@ -440,7 +495,7 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
 
     Raises:
         ValueError: the model has no block, none runs, or the residual stream changes its shape between them; or the model has
-            no head, so that it returns no logits; or a layer without attention, which is no block, follows the last one (Mamba).
+            no head, so that it returns no logits; or a layer that isn't marked as a block follows the last block.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -450,6 +505,7 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
     >>> logits.shape, bool(torch.equal(logits[-1], model(ids)))
     (torch.Size([2, 1, 4, 11]), True)
     """
+    inputs = dict(with_positions(model, inputs))
     with evaluating(model):
         with capture(model, what="residual") as seen:
             calls = _block_calls(model, inputs)
@@ -473,12 +529,13 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
 
 
 def _refuse_layers_after(model: nn.Module, last: str) -> None:
-    """Raise an error if a list of layers goes on after the block ``last`` with layers that are no blocks: a lens would look through them."""
+    """Raise an error if layers of a list follow the block ``last`` that aren't blocks: a lens would look through them."""
     path, _, number = last.rpartition(".")
     layers = model.get_submodule(path)
     if isinstance(layers, nn.ModuleList) and not all(map(is_block, layers[int(number) + 1 :])):
         raise ValueError(
-            f"a layer of {path} without attention follows the last block, {last}: no lens reads the stream before it"
+            f"a layer of {path} that isn't marked as a block follows the last block, {last}, so no lens reads the stream before it: "
+            "mark its class with is_block = True"
         )
 
 

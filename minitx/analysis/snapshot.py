@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Asked, read_answers
-from minitx.analysis.capture import Layers, Look, home_of, warn_of_calls, watch
+from minitx.analysis.capture import LACKS, Layers, Look, chosen_names, layer_of, layers_of, warn_of_calls, watch
+from minitx.analysis.positions import home_of, with_positions
 from minitx.analysis.statistics import over_tiles
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
@@ -78,6 +79,7 @@ class Snapshot:
         ids: int (B, n) for each axis, but not for images. real: bool (B, n) for each axis, False at padding.
         step: the training step, or None. title: a title for the viewer and the figures.
         answers: what the model answers, or None.
+        layers: the names of all layers of the model, also of those without a map: their places are the numbers of the layers.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import Encoder
@@ -95,6 +97,7 @@ class Snapshot:
     step: int | None = None
     title: str = ""
     answers: Answers | None = None
+    layers: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis} {self.num_rows} x {len(rows[0])}" for axis, rows in self.tokens.items())
@@ -104,6 +107,16 @@ class Snapshot:
     def num_rows(self) -> int:
         """B."""
         return self.maps[0].weights.shape[0]
+
+    def chosen(self, layers: Layers) -> list[str]:
+        """Return the names of the maps that ``layers`` selects, with numbers and errors as in ``capture``.
+
+        >>> snapshot_of_weights([torch.eye(2), torch.eye(2)]).chosen(-1)
+        ['1']
+        """
+        names = [one.name for one in self.maps]
+        places = {layer: layer for layer in self.layers} | {name: layer_of(name, self.layers) for name in names}
+        return chosen_names(names, layers, places, LACKS["weights"])
 
     def sentence(self, row: int) -> Snapshot:
         """Return one row of the batch without its padding (B = 1).
@@ -147,7 +160,8 @@ def take_snapshot(
 
     Args:
         inputs: the arguments of the model by name (``input_ids``, ``key_mask``, ``decoder_input_ids`` …), or a tensor, its
-            first argument. Ids (L,) are one row.
+            first argument. Ids (L,) are one row. Where a model of transformers counts padding on the left as tokens (GPT-2), it
+            gets ``position_ids`` from ``attention_mask``.
         tokens: the texts of the tokens, see ``Snapshot``. Default: the ids as numbers, and ``row,column`` for image patches.
         layers: as in ``capture``.
         asked: questions, whose answers the snapshot keeps if the model's output holds logits for them (see ``read_answers``).
@@ -166,7 +180,7 @@ def take_snapshot(
     >>> snapshot.maps[1].weights.shape, snapshot.tokens["input_ids"]
     (torch.Size([1, 3, 4, 4]), [['1', '2', '3', '5']])
     """
-    inputs = named_inputs(model, inputs)
+    inputs = with_positions(model, named_inputs(model, inputs))
     device = next(iter(inputs.values())).device
     with evaluating(model), watch(model, _look, layers=layers) as seen, full_precision(device):
         output = model(**inputs)
@@ -193,6 +207,7 @@ def take_snapshot(
             stacklevel=2,
         )
     found = replace(_assembled(maps, inputs, told, tokens or {}), step=step, title=title)
+    found = replace(found, layers=tuple(dict.fromkeys(layers_of(model).values())))
     if asked is None or asked.axis not in found.tokens or (rows := read_answers(output, asked)) is None:
         return found
     return replace(found, answers=Answers(asked.axis, rows))
@@ -340,6 +355,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
         tensors |= {f"{part}/{layer.name}": tensor for part, tensor in parts.items()}
     maps = [layer.place() for layer in snapshot.maps]
     header: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "tokens": snapshot.tokens, "maps": maps}
+    header["layers"] = snapshot.layers
     if snapshot.answers is not None:  # of the whole model; what it answers without its heads is not kept
         header["answers"] = [snapshot.answers.axis, [[asdict(one) for one in row] for row in snapshot.answers.rows]]
     folder.mkdir(parents=True, exist_ok=True)
@@ -375,7 +391,8 @@ def read_snapshot(path: Path) -> Snapshot:
     if "answers" in header:
         axis, rows = header["answers"]
         answers = Answers(axis, [[Answer(**{**one, "top": tuple(map(tuple, one["top"]))}) for one in row] for row in rows])
-    return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"], answers)
+    layers = tuple(header.get("layers", ()))
+    return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"], answers, layers)
 
 
 def read_snapshots(folder: Path | str) -> list[Snapshot]:

@@ -159,7 +159,6 @@ def _say(traces: list[Trace], side: str) -> str:
 
 
 def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
-    from minitx.analysis.capture import chosen_names
     from minitx.analysis.snapshot import read_snapshots
     from minitx.analysis.viewer import Trace
 
@@ -170,7 +169,7 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
         count = snapshots[0].num_rows
         require(row < count, f"row={row} must lie in [0, {count}), the sentences that {path} holds")
         with refusing():
-            kept = chosen_names([layer.name for layer in snapshots[0].maps], config.chosen_layers)
+            kept = snapshots[0].chosen(config.chosen_layers)
         shots = [snapshot.sentence(row) for snapshot in snapshots]
         shots = [dataclasses.replace(shot, maps=tuple(layer for layer in shot.maps if layer.name in kept)) for shot in shots]
         traces.append(Trace(shown, shots))

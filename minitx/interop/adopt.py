@@ -47,8 +47,8 @@ QUERY_AND_KEY = (("query", "key"), ("queries", "keys"))
 WARNINGS = {
     "of torch": "torch's nn.MultiheadAttention stays as it is, is not recorded and keeps its scale: swap_attention(model), "
     "before adopt_hf, gives it our core, too",
-    "no core": "layers without attention that passes through transformers' AttentionInterface stay as they are, are not recorded and "
-    "keep their scale",
+    "no core": "layers without attention that passes through transformers' AttentionInterface stay as they are: there is no attention "
+    "to record, and they keep their scale",
     "not run": "attention that did not run in the check is not checked: pass check=inputs, the arguments of a call that runs it",
     "not checked": "the adopted model is not checked: pass check=inputs, the arguments of a call",
 }
@@ -268,7 +268,8 @@ def adopt_hf(
     Logits, gradients, caches and ``generate`` stay those of the model under ``sdpa`` or ``eager``, within rounding. The modules
     of the model get a copy of their config, so that other models made from the same config object stay as they are.
     ``output_attentions=True`` returns the weights of the core. A block of the model is a layer that transformers marks for gradient
-    checkpointing, or the item of an ``nn.ModuleList``, that contains attention.
+    checkpointing, or the item of an ``nn.ModuleList``, that contains attention. In a hybrid such as Qwen3-Next, the layers without
+    attention in the same list are blocks, too.
 
     With ``check``, the model is called twice before and once after, in evaluation mode and without gradients, and all random
     states are restored. The answers must agree within the rounding that is measured in the model, and in a causal model later tokens
@@ -445,14 +446,19 @@ def _layers_without_core(model: nn.Module) -> list[str]:
 
 
 def _mark_blocks(model: nn.Module, layers: Collection[nn.Module]) -> None:
-    """Note which modules are blocks, for those who look at the residual stream: layers of transformers' class, else of a list (ALBERT)."""
+    """Note which modules are blocks, for those who look at the residual stream: layers of transformers' class, else of a list (ALBERT).
+
+    In a hybrid (Qwen3-Next, Bamba), they are all layers of a list in which some layers have attention.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for name in [name for name, module in model.named_modules(remove_duplicate=False) if module in layers]:
         around: list[Any] = [model, *map(model.get_submodule, _around(name))]
         marked = [module for module in around if isinstance(module, GradientCheckpointingLayer)]
         listed = [module for outer, module in pairwise(around) if isinstance(outer, nn.ModuleList)]
-        for block in marked or listed[-1:]:
+        lists = [outer for outer, module in pairwise(around) if isinstance(outer, nn.ModuleList) and module in marked]
+        beside = [one for siblings in lists for one in siblings if isinstance(one, GradientCheckpointingLayer)]
+        for block in [*marked, *beside] or listed[-1:]:
             block.is_block = True
 
 

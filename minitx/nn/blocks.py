@@ -242,9 +242,12 @@ def _given(**options: Any) -> dict[str, Any]:
 def is_block(module: nn.Module) -> bool:
     """Return whether a module is a layer whose output is the residual stream: a ``Block``, or a module with ``is_block = True``.
 
-    ``adopt_hf`` sets this attribute on the layers of a Hugging Face model.
+    The attribute may be one of the class or of the module. ``adopt_hf`` sets it on the layers of a Hugging Face model.
     """
-    return isinstance(module, Block) or vars(module).get("is_block", False)  # wrappers lend the attributes of what they wrap
+    own = vars(module).get(
+        "is_block", getattr(type(module), "is_block", False)
+    )  # wrappers lend the attributes of what they wrap
+    return isinstance(module, Block) or own is True
 
 
 def is_recomputing() -> bool:

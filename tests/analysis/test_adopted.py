@@ -17,7 +17,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E40
 
 from minitx.analysis import (  # noqa: E402
     capture,
+    head_heatmap,
     head_scores,
+    heads_figure,
     heatmap_grid,
     intervene,
     knock_out_heads,
@@ -25,8 +27,11 @@ from minitx.analysis import (  # noqa: E402
     patch_heads,
     take_snapshot,
 )
+from minitx.analysis.answers import next_tokens  # noqa: E402
 from minitx.analysis.capture import modules_of, watch  # noqa: E402
 from minitx.analysis.gradients import gradient_statistics, projection_weights  # noqa: E402
+from minitx.analysis.intervene import answers_without_heads  # noqa: E402
+from minitx.analysis.snapshot import read_snapshot, write_snapshot  # noqa: E402
 from minitx.analysis.statistics import real_keys  # noqa: E402
 from minitx.analysis.viewer import view  # noqa: E402
 from minitx.interop import adopt_hf, release_hf  # noqa: E402
@@ -203,6 +208,52 @@ def test_the_last_row_of_the_lens_is_the_answer_bit_for_bit(name):
         last = model.get_submodule(BLOCKS[name][-1])
         with last.register_forward_hook(lambda module, args, out: (stream, *out[1:]) if isinstance(out, tuple) else stream):
             assert torch.equal(lens[0], model(**inputs).logits)
+
+
+HYBRIDS = {name: BESIDE[name] for name in ("Jamba", "Bamba", "Qwen3Next")}
+ENDS_WITHOUT = {**BESIDE["Jamba"], "num_hidden_layers": 3}
+"""Layers without attention at the start and at the end."""
+
+
+@pytest.mark.filterwarnings("ignore:.*layers without attention")
+@pytest.mark.parametrize("options", [*HYBRIDS.values(), ENDS_WITHOUT], ids=[*HYBRIDS, "ends without"])
+def test_every_layer_of_a_hybrid_has_the_number_that_it_has_in_the_model(options, tmp_path):
+    name = next((name for name, known in HYBRIDS.items() if known is options), "Jamba")
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    torch.manual_seed(0)
+    model = adopt_hf(cls(cls.config_class(**options)).eval())
+    number, ids = model.config.num_hidden_layers, torch.tensor([[3, 5, 7, 11, 13]])
+    layers = [f"model.layers.{i}" for i in range(number)]
+    with torch.no_grad(), capture(model, what="residual") as seen, capture(model, what="weights") as weights:
+        found = model(ids, output_hidden_states=True)
+    assert list(seen) == layers
+    for i in range(1, number):
+        assert torch.equal(seen[layers[i - 1]][0], found.hidden_states[i])
+    lens = logit_lens(model, input_ids=ids)
+    assert len(lens) == number and torch.equal(lens[-1], found.logits)
+    with intervene(model, "residual", seen[layers[0]][0], layers=[-1]):
+        assert torch.equal(lens[0], model(ids).logits)
+    attending = {next(i for i in range(number) if f"{layers[i]}." in core) for core in weights}
+    assert 0 < len(attending) < number
+    snapshot = read_snapshot(write_snapshot(take_snapshot(model, ids), tmp_path))
+    asked = next_tokens("input_ids", ids.tolist(), str, 99)
+    shown = heads_figure(head_scores(snapshot)).axes[0].get_yticklabels()
+    assert [text.get_text() for text in shown] == [str(i) for i in sorted(attending)]
+    assert [one["number"] for one in data_of(view(model, ids).page)["layers"]] == [str(i) for i in sorted(attending)]
+    for i in range(number):
+        assert list(records_of(model, ids, what="residual", layers=i)) == [layers[i]]
+        if i in attending:
+            [core] = records_of(model, ids, what="weights", layers=i)
+            assert core in weights and f"{layers[i]}." in core
+            assert [one.name for one in take_snapshot(model, ids, layers=i).maps] == [core]
+            assert list(answers_without_heads(model, {"input_ids": ids}, asked, layers=i)) == [core]
+            assert head_heatmap(snapshot, i, 0).axes[0].get_title() == head_heatmap(snapshot, core, 0).axes[0].get_title()
+            continue
+        with pytest.raises(ValueError, match=rf"layer {i} \({layers[i]}\) has no attention"):
+            head_heatmap(snapshot, i, 0)
+        for look in (lambda i=i: capture(model, layers=i), lambda i=i: intervene(model, "heads", 0.0, layers=i)):
+            with pytest.raises(ValueError, match=rf"layer {i} \({layers[i]}\) has no attention"), look():
+                pass
 
 
 def with_pictures(name):

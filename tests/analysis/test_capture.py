@@ -137,7 +137,10 @@ def test_a_layer_without_the_record_is_refused_by_its_number():
     model = model_of()
     model.blocks[0].attention.core = LinearAttention()
     assert list(records_of(model, IDS, what="heads", layers=0)) == ["blocks.0.attention.core"]
-    with pytest.raises(ValueError, match=r"layers: 0 is none of the 1 layers 1 \(blocks\.1\)"), capture(model, layers=0):
+    said = r"layers: layer 0 \(blocks\.0\) has no attention with weights; the layers with it are 1 \(blocks\.1\)"
+    with pytest.raises(ValueError, match=said), capture(model, layers=0):
+        pass
+    with pytest.raises(ValueError, match=r"layers: 2 is none of the 1 layers 1 \(blocks\.1\)"), capture(model, layers=2):
         pass
 
 

@@ -325,11 +325,60 @@ class Hybrid(nn.Module):
         return self.head(x)
 
 
-def test_a_layer_without_attention_after_the_last_block_has_no_lens():
+def test_a_layer_after_the_last_block_has_a_lens_once_it_is_marked():
     model = Hybrid("block", "other", "block")
     assert torch.equal(logit_lens(model, input_ids=IDS)[-1], model(IDS))
-    with pytest.raises(ValueError, match="a layer of layers without attention follows the last block"):
-        logit_lens(Hybrid("block", "block", "other"), input_ids=IDS)
+    model = Hybrid("block", "block", "other")
+    with pytest.raises(ValueError, match="mark its class with is_block = True"):
+        logit_lens(model, input_ids=IDS)
+    model.layers[2].is_block = True
+    lens = logit_lens(model, input_ids=IDS)
+    assert len(lens) == 3 and torch.equal(lens[-1], model(IDS))
+
+
+class TheirBlock(nn.Module):
+    """A layer of somebody else's GPT."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(12), FeedForward(12, 24)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class TheirGPT(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.embed, self.h, self.head = nn.Embedding(11, 12), nn.ModuleList(block() for _ in range(3)), nn.Linear(12, 11)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.h:
+            x = block(x)
+        return self.head(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("marks", ["the class", "the modules"])
+def test_blocks_of_other_people_are_marked_as_the_refusal_says(marks):
+    model = TheirGPT(TheirBlock)
+    for what in ("residual", "feedforward"):
+        with pytest.raises(ValueError, match=r"TheirGPT has no block.*is_block = True"), capture(model, what=what):
+            pass
+    with pytest.raises(ValueError, match="is_block = True"):
+        logit_lens(model, input_ids=IDS)
+    if marks == "the class":
+        model = TheirGPT(type("Marked", (TheirBlock,), {"is_block": True}))
+    else:
+        for block in model.h:
+            block.is_block = True
+    assert list(records_of(model, IDS, what="residual")) == ["h.0", "h.1", "h.2"]
+    assert list(records_of(model, IDS, what="feedforward", layers=1)) == ["h.1.mlp"]
+    lens = logit_lens(model, input_ids=IDS)
+    assert (
+        len(lens) == 3 and torch.equal(lens[-1], model(IDS)) and torch.equal(lens[0], model.head(model.h[0](model.embed(IDS))))
+    )
 
 
 def test_a_stream_that_changes_its_shape_and_a_model_without_blocks_have_no_lens():
@@ -341,7 +390,7 @@ def test_a_stream_that_changes_its_shape_and_a_model_without_blocks_have_no_lens
     model.blocks[1] = Shorter(model.blocks[1])
     with pytest.raises(ValueError, match=r"shape \(2, 5, 12\), but \(2, 3, 12\) is replaced"):
         logit_lens(model, input_ids=IDS)
-    with pytest.raises(ValueError, match="Linear has no Block"):
+    with pytest.raises(ValueError, match="Linear has no block"):
         logit_lens(nn.Linear(3, 3), input=torch.randn(2, 3))
 
 

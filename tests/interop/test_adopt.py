@@ -93,6 +93,7 @@ def test_padding_on_either_side_is_hidden_as_it_is_in_the_model(name, pad):
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.filterwarnings("ignore:.*counts the padding on the left")
 def test_looking_changes_no_bit_and_knocking_a_head_out_changes_the_answer(name):
     model = adopt_hf(build(name))
     plain = answer(model, name)
@@ -341,6 +342,7 @@ def test_a_saved_adopted_model_is_the_saved_model(tmp_path):
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.filterwarnings("ignore:.*counts the padding on the left")
 def test_a_pickled_adopted_model_and_a_copy_of_one_are_adopted_models_of_their_own(name):
     model, file = adopt_hf(build(name)), io.BytesIO()
     torch.save(model, file)
@@ -554,6 +556,7 @@ def test_in_half_precision_an_adopted_model_is_as_near_to_float32_as_its_eager_s
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_checkpointing`")  # peft says so
 @pytest.mark.parametrize("first", ["adopt_hf", "peft"])
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.filterwarnings("ignore:.*counts the padding on the left")
 def test_lora_before_and_after_adopting_is_the_same_model(name, first):
     model, options = build(name), peft.LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear")
     torch.manual_seed(1)

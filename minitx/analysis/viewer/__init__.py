@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Asked, next_tokens
+from minitx.analysis.capture import layer_numbers
 from minitx.analysis.intervene import with_knock_outs
 from minitx.analysis.snapshot import (
     MASKS_OF,
@@ -279,9 +280,11 @@ def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:
             _check_alike(name, first, snapshot)
     masks: dict[bytes, int] = {}
     words: dict[str, int] = {}
+    of_kind = [[one.name for one in first.maps if one.kind == kind] for kind in dict.fromkeys(one.kind for one in first.maps)]
+    numbers = {name: number for names in of_kind for name, number in zip(names, layer_numbers(names), strict=True)}
     data = {
         "traces": [{"name": name, "snapshots": [_snapshot(s, masks, words) for s in snapshots]} for name, snapshots in cut],
-        "layers": [{**layer.place(), "shape": list(layer.weights.shape[1:])} for layer in first.maps],  # H, L, S
+        "layers": [{**one.place(), "number": numbers[one.name], "shape": list(one.weights.shape[1:])} for one in first.maps],
         "tokens": {axis: list(rows[0]) for axis, rows in first.tokens.items()},
         "masks": [base64.b64encode(bits).decode() for bits in masks],
         "words": list(words),

@@ -134,10 +134,10 @@ const MOST = 5;
 function showStrongest() {
   const trace = state.view === "b" ? 1 : 0;
   const { layers } = groupOf(state.layer);
-  const all = layers.flatMap((layer, depth) => Array.from({ length: DATA.layers[layer].shape[0] }, (_, head) => ({ layer, depth, head, effect: effectOf(trace, layer, head) })));
+  const all = layers.flatMap((layer) => Array.from({ length: DATA.layers[layer].shape[0] }, (_, head) => ({ layer, head, effect: effectOf(trace, layer, head) })));
   const best = all.filter((one) => one.effect > 0.05).sort((a, b) => b.effect - a.effect).slice(0, MOST);
   byId("strongest").hidden = !best.length;
-  byId("strongest").replaceChildren(element("span", "soft", `Heads without which the loss of this question rises most${COMPARES ? ` (${NAMES[trace]})` : ""}:`), ...best.map(({ layer, depth, head, effect }) => buildButton("", `L${depth} h${head} ${rounded(effect)}`, () => update({ layer, head }))));
+  byId("strongest").replaceChildren(element("span", "soft", `Heads without which the loss of this question rises most${COMPARES ? ` (${NAMES[trace]})` : ""}:`), ...best.map(({ layer, head, effect }) => buildButton("", `L${DATA.layers[layer].number} h${head} ${rounded(effect)}`, () => update({ layer, head }))));
 }
 
 // Below each thumbnail, what the loss of the cursor's question gains without the head.

@@ -171,8 +171,8 @@ function buildThumbs(layers, H) {
   const grid = byId("thumbs");
   grid.style.setProperty("--heads", H);
   const cells = [element("span"), ...Array.from({ length: H }, (_, h) => element("span", "name", `h${h}`))];
-  layers.forEach((layer, depth) => {
-    cells.push(element("span", "name", `L${depth}`));
+  layers.forEach((layer) => {
+    cells.push(element("span", "name", `L${DATA.layers[layer].number}`));
     for (let head = 0; head < H; head++) {
       if (head >= DATA.layers[layer].shape[0]) {
         cells.push(element("span"));
@@ -207,9 +207,8 @@ function showThumb(button, layer, head) {
   });
   const line = (i, digits, name) => `${name} ${numbers.map((n) => say(n[i], digits).replace(/^([+−]?)0\./, "$1.")).join(" | ")}`;
   button.replaceChildren(picture, element("span", "numbers", line(0, 2, "H̄")), element("span", "numbers", line(1, 1, "z")));
-  const depth = groupOf(layer).layers.indexOf(layer);
   const told = fields.map((_, i) => `${panes().length > 1 ? `${NAMES[i]}: ` : ""}entropy ${say(numbers[i][0], 2)}, largest score ${say(numbers[i][1], 1)}`);
-  button.ariaLabel = `Layer ${depth}, head ${head}; ${fields[0].signed ? "A − B: " : ""}${told.join("; ")}`;
+  button.ariaLabel = `Layer ${DATA.layers[layer].number}, head ${head}; ${fields[0].signed ? "A − B: " : ""}${told.join("; ")}`;
 }
 
 function moveAmongThumbs(event) {

@@ -22,8 +22,7 @@ function show() {
 
 function showPanes() {
   const group = groupOf(state.layer);
-  const depth = group.layers.indexOf(state.layer);
-  byId("look-title").textContent = `${GROUPS.length > 1 ? `${group.label}, layer` : "Layer"} ${depth}, head ${state.head}`;
+  byId("look-title").textContent = `${GROUPS.length > 1 ? `${group.label}, layer` : "Layer"} ${DATA.layers[state.layer].number}, head ${state.head}`;
   byId("core").textContent = DATA.layers[state.layer].name;
   if (views.map((view) => view.pane).join() !== panes().join()) buildPanes();
   const fields = panes().map((pane) => field(pane, state.layer, state.head));

@@ -1,0 +1,129 @@
+"""Where the tokens of a call stand in their text: with padding on the left, and with a cache."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.blocks import is_block
+from minitx.nn.positions import position_ids_from
+
+OFFSETS = range(3)
+"""The rows of a table before its first position: 2 in OPT and BioGPT."""
+
+
+def home_of(model: nn.Module, name: str) -> str:
+    """Return the innermost model of transformers around the module ``name``: the pictures of a model of text have their own."""
+    around = [name[:end] for end, letter in enumerate(name) if letter == "."]
+    return next((path for path in reversed(around) if _is_model(model.get_submodule(path))), "")
+
+
+def _is_model(module: nn.Module) -> bool:
+    return hasattr(type(module), "base_model_prefix")
+
+
+def models_that_count(model: nn.Module) -> dict[str, nn.Module]:
+    """Return, by name, the models of transformers with a table of absolute positions that count columns where they get no ``position_ids``.
+
+    The table is an ``nn.Embedding``, other than the table of the tokens, with a row for each of ``max_position_embeddings``. A model whose
+    table has a row for padding (``padding_idx``) counts the tokens itself (RoBERTa). Rotary positions have no table: only
+    distances count there.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, table in model.named_modules():
+        if not isinstance(table, nn.Embedding) or table.padding_idx is not None:
+            continue
+        reader: Any = model.get_submodule(home_of(model, name))
+        if not _is_model(reader) or not {"input_ids", "position_ids"} <= _arguments(reader).keys():
+            continue
+        longest = getattr(reader.config, "max_position_embeddings", None)
+        if longest and table.num_embeddings - longest in OFFSETS and table is not reader.get_input_embeddings():
+            found[home_of(model, name)] = reader
+    return found
+
+
+def with_positions(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call, with ``position_ids`` where the model would count padding on the left as tokens.
+
+    The first real token gets position 0, as in transformers' ``generate``. All other arguments are returned
+    unchanged: of other models, with ``position_ids``, or without padding before a token.
+    """
+    arguments = _arguments(model)
+    takes = "position_ids" in arguments or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in arguments.values())
+    places = real_positions(inputs)
+    if places is None or not takes or not models_that_count(model):
+        return inputs
+    return {**inputs, "position_ids": places}
+
+
+def real_positions(given: Mapping[str, Any]) -> Tensor | None:
+    """Return the positions among the real tokens, int (B, L). None where columns are as good, or ``position_ids`` are given."""
+    mask, tokens = given.get("attention_mask"), given.get("input_ids", given.get("inputs_embeds"))
+    if given.get("position_ids") is not None or not isinstance(mask, Tensor) or not isinstance(tokens, Tensor):
+        return None
+    if mask.dim() != 2 or mask.shape != tokens.shape[:2]:  # with a cache, the mask is of all tokens
+        return None
+    real = mask != 0
+    places = position_ids_from(real, None, mask.shape[1], mask.device)
+    columns = position_ids_from(None, None, mask.shape[1], mask.device)
+    return places if bool(((places != columns) & real).any()) else None
+
+
+class Teller:
+    """Warns once of padding on the left that a model counts as tokens."""
+
+    def __init__(self) -> None:
+        self.told = False
+
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """Warn, where nobody was warned, if the model ``module`` is called with padding before a token and without positions."""
+        given = dict(zip(_arguments(module), args, strict=False)) | dict(options)
+        if not self.told and real_positions(given) is not None:
+            self.told = True
+            warnings.warn(
+                f"{type(module).__name__} counts the padding on the left as tokens, so this is the model at wrong positions: give it "
+                "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does",
+                stacklevel=2,
+            )
+
+
+def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
+    """Return, by name, the modules that say with their arguments how much of a text was read before.
+
+    They are the models of transformers, our blocks, and attention of ours in no such block. Attention in a block isn't asked, because
+    cross-attention runs when the block's cache already counts the new tokens.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_ours = (is_block(module) or isinstance(module, MultiHeadAttention)) and "cache" in _arguments(module)
+        if _is_model(module) or (is_ours and not any(is_block(model.get_submodule(one)) for one in _around(name, found))):
+            found[name] = module
+    return found
+
+
+def length_before(module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
+    """Return how many positions the cache holds with which one of ``modules_with_caches`` is called."""
+    given = dict(zip(_arguments(module), args, strict=False)) | dict(options)
+    if not _is_model(module):
+        return getattr(given.get("cache"), "length", 0)
+    cache: Any = given.get("past_key_values")
+    return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+
+
+def innermost(name: str, of_modules: Mapping[str, int]) -> int:
+    """Return the number of the innermost module around ``name``, 0 where there is none."""
+    return max(((len(one), of_modules[one]) for one in _around(name, of_modules)), default=(0, 0))[1]
+
+
+def _around(name: str, modules: Iterable[str]) -> Iterator[str]:
+    """Those of the ``modules`` that contain the module ``name``, or are it."""
+    return (one for one in modules if not one or f"{name}.".startswith(f"{one}."))
+
+
+def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(module.forward).parameters
