@@ -91,7 +91,7 @@ def pairs(
     if target_path is None:
         columns = None if source_column is None else (source_column, str(target_column))
         kind = "csv" if Path(path).suffix.lower() == ".txt" else None
-        options = {"texts": columns or (0, 1), "header": columns is not None, "kind": kind}
+        options: dict[str, Any] = {"texts": columns or (0, 1), "header": columns is not None, "kind": kind}
         both, blank = _columns(load_tables(path, val_path, subset, split, val_split, **options), columns, val_fraction, path)
         if test_path is not None:
             table = load_table(test_path, "test_path", subset=subset, **options)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import Any
 
 from minitx.config import RunConfig
@@ -135,9 +135,9 @@ def check_parts(group: Mapping[str, Part | None], key: str) -> None:
 
 def _passed_on(target: Any) -> set[str]:
     """The parameters of the function that gets the ``**kwargs`` of a target. Empty if it is unknown or not installed."""
-    module, _, function = PASSED_ON.get(getattr(target, "__name__", ""), "").rpartition(".")
-    with suppress(ImportError, AttributeError):
-        return parameter_names(getattr(import_module(module), function)) if module else set()
+    name = PASSED_ON.get(getattr(target, "__name__", ""))
+    with suppress(ConfigError):
+        return named_by({"_target_": name}, "logger") if name else set()
     return set()
 
 
