@@ -390,7 +390,7 @@ WRONG_PROMPTS = {
     "input_ids of 3 tokens and max_new_tokens=30": {"max_new_tokens": 30},
     "input_ids of 32 tokens": {"input_ids": torch.ones(1, 32).long()},
     "input_ids must": {"input_ids": torch.ones(1, 0).long()},
-    "key_mask must be bool": {"key_mask": torch.ones(1, 3).long()},
+    "key_mask must have the shape": {"key_mask": torch.ones(1, 2).bool()},
     "key_mask must be True": {"key_mask": torch.tensor([[True, True, False]])},
     "decoder_input_ids": {"decoder_input_ids": IDS},
 }

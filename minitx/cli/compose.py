@@ -172,7 +172,7 @@ def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
     callbacks, data = config.callbacks, config.data if str(config.data["_target_"]).startswith("minitx.") else {}
     targets = [str(node["_target_"]) for node in (*config.logger.values(), *callbacks.parts.values()) if node]
     own = [name for name in targets if not name.startswith(("lightning.", "minitx.training."))]  # may read any key
-    paths = [Path(data[name]).expanduser() for name in ("path", "val_path") if data.get(name)]
+    paths = [Path(data[name]).expanduser() for name in ("path", "val_path", "test_path") if data.get(name)]
     held_out = data.get("val_path") or data.get("val_split")
     rules = (
         (r"evaluation\.num_\w+", config.evaluation.at_end or own, "evaluation.at_end=true"),

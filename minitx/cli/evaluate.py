@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from minitx.cli.command_line import StoredConfig, check_output, key, run_program, write, writing
 from minitx.config import EvaluationConfig
@@ -19,7 +19,8 @@ USAGE = "python scripts/evaluate.py ckpt_path=FILE [key=value ...]"
 class EvaluateConfig(StoredConfig):
     """The keys of ``evaluate.py``. Data, tokenizer and model come from the checkpoint."""
 
-    num_rows: Count | None = key(None, "number of validation rows; null: all")
+    split: Literal["val", "test"] = key("val", "the split to evaluate: val or test")
+    num_rows: Count | None = key(None, "number of rows; null: all")
     num_beams: Count = key(1, "beams for generated answers; 1: greedy")
     num_shown: Natural = key(3, "number of answers to show")
     batch_size: Count | None = key(None, "rows at a time; null: as in training")
@@ -57,9 +58,10 @@ def _evaluate(config: EvaluateConfig) -> None:
         answers = config.num_beams == 1 or task.kind == "seq2seq"
         require(answers, f"num_beams={config.num_beams} has no effect: it is for answers that an encoder-decoder writes")
         rows = config.batch_size or stored.config.trainer.val_batch_size or loading_of(stored.config.data)["batch_size"]
-        found = evaluate(place(stored.network, config.device), task, options, stored.objective(), batch_size=rows)
+        network = place(stored.network, config.device)
+        found = evaluate(network, task, options, stored.objective(), batch_size=rows, split=config.split)
     write("\n".join(found.lines()) + "\n")
     if config.output is not None:
-        plain = {"ckpt_path": config.ckpt_path, "data": task.name, **found.to_dict()}
+        plain = {"ckpt_path": config.ckpt_path, "data": task.name, "split": config.split, **found.to_dict()}
         with writing(config.output):
             Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

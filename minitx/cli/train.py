@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from minitx.config.shipped import shipped_configs
 from minitx.training import kept_environment, rank
 
 _GRIDS = set[Path]()  # the folders of the grids of this call
+_FAILED = set[str]()  # the reasons and overrides of the failed jobs of this call, which have their line
 log = logging.getLogger("minitx")
 
 
@@ -39,12 +40,14 @@ def main() -> int:
 
     def program() -> None:
         _GRIDS.clear()
+        _FAILED.clear()
         sys.argv[1:], words, is_shown = check_flags(sys.argv[1:])
         find_own_modules(words)
         if is_shown:
             sys.argv[1:1] = unlisted(words)
+        sweeps = bool({"-m", "--multirun"} & {*sys.argv})
         try:
-            with explaining(words, sweeps=bool({"-m", "--multirun"} & {*sys.argv})):
+            with redirect_stderr(_WithoutRepeats(sys.stderr)) if sweeps else nullcontext(), explaining(words, sweeps=sweeps):
                 hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(run_job)()
         finally:
             is_empty = SweepFolder.remove()
@@ -94,13 +97,34 @@ def run_job(composed: DictConfig) -> float | None:
         if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
             raise KeyboardInterrupt from error  # else Hydra adds a line of its own, and goes on with the next job of a sweep
         log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra tells of the first alone
+        _FAILED.update((str(error), str(OmegaConf.to_container(HydraConfig.get().overrides.task))))
         raise
+
+
+class _WithoutRepeats:
+    """The stream ``stderr`` of a sweep, without Hydra's lines about jobs whose failure has its line."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return len(text) if text.rstrip().endswith(tuple(_FAILED)) else int(self._stream.write(text) or 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    """Return whether a record isn't a sweeper's about a job whose failure has its line."""
+    is_of_plugin = record.name.startswith(("hydra.", "hydra_plugins."))
+    return not (is_of_plugin and any(said in record.getMessage() for said in _FAILED if said))
 
 
 def speak_on_the_first_rank() -> None:
     """Log to stdout, in the first process only. Each process also has its own log in the run's folder."""
     handler = logging.StreamHandler(sys.stdout)
     handler.handleError = lambda record: None  # type: ignore[method-assign]  # of a closed pipe: a traceback for each line
+    handler.addFilter(_is_new)
     handler.setLevel(logging.CRITICAL if rank() else logging.NOTSET)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
 
@@ -124,9 +148,9 @@ class SweepFolder(Callback):
         if HydraConfig.initialized():
             folder = Path(HydraConfig.get().sweep.dir)
             HydraConfig.instance().cfg = None
-            is_empty = [path.name for path in folder.glob("*")] == ["multirun.yaml"]
+            is_empty = folder.is_dir() and {path.name for path in folder.glob("*")} <= {"multirun.yaml"}
             if is_empty:
-                (folder / "multirun.yaml").unlink()
+                (folder / "multirun.yaml").unlink(missing_ok=True)  # Optuna's sweeper writes none
                 inner = os.path.relpath(folder)
                 with suppress(OSError):  # the current folder
                     if not inner.startswith(os.pardir):  # empty folders elsewhere are the user's

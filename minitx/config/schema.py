@@ -183,12 +183,17 @@ def read_call(
         if key in others:
             raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
         if key not in named:
-            names = [*named, *beside]
+            names = [*(name for name, one in named.items() if not _is_passed(one, given)), *beside]
             raise ConfigError(f"{path}{key} is not a key{nearest(key, names, path) or '; allowed here: ' + ', '.join(names)}")
     for name, one in named.items():
         known = given is None or one.default is not one.empty or name in values or name in given
         require(known, f"{path}{name} is missing")
     return {name: read(hints.get(name, Any), value, f"{path}{name}") for name, value in values.items()}
+
+
+def _is_passed(one: inspect.Parameter, given: Collection[str] | None) -> bool:
+    """Return whether the caller adds this argument, so that nobody types it. A text as the default is a choice."""
+    return one.name in (given or ()) and not isinstance(one.default, str)
 
 
 def read(hint: Any, value: Any, key: str) -> Any:

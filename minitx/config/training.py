@@ -206,8 +206,9 @@ class EvaluationConfig(Config):
 
     Attributes:
         test: after training, evaluate the test split with the last or the best weights: last | best; null: do not.
-        at_end: also print them after training, and write evaluation.json.
-        num_rows: number of validation rows; null: all.
+        at_end: also print the metrics after training, and write evaluation.json; with test, also for the test split, and
+            evaluation_test.json.
+        num_rows: number of rows of a split; null: all.
         num_beams: beams for generated answers; 1: greedy.
         num_shown: number of answers to show.
     """

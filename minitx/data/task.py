@@ -83,9 +83,10 @@ class Task:
         longest: the number of tokens of the longest row, which a model with learned positions must reach. ``None``: unknown.
         tokenizer: the tokenizer of the texts.
         model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
-        left_out: how many rows of ``train`` and of ``val`` were left out or cut, and why: sentences by split. A run shows them before
+        left_out: how many rows of each split were left out or cut, and why: sentences by split. A run shows them before
             the first step, an evaluation after its metrics.
         val_examples: (source text, reference text or label) of the validation rows, in order, if the task has both.
+        test_examples: the same of the rows of ``test``. Without examples, an evaluation has no generated answers.
         label_names: the names of the labels of a classification.
         baselines: a function that computes the results of simple methods, by name.
         bits_per: factors from nats per token to bits per ``byte`` and ``character``, of a language model.
@@ -118,6 +119,7 @@ class Task:
     model_fields: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     val_examples: Sequence[tuple[str, str]] = ()
+    test_examples: Sequence[tuple[str, str]] = ()
     label_names: tuple[str, ...] = ()
     baselines: Callable[[], dict[str, float]] = dict
     bits_per: Mapping[str, float] = field(default_factory=dict)

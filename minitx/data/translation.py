@@ -28,7 +28,7 @@ LOCALES = (
 )
 Pairs = list[tuple[str, str]]
 Both = dict[str, Pairs]
-"""The pairs by split: train and val."""
+"""The pairs by split: train, val, and test if there is one."""
 
 LeftOut = dict[str, list[str]]
 """See ``Task.left_out``."""
@@ -40,6 +40,8 @@ def pairs(
     target_path: str | None = None,
     val_path: str | None = None,
     val_target_path: str | None = None,
+    test_path: str | None = None,
+    test_target_path: str | None = None,
     subset: str | None = None,
     split: str = "train",
     val_split: str | None = None,
@@ -64,6 +66,8 @@ def pairs(
         path, val_path, subset, split, val_split: see ``load_tables``.
         target_path: a text file with the targets of ``path``, line by line; ``null`` if ``path`` has two columns.
         val_target_path: the targets of ``val_path``.
+        test_path: pairs for the test split, as in ``val_path``; ``null``: there is none.
+        test_target_path: the targets of ``test_path``.
         val_fraction: the part of the different sources that is held out for validation.
         source_column: the column of sources; ``null``: the first column, in csv and tsv files without a row of names.
         target_column: the column of targets; ``null``: the second column.
@@ -77,8 +81,9 @@ def pairs(
     Raises:
         ConfigError: a file has no pairs, a split has no pairs, or columns and files do not fit each other.
     """
-    said = f"data.val_target_path={val_target_path} must be given where val_path and target_path are, and only there"
-    require((val_path is not None and target_path is not None) == (val_target_path is not None), said)
+    for which, source, target in (("val", val_path, val_target_path), ("test", test_path, test_target_path)):
+        said = f"data.{which}_target_path={target} must be given where {which}_path and target_path are, and only there"
+        require((source is not None and target_path is not None) == (target is not None), said)
     named = f"data.source_column={source_column} and data.target_column={target_column} must be given together"
     require((source_column is None) == (target_column is None), named)
     lines = f"data.source_column={source_column} belongs to a table, and data.target_path={target_path} to a file of lines"
@@ -86,11 +91,16 @@ def pairs(
     if target_path is None:
         columns = None if source_column is None else (source_column, str(target_column))
         kind = "csv" if Path(path).suffix.lower() == ".txt" else None
-        options = {"texts": columns or (0, 1), "header": columns is not None, "kind": kind}
-        found = _columns(load_tables(path, val_path, subset, split, val_split, **options), columns, val_fraction, path)
+        options: dict[str, Any] = {"texts": columns or (0, 1), "header": columns is not None, "kind": kind}
+        both, blank = _columns(load_tables(path, val_path, subset, split, val_split, **options), columns, val_fraction, path)
+        if test_path is not None:
+            table = load_table(test_path, "test_path", subset=subset, **options)
+            both["test"], blank["test"] = _of_table(table, columns, test_path, "test_path")
     else:
-        found = _files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
-    return _task(f"data.path={path}", *found, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
+        both, blank = _files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
+        if test_path is not None and test_target_path is not None:
+            both["test"], blank["test"] = _of_files("test_", test_path, test_target_path, subset=subset, split=split)
+    return _task(f"data.path={path}", both, blank, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
 
 
 def dates(
@@ -139,23 +149,26 @@ def _task(
     pad_id, bos_id, eos_id = require_marks(made_by, *MARKS)
     _, train, of_train = _rows(both["train"], made_by, longest, name, cut=False)
     kept_val, val, of_val = _rows(both["val"], made_by, longest, name, cut=True)
+    kept_test, test, of_test = _rows(both["test"], made_by, longest, name, cut=True) if "test" in both else ([], [], [])
+    cut = {"train": of_train, "val": of_val, "test": of_test}
     count_unknown(made_by, (row[key] for row in train for key in ("input_ids", "labels")), name)
     fields = {"vocab_size": made_by.vocab_size, "pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
     for side, key in (("max_source_len", "input_ids"), ("max_target_len", "labels")):
-        fields[side] = max(len(row[key]) for row in [*train, *val])
+        fields[side] = max(len(row[key]) for row in [*train, *val, *test])
     return Task(
         name=name,
         kind="seq2seq",
         train=train,
         val=val,
+        test=test or None,
         longest=max(longest),
         pad={"input_ids": pad_id, "decoder_input_ids": pad_id},
         bucket=bucket,
         tokenizer=made_by,
         model_fields=fields,
-        left_out={"train": [*blank.get("train", ()), *of_train], "val": [*blank.get("val", ()), *of_val]},
+        left_out={split: [*blank.get(split, ()), *said] for split, said in cut.items() if split in both},
         val_examples=kept_val,
-        baselines=lambda: {"copy_exact_match": float(np.mean([source == target for source, target in kept_val]))},
+        test_examples=kept_test,
     )
 
 
@@ -183,43 +196,48 @@ def _rows(
 
 
 def _columns(tables: list[Any], columns: tuple[str, str] | None, val_fraction: float, path: str) -> tuple[Both, LeftOut]:
-    """Two columns of a table: those with a name, or the first two."""
-
-    def read(table: Any) -> list[list[str]]:
-        names = columns or table.column_names[:2]
-        said = f"data.path={path} has one column, but two are needed, separated by tabs (in .csv by commas)"
-        require(len(names) > 1, f"{said}, or data.target_path=FILE with the targets")
-        return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
-
-    tables_of = zip(("train", "val"), divided(tables, lambda table: hold_out(read(table)[0], val_fraction)), strict=True)
-    found = {split: _without_blanks(read(table), path) for split, table in tables_of}
+    sides = divided(tables, lambda table: hold_out(_sides_of(table, columns, f"path={path}")[0], val_fraction))
+    found = {split: _of_table(table, columns, path) for split, table in zip(("train", "val"), sides, strict=True)}
     return {split: kept for split, (kept, _) in found.items()}, {split: said for split, (_, said) in found.items()}
+
+
+def _sides_of(table: Any, columns: tuple[str, str] | None, named: str) -> list[list[str]]:
+    """The sources and targets of a table."""
+    names = columns or table.column_names[:2]
+    said = f"data.{named} has one column, but two are needed, separated by tabs (in .csv by commas)"
+    require(len(names) > 1, f"{said}, or data.target_path=FILE with the targets")
+    return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
+
+
+def _of_table(table: Any, columns: tuple[str, str] | None, path: str, key: str = "path") -> tuple[Pairs, list[str]]:
+    return _without_blanks(_sides_of(table, columns, f"{key}={path}"), path, key)
+
+
+def _of_files(key: str, source: str, target: str, **options: Any) -> tuple[Pairs, list[str]]:
+    """The pairs of two files whose lines belong together. Their keys begin with ``key``."""
+    files = {f"{key}path": source, f"{key}target_path": target}
+    sides = [texts_of(load_table(file, name, kind="text", **options), "text", name) for name, file in files.items()]
+    lines = f"{len(sides[1])} lines, but data.{key}path has {len(sides[0])}"
+    require(len(sides[0]) == len(sides[1]), f"data.{key}target_path={target} has {lines}: line n belongs to line n")
+    return _without_blanks(sides, source, f"{key}path")
 
 
 def _files(
     path: str, target: str, val_path: str | None, val_target: str | None, val_fraction: float, **options: Any
 ) -> tuple[Both, LeftOut]:
     """The lines of two files that belong together, and of two others that validate, if they are given."""
-
-    def read(key: str, source: str, target: str) -> tuple[Pairs, list[str]]:
-        files = {f"{key}path": source, f"{key}target_path": target}
-        sides = [texts_of(load_table(file, name, kind="text", **options), "text", name) for name, file in files.items()]
-        lines = f"{len(sides[1])} lines, but data.{key}path has {len(sides[0])}"
-        require(len(sides[0]) == len(sides[1]), f"data.{key}target_path={target} has {lines}: line n belongs to line n")
-        return _without_blanks(sides, path)
-
-    found, said = read("", path, target)
+    found, said = _of_files("", path, target, **options)
     if val_path is not None and val_target is not None:
-        val, said_of_val = read("val_", val_path, val_target)
+        val, said_of_val = _of_files("val_", val_path, val_target, **options)
         return {"train": found, "val": val}, {"train": said, "val": said_of_val}
     rows = zip(("train", "val"), hold_out([source for source, _ in found], val_fraction), strict=True)
     before = [f"{each} (before validation was held out)" for each in said]
     return {split: [found[i] for i in chosen] for split, chosen in rows}, {"train": before, "val": before}
 
 
-def _without_blanks(sides: Sequence[Sequence[str]], path: str) -> tuple[Pairs, list[str]]:
+def _without_blanks(sides: Sequence[Sequence[str]], path: str, key: str = "path") -> tuple[Pairs, list[str]]:
     found = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
-    require(bool(found), f"data.path={path} has no pair without a blank side")
+    require(bool(found), f"data.{key}={path} has no pair without a blank side")
     return found, share_of(len(sides[0]) - len(found), len(sides[0]), "pairs are left out: a side is blank")
 
 

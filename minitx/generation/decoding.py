@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from minitx.config.schema import stated
 from minitx.generation.sampler import Sampler, row_uniforms
+from minitx.nn.bias import MASKS_PAGE
+from minitx.nn.masks import require_bool
 from minitx.nn.models import TransformerModel
 
 
@@ -57,7 +59,8 @@ def generate(
         B tensors of new ids, without the stop token.
 
     Raises:
-        TypeError: a model of Hugging Face, which has its own ``generate``, or a model that does not return logits (B, L, V).
+        TypeError: a model of Hugging Face, which has its own ``generate``, a model that does not return logits (B, L, V), or a
+            ``key_mask`` that is not bool.
         ValueError: an argument that does not fit the model or is out of range.
         FloatingPointError: the logits are NaN or infinite.
 
@@ -287,14 +290,16 @@ def _prompt(
     """Return the ids to continue, and their key mask."""
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids must have shape (B, L) with B >= 1 and L >= 1, got {tuple(input_ids.shape)}")
-    if key_mask is not None and (key_mask.shape != input_ids.shape or key_mask.dtype != torch.bool):
-        wanted = f"bool with the shape of input_ids, {tuple(input_ids.shape)}"
-        raise ValueError(f"key_mask must be {wanted}, got {key_mask.dtype} {tuple(key_mask.shape)}")
+    if key_mask is not None:
+        require_bool("key_mask", key_mask)
+        if key_mask.shape != input_ids.shape:
+            wanted = f"the shape of input_ids, {tuple(input_ids.shape)}"
+            raise ValueError(f"key_mask must have {wanted}, got {tuple(key_mask.shape)} ({MASKS_PAGE})")
     if not has_source(model):
         if decoder_input_ids is not None:
             raise ValueError("decoder_input_ids can only be used with an encoder-decoder; this model has no encode()")
         if key_mask is not None and not bool(key_mask[:, -1].all()):
-            raise ValueError("key_mask must be True in the last column: pad prompts on the left")
+            raise ValueError(f"key_mask must be True in the last column: pad prompts on the left ({MASKS_PAGE})")
         return input_ids, key_mask
     rows, bos_id = len(input_ids), of_config(model, "bos_id")
     if decoder_input_ids is None:

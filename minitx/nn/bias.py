@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+MASKS_PAGE = "see docs/attention.md, Masks"
+"""The end of every message about a mask: the table of masks of other libraries."""
+
 
 class Rule:
     """The base of masks and biases: a function of a query and a key, computed for all of them or for a tile.
@@ -146,7 +149,8 @@ class TensorBias(TensorRule, Bias):
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or not self.tensor.is_floating_point():
             got = getattr(self.tensor, "dtype", type(self.tensor).__name__)
-            raise TypeError(f"attn_bias must be a floating-point tensor or a Bias, got {got}")
+            said = "a mask (True = may attend) is given as attn_mask"
+            raise TypeError(f"attn_bias must be a floating-point tensor or a Bias, got {got}: {said} ({MASKS_PAGE})")
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return self.entries(batch, head, row, key, offset)

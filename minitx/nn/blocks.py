@@ -13,7 +13,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from minitx.nn.bias import Bias
 from minitx.nn.cache import LayerCache
-from minitx.nn.masks import Causal, Mask, intersect
+from minitx.nn.masks import Causal, Mask, as_mask, intersect
 from minitx.nn.positions import Rotation
 
 NORM_POSITIONS = ("pre", "post", "sandwich", "deepnorm")
@@ -215,7 +215,7 @@ class Block(nn.Module):
         if self.causal and not (isinstance(attn_mask, Mask) and attn_mask.is_causality):
             attn_mask = intersect(Causal(), attn_mask)
         options = _given(attn_mask=attn_mask, position_ids=position_ids, attn_bias=attn_bias, cache=cache)
-        cross = {} if memory is None else _given(key=memory, attn_mask=memory_mask, cache=cache)
+        cross = {} if memory is None else _given(key=memory, attn_mask=as_mask(memory_mask, "memory_mask"), cache=cache)
         sublayers: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
             (self.attention_residual, self.attention, options),
             (self.cross_residual, self.cross_attention, cross),

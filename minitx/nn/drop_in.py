@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.nn.attention import TORCH_PARTS, MultiHeadAttention
+from minitx.nn.bias import MASKS_PAGE
 from minitx.nn.functional import can_look, refuse_nested
 from minitx.nn.masks import Causal, Dense, Mask, Padding, hides_later, intersect
 
@@ -159,7 +160,7 @@ class DropInAttention(nn.Module):
             TypeError: a mask that is neither bool nor float.
         """
         if attn_mask is None and is_causal:
-            raise ValueError("is_causal=True needs attn_mask, got None")
+            raise ValueError(f"is_causal=True needs attn_mask, as in torch, got None ({MASKS_PAGE})")
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             refuse_nested(name, tensor)
         unbatched, batch_axis = query.dim() == 2, 0 if self.batch_first else 1
@@ -187,14 +188,15 @@ class DropInAttention(nn.Module):
         biases: list[Tensor | None] = []
         if padding is not None:
             if tuple(padding.shape) != (B, S):
-                raise ValueError(f"key_padding_mask must have shape (B, S) = {(B, S)}, got {tuple(padding.shape)}")
+                got = tuple(padding.shape)
+                raise ValueError(f"key_padding_mask must have shape (B, S) = {(B, S)}, got {got} ({MASKS_PAGE})")
             real, bias = _visible("key_padding_mask", padding)
             rules.append(None if can_look(real) and real.all() else Padding(real))
             biases.append(None if bias is None else bias[:, None, None])  # (B, S) -> (B, 1, 1, S)
         if attn_mask is not None:
             if tuple(attn_mask.shape) not in ((L, S), (B * H, L, S)):
                 wanted = f"(L, S) = {(L, S)} or (B * H, L, S) = {(B * H, L, S)}"
-                raise ValueError(f"attn_mask must have shape {wanted}, got {tuple(attn_mask.shape)}")
+                raise ValueError(f"attn_mask must have shape {wanted}, got {tuple(attn_mask.shape)} ({MASKS_PAGE})")
             attn_mask = attn_mask.unflatten(0, (B, H)) if attn_mask.dim() == 3 else attn_mask[None, None]  # to (B, H, L, S)
             visible, bias = _visible("attn_mask", attn_mask)
             biases.append(bias)
@@ -214,7 +216,9 @@ def _visible(name: str, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     if mask.dtype == torch.bool:
         return ~mask, None
     if not mask.is_floating_point():
-        raise TypeError(f"{name} must be bool (True = hidden) or float (added to the scores), got {mask.dtype}")
+        advice = f"use .bool() where 1 means hidden, and {name} == 0 where 1 means visible"
+        wanted = f"{name} must be bool (True = hidden) or float (added to the scores)"
+        raise TypeError(f"{wanted}, got {mask.dtype}: {advice} ({MASKS_PAGE})")
     visible = mask != -torch.inf
     only_hides = can_look(mask) and not mask.requires_grad and not mask.masked_fill(~visible, 0.0).any()
     return visible, None if only_hides else mask

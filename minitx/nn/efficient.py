@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.nn.backends import attend
+from minitx.nn.bias import MASKS_PAGE
 from minitx.nn.cache import StateCache
 from minitx.nn.functional import (
     AttentionCall,
@@ -79,7 +80,7 @@ class EfficientAttention(nn.Module):
             else:
                 raise ValueError(
                     f"{type(self).__name__} does not support the mask {type(part).__name__}: it sums over keys before it uses the "
-                    f"queries, so it can hide a key from all queries (Padding), but not from some of them"
+                    f"queries, so it can hide a key from all queries (Padding), but not from some of them ({MASKS_PAGE})"
                 )
         return causal, key_mask
 

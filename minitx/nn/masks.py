@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitx.nn.bias import Rule, TensorRule, tensors_of, unknown_in
+from minitx.nn.bias import MASKS_PAGE, Rule, TensorRule, tensors_of, unknown_in
 from minitx.nn.precision import widest_float
 
 Built = TypeVar("Built")
@@ -176,7 +176,7 @@ class Causal(Mask):
         if num_queries > num_keys:
             raise ValueError(
                 f"is_causal needs at least as many keys as queries, got {num_queries} queries and {num_keys} keys: "
-                "the last query is aligned with the last key"
+                f"the last query is aligned with the last key ({MASKS_PAGE})"
             )
 
 
@@ -223,9 +223,9 @@ class Padding(Mask):
     key_mask: Tensor
 
     def __post_init__(self) -> None:
-        _require_bool("key_mask", self.key_mask)
+        require_bool("key_mask", self.key_mask)
         if self.key_mask.dim() != 2:
-            raise ValueError(f"key_mask must have shape (B, S), got {tuple(self.key_mask.shape)}")
+            raise ValueError(f"key_mask must have shape (B, S), got {tuple(self.key_mask.shape)} ({MASKS_PAGE})")
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return self.key_mask[batch, key]
@@ -240,7 +240,8 @@ class Padding(Mask):
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if tuple(self.key_mask.shape) != (batch_size, num_keys):
-            raise ValueError(f"key_mask must have shape (B, S) = {(batch_size, num_keys)}, got {tuple(self.key_mask.shape)}")
+            wanted = f"(B, S) = {(batch_size, num_keys)}"
+            raise ValueError(f"key_mask must have shape {wanted}, got {tuple(self.key_mask.shape)} ({MASKS_PAGE})")
 
     def size(self) -> tuple[int, int]:
         return self.key_mask.shape[1], self.key_mask.shape[1]
@@ -336,14 +337,7 @@ class Dense(TensorRule, Mask):
     """
 
     def __post_init__(self) -> None:
-        _require_bool("attn_mask", self.tensor)
-        if self.tensor.dim() == 3:
-            raise ValueError(
-                f"attn_mask of shape {tuple(self.tensor.shape)} is ambiguous: it could be (B, L, S) or (H, L, S); "
-                "use (B, 1, L, S) or (1, H, L, S)"
-            )
-        if self.tensor.dim() not in (2, 4):
-            raise ValueError(f"attn_mask must have shape (L, S) or (B, H, L, S), got {tuple(self.tensor.shape)}")
+        _check_dense("attn_mask", self.tensor)
 
     def visible(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return self.entries(batch, head, row, key, offset)
@@ -356,7 +350,8 @@ class Dense(TensorRule, Mask):
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         wanted = (batch_size, num_heads, num_queries, num_keys)
         if not self.broadcasts_to(wanted):
-            raise ValueError(f"attn_mask of shape {tuple(self.tensor.shape)} does not broadcast to (B, H, L, S) = {wanted}")
+            got = tuple(self.tensor.shape)
+            raise ValueError(f"attn_mask of shape {got} does not broadcast to (B, H, L, S) = {wanted} ({MASKS_PAGE})")
 
     def size(self) -> tuple[int, int]:
         return self.tensor.shape[-2], self.tensor.shape[-1]
@@ -389,7 +384,7 @@ class BlockSparse(Mask):
     block_size: int = 64
 
     def __post_init__(self) -> None:
-        _require_bool("pattern", self.pattern)
+        require_bool("pattern", self.pattern)
         if self.pattern.dim() not in (2, 3) or self.pattern.shape[-1] != self.pattern.shape[-2]:
             raise ValueError(
                 f"pattern must have shape (blocks, blocks) or (H, blocks, blocks), got {tuple(self.pattern.shape)}"
@@ -515,20 +510,44 @@ def _extremes(ids: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([part.min for part in parts], -1), torch.stack([part.max for part in parts], -1)
 
 
-def _require_bool(name: str, tensor: Tensor) -> None:
+def require_bool(name: str, tensor: Any) -> None:
+    """Raise a TypeError unless ``tensor`` is a bool tensor. The message tells how to convert a mask of another dtype.
+
+    Args:
+        name: the argument: ``key_mask``, ``decoder_key_mask``, ``key_padding_mask``, ``pattern``, or one for a mask of queries and keys.
+    """
+    if isinstance(tensor, Tensor) and tensor.dtype == torch.bool:
+        return
+    meaning = "hidden" if name == "key_padding_mask" else "real token" if name.endswith("key_mask") else "may attend"
+    wanted = f"{name} must be a bool tensor (True = {meaning})"
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a bool tensor, got {type(tensor).__name__}")
-    if tensor.dtype != torch.bool:
-        extra = "; pass additive values as attn_bias" if name == "attn_mask" else ""
-        raise TypeError(f"{name} must be a bool tensor (True = may attend), got {tensor.dtype}{extra}")
+        raise TypeError(f"{wanted}, got {type(tensor).__name__} ({MASKS_PAGE})")
+    advice = f"convert 0 and 1 by .bool() (1 = {meaning})"
+    if tensor.is_floating_point() and name != "pattern":
+        advice += f", and 0 and -inf by {name} {'!=' if meaning == 'hidden' else '=='} 0"
+        advice += "; pass additive values as attn_bias" if meaning == "may attend" else ""
+    raise TypeError(f"{wanted}, got {tensor.dtype}: {advice} ({MASKS_PAGE})")
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    """Check the dtype and the number of axes of a mask of queries and keys."""
+    require_bool(name, tensor)
+    shape = tuple(tensor.shape)
+    if len(shape) == 3:
+        both = "it could be (B, L, S) or (H, L, S); use (B, 1, L, S) or (1, H, L, S)"
+        raise ValueError(f"{name} of shape {shape} is ambiguous: {both} ({MASKS_PAGE})")
+    if len(shape) not in (2, 4):
+        raise ValueError(f"{name} must have shape (L, S) or (B, H, L, S), got {shape} ({MASKS_PAGE})")
 
 
 def _as_rule(mask: Tensor | Mask) -> Mask:
     return mask if isinstance(mask, Mask) else Dense(mask)
 
 
-def as_mask(attn_mask: Tensor | Mask | None) -> Mask | None:
-    """Convert ``attn_mask`` to a ``Mask``. A bool tensor becomes a ``Dense``; another dtype raises a TypeError."""
+def as_mask(attn_mask: Tensor | Mask | None, name: str = "attn_mask") -> Mask | None:
+    """Convert ``attn_mask`` to a ``Mask``. A bool tensor becomes a ``Dense``; another dtype raises a TypeError, with the argument's ``name``."""
+    if attn_mask is not None and not isinstance(attn_mask, Mask) and name != "attn_mask":
+        _check_dense(name, attn_mask)
     return None if attn_mask is None else _as_rule(attn_mask)
 
 
@@ -630,5 +649,5 @@ def from_key_padding_mask(key_padding_mask: Tensor) -> Tensor:
     >>> from_key_padding_mask(torch.tensor([[False, True]])).tolist()
     [[True, False]]
     """
-    _require_bool("key_padding_mask", key_padding_mask)
+    require_bool("key_padding_mask", key_padding_mask)
     return ~key_padding_mask

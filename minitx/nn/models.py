@@ -18,7 +18,7 @@ from minitx.nn.cache import KVCache, LayerCache
 from minitx.nn.functional import refuse_nested
 from minitx.nn.init import init_weights
 from minitx.nn.layers import Core, Embeddings, build_bias, build_block, build_head, init_gains
-from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect
+from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect, require_bool
 from minitx.nn.norms import make_norm
 from minitx.nn.positions import Rotary, Rotation, position_ids_from
 
@@ -155,6 +155,8 @@ class TransformerModel(nn.Module):
             raise TypeError(
                 f"cache must be a KVCache, with one LayerCache for each layer, got a {kind}: use model.make_cache(capacity)"
             )
+        if key_mask is not None:  # before a cache keeps it
+            require_bool(name.replace("input_ids", "key_mask"), key_mask)
         past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
         if cache is not None and len(cache.layers) != len(self.blocks):
             raise ValueError(f"cache has {len(cache.layers)} layers, but the model has num_layers={len(self.blocks)}")
@@ -166,7 +168,7 @@ class TransformerModel(nn.Module):
         key_mask, document_ids = _counted(key_mask), _counted(document_ids)
         if cache is not None and mask is not None and not cache.keeps_all:
             raise ValueError("mask needs a cache that keeps all keys: use KVCache(capacity, num_layers)")
-        masks = self._masks(as_mask(mask), key_mask, document_ids, cache, L)
+        masks = self._masks(as_mask(mask, "mask"), key_mask, document_ids, cache, L)
         if masks[0] is not None and cache is None:  # before key_mask and document_ids are used for positions
             masks[0].check(input_ids.shape[0], self.config.num_heads, L, L)
         if position_ids is None:

@@ -98,6 +98,9 @@ def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go
             also names the newest intact checkpoint in the folder.
     """
     path = Path(path)
+    if os.path.isdir(path):
+        offer = _offer(path / "x.ckpt", key, verb) or _offer(path / "checkpoints" / "x.ckpt", key, verb)
+        raise ConfigError(f"{key}={path} is a folder{offer.replace(' beside it', ' in it') or ' without a checkpoint'}")
     if not os.path.isfile(path):  # False also for a name that is longer than one may be
         raise ConfigError(f"{key}={path} is not a file that exists{_offer(path, key, verb)}")
     try:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,7 @@ class Evaluation:
     """Metrics by name, baselines, and some answers with their references.
 
     Attributes:
+        signatures: how sacrebleu computed BLEU and chrF, by metric (Post 2018, arXiv:1804.08771).
         rows: the number of rows in the metrics.
         of_rows: the number of rows of the split.
         left_out: how many rows of the data are not among these, or are cut, and why.
@@ -72,6 +73,7 @@ class Evaluation:
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     baselines: dict[str, float] = field(default_factory=dict)
+    signatures: dict[str, str] = field(default_factory=dict)
     examples: list[dict[str, str]] = field(default_factory=list)
     rows: int = 0
     of_rows: int = 0
@@ -84,6 +86,7 @@ class Evaluation:
         out += [f"{name:{width}}  {value:.4f}" for name, value in self.baselines.items()]
         out.append(f"{'rows':{width}}  {self.rows:,}" + (f" of {self.of_rows:,}" if self.rows < self.of_rows else ""))
         out += [f"{'':{width}}  {said}" for said in self.left_out]
+        out += [f"{'':{width}}  {name} of sacrebleu: {signature}" for name, signature in self.signatures.items()]
         for example in self.examples:
             out += ["", *(f"  {part:7} {text}" for part, text in example.items())]
         return out
@@ -151,8 +154,9 @@ def evaluate(
     objective: Objective | None = None,
     *,
     batch_size: int = 64,
+    split: Literal["val", "test"] = "val",
 ) -> Evaluation:
-    """Evaluate ``network`` on the validation split of ``data``, with the metrics of its task.
+    """Evaluate ``network`` on a split of ``data``, with the metrics of its task.
 
     * ``language_model``: loss in nats, and bits per byte and per character if these are known.
     * ``masked_lm``: perplexity and accuracy over masked tokens.
@@ -164,27 +168,32 @@ def evaluate(
     The network runs in evaluation mode. Its mode is restored.
 
     Args:
-        data: the data, whose validation split is read.
+        data: the data.
         objective: the objective of the run. Default: cross-entropy.
         batch_size: rows at once.
+        split: ``val`` or ``test``. Baselines of tasks without generated answers belong to ``val`` alone.
 
     Raises:
-        ConfigError: ``data`` is neither a ``Task`` nor a ``LightningDataModule``.
+        ConfigError: ``data`` is neither a ``Task`` nor a ``LightningDataModule``, or has no test split.
     """
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
     task = data if isinstance(data, Task) else task_of_loaders(data)[0]
-    source = ValSource(as_split(task, "val"), batch_size=batch_size)
+    require(split == "val" or task.test is not None, f"split={split}: the data have no test split")
+    source = ValSource(as_split(task, split), batch_size=batch_size)
+    baselines = task.baselines if split == "val" else dict
     read = min(options.num_rows or source.num_rows, source.num_rows)
-    rows: dict[str, Any] = {"rows": read, "of_rows": source.num_rows, "left_out": [*task.left_out.get("val", ())]}
+    rows: dict[str, Any] = {"rows": read, "of_rows": source.num_rows, "left_out": [*task.left_out.get(split, ())]}
     with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
-        if task.kind not in KINDS or not isinstance(objective, CrossEntropy):
-            return Evaluation(_of_sums(network, source, options, objective), dict(task.baselines()), **rows)
+        answers = task.kind == "seq2seq" and len(task.val_examples if split == "val" else task.test_examples) == source.num_rows
+        has_metrics = task.kind in KINDS and (answers or task.kind != "seq2seq")
+        if not has_metrics or not isinstance(objective, CrossEntropy):
+            return Evaluation(_of_sums(network, source, options, objective), dict(baselines()), **rows)
         nll, counts, right = _losses(network, source, options)
         if task.kind == "seq2seq":
-            found = _of_answers(network, task, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
+            found = _of_answers(network, task, split, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
             return replace(found, **rows)
         rows["left_out"] += share_of(read - len(counts), read, "rows are left out: none of their labels counts")
-        return Evaluation(_of_labels(task, nll, counts, right), task.baselines(), **{**rows, "rows": len(counts)})
+        return Evaluation(_of_labels(task, nll, counts, right), baselines(), **{**rows, "rows": len(counts)})
 
 
 @contextmanager
@@ -272,17 +281,20 @@ def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[s
 
 
 def _of_answers(
-    network: nn.Module, task: Task, source: ValSource, options: EvaluationConfig, loss: Metric, longest: int
+    network: nn.Module, task: Task, split: str, source: ValSource, options: EvaluationConfig, loss: Metric, longest: int
 ) -> Evaluation:
     """What generated answers of at most ``longest`` tokens are worth, and the loss beside them."""
     answers = list(_answers(network, task, source, options, longest))
-    pairs = task.val_examples[: len(answers)]
+    examples = task.val_examples if split == "val" else task.test_examples
+    pairs = examples[: len(answers)]
     sources, references = [source for source, _ in pairs], [str(reference) for _, reference in pairs]
     hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
-    found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))}, task.baselines())
+    found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
+    found.baselines["copy_exact_match"] = sum(source == target for source, target in examples) / max(len(examples), 1)
     for name, metric in _text_metrics().items():
         found.metrics[name] = _corpus_score(metric, answers, references)
         found.baselines[f"{name}_of_copying"] = float(metric.corpus_score(sources, [references]).score)
+        found.signatures[name] = str(metric.get_signature())
     found.metrics["loss"] = loss
     wrong = [i for i, hit in enumerate(hits) if not hit]
     for i in (wrong + [i for i, hit in enumerate(hits) if hit])[: options.num_shown]:
@@ -323,11 +335,11 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
     return Metric(score(counts.sum(0)), low, high, len(answers), "rows")
 
 
-def report(found: Evaluation, folder: Path) -> None:
-    """Write an evaluation to the log and to ``evaluation.json``."""
+def report(found: Evaluation, folder: Path, split: str = "val") -> None:
+    """Write an evaluation to the log and to ``evaluation.json``, or to ``evaluation_test.json``."""
     from minitx.training.loggers import naming
 
-    path = folder / "evaluation.json"
+    path = folder / ("evaluation.json" if split == "val" else f"evaluation_{split}.json")
     with naming(path):
         path.write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for line in found.lines():
@@ -358,12 +370,16 @@ def evaluate_splits(
     from lightning.pytorch.callbacks import WeightAveraging
 
     options, metrics = config.evaluation, dict(trainer.callback_metrics)
-    if options.at_end:  # before the test, which may load the best weights
+
+    def print_metrics(split: Literal["val", "test"]) -> None:
         network = unsharded(module.network, config, state)
         if trainer.is_global_zero:
             rows = data.val_batch_size(1)
-            evaluation = partial(evaluate, network, data.task, options, module.objective, batch_size=rows)
-            report(evaluate_on(trainer.strategy.root_device, network, evaluation), folder)
+            evaluation = partial(evaluate, network, data.task, options, module.objective, batch_size=rows, split=split)
+            report(evaluate_on(trainer.strategy.root_device, network, evaluation), folder, split)
+
+    if options.at_end:  # before the test, which may load the best weights
+        print_metrics("val")
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
         said = f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
@@ -377,6 +393,8 @@ def evaluate_splits(
         numbers = "  ".join(f"{name} {float(value):.4f}" for name, value in found.items())
         log.info("test  %s  (%s rows)", numbers, f"{rows:,}" if rows == whole else f"{rows:,} of {whole:,}")
         metrics |= found
+        if options.at_end:
+            print_metrics("test")
     return metrics
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from minitx.config import RunConfig
@@ -101,6 +104,41 @@ def check_node(
     require(isinstance(more, list | tuple), f"{key}._args_={more} must be a list")
     require(not more or config_class_of(target) is None, f"{key}._args_={more}: the arguments of {node['_target_']} have names")
     read_call(target, arguments_of(node), f"{key}.", given, positional + len(more), beside)
+
+
+PASSED_ON = {"WandbLogger": "wandb.init"}
+"""Loggers that pass the keys that they do not name to a function."""
+
+
+def check_parts(group: Mapping[str, Part | None], key: str) -> None:
+    """Read the arguments of every logger or callback of a group, and build nothing.
+
+    ``**kwargs`` of a target would take any key, and a mistyped one would end the run after its start. A key that is similar to a
+    parameter is refused, and so is one that the function behind the ``**kwargs`` does not have.
+
+    Raises:
+        ConfigError: see ``check_node``.
+    """
+    for name, node in group.items():
+        if node is None:
+            continue
+        path = f"{key}.{name}"
+        check_node(node, path, None)
+        target = target_of(node, path)
+        named = parameter_names(target)
+        others = [other for other in arguments_of(node) if named and other not in named]
+        known = _passed_on(target) if others else set()
+        for other in others:
+            near = nearest(other, {*named, *known}, f"{path}.")
+            require(other in known or not (near or known), f"{path}.{other} is not a key{near}")
+
+
+def _passed_on(target: Any) -> set[str]:
+    """The parameters of the function that gets the ``**kwargs`` of a target. Empty if it is unknown or not installed."""
+    name = PASSED_ON.get(getattr(target, "__name__", ""))
+    with suppress(ConfigError):
+        return named_by({"_target_": name}, "logger") if name else set()
+    return set()
 
 
 def completed(node: Part, key: str) -> dict[str, Any]:
@@ -229,4 +267,19 @@ def reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     kind = type(error).__name__
+    if isinstance(error, ModuleNotFoundError) and (extra := _extra_with(str(error.name).partition(".")[0])):
+        return f"{first_line(error)}: install minitx with the extra {extra}"
     return first_line(error) if kind in ("ValueError", "ConfigError") else f"{kind}: {first_line(error)}"
+
+
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "babel": "Babel"}
+"""Packages whose modules have another name."""
+
+
+def _extra_with(module: str) -> str:
+    """The extra of minitx that installs a module, or an empty text."""
+    for wanted in metadata.requires("minitx") or ():
+        found = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", wanted)
+        if found and found[2] != "dev" and found[1].lower() == DISTRIBUTIONS.get(module, module).lower():
+            return found[2]
+    return ""

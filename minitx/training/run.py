@@ -41,7 +41,7 @@ from minitx.training.devices import cpu_precision, device_of, machine, sharded_p
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module, stored_state
-from minitx.training.nodes import build, build_all, parameter_names
+from minitx.training.nodes import build, build_all, check_parts, parameter_names
 from minitx.training.probes import Probe
 from minitx.training.questions import questions_of
 
@@ -107,6 +107,8 @@ def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective
     check_arguments(config.trainer.extra)
     check_free(folder, config.ckpt_path)
     import_modules(config.imports)
+    check_parts(config.logger, "logger")
+    check_parts(config.callbacks.parts, "callbacks")
     parts = {"model": model, "data": data, "objective": objective}
     given: dict[str, Any] = {name: {"_target_": GIVEN} for name, part in parts.items() if part is not None}
     if config.ckpt_path == "last":

@@ -3,6 +3,7 @@
 Cases are checked by exit code and key, not by their wording.
 """
 
+import os
 import subprocess
 import sys
 
@@ -22,6 +23,9 @@ COMPOSED = {
     "modle=char_small": "modle",
     "~optimizer": "optimizer",
     "logger.wandb.name=x": "'logger=[csv,wandb]'",
+    "optimizer.lr=1,0.1": "add -m to run every value",
+    "modle.num_layers=2": "did you mean model.num_layers?",
+    "experiment=char_ml": "did you mean char_lm?",
     "model._target_=own.Net": "model._target_=own.Net cannot be built",
     "model=gpt2 model._target_=torch.nn.Linear": "model=gpt2 was typed",
     "model.d_k=8": "Set model.num_heads, or model.head_dim",
@@ -72,6 +76,13 @@ COMPOSED = {
 
 # found in files, machine or model: STEP stands before what was typed
 BUILT = {
+    "logger=[csv,wandb] logger.wandb.offlin=true": "did you mean logger.wandb.offline?",
+    "logger=[csv,wandb] logger.wandb.entitty=me": "did you mean logger.wandb.entity?",
+    "logger=[csv,wandb] logger.wandb.nonsense=1": "logger.wandb.nonsense is not a key",
+    "logger=[csv,tensorboard] logger.tensorboard.log_grap=true": "did you mean logger.tensorboard.log_graph?",
+    "callbacks=[default,early_stopping] callbacks.early_stopping.patienc=3": "did you mean callbacks.early_stopping.patience?",
+    "experiment=kv_lookup ckpt_path=. output_dir=out": "ckpt_path=. is a folder without a checkpoint",
+    "optimizer.head_di=4": "optimizer.head_di is not a key; allowed here",
     "model.backend=sdpa model.softcap=5": "sdpa",
     "model.embed_dim=1000000000000000000": "model",
     "optimizer=muon trainer.strategy=sharded": "optimizer=muon needs whole matrices",
@@ -165,6 +176,29 @@ def test_a_checkpoint_that_is_not_named_or_not_there_is_named(assert_refused, pl
     needed = {"view": ["text=a"], "export": ["output=out"]}.get(program, [])
     assert_refused("missing.ckpt", "ckpt_path=missing.ckpt", *needed, program=program)
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("program", ["evaluate", "generate", "view", "export"])
+def test_a_folder_without_a_checkpoint_is_named_as_one(assert_refused, place, program):
+    (place / "empty" / "checkpoints").mkdir(parents=True)
+    needed = {"view": ["text=a"], "export": ["output=out"]}.get(program, [])
+    said = assert_refused("ckpt_path=empty is a folder without a checkpoint", "ckpt_path=empty", *needed, program=program)
+    assert [path.name for path in place.iterdir()] == ["empty"], said
+
+
+def test_a_folder_of_checkpoints_offers_the_newest(assert_refused, last, place):
+    file = last("text").removeprefix("ckpt_path=")
+    folder = os.path.dirname(file)
+    assert_refused(f"ckpt_path={folder}/", f"ckpt_path={folder}", program="evaluate")
+
+
+@pytest.mark.parametrize("name", ["sklearn.missing_part", "sklearn"])
+def test_a_target_whose_module_needs_an_extra_names_the_extra(cli, place, monkeypatch, name):
+    """As the template's example does without scikit-learn."""
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    put(place / "needs_more.py", f"import {name}\n")
+    monkeypatch.syspath_prepend(place)
+    assert_named(cli("data._target_=needs_more.Digits"), "with the extra vision")
 
 
 def test_an_experiment_of_ones_own_without_its_first_line_is_told_of_it(cli, place, no_run):

@@ -59,3 +59,35 @@ def test_what_is_left_out_of_a_split_is_told_before_the_first_step_and_beside_ev
     assert numbers["metrics"]["exact_match"]["count"] == 18
     refused = cli("ckpt_path=run", "data.max_source_len=999", program="evaluate")
     assert (refused.code, refused.err.count("\n")) == (2, 1) and "model.max_len=" in refused.err
+
+
+def test_pairs_in_a_test_file_are_evaluated_after_training_and_again_with_all_rows_and_the_signature(cli, place, caplog):
+    caplog.set_level("INFO", "minitx")
+    sizes = {"train": 40, "val": 7, "test": 11, "other": 5}
+    for name, count in sizes.items():
+        (place / f"{name}.tsv").write_text("\n".join(f"{n}\t{'ab' * (n % 3 + 1)}" for n in range(count)), encoding="utf-8")
+    paths = ["data.path=train.tsv", "data.val_path=val.tsv", "data.test_path=test.tsv"]
+    data = ["data=pairs", *paths, "data.tokenizer=char", "data.max_source_len=64", "data.max_target_len=64"]
+    ends = ["evaluation.test=last", "evaluation.at_end=true", "output_dir=run"]
+    chosen = [word for word in SHORT if not word.startswith("evaluation.")]
+    assert cli(*chosen, *data, *ends, "model.architecture=encoder_decoder").code == 0
+    assert any(re.match(r"test  .*test_loss .*\(11 rows\)$", line) for line in caplog.messages), caplog.messages
+    files = {"val": "evaluation.json", "test": "evaluation_test.json"}
+    for split, words, rows in (("val", [], 7), ("test", [], 11), ("test", ["data.test_path=other.tsv"], 5)):
+        said = cli("ckpt_path=run", f"split={split}", *words, "output=found.json", program="evaluate")
+        assert (said.code, said.err) == (0, "")
+        found = json.loads((place / "found.json").read_text("utf-8"))
+        assert (found["split"], found["rows"], found["of_rows"]) == (split, rows, rows)
+        assert found["metrics"]["bleu"]["count"] == found["metrics"]["exact_match"]["count"] == rows
+        assert re.fullmatch(r"nrefs:1\|case:mixed\|.*\|version:.*", found["signatures"]["bleu"])
+        assert found["signatures"]["bleu"] in said.out and found["signatures"]["chrf"] in said.out
+        if not words:
+            at_end = json.loads((place / "run" / files[split]).read_text("utf-8"))
+            assert at_end["signatures"] == found["signatures"] and at_end["rows"] == rows
+            assert at_end["metrics"]["loss"]["value"] == pytest.approx(found["metrics"]["loss"]["value"], rel=1e-6)
+            assert at_end["baselines"] == found["baselines"]
+
+
+def test_a_test_split_that_the_data_do_not_have_is_refused(cli, last, place):
+    said = cli(last("text"), "split=test", program="evaluate")
+    assert (said.code, "split=test" in said.err, said.err.count("\n")) == (2, True, 1)

@@ -22,7 +22,7 @@ from minitx.cli.view import ViewConfig
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import COLUMNS, read_metrics
 from tests.cli.conftest import RESULT, TINY, losses, put
-from tests.cli.processes import ROOT, start
+from tests.cli.processes import ROOT, run, start
 from tests.waiting import PATIENCE, wait_for
 
 OTHERS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view": ViewConfig, "export": ExportConfig}
@@ -99,6 +99,20 @@ def test_a_sweep_with_bad_jobs_says_so_of_each_and_runs_the_others(cli, place, c
     assert failed == ["job 0 failed: model.embed_dim=8", "job 2 failed: model.embed_dim=8"]
     assert len(list(place.rglob("metrics.csv"))) == 1
     assert [path.name for path in place.iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize("sweeper", ["basic", "optuna"])
+def test_a_sweep_whose_jobs_fail_says_so_once_of_each_and_ends_with_the_reason_of_the_first(tmp_path, sweeper):
+    """In a process of its own, whose log only our handler writes."""
+    sweep = ["model.num_heads=3,5"]
+    if sweeper == "optuna":
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+        sweep = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "model.num_heads=choice(3,5)"]
+    code, out, err = run(["-m", *(word for word in TINY if "num_heads" not in word), "trainer.max_steps=1", *sweep], tmp_path)
+    said = [line for line in err.splitlines() if "new study" not in line]  # of optuna itself
+    assert code == 2 and len(said) == 1 and said[0].startswith("error: model.embed_dim=8 is not divisible by num_heads="), err
+    assert out.count("is not divisible") == out.count("job 0 failed: ") + out.count("job 1 failed: ") == 2, out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_goes_on_with_a_key_that_some_of_its_jobs_do_not_read(cli, place, caplog, monkeypatch):

@@ -104,6 +104,24 @@ def test_a_file_of_its_own_validates_in_its_order_and_a_source_lies_in_one_split
     assert not {source for source, _ in train} & {source for source, _ in val}
 
 
+def test_a_test_split_has_all_pairs_of_its_file_or_files_in_their_order(file, write_text):
+    wanted = list(zip(SOURCES, TARGETS, strict=True))
+    others = {"a.tsv": {"test_path": file["a.csv"]}, "a.en": {"test_path": file["a.en"], "test_target_path": file["a.de"]}}
+    for name, test in others.items():
+        first = {"path": file[name]} | ({"target_path": file["a.de"]} if name == "a.en" else {})
+        task, without = load(**first, **test), load(**first)
+        assert (task.test_examples, len(task.test)) == (wanted, len(wanted))
+        assert (without.test, without.test_examples) == (None, [])
+        assert task.val_examples == without.val_examples
+    test = write_text("\n".join(f"{'1234'[: n % 5]}\t{'xyyxxyy'[: n % 7]}" for n in range(1, 35)), "test.tsv")
+    many = write_text("\n".join(f"{n}\tx" for n in range(10, 40)), "a_few.tsv")
+    task = load(path=many, test_path=test, max_source_len=3, max_target_len=5)
+    both = [(n % 5, n % 7) for n in range(1, 35) if n % 5 and n % 7]
+    assert [tuple(map(len, pair)) for pair in task.test_examples] == both and len(task.test) == len(both)
+    assert max(len(row["input_ids"]) for row in task.test) == task.model_fields["max_source_len"] == 3
+    assert [said.partition(" pairs are ")[2][:8] for said in task.left_out["test"]] == ["left out", "cut: the"]
+
+
 def test_long_pairs_do_not_train_and_all_of_them_validate_and_what_is_left_out_or_cut_is_counted(write_text, offline_datasets):
     path = write_text("\n".join(f"{n}\t{'x' * (n % 7)}" for n in range(100)), "a.tsv")
     val = write_text("\n".join(f"{'1234'[: n % 5]}\t{'xyyxxyy'[: n % 7]}" for n in range(1, 35)), "val.tsv")

@@ -9,6 +9,7 @@ from torch import nn
 
 import minitx.nn as mx
 from minitx.config import TransformerConfig
+from minitx.generation import generate
 from minitx.nn.efficient import (
     AdditiveAttention,
     EfficientAttention,
@@ -258,3 +259,69 @@ def test_a_part_of_ones_own_without_its_method_is_named(kind):
 
     with pytest.raises(NotImplementedError, match="Mine must define"):
         Mine()(mx.functional.make_call(Q, K, K)) if kind is EfficientAttention else Mine().dense(2, 3)
+
+
+WHOLE, FLOATS = torch.ones(B, L, dtype=torch.long), torch.ones(B, L)
+SQUARE = torch.ones(L, L)
+PAIR = partial(build, "encoder_decoder", IDS)
+MASKS = {
+    "key_mask of a layer": ("key_mask", lambda m: mha(X, call={"key_mask": m}), FLOATS),
+    "key_mask of a rule": ("key_mask", mx.Padding, FLOATS),
+    "key_mask of a decoder": ("key_mask", lambda m: lm(IDS, call={"key_mask": m}), FLOATS),
+    "key_mask of a decoder with a cache": ("key_mask", lambda m: go_on(key_mask=m), FLOATS),
+    "key_mask of an encoder": ("key_mask", lambda m: build("encoder", IDS, call={"key_mask": m}), FLOATS),
+    "key_mask of a pair": ("key_mask", lambda m: PAIR(IDS, call={"key_mask": m}), FLOATS),
+    "decoder_key_mask": ("decoder_key_mask", lambda m: PAIR(IDS, call={"decoder_key_mask": m}), FLOATS),
+    "key_mask of generate": ("key_mask", lambda m: generate(lm().eval(), IDS, key_mask=m, max_new_tokens=1), FLOATS),
+    "attn_mask of the function": ("attn_mask", lambda m: attend(Q, Q, Q, m), SQUARE),
+    "attn_mask of a layer": ("attn_mask", lambda m: mha(X, call={"attn_mask": m}), SQUARE),
+    "attn_mask of a block": ("attn_mask", lambda m: block(call={"attn_mask": m}), SQUARE),
+    "memory_mask of a block": (
+        "memory_mask",
+        lambda m: block(cross_attention=mha(), call={"memory": X, "memory_mask": m}),
+        SQUARE,
+    ),
+    "mask of a decoder": ("mask", lambda m: lm(IDS, call={"mask": m}), SQUARE),
+    "mask of an encoder": ("mask", lambda m: build("encoder", IDS, call={"mask": m}), SQUARE),
+    "mask of a pair": ("mask", lambda m: PAIR(IDS, call={"mask": m}), SQUARE),
+    "key_padding_mask": ("key_padding_mask", mx.from_key_padding_mask, FLOATS),
+    "pattern": ("pattern", lambda m: mx.BlockSparse(m, 4), SQUARE),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.uint8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", MASKS)
+def test_a_mask_of_0_and_1_is_refused_by_its_own_name_with_the_way_to_a_bool_one_and_the_page(place, dtype):
+    name, call, ones = MASKS[place]
+    with pytest.raises(TypeError, match=rf"^{name} must .*{dtype}.*\.bool\(\).*docs/attention\.md, Masks\)$"):
+        call(ones.to(dtype))
+    call(ones.bool())
+
+
+@pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
+def test_whole_numbers_in_place_of_torchs_masks_are_refused_with_both_polarities(name):
+    with pytest.raises(TypeError, match=rf"^{name} .*int64.*\.bool\(\).*{name} == 0.*docs/attention\.md, Masks\)$"):
+        drop_in(**{name: (IDS if name == "key_padding_mask" else IDS[:1].expand(L, L))})
+
+
+SHAPES = {
+    "attn_mask: three axes": lambda: attend(attn_mask=bools(B, L, S)),
+    "attn_mask: one axis": lambda: attend(attn_mask=bools(S)),
+    "attn_mask: another length": lambda: attend(attn_mask=bools(L, S + 1)),
+    "mask: three axes": lambda: lm(IDS, call={"mask": bools(B, L, L)}),
+    "key_mask: three axes": lambda: mx.Padding(bools(B, 1, S)),
+    "key_mask: another length": lambda: mha(X, call={"key_mask": bools(B, L + 1)}),
+    "key_mask: padding at the end of a prompt": lambda: generate(lm().eval(), IDS, key_mask=bools(B, L).tril(L - 3)),
+    "key_mask: of other prompts": lambda: generate(lm().eval(), IDS, key_mask=bools(B, L - 1)),
+    "is_causal: more queries than keys": lambda: attend(Q, K[:, :, :3], K[:, :, :3], is_causal=True),
+    "is_causal: without a mask in torch's place": lambda: drop_in(is_causal=True),
+    "attn_mask: another length in torch's place": lambda: drop_in(attn_mask=bools(L, S)),
+    "key_padding_mask: another length in torch's place": lambda: drop_in(key_padding_mask=bools(B, S)),
+    "mask: of a core that sums over keys": lambda: mha(X, core=LinearAttention(), call={"attn_mask": bools(L, L).tril(1)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", SHAPES)
+def test_every_refusal_of_a_mask_names_the_page_with_the_table(mistake):
+    with pytest.raises(ValueError, match=rf"\b{mistake.partition(':')[0]}\b.*docs/attention\.md, Masks\)$"):
+        SHAPES[mistake]()
