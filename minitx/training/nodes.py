@@ -267,8 +267,8 @@ def reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     kind = type(error).__name__
-    if isinstance(error, ModuleNotFoundError) and (extra := _extra_with(str(error.name).partition(".")[0])):
-        return f"{first_line(error)}: install minitx with the extra {extra}"
+    if isinstance(error, ModuleNotFoundError) and (extra := _extra_with(module := str(error.name).partition(".")[0])):
+        return f"the package {DISTRIBUTIONS.get(module, module)} is missing, install minitx with the extra {extra}"
     return first_line(error) if kind in ("ValueError", "ConfigError") else f"{kind}: {first_line(error)}"
 
 
