@@ -156,7 +156,7 @@ def test_the_newest_whole_one_is_offered(path):
     assert_refused(path, "cut short", f"go on from the newest whole one beside it with ckpt_path={best}")
     path.unlink()
     assert_refused(path, "is not a file", f"ckpt_path={best}")
-    assert_refused(path.parent, "is not a file")  # a folder
+    assert_refused(path.parent, "is a folder", f"ckpt_path={best}")
     best.write_bytes(b"")
     assert_refused(path, f"ckpt_path={older}")
     older.unlink()
