@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.positions import Teller, models_that_count
 from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
+from minitx.analysis.token_places import Teller, models_that_count
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.bias import TensorBias, as_bias
 from minitx.nn.blocks import Block, is_block, is_recomputing

@@ -33,8 +33,8 @@ from minitx.analysis.capture import (
     warn_of_silence,
 )
 from minitx.analysis.heads import UNKNOWN, mean_interval
-from minitx.analysis.positions import home_of, innermost, length_before, modules_with_caches, with_positions
 from minitx.analysis.snapshot import Snapshot
+from minitx.analysis.token_places import home_of, innermost, length_before, modules_with_caches, with_positions
 from minitx.nn.attention import DotProductAttention
 from minitx.nn.blocks import is_block, is_recomputing
 from minitx.nn.functional import AttentionCall, attention_weights, scores_of

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from minitx.analysis.answers import Answer, Answers, Asked, read_answers
 from minitx.analysis.capture import LACKS, Layers, Look, chosen_names, layer_of, layers_of, warn_of_calls, watch
-from minitx.analysis.positions import home_of, with_positions
 from minitx.analysis.statistics import over_tiles
+from minitx.analysis.token_places import home_of, with_positions
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
 from minitx.nn.efficient import EfficientAttention
