@@ -136,12 +136,15 @@ def _check_records(file: BinaryIO) -> None:
     require(bool(start), "it is empty")
     try:
         with zipfile.ZipFile(file) as records:
+            # torch reads nothing of a record that is marked as a folder, and returns the memory as it was
+            folders = [record.filename for record in records.infolist() if record.external_attr & 0x10]
             damaged = records.testzip()
     except Exception:  # a damaged directory raises many kinds
         is_zip = b"PK\3\4".startswith(start)
         raise ConfigError(
             "it is cut short or damaged" if is_zip else "another program wrote it: it is not a zip file"
         ) from None
+    require(not folders, f"it is damaged: record {' '.join(folders[:1])} is marked as a folder")
     require(damaged is None, f"it is damaged: record {damaged!r} does not match its CRC-32")
 
 

@@ -99,6 +99,20 @@ def test_a_flipped_bit_beside_the_records_is_refused_or_changes_nothing_that_is_
     assert refused > 100
 
 
+def test_a_record_that_is_marked_as_a_folder_is_refused(path):
+    """torch returns memory that nothing was written to for such a record."""
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as records:
+        start, names = records.start_dir, records.namelist()
+    for _ in names:
+        one = bytearray(content)
+        one[start + 38] ^= 0x10  # the low byte of its external attributes
+        path.write_bytes(one)
+        assert_refused(path, "damaged", "is marked as a folder")
+        start += 46 + sum(struct.unpack_from("<HHH", content, start + 28))
+    assert len(names) > 5 and start < len(content)
+
+
 def of_another_program(path):
     """Files as other programs write them."""
     yield path.write_text("It was a bright cold day in April. " * 9, encoding="utf-8")
