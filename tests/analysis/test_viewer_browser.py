@@ -293,7 +293,7 @@ def test_an_address_opens_the_same_view_again_and_a_broken_one_opens_some_view(v
     again.locator("#look-title", has_text="Encoder, layer 0, head 2").wait_for()
     assert again.locator("#scale").input_value() == "root" and again.locator(".pane").count() == 2
     broken = visit("two", "#layer=99&head=-3&step=7&view=nonsense&q=1e9&k=&zoom=x&heads=a.b&theme=red&scale=&hatch=")
-    assert broken.locator("#look-title").inner_text() == "Cross, layer 0, head 0"
+    assert broken.locator("#look-title").inner_text() == "Cross, layer 3, head 0"  # blocks.3.cross
 
 
 def test_the_page_follows_where_the_browser_refuses_more_addresses(visit):
