@@ -139,6 +139,7 @@ def adopted_on_an_accelerator(names):
     return told, all(map(adopted_cores, models)), torch.equal(torch.get_device_module(device.type).get_rng_state(), state)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pretend.IS_SUPPORTED, reason="the pretended accelerator needs torch 2.13")
 def test_a_model_on_an_accelerator_is_checked_there():
     told, are_adopted, is_restored = run_ranks(1, adopted_on_an_accelerator, QUICK)[0]

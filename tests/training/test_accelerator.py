@@ -323,6 +323,7 @@ def _poisoned_on_both(folder, configs):
     return poisoned(configs, folder / "cpu"), poisoned([*map(pretend.on_device, configs)], folder / "device")
 
 
+@pytest.mark.slow
 def test_nothing_is_written_of_a_step_whose_update_was_skipped(make_config, tmp_path):
     """On the CPU the run ends at the first bad step; on the device the host learns of it later."""
     writers = {
