@@ -9,7 +9,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: ablation test slow lint coverage mutation bench bench-quality docs site clean
+# make lattice    generated tests of the day: SEED=7 another draw, STRENGTH=3 every triple of values
+.PHONY: ablation test slow lattice lint coverage mutation bench bench-quality docs site clean
 
 ablation: $(VENV)/train.installed
 	$(BIN)/python scripts/train.py experiment=scaling_ablation
@@ -43,6 +44,13 @@ site: $(VENV)/train.installed $(VENV)/docs.installed
 	@$(BIN)/python scripts/view_attention.py --play output=site/index.html pages=docs/index.html > /dev/null
 	@echo "$(CURDIR)/site/index.html"
 	@echo "Its search box needs a server: $(BIN)/python -m http.server --directory site, then http://localhost:8000"
+
+SEED ?= $(shell date +%Y%m%d)
+STRENGTH ?= 2
+lattice: $(VENV)/dev.installed
+	$(BIN)/python tests/lattice/calls.py --seed $(SEED) --strength $(STRENGTH)
+	$(BIN)/python tests/lattice/models.py --seed $(SEED) --strength $(STRENGTH)
+	$(BIN)/python tests/lattice/runs.py --seed $(SEED) --strength $(STRENGTH)
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

@@ -1,0 +1,420 @@
+"""Generated tests: axes, a covering array over them, a table of refusals, and oracles that hold everywhere.
+
+An *axis* is a name and its values; the first value is the plain one. A *point* has one value of each axis. A *subject* is what a
+point builds: a call, a model, a run. An *oracle* is a property that every subject has. A *refusal* is a combination of values
+that must be refused, with the message; a *known fault* is a combination at which an oracle must fail, because a library fails there.
+
+``Lattice.points`` returns
+
+- a covering array: each pair of values of two axes meets in a point that is not refused, and each triple of the ``strong`` axes does.
+  A refused point covers nothing, because the error hides what comes after it;
+- one point for each combination that a refusal names, with the other axes plain.
+
+``Lattice.pairs`` returns every pair of values with all other axes plain: some faults show only if nothing else is unusual.
+
+Each lattice is a program, too:
+
+    python tests/lattice/calls.py                                  # the points of today's seed
+    python tests/lattice/calls.py 'backend=sdpa mask=empty'        # one point; an axis that is not named is plain
+    python tests/lattice/calls.py --seed 7 --strength 3            # another draw; every triple of values
+
+Each failure ends with the line that repeats it, shrunk to the values that matter.
+Covering arrays: Cohen et al. 1997, https://doi.org/10.1109/32.605761.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import itertools
+import random
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Point = dict[str, str]
+Where = Mapping[str, str]
+"""Axes and their values, several as ``"a|b"``, all but some as ``"!a|b"``."""
+
+FEWEST = 5
+"""An oracle that is asked at fewer points is a fault of the lattice."""
+
+
+def matches(where: Where, point: Mapping[str, str]) -> bool:
+    """Whether a point has a value that ``where`` names on each of its axes."""
+    for axis, values in where.items():
+        listed, negated = _listed(values)
+        if axis not in point or (point[axis] in listed) == negated:
+            return False
+    return True
+
+
+@functools.cache
+def _listed(values: str) -> tuple[frozenset[str], bool]:
+    """The values that ``"a|b"`` or ``"!a|b"`` lists, and whether they are excluded."""
+    return frozenset(values.removeprefix("!").split("|")), values.startswith("!")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A combination of values that must raise an error whose message matches ``message``."""
+
+    where: Where
+    message: str
+
+
+@dataclass(frozen=True)
+class KnownFault:
+    """A combination at which ``oracle`` fails with a message that matches ``message``: a fault of another library.
+
+    If the oracle passes there, the test fails: the fault was mended, and the entry goes. Give ``reason`` with the version.
+    """
+
+    where: Where
+    oracle: str
+    message: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A property of every subject: ``check`` raises AssertionError where it does not hold.
+
+    It is asked at the points that match one entry of ``where`` (all points if empty) and none of ``unless``.
+    """
+
+    check: Callable[[Any], None]
+    where: Sequence[Where] = ()
+    unless: Sequence[Where] = ()
+
+    @property
+    def name(self) -> str:
+        return self.check.__name__
+
+    def applies(self, point: Mapping[str, str]) -> bool:
+        wanted = not self.where or any(matches(where, point) for where in self.where)
+        return wanted and not any(matches(where, point) for where in self.unless)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is wrong at a point: the oracle's name (``table`` for an entry that no longer holds) and the message."""
+
+    oracle: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.oracle}: {self.message}"
+
+
+@dataclass
+class Lattice:
+    """Axes, the subject of a point, the oracles, and the table of what is refused.
+
+    Attributes:
+        file: the path of the program, for the line that repeats a failure.
+        axes: names and values; the first value of an axis is the plain one.
+        make: builds the subject of a point, and checks nothing. A subject is made anew for each oracle.
+        oracles: the properties.
+        refusals: what must be refused.
+        known: faults of other libraries.
+        meaningless: combinations that are no subject at all.
+        strong: axes whose triples are all covered.
+        errors: the types of error that count as a refusal. Any other error is a failure.
+    """
+
+    file: str
+    axes: Mapping[str, Sequence[str]]
+    make: Callable[[Point], Any]
+    oracles: Sequence[Oracle]
+    refusals: Sequence[Refusal] = ()
+    known: Sequence[KnownFault] = ()
+    meaningless: Sequence[Where] = ()
+    strong: Sequence[str] = ()
+    errors: tuple[type[BaseException], ...] = (ValueError, TypeError, NotImplementedError)
+    _points: dict[tuple[int, int], list[Point]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        tables = [entry.where for entry in (*self.refusals, *self.known)] + list(self.meaningless)
+        tables += [where for oracle in self.oracles for where in (*oracle.where, *oracle.unless)]
+        for where in tables:
+            for axis, values in where.items():
+                unknown = _listed(values)[0] - set(self.axes.get(axis, ()))
+                if axis not in self.axes or unknown:
+                    raise ValueError(
+                        f"{self.file}: no axis {axis} with {', '.join(sorted(unknown)) or 'these values'}: {dict(where)}"
+                    )
+        names = {oracle.name for oracle in self.oracles}
+        for entry in self.known:
+            if entry.oracle not in names:
+                raise ValueError(f"{self.file}: no oracle {entry.oracle}")
+
+    # Points
+
+    @functools.cached_property
+    def _existing(self) -> dict[str, list[Where]]:
+        """The meaningless combinations that name an axis."""
+        return {axis: [where for where in self.meaningless if axis in where] for axis in self.axes}
+
+    @functools.cached_property
+    def _serving(self) -> dict[str, list[Where]]:
+        """The meaningless and refused combinations that name an axis."""
+        return {axis: self._existing[axis] + [r.where for r in self.refusals if axis in r.where] for axis in self.axes}
+
+    @property
+    def plain(self) -> Point:
+        return {axis: values[0] for axis, values in self.axes.items()}
+
+    def exists(self, point: Mapping[str, str]) -> bool:
+        return not any(matches(where, point) for where in self.meaningless)
+
+    def refusal_of(self, point: Mapping[str, str]) -> Refusal | None:
+        return next((refusal for refusal in self.refusals if matches(refusal.where, point)), None)
+
+    def serves(self, point: Mapping[str, str]) -> bool:
+        """Whether the point exists and is not refused."""
+        return self.exists(point) and self.refusal_of(point) is None
+
+    def points(self, seed: int = 0, strength: int = 2) -> list[Point]:
+        """The covering array of a seed, then the points of the refusals."""
+        if (seed, strength) not in self._points:
+            self._points[seed, strength] = [*self._covering(seed, strength), *self._refused(seed)]
+        return self._points[seed, strength]
+
+    def _covering(self, seed: int, strength: int) -> list[Point]:
+        draw = random.Random(seed)
+        groups = {frozenset(axes) for axes in itertools.combinations(self.axes, strength)}
+        groups |= {frozenset(axes) for axes in itertools.combinations(self.strong, 3)}
+        uncovered = {part for axes in groups for part in self._combinations(sorted(axes)) if self.serves(dict(part))}
+        chosen = [self.plain] if self.serves(self.plain) else []
+        uncovered = {part for part in uncovered if not any(part <= point.items() for point in chosen)}
+        queue = sorted(uncovered, key=sorted)
+        draw.shuffle(queue)
+        for part in queue:
+            if part not in uncovered:
+                continue
+            attempts = [point for point in (self._completed(dict(part), draw) for _ in range(20)) if point]
+            if not attempts:  # no point has all of them
+                uncovered.discard(part)
+                continue
+            covered = [[other for other in self._parts(point, groups) if other in uncovered] for point in attempts]
+            best = max(range(len(attempts)), key=lambda i: len(covered[i]))
+            uncovered.difference_update(covered[best])
+            chosen.append(attempts[best])
+        return chosen
+
+    def _combinations(self, axes: Sequence[str]) -> Iterator[frozenset[tuple[str, str]]]:
+        for values in itertools.product(*(self.axes[axis] for axis in axes)):
+            yield frozenset(zip(axes, values, strict=True))
+
+    @staticmethod
+    def _parts(point: Point, groups: Iterable[frozenset[str]]) -> Iterator[frozenset[tuple[str, str]]]:
+        for axes in groups:
+            yield frozenset((axis, point[axis]) for axis in axes)
+
+    def _completed(self, start: Point, draw: random.Random, refused: bool = False) -> Point | None:
+        """``start`` with a drawn value on each other axis, or None if the draw comes to an axis without a usable value.
+
+        The point is served, or, with ``refused``, exists.
+        """
+        entries = self._existing if refused else self._serving
+        point = dict(start)
+        axes = [axis for axis in self.axes if axis not in point]
+        draw.shuffle(axes)
+        for axis in axes:
+            values = list(self.axes[axis])
+            draw.shuffle(values)
+            for value in values:
+                point[axis] = value
+                if not any(matches(where, point) for where in entries[axis]):
+                    break
+            else:
+                return None
+        return point
+
+    def _plainest(self, start: Point) -> Point | None:
+        """``start`` with plain values where that exists, and else the first values that do."""
+        point = dict(start)
+        for axis, values in self.axes.items():
+            if axis not in point:
+                value = next((value for value in values if self.exists({**point, axis: value})), None)
+                if value is None:
+                    return None
+                point[axis] = value
+        return point if self.exists(point) else None
+
+    def _refused(self, seed: int) -> list[Point]:
+        """For each combination that a refusal names: the plainest point, and a drawn one."""
+        draw = random.Random(seed)
+        points = []
+        for refusal in self.refusals:
+            axes = list(refusal.where)
+            for part in self._combinations(axes):
+                if matches(refusal.where, dict(part)) and self.exists(dict(part)):
+                    points += [self._plainest(dict(part)), self._completed(dict(part), draw, refused=True)]
+        return [point for point in points if point is not None]
+
+    def pairs(self) -> list[Point]:
+        """Every pair of values of two axes, with all other axes plain, where such a point is served."""
+        found = {}
+        for axes in itertools.combinations(self.axes, 2):
+            for part in self._combinations(axes):
+                point = {**self.plain, **dict(part)}
+                if self.serves(point):
+                    found[self.words(point)] = point
+        return list(found.values())
+
+    # Checks
+
+    def failures(self, point: Point, oracles: Sequence[str] | None = None) -> Iterator[Failure]:
+        """What is wrong at a point, by the oracles that are named (default: all that apply)."""
+        refusal = self.refusal_of(point)
+        if refusal is not None:
+            yield from self._not_refused(point, refusal)
+            return
+        for oracle in self.oracles:
+            if not oracle.applies(point) or (oracles is not None and oracle.name not in oracles):
+                continue
+            faults = [fault for fault in self.known if fault.oracle == oracle.name and matches(fault.where, point)]
+            failure = self._failure(oracle, point)
+            if failure is None and faults:
+                yield Failure("table", f"{oracle.name} passes now: take out the known fault {dict(faults[0].where)}")
+            elif failure is not None and not any(re.search(fault.message, failure.message) for fault in faults):
+                yield failure
+
+    def _failure(self, oracle: Oracle, point: Point) -> Failure | None:
+        try:
+            oracle.check(self.make(point))
+        except AssertionError as error:
+            return Failure(oracle.name, str(error).strip()[:400] or "an assertion without a message" + place_of(error))
+        except self.errors as error:
+            message = f"refused, but no entry of the table says so: {type(error).__name__}: {str(error)[:300]}"
+            return Failure(oracle.name, message + place_of(error))
+        except (Exception, SystemExit) as error:
+            return Failure(oracle.name, f"{type(error).__name__}: {str(error)[:300]}{place_of(error)}")
+        return None
+
+    def _not_refused(self, point: Point, refusal: Refusal) -> Iterator[Failure]:
+        """A refusal is asked of each oracle in turn until one raises it: the first may not reach the refused part."""
+        for oracle in self.oracles:
+            if not oracle.applies(point):
+                continue
+            try:
+                oracle.check(self.make(point))
+            except self.errors as error:
+                if not re.search(refusal.message, str(error)):
+                    told = f"refused with another message than {refusal.message!r}: {type(error).__name__}: {str(error)[:300]}"
+                    yield Failure("table", told + place_of(error))
+                return
+            except (Exception, SystemExit) as error:
+                yield Failure(oracle.name, f"{type(error).__name__}: {str(error)[:300]}{place_of(error)}")
+                return
+        yield Failure("table", f"is no longer refused: take out {dict(refusal.where)}")
+
+    def asked(self, points: Iterable[Point]) -> Counter[str]:
+        """At how many points each oracle is asked; refused points count for none."""
+        counts = Counter({oracle.name: 0 for oracle in self.oracles})
+        for point in points:
+            if self.refusal_of(point) is None:
+                counts.update(oracle.name for oracle in self.oracles if oracle.applies(point))
+        return counts
+
+    def shrunk(self, point: Point, oracle: str) -> Point:
+        """The point with as many plain values as still fail the same oracle."""
+        if oracle == "table":
+            return point
+        plain = self.plain
+        for axis in self.axes:
+            nearer = {**point, axis: plain[axis]}
+            if nearer != point and self.serves(nearer) and any(True for _ in self.failures(nearer, [oracle])):
+                point = nearer
+        return point
+
+    def words(self, point: Mapping[str, str]) -> str:
+        """The values of a point that are not plain, as its line on the command line."""
+        plain = self.plain
+        return " ".join(f"{axis}={value}" for axis, value in point.items() if value != plain[axis]) or "plain"
+
+    def point_of(self, words: str) -> Point:
+        """The point of a line of words.
+
+        Raises:
+            ValueError: an axis or a value does not exist.
+        """
+        point = self.plain
+        for word in words.split():
+            axis, _, value = word.partition("=")
+            if word != "plain":
+                if value not in self.axes.get(axis, ()):
+                    known = ", ".join(self.axes.get(axis, self.axes))
+                    raise ValueError(f"{word}: expected one of {known}")
+                point[axis] = value
+        return point
+
+    def check(self, point: Point) -> None:
+        """Raise AssertionError with all failures of a point, and the shrunk lines that repeat them."""
+        lines = []
+        for failure in self.failures(point):
+            again = self.words(self.shrunk(point, failure.oracle))
+            lines.append(f"{failure}\n    again: python {self.file} '{again}'")
+        assert not lines, "\n".join(lines)
+
+
+def place_of(error: BaseException) -> str:
+    """The file and line that raised an error, in brackets."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" [{frames[-1].filename.split('/')[-1]}:{frames[-1].lineno}]"
+
+
+def today() -> int:
+    """The seed of the day: 20261128 on 2026-11-28."""
+    return int(datetime.date.today().strftime("%Y%m%d"))
+
+
+def run(lattice: Lattice, arguments: Sequence[str] | None = None) -> int:
+    """The program of a lattice. Returns 0, 1 after a failure, 2 for an unknown word."""
+    parser = argparse.ArgumentParser(description="Ask the oracles of a lattice at its points.")
+    parser.add_argument("point", nargs="?", help="'axis=value …': one point; an axis that is not named is plain")
+    parser.add_argument("--seed", type=int, default=today(), help="of the covering array (default: today's date)")
+    parser.add_argument("--strength", type=int, default=2, help="2: every pair of values; 3: every triple")
+    parser.add_argument("--pairs", action="store_true", help="every pair of values with all other axes plain")
+    parser.add_argument("--count", action="store_true", help="print the number of points and of questions, and stop")
+    parser.add_argument("--limit", type=int, help="at most so many points, drawn by the seed")
+    parser.add_argument("--verbose", action="store_true", help="print each point")
+    options = parser.parse_args(arguments)
+    try:
+        points = [lattice.point_of(options.point)] if options.point else None
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if points is None:
+        points = lattice.pairs() if options.pairs else lattice.points(options.seed, options.strength)
+    if options.limit is not None and options.limit < len(points):
+        points = random.Random(options.seed).sample(points, options.limit)
+    draw = "" if options.point or options.pairs else f", seed {options.seed}, strength {options.strength}"
+    print(f"{lattice.file}: {len(points)} points{draw}", flush=True)
+    for name, count in lattice.asked(points).items():
+        print(f"  {count:5} × {name}")
+    return 0 if options.count else _ask(lattice, points, options.verbose)
+
+
+def _ask(lattice: Lattice, points: Sequence[Point], verbose: bool) -> int:
+    start, reported = time.process_time(), Counter[str]()
+    known = set()
+    for point in points:
+        if verbose:
+            print(lattice.words(point), flush=True)
+        for failure in lattice.failures(point):
+            again = lattice.words(lattice.shrunk(point, failure.oracle))
+            reported[failure.oracle] += 1
+            if (failure.oracle, again) not in known:
+                known.add((failure.oracle, again))
+                print(f"FAILED {failure}\n    again: python {lattice.file} '{again}'", flush=True)
+    print(f"{len(known)} failures in {time.process_time() - start:.0f} CPU seconds {dict(reported) or ''}")
+    return 1 if known else 0
