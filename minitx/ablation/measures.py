@@ -25,16 +25,17 @@ from torch import nn
 
 from minitx.ablation.design import AblationConfig
 from minitx.analysis.counting import flop_counter
-from minitx.config import ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict
-from minitx.config.schema import require
-from minitx.config.training import MODEL
+from minitx.config import ConfigError, EvaluationConfig, InitFrom, TransformerConfig, from_dict
+from minitx.config.schema import read, require
+from minitx.config.training import MODEL, Data, Model
 from minitx.data.datamodule import DataModule
+from minitx.data.loaders import load_task
 from minitx.data.task import Batch
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, network_of, open_data
+from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, network_of
 from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoints import load_model, load_start
 from minitx.training.evaluation import evaluate
@@ -98,7 +99,7 @@ def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
     weights, shape, _ = load_start(InitFrom(path=path))
     if shape is None:
         raise ConfigError(f"init_from.fold_scale=true needs one of our models at {path}")
-    network = network_of({"_target_": MODEL, **shape})
+    network = network_of(read(Model, {"_target_": MODEL, **shape}, "model"))
     network.load_state_dict(weights)
     return network
 
@@ -138,14 +139,14 @@ class Measures(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         data, network = trainer.datamodule, module.network  # type: ignore[attr-defined]
         stored = next(each.state for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
-        config = from_dict(RunConfig, stored["config"])
-        found = {}
+        config, found = stored["config"], {}
+        options = from_dict(EvaluationConfig, config["evaluation"])
         for length in self.lengths:
-            rows = config.evaluation.num_rows and max(1, config.evaluation.num_rows * data.task.longest // length)
-            options = dataclasses.replace(config.evaluation, num_rows=rows)
-            longer = dataclasses.replace(config, data={**config.data, "context_len": length})
-            opened = open_data(longer, tokenizer=data.task.tokenizer)
-            measured = evaluate(network, opened.task, options, batch_size=opened.val_batch_size(1))
+            rows = options.num_rows and max(1, options.num_rows * data.task.longest // length)
+            part = read(Data, {**config["data"], "context_len": length}, "data")
+            longer, _ = load_task(part, seed=config["seed"], tokenizer=data.task.tokenizer)
+            asked = dataclasses.replace(options, num_rows=rows)
+            measured = evaluate(network, longer, asked, batch_size=data.val_batch_size(1))
             found[f"loss_at_{length}"] = measured.metrics["loss"].value
         if self.attention:
             found |= _attention(network, data.probe_batch(_ROWS))

@@ -140,7 +140,7 @@ def chat_format(stored: Stored) -> ChatFormat | None:
     Raises:
         ConfigError: the template cannot be read, or the tokenizer has no end mark.
     """
-    template = template_of(stored.config.data, stored.tokenizer)
+    template = template_of(stored.nodes["data"], stored.tokenizer)
     if template is None or stored.tokenizer is None:
         return None
     return ChatFormat(template, stored.tokenizer, "the chat template of the checkpoint")

@@ -1,133 +1,26 @@
-"""Build data and network of a run from the nodes of its config."""
+"""Build the network of a run, and call it with a batch."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import logging
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from minitx.config import ConfigError, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
-from minitx.config.schema import Count, Natural, config_class_of, first_line, nearest, read, require, stated
-from minitx.config.shipped import shipped_configs
-from minitx.config.training import MODEL, NODES
-from minitx.data.loaders import INPUTS, lightning_base, overrides, task_of_loaders
+from minitx.config import ConfigError, Part, TransformerConfig
+from minitx.config.schema import nearest, require, stated
+from minitx.data.loaders import INPUTS, lightning_base, overrides
 from minitx.data.task import Batch, Task, num_targets, seed_device
-from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
-from minitx.training.nodes import LOADING, arguments_of, build, check_data, named_by, target_of, without_loading
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule
-
     from minitx.data.datamodule import DataModule
 
 log = logging.getLogger(__name__)
-
-
-# --- what a checkpoint may name
-
-OURS = (
-    *("minitx.config.TransformerConfig", "minitx.nn.DecoderLM", "minitx.nn.Encoder", "minitx.nn.EncoderDecoder"),
-    *("minitx.nn.VisionTransformer", "minitx.nn.MultiHeadAttention"),
-)
-"""Classes of this package that a checkpoint may name."""
-
-BUILDERS = {
-    "model": frozenset([MODEL, "minitx.interop.hf_from_config"]),
-    "objective": frozenset([NODES["objective"]]),
-}
-"""Parts of this package that a checkpoint may name, by the key of their node, beside ``data_sets()``. They run no other code."""
-
-GIVEN = "given to train() from Python"
-"""The ``_target_`` in a checkpoint for data and objectives that were objects. Nothing can be built from it."""
-
-
-def core_of(config: TransformerConfig) -> Callable[[], Any] | None:
-    """Return a function that builds attention cores if ``attention`` is a part of the user's own, or None if it is one of ours."""
-    if not is_part(config.attention):
-        return None
-    sizes = {"head_dim": config.width_per_head, "num_heads": config.num_heads, "max_len": config.max_len}
-    return lambda: build(config.attention, "model.attention", sizes)  # type: ignore[arg-type]
-
-
-def import_modules(names: Iterable[str]) -> None:
-    """Import the modules of ``imports``, for example one that registers a backend.
-
-    Raises:
-        ConfigError: the module does not exist, or raises an error.
-    """
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            raise ConfigError(f"imports={name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
-
-
-@cache
-def data_sets() -> frozenset[str]:
-    """Return the data sets of this package: what the files of ``configs/data`` name as ``_target_``."""
-    texts = [file.read_text(encoding="utf-8") for file in shipped_configs().joinpath("data").glob("*.yaml")]
-    return frozenset(name for text in texts for name in re.findall(r"^_target_: (\S+)$", text, flags=re.MULTILINE))
-
-
-def check_trusted(node: Any, key: str) -> None:
-    """Raise a ConfigError if a stored node could run untrusted code.
-
-    The outermost ``_target_`` must be of the kind of its node: one of ``data_sets()`` for ``data``; for other nodes one of
-    ``BUILDERS``, or a ``torch.nn.Module``. Every other ``_target_`` in it must be a class defined in ``torch.nn`` or
-    ``torch.optim``, or one of ``OURS``. Only torch and this package are imported for the check.
-
-    Raises:
-        ConfigError: the node has another target, or a text with ``${``, which Hydra would resolve.
-    """
-    known = data_sets() if key == "data" else BUILDERS.get(key, frozenset())
-    if is_part(node) and (key == "data" or node["_target_"] in known):
-        if node["_target_"] not in known:
-            raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no data set of minitx; {_ADVICE}")
-        node = {name: value for name, value in node.items() if name != "_target_"}
-    elif is_part(node) and not issubclass(_trusted_class(str(node["_target_"]), key), nn.Module):
-        raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no torch.nn.Module; {_ADVICE}")
-    _check_nested(node, key)
-
-
-_ADVICE = "with trust=true it is built all the same, which runs its code"
-
-
-def _check_nested(node: Any, key: str) -> None:
-    if isinstance(node, str) and "${" in node:
-        raise ConfigError(f"{key}={node} in the checkpoint is an interpolation, which could name any code; {_ADVICE}")
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            _trusted_class(str(node["_target_"]), key)
-        for name, value in node.items():
-            _check_nested(str(name), key)
-            _check_nested(value, f"{key}.{name}")
-    elif isinstance(node, list | tuple):
-        for index, value in enumerate(node):
-            _check_nested(value, f"{key}[{index}]")
-
-
-def _trusted_class(target: str, key: str) -> type:
-    """The class that ``target`` names, if a checkpoint may name it."""
-    module, _, name = target.rpartition(".")
-    if target in OURS:
-        importlib.import_module(module)
-    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
-    if isinstance(found, type):
-        home = found.__module__
-        of_torch = home.startswith(("torch.nn.", "torch.optim.")) and getattr(sys.modules[home], found.__name__, None) is found
-        if of_torch or target in OURS:
-            return found
-    raise ConfigError(f"{key}._target_={target} in the checkpoint is none of the classes that a checkpoint may name; {_ADVICE}")
 
 
 # --- calling a network with a batch: one of ours, or any ``nn.Module`` of the user's
@@ -340,87 +233,6 @@ def logits_of(found: Any, network: nn.Module) -> Tensor:
     return logits
 
 
-# --- data
-
-DEFAULT_BATCH_SIZE = LOADING["batch_size"]
-"""The default of ``data.batch_size``."""
-
-
-def loading_of(node: Part) -> dict[str, int]:
-    """Return the keys of ``data`` that belong to every data set: ``batch_size`` and ``num_workers``."""
-    kinds = {"batch_size": Count, "num_workers": Natural}
-    return {name: read(kinds[name], node.get(name, default), f"data.{name}") for name, default in LOADING.items()}
-
-
-def load_data(config: RunConfig, tokenizer: Tokenizer | None = None) -> Task | LightningDataModule:
-    """Return the result of the target of ``config.data``: a ``Task`` or a ``LightningDataModule``.
-
-    A target that names ``batch_size``, ``num_workers``, ``seed`` or ``tokenizer`` gets them.
-
-    Args:
-        tokenizer: a tokenizer to use instead of the one in ``config.data``, for example the tokenizer of a checkpoint.
-
-    Raises:
-        ConfigError: the data cannot be read.
-    """
-    check_data(config.data)
-    seed_device(config.seed)
-    node = without_loading(config.data)
-    if tokenizer is not None and "tokenizer" in named_by(node, "data"):
-        node["tokenizer"] = tokenizer
-    return build(node, "data", {**loading_of(config.data), "seed": config.seed})
-
-
-def open_data(
-    config: RunConfig,
-    data: Task | LightningDataModule | None = None,
-    tokenizer: Tokenizer | None = None,
-    batch_size: int = DEFAULT_BATCH_SIZE,
-) -> DataModule:
-    """Return the data of a run. A ``LightningDataModule`` becomes a ``Task`` here.
-
-    A batch of its training loader is a micro-batch of one process, as in Lightning.
-
-    Args:
-        data: an object to use instead of ``config.data``.
-        tokenizer: see ``load_data``.
-        batch_size: rows of a step, if ``data`` is a ``Task``.
-
-    Raises:
-        ConfigError: the data cannot be read, or are neither of the two.
-    """
-    from minitx.data.datamodule import DataModule
-
-    trainer = config.trainer
-    loading = {"batch_size": batch_size} if data is not None else loading_of(config.data)
-    task = load_data(config, tokenizer) if data is None else data
-    if not isinstance(task, Task):
-        task, loading = task_of_loaders(task, trainer.world_size)
-        loading["batch_size"] *= trainer.accumulate * trainer.world_size
-    trainer.check_rows(loading["batch_size"])
-    return DataModule(
-        task,
-        **loading,
-        seed=config.seed,
-        max_steps=trainer.max_steps or 1,  # or ``in_steps``
-        accumulate=trainer.accumulate,
-        val_batch_size=trainer.val_batch_size,
-        repeat_first=trainer.overfit,
-    )
-
-
-def in_steps(config: RunConfig, data: DataModule) -> RunConfig:
-    """Return the config with epochs turned into optimizer steps, by the number of training rows."""
-    trainer = config.trainer
-    if trainer.max_epochs is None:
-        return config
-    steps = data.steps_of(trainer.max_epochs)
-    data.max_steps = min(steps, trainer.max_steps or steps)
-    val_every = data.steps_of(1) if trainer.val_every is None else trainer.val_every
-    trainer = dataclasses.replace(trainer, max_epochs=None, max_steps=data.max_steps, val_every=val_every)
-    return dataclasses.replace(config, trainer=trainer)
-
-
 # --- network
 
 # what a task asks of a model: architecture and head
@@ -433,14 +245,14 @@ _MODELS_OF = {
 }
 
 
-def build_network(config: RunConfig, data: DataModule, model: nn.Module | None = None) -> nn.Module:
+def build_network(part: Part, data: DataModule, *, precision: str = "32-true", seed: int = 0) -> nn.Module:
     """Return the network of a run. Its weights depend only on the seed.
 
     Raises:
         ConfigError: the model cannot be built, does not fit the data, or is a LightningModule with a training step of its own.
     """
-    seed_device(config.seed)
-    model = network_of(config.model, data) if model is None else model
+    seed_device(seed)
+    model = network_of(part, data)
     base = lightning_base(model, "LightningModule")
     if base is not None and overrides(model, base, "training_step"):
         raise ConfigError(
@@ -450,42 +262,26 @@ def build_network(config: RunConfig, data: DataModule, model: nn.Module | None =
     check_network(model, decided_fields(data))
     if parts := set_training(model):
         log.info("model: in evaluation mode, as given: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
-    if config.trainer.precision == "64-true":
+    if precision == "64-true":
         model.double()  # Lightning would, after it has loaded a checkpoint into float32
-    return in_own_dtype(model) if config.trainer.precision in ("64-true", "bf16-true") else model
+    return in_own_dtype(model) if precision in ("64-true", "bf16-true") else model
 
 
-def network_of(node: Part, data: DataModule | None = None) -> nn.Module:
-    """Build the network of a node of ``model``, with the fields that the data decide if ``data`` is given.
+def network_of(part: Part, data: DataModule | None = None) -> nn.Module:
+    """Build the network of a part, with the fields that the data decide if ``data`` is given.
 
     Raises:
         ConfigError: the model cannot be built, does not fit the data, or is no ``torch.nn.Module``.
     """
-    given: dict[str, Any] = {}
-    if is_shape(node):
-        node = node if data is None else fitted(node, data)
-        given["core"] = core_of(shape_of_node(node))
+    offered: dict[str, Any] = {}
+    if data is not None and isinstance(part.fields, TransformerConfig):
+        part = part.with_fields(fitted(part.fields, data))
     elif data is not None:
-        given = {**decided_fields(data), "task": data.task.kind, "tokenizer": data.task.tokenizer}
-    model = build(node, "model", given)
-    said = f"model._target_={node['_target_']} must give a torch.nn.Module, got {type(model).__name__}"
+        offered = {**decided_fields(data), "task": data.task.kind, "tokenizer": data.task.tokenizer}
+    model = part.build(**offered)
+    said = f"model._target_={part.name} must give a torch.nn.Module, got {type(model).__name__}"
     require(isinstance(model, nn.Module), said)
     return model
-
-
-def is_shape(node: Part) -> bool:
-    """Return whether the keys of a node of ``model`` are the fields of a ``TransformerConfig``."""
-    return config_class_of(target_of(node, "model")) is TransformerConfig
-
-
-def shape_of_node(node: Part) -> TransformerConfig:
-    """Return the ``TransformerConfig`` of a node of ``model``."""
-    return from_dict(TransformerConfig, arguments_of(node), "model.")
-
-
-def node_of(shape: TransformerConfig) -> dict[str, Any]:
-    """Return the node of ``model`` for one of our models. The inverse of ``shape_of_node``."""
-    return {"_target_": MODEL, **to_dict(shape)}
 
 
 def check_network(network: nn.Module, fields: Mapping[str, Any]) -> None:
@@ -536,13 +332,13 @@ def decided_fields(data: DataModule) -> dict[str, Any]:
     return fields
 
 
-def fitted(node: Part, data: DataModule) -> dict[str, Any]:
-    """Return the node of one of our models with the fields that the data decide: vocabulary, labels, images, special ids.
+def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
+    """Return the config of one of our models with the fields that the data decide: vocabulary, labels, images, special ids.
 
     Raises:
         ConfigError: the model is for another task or too small for the data, or there are fewer rows than in a batch.
     """
-    model, fields = shape_of_node(node), decided_fields(data)
+    fields = decided_fields(data)
     fields.pop("num_classes", None)
     data.check_batch()
     _check_kind(model, data.task, fields)
@@ -563,7 +359,7 @@ def fitted(node: Part, data: DataModule) -> dict[str, Any]:
         if name == "eos_id" and given is not None:  # what ends the rows ends a text, also where the weights say something else
             ends = dict.fromkeys(id for ids in (given, value) for id in (ids if isinstance(ids, tuple | list) else [ids]))
             found[name] = tuple(ends) if len(ends) > 1 else value
-    return {"_target_": node["_target_"], **to_dict(dataclasses.replace(model, **found))}
+    return dataclasses.replace(model, **found)
 
 
 def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any]) -> None:

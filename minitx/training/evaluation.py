@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.config import IGNORED, EvaluationConfig, RunConfig
-from minitx.config.schema import require
+from minitx.config.schema import read, require
+from minitx.config.training import Model
 from minitx.data.batches import Address, ValSource
 from minitx.data.loaders import task_of_loaders
 from minitx.data.tables import share_of
@@ -417,6 +418,6 @@ def unsharded(network: nn.Module, config: RunConfig, state: Mapping[str, Any]) -
     """Return a network with whole weights. With ``trainer.strategy=sharded`` it is a copy on the CPU, made by all processes together."""
     if config.trainer.strategy != "sharded":
         return network
-    weights, whole = whole_state(network), network_of(state["model"])
+    weights, whole = whole_state(network), network_of(read(Model, state["model"], "model"))
     in_own_dtype(whole.to(next(iter(weights.values())).dtype)).load_state_dict(weights)
     return whole

@@ -31,7 +31,6 @@ from minitx.training.build import config_of
 from minitx.training.checkpoints import clean_up
 from minitx.training.devices import device_name
 from minitx.training.module import TrainingModule
-from minitx.training.nodes import completed
 
 # --- the folder of a run, with the log of each process
 
@@ -301,22 +300,24 @@ def describe_training(config: RunConfig, objective: Any, data: DataModule) -> st
     divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
     clip = config.trainer.clip
     name = getattr(loss, "__name__", type(loss).__name__)
-    said = [describe_node(completed(getattr(config, part), part)) for part in ("optimizer", "schedule")]
+    said = [describe_part(part) for part in (config.optimizer, config.schedule)]
     parts = (f"{name}, {divisor}", *said, f"clip {clip:g}" if clip else "no clip")
     return " · ".join(parts)
 
 
-def describe_node(node: Part) -> str:
-    """Return the last name of the target of a node, its arguments that are words or numbers but 0, and what its rules freeze.
+def describe_part(part: Part) -> str:
+    """Return the last name of the target of a part, its arguments that are words or numbers but 0, and what its rules freeze.
 
-    >>> describe_node({"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0, "nesterov": False})
+    >>> from minitx.config.part import Takes
+    >>> describe_part(Part.of({"_target_": "torch.optim.SGD", "lr": 0.1}, "optimizer", Takes(first=1)))
     'SGD, lr 0.1'
     """
-    given = {name: value for name, value in node.items() if name[0] != "_" and value and not isinstance(value, bool)}
-    said = [f"{name} {value:g}" for name, value in given.items() if isinstance(value, int | float)]
-    said += [f"{name} {value}" for name, value in given.items() if isinstance(value, str)]
-    said += [f"without {rule['match']}" for rule in node.get("rules", ()) if not rule.get("trainable", True)]
-    return ", ".join([str(node["_target_"]).rpartition(".")[2], *said])
+    plain = part.plain()
+    shown = {name: value for name, value in plain.items() if name[0] != "_" and value and not isinstance(value, bool)}
+    said = [f"{name} {value:g}" for name, value in shown.items() if isinstance(value, int | float)]
+    said += [f"{name} {value}" for name, value in shown.items() if isinstance(value, str)]
+    said += [f"without {rule['match']}" for rule in plain.get("rules", ()) if not rule.get("trainable", True)]
+    return ", ".join([part.name.rpartition(".")[2], *said])
 
 
 def describe_data(data: DataModule, val_batches: int | None = None) -> str:

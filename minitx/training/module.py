@@ -26,12 +26,13 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.schema import first_line, require
+from minitx.config.training import MODEL
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
-from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of
+from minitx.training.build import MASKS, Caller, config_of, decided_fields
 from minitx.training.checkpoints import FORMAT, network_weights, read_checkpoint
 from minitx.training.devices import (
     device_of,
@@ -41,9 +42,8 @@ from minitx.training.devices import (
     sum_over_rows,
     total_norm,
 )
-from minitx.training.nodes import named_by
 from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, check_sum, checked_sums
-from minitx.training.optimizers import Muon, build_optimizer, build_schedule, skips_on_device
+from minitx.training.optimizers import Muon, build_optimizer, skips_on_device
 
 log = logging.getLogger(__name__)
 
@@ -295,9 +295,7 @@ def hash_seed(*numbers: int) -> int:
 # --- building it
 
 
-def build_module(
-    config: RunConfig, data: DataModule, network: nn.Module, objective: Callable[..., Any] | None = None
-) -> TrainingModule:
+def build_module(config: RunConfig, data: DataModule, network: nn.Module) -> TrainingModule:
     """Return a ``TrainingModule`` with network, objective, optimizer and schedule.
 
     Raises:
@@ -305,30 +303,27 @@ def build_module(
     """
     seed_device(config.seed)
     ours = config_of(network)
-    built = build_objective(config.objective if objective is None else objective)
-    if isinstance(built, CrossEntropy):
-        check_head(built, network, ours.head if ours else "none")
-    head_dim = ours.width_per_head if ours else 1
-    first = build_optimizer(network, config.optimizer, head_dim)  # what they refuse is said before the run has a folder
-    build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
+    objective = build_objective(config.objective)
+    if isinstance(objective, CrossEntropy):
+        check_head(objective, network, ours.head if ours else "none")
+    make_optimizer = partial(build_optimizer, config.optimizer, head_dim=ours.width_per_head if ours else 1)
+
+    def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+        return config.schedule.build(optimizer, max_steps=steps)
+
+    first = make_optimizer(network)  # what they refuse is said before the run has a folder
+    make_schedule(first, config.trainer.max_steps or sys.maxsize)
     if isinstance(first, Muon) and config.trainer.strategy == "sharded":
         raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
-    if isinstance(built, CrossEntropy):
+    if isinstance(objective, CrossEntropy):
         check_labels(data.task)
     caller, row = Caller(network), data.probe_batch(1)
     caller.check(row, data.task.key_masks.values())
     if device_of(config.trainer.accelerator).type == "cpu":
-        try_once(network, built, data)
+        try_once(network, objective, data)
     if caller.packs and "document_ids" in row:
         caller.check_documents(row["input_ids"].to(next(network.parameters()).device))
-    return TrainingModule(
-        network,
-        built,
-        partial(build_optimizer, node=config.optimizer, head_dim=head_dim),
-        lambda optimizer, steps: build_schedule(optimizer, config.schedule, steps),
-        config.trainer,
-        config.seed,
-    )
+    return TrainingModule(network, objective, make_optimizer, make_schedule, config.trainer, config.seed)
 
 
 def stored_state(config: RunConfig, data: DataModule, network: nn.Module) -> dict[str, Any]:
@@ -346,14 +341,14 @@ def stored_state(config: RunConfig, data: DataModule, network: nn.Module) -> dic
 def stored_node(config: RunConfig, data: DataModule, network: nn.Module) -> dict[str, Any]:
     """Return the node of a model in a checkpoint: that of one of ours, the attribute ``stored_node`` of the network, the user's node
     with the fields that the data decided, or, for a model that was given from Python, its class."""
+    part = config.model
     if (ours := config_of(network)) is not None:
-        return node_of(ours)
+        return {"_target_": MODEL, **to_dict(ours)}
     if isinstance(own := getattr(network, "stored_node", None), Mapping):
         return dict(own)
-    if config.model["_target_"] != GIVEN:
-        names = named_by(config.model, "model")
-        return {**{name: value for name, value in decided_fields(data).items() if name in names}, **config.model}
-    return {"_target_": f"{type(network).__module__}.{type(network).__qualname__}"}
+    if part.is_given:
+        return {"_target_": f"{type(network).__module__}.{type(network).__qualname__}"}
+    return {**{name: value for name, value in decided_fields(data).items() if name in part.names}, **part.plain()}
 
 
 def check_labels(task: Task) -> None:

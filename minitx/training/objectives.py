@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, ConfigError, is_part
+from minitx.config import IGNORED, ConfigError, Part
 from minitx.config.schema import Count, Share, require
 from minitx.data.task import Batch
 from minitx.nn.modes import evaluating
 from minitx.training.build import Caller, rows_of_batch
-from minitx.training.nodes import build_callable
 
 log = logging.getLogger(__name__)
 
@@ -208,8 +207,8 @@ def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor,
         d_bias += d_logits.sum(0, dtype=d_bias.dtype)
 
 
-def build_objective(node: Any) -> Objective:
-    """Build the objective of ``node``: a node with ``_target_``, or a callable.
+def build_objective(part: Part) -> Objective:
+    """Build the objective of a part.
 
     A loss of torch with ``reduction="sum"`` is called as (logits, labels), one over classes as (targets, classes) and (targets,).
 
@@ -217,7 +216,7 @@ def build_objective(node: Any) -> Objective:
         ConfigError: the target cannot be built, the loss averages, ignores another label than -100, or has weights that are to be
             trained.
     """
-    found = build_callable(node, "objective", arguments=2) if is_part(node) else node
+    found = part.build_function(2)
     kind = type(found).__name__
     require(callable(found), f"objective={kind} must be callable: (logits, batch) to a sum over the targets")
     if not isinstance(found, nn.Module):

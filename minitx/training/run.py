@@ -21,27 +21,20 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
+from minitx.config import ConfigError, Part, RunConfig, TrainerConfig, to_dict
+from minitx.config.part import import_modules, parameter_names
 from minitx.config.schema import Count, defaults, first_line, read, require
+from minitx.config.training import LOADING
 from minitx.data.conversations import ChatFormat, is_chat, template_of
-from minitx.data.datamodule import DataModule
+from minitx.data.datamodule import DataModule, in_steps, open_data
 from minitx.data.task import Task
-from minitx.training.build import (
-    DEFAULT_BATCH_SIZE,
-    GIVEN,
-    build_network,
-    config_of,
-    import_modules,
-    in_steps,
-    open_data,
-)
+from minitx.training.build import build_network, config_of
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
 from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
 from minitx.training.devices import cpu_precision, device_of, machine, sharded_parts
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module, stored_state
-from minitx.training.nodes import build, build_all, check_parts, parameter_names
 from minitx.training.probes import Probe
 from minitx.training.questions import questions_of
 
@@ -56,7 +49,7 @@ def train(
     model: nn.Module | None = None,
     data: Task | L.LightningDataModule | None = None,
     objective: Callable[..., Any] | None = None,
-    batch_size: int = DEFAULT_BATCH_SIZE,
+    batch_size: int = LOADING["batch_size"][1],
 ) -> dict[str, Any]:
     """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
 
@@ -77,18 +70,20 @@ def train(
             folder holds a run that is not continued. NonFiniteError: a loss or gradient is not
             finite, with ``on_nonfinite=stop``. StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
     """
-    folder, batch_size = Path(folder), read(Count, batch_size, "batch_size")
-    config = checked(config, folder, model=model, data=data, objective=objective)
+    folder = Path(folder)
+    config = checked(config, folder, model=model, data=data, objective=objective, batch_size=batch_size)
     with quiet_lightning(), machine(config.trainer):
-        opened = open_data(config, data, tokenizer_of(config.init_from, config.data), batch_size)
-        config = in_steps(config, opened)
-        network = start_from(config.init_from, build_network(config, opened, model))
-        module = build_module(config, opened, network, objective)
+        tokenizer, precision = tokenizer_of(config.init_from, config.data), config.trainer.precision
+        opened = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer)
+        config = dataclasses.replace(config, trainer=in_steps(config.trainer, opened))
+        network = build_network(config.model, opened, precision=precision, seed=config.seed)
+        network = start_from(config.init_from, network)
+        module = build_module(config, opened, network)
         warnings.filterwarnings("ignore", message=".*sync_dist=True")  # metrics are already reduced over ranks
         state = stored_state(config, opened, network)
         done = check_resumed(config, state)
         callbacks = build_callbacks(config, module, opened, folder, state)
-        loggers = build_all(config.logger, "logger", Logger, {"save_dir": str(folder)})
+        loggers = build_all(config.logger, "logger", Logger, save_dir=str(folder))
         check_free(folder, config.ckpt_path)  # once more: another run may have begun here, while this one was built
         with run_folder(folder, files or {}), finish_wandb():  # every part is built: a mistake in one has changed no file
             trainer = build_trainer(config, folder, loggers, callbacks, done)
@@ -100,20 +95,40 @@ def train(
     )
 
 
-def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective: Any) -> RunConfig:
-    """Check the arguments of ``train``, import the modules of the config, and return the config with what was given from Python marked."""
+def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective: Any, batch_size: int) -> RunConfig:
+    """Check the arguments of ``train``, import the modules of the config, and return the config with the objects as its parts."""
     require(isinstance(config, RunConfig), f"config must be a RunConfig, got {config!r:.60}")
     require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
+    batch_size = read(Count, batch_size, "batch_size")
     check_arguments(config.trainer.extra)
     check_free(folder, config.ckpt_path)
     import_modules(config.imports)
-    check_parts(config.logger, "logger")
-    check_parts(config.callbacks.parts, "callbacks")
-    parts = {"model": model, "data": data, "objective": objective}
-    given: dict[str, Any] = {name: {"_target_": GIVEN} for name, part in parts.items() if part is not None}
+    changes: dict[str, Any] = {}
+    if model is not None:
+        changes["model"] = Part.given(model, "model")
+    if data is not None:
+        changes["data"] = Part.given(data, "data", batch_size=batch_size)
+    if objective is not None:
+        changes["objective"] = Part.given(objective, "objective")
     if config.ckpt_path == "last":
-        given["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
-    return dataclasses.replace(config, **given)
+        changes["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
+    return dataclasses.replace(config, **changes)
+
+
+def build_all(group: Mapping[str, Part | None], path: str, kind: type, **offered: Any) -> list[Any]:
+    """Build every entry of a group of callbacks or loggers that is not null.
+
+    Raises:
+        ConfigError: see ``Part.build``; or an entry is not of this ``kind``.
+    """
+    entries = []
+    for name, part in group.items():
+        if part is not None:
+            entries.append(part.at(f"{path}.{name}").build(**offered))
+            made = type(entries[-1])
+            said = f"{path}.{name}._target_={part.name} must give a {kind.__name__} of the package lightning"
+            require(isinstance(entries[-1], kind), f"{said}, got {made.__module__}.{made.__qualname__}")
+    return entries
 
 
 def build_callbacks(
@@ -147,8 +162,8 @@ def callbacks_of_steps(config: RunConfig, module: TrainingModule, data: DataModu
         own.append(Probe(folder, rows, asked.probe, data.texts, partial(questions_of, data.task)))
     if asked.samples.every:
         tokenizer, format = data.task.tokenizer, None
-        if asked.samples.prompts and tokenizer is not None and is_chat(config.data):
-            format = ChatFormat(str(template_of(config.data, tokenizer)), tokenizer)
+        if asked.samples.prompts and tokenizer is not None and is_chat(config.data.plain()):
+            format = ChatFormat(str(template_of(config.data.plain(), tokenizer)), tokenizer)
         prompts = asked.samples.prompts or tuple(default_prompts(data))
         chosen = dataclasses.replace(asked.samples, prompts=prompts)
         own.append(Samples(folder, tokenizer, chosen, config.seed, format))
@@ -180,8 +195,8 @@ def build_trainer(
     check_extra(options.extra)
     check_callbacks(callbacks)
     place = place_of(options)
-    place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
-    profiler = options.profiler and build(options.profiler, "trainer.profiler", {"dirpath": folder, "filename": "profile"})
+    place["plugins"] += [part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)]
+    profiler = options.profiler and options.profiler.at("trainer.profiler").build(dirpath=folder, filename="profile")
     arguments = {
         **place,
         "max_steps": options.max_steps,
@@ -323,7 +338,7 @@ def check_parallel(config: RunConfig, network: nn.Module) -> None:
     sharded_parts(network, config.trainer.shard)
     if config.callbacks.probe.every:
         raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
-    is_built = config_of(network) or hasattr(network, "stored_node") or config.model["_target_"] != GIVEN
+    is_built = config_of(network) or hasattr(network, "stored_node") or not config.model.is_given
     if config.evaluation.at_end and not is_built:
         raise ConfigError("evaluation.at_end needs a model that the config can build again with trainer.strategy=sharded")
 

@@ -203,7 +203,7 @@ def test_from_python_a_run_is_not_replaced_but_goes_on(project, monkeypatch):
 
     config = RunConfig(data={"_target_": "own.load_task"}, trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1))
     train(config, "run", model=own.Net(), objective=own.Focal())  # on the data of the config
-    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["minitx"]["config"]["data"] == config.data
+    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["minitx"]["config"]["data"] == config.data.plain()
     before = losses("run")
     with pytest.raises(ConfigError, match=r"^output_dir=run holds a run already; continue it with ckpt_path=last"):
         train(config, "run", model=own.Net(), objective=own.Focal())

@@ -1,13 +1,13 @@
 """Tiny runs: one layer of width 8 on a small text of the test's own."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, node
+from minitx.config import CallbacksConfig, Part, ProbeConfig, RunConfig, TrainerConfig, node
 from minitx.nn import build_model
 
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n"
@@ -38,7 +38,7 @@ def make_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         changed: dict[str, Any] = {}
         for group, keys in groups.items():
             old = getattr(config, group)
-            changed[group] = {**old, **keys} if isinstance(old, Mapping) else dataclasses.replace(old, **keys)
+            changed[group] = old.with_(**keys) if isinstance(old, Part) else dataclasses.replace(old, **keys)
         return dataclasses.replace(config, **changed, **own)
 
     return make

@@ -52,7 +52,7 @@ class Layered(nn.Module):
 
 def of_digits(config: RunConfig, **changes: Any) -> RunConfig:
     """``config`` on pictures of digits."""
-    model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
+    model = config.model.with_(architecture="vision", head="sequence", image_size=8, patch_size=4)
     return dataclasses.replace(config, data={"_target_": "minitx.data.digits", "batch_size": 12}, model=model, **changes)
 
 

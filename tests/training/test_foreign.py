@@ -18,7 +18,7 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, RunConfig, node
+from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, RunConfig, TransformerConfig, node
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.generation import generate
@@ -95,10 +95,11 @@ def test_fields_that_the_data_decide_are_fields_of_the_model(tmp_path):
     rows = [{"input_ids": [1, 2], "labels": 1}]
     config = RunConfig(model=node(build_model, architecture="encoder", head="sequence", **sizes))
     assert (
-        build_network(config, DataModule(task_of(rows, model_fields={"num_classes": 3}), batch_size=1)).config.num_labels == 3
+        build_network(config.model, DataModule(task_of(rows, model_fields={"num_classes": 3}), batch_size=1)).config.num_labels
+        == 3
     )
     with pytest.raises(ConfigError, match=r"model\.num_class=3, but a model has no such field"):
-        build_network(config, DataModule(task_of(rows, model_fields={"num_class": 3}), batch_size=1))
+        build_network(config.model, DataModule(task_of(rows, model_fields={"num_class": 3}), batch_size=1))
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -224,8 +225,8 @@ def test_what_ends_the_rows_ends_a_text_beside_what_the_weights_say(given, of_da
     task = Task(
         name="mine", train=rows_of_tokens([3]), val=rows_of_tokens([3]), model_fields={"vocab_size": 37, "eos_id": of_data}
     )
-    found = fitted(node(build_model, eos_id=given), DataModule(task, batch_size=1))
-    assert found["eos_id"] == (list(wanted) if isinstance(wanted, tuple) else wanted)
+    found = fitted(TransformerConfig(eos_id=given), DataModule(task, batch_size=1))
+    assert found.eos_id == wanted
 
 
 class Reads(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from minitx.analysis.counting import allocations, count_flops
-from minitx.config import ConfigError, ParameterRule, TransformerConfig, node
+from minitx.config import ConfigError, ParameterRule, Part, TransformerConfig, node
 from minitx.data.task import num_targets
 from minitx.nn.models import build_model
 from minitx.training import optimizers
@@ -24,7 +24,7 @@ from minitx.training.objectives import (
     chunked_cross_entropy,
     cross_entropy,
 )
-from minitx.training.optimizers import adamw, build_optimizer, build_schedule, parameter_groups, sgd
+from minitx.training.optimizers import adamw, build_optimizer, parameter_groups, sgd
 
 
 def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves_the_likelihood_alone():
@@ -48,6 +48,11 @@ def test_answers_that_training_does_not_count_are_counted_in_a_validation():
         assert int(objective(*given)["correct"]) == 3
 
 
+def objective_of(thing):
+    """The objective of a run, of an object or of a part."""
+    return build_objective(thing if isinstance(thing, Part) else Part.given(thing, "objective"))
+
+
 def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
     logits, labels = torch.randn(2, 3, 7, dtype=torch.float64), torch.tensor([[1, -100, 6], [0, 2, 3]])
     nll = cross_entropy(logits, labels)["loss"].item()
@@ -56,9 +61,9 @@ def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
         (torch.nn.MSELoss, logits, logits + 2, 4.0 * logits.numel()),
     ):
         for objective in (loss(reduction="sum"), node(loss, reduction="sum")):
-            assert build_objective(objective)(given, {"labels": right})["loss"].item() == pytest.approx(wanted)
+            assert objective_of(objective)(given, {"labels": right})["loss"].item() == pytest.approx(wanted)
     own = type("Own", (torch.nn.Module,), {})()
-    assert build_objective(cross_entropy) is cross_entropy and build_objective(own) is own
+    assert objective_of(cross_entropy) is cross_entropy and objective_of(own) is own
 
 
 def test_an_objective_that_is_no_sum_is_refused():
@@ -67,7 +72,7 @@ def test_an_objective_that_is_no_sum_is_refused():
     mean = torch.nn.MSELoss(), "reduction=mean must be"
     for objective, said in ((3, "objective=int must be callable"), weight, mean, zero):
         with pytest.raises(ConfigError, match=said):
-            build_objective(objective)
+            objective_of(objective)
 
 
 class Halves(torch.nn.Module):
@@ -160,7 +165,7 @@ def test_cross_entropy_refuses_logits_that_do_not_belong_to_the_labels_and_says_
 
 @pytest.mark.parametrize(("logits", "labels"), [((5, 1), (5,)), ((5,), (5, 1)), ((3, 5), (5,))])
 def test_a_loss_of_numbers_needs_logits_in_the_shape_of_the_labels(logits, labels):
-    objective = build_objective(torch.nn.L1Loss(reduction="sum"))
+    objective = objective_of(torch.nn.L1Loss(reduction="sum"))
     with pytest.raises(ConfigError, match=r"^objective: L1Loss compares each logit with its label"):
         objective(torch.zeros(logits), {"labels": torch.zeros(labels)})
     assert float(objective(torch.zeros(logits), {"labels": torch.ones(logits)})["loss"]) == math.prod(logits)
@@ -170,7 +175,7 @@ def test_a_loss_of_numbers_needs_logits_in_the_shape_of_the_labels(logits, label
 def test_a_loss_of_numbers_leaves_out_labels_that_do_not_count(name):
     given, objective = torch.nn.Parameter(torch.randn(2, 3).double()), getattr(torch.nn, name)(reduction="sum")
     labels, counted = torch.rand(2, 3).double(), torch.tensor([[True, False, True], [True, False, False]])
-    loss = build_objective(objective)(given, {"labels": labels.masked_fill(~counted, -100)})["loss"]
+    loss = objective_of(objective)(given, {"labels": labels.masked_fill(~counted, -100)})["loss"]
     wanted = objective(given[counted], labels[counted])
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(*(torch.autograd.grad(x, given)[0] for x in (loss, wanted)))
@@ -185,7 +190,7 @@ def test_a_loss_of_numbers_leaves_out_labels_that_do_not_count(name):
     ],
 )
 def test_a_loss_that_is_not_one_of_each_label_is_refused(loss, logits, said):
-    objective = build_objective(getattr(torch.nn, loss)(reduction="sum"))
+    objective = objective_of(getattr(torch.nn, loss)(reduction="sum"))
     labels = torch.zeros(2, 4).long() if len(logits) == 3 else torch.rand(2, 3)
     with pytest.raises(ConfigError, match=f"^objective: {loss} .*{said}"):
         objective(torch.zeros(logits), {"labels": labels})
@@ -234,7 +239,7 @@ def lr_factor(name, max_steps, **keys):
     target = getattr(optimizers, name)
     known = {key: value for key, value in keys.items() if key in inspect.signature(target).parameters}
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    return build_schedule(optimizer, node(target, **known), max_steps).lr_lambdas[0]
+    return node(target, **known).build(optimizer, max_steps=max_steps).lr_lambdas[0]
 
 
 @pytest.mark.parametrize(
@@ -304,12 +309,12 @@ RULES = {
 @pytest.mark.parametrize("key", RULES)
 def test_rules_that_cannot_be_followed_are_refused_by_key(key):
     with pytest.raises(ConfigError, match=f"^{re.escape(key)}"):
-        build_optimizer(network(), node(adamw, weight_decay=0.1, rules=RULES[key]), head_dim=16)
+        build_optimizer(node(adamw, weight_decay=0.1, rules=RULES[key]), network(), head_dim=16)
 
 
 def test_sgd_has_momentum_decay_and_the_rates_of_the_rules():
     rules = (ParameterRule(match="q_proj", lr="head_dim^-0.5"),)
-    optimizer = build_optimizer(network(), node(sgd, lr=0.1, momentum=0.75, weight_decay=0.5, rules=rules), head_dim=16)
+    optimizer = build_optimizer(node(sgd, lr=0.1, momentum=0.75, weight_decay=0.5, rules=rules), network(), head_dim=16)
     assert type(optimizer) is torch.optim.SGD
     found = {(group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups}
     assert found == {(lr, 0.75, decay) for lr in (0.1, 0.025) for decay in (0.5, 0.0)}
