@@ -23,11 +23,11 @@ from minitx.ablation.grid import read_records
 from minitx.ablation.measures import START_FILE, read_json, short
 from minitx.config import ConfigError, RunConfig
 from minitx.data.datamodule import in_steps, open_data
-from minitx.training.build import build_network
 from minitx.training.callbacks import StepCallback, step_means
 from minitx.training.checkpoints import start_from, tokenizer_of
 from minitx.training.devices import machine
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
+from minitx.training.net import build_network
 from minitx.training.run import build_all, build_trainer, quiet_lightning
 
 RUNS_FILE = "runs.jsonl"
@@ -164,8 +164,9 @@ class Runs:
     def module(self, rate: float) -> TrainingModule:
         """Return the module of a run, with the weights at the start and a fresh optimizer."""
         self.network.load_state_dict(self.weights)
-        config = dataclasses.replace(self.config, optimizer=self.config.optimizer.with_(lr=rate))
-        return build_module(config, self.data, self.network)
+        config, optimizer = self.config, self.config.optimizer.with_(lr=rate)
+        parts = config.objective, optimizer, config.schedule
+        return build_module(self.network, self.data, *parts, config.trainer, config.seed)
 
     def run(self, rate: float) -> dict[str, Any]:
         """Train at ``rate`` until the run ends or fails, and return its record."""
@@ -191,7 +192,7 @@ class Runs:
 
     def trainer(self, callbacks: list[L.Callback]) -> L.Trainer:
         """Return a trainer with these callbacks alone, without Lightning's own checkpoints, and without validation."""
-        trainer = build_trainer(self.config, self.folder, [], callbacks, 0)
+        trainer = build_trainer(self.config.trainer, self.folder, [], callbacks, 0)
         trainer.limit_val_batches = 0
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         return trainer

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
 from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, SamplesConfig, TrainerConfig, TransformerConfig
@@ -30,10 +30,10 @@ from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
-from minitx.training.build import config_of
 from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import add_records, drop_records, unit_of
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, hash_seed
+from minitx.training.net import Net
 
 log = logging.getLogger(__name__)
 
@@ -484,7 +484,7 @@ class Samples(StepCallback):
         self._ids: list[list[int]] = []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        self._check(trainer, module.network)
+        self._check(trainer, module.net)
         self._written = trainer.global_step
         if trainer.is_global_zero:
             drop_records(self.path, trainer.global_step)
@@ -510,10 +510,10 @@ class Samples(StepCallback):
         if self._written != trainer.global_step:  # the last step, also of a run that is stopped before max_steps
             self._write(trainer, module, trainer.global_step)
 
-    def _check(self, trainer: L.Trainer, network: nn.Module) -> None:
-        config: Any = config_of(network)
-        kind = type(network).__name__ if config is None else config.architecture
-        if kind not in ("decoder", "encoder_decoder") or self.tokenizer is None:
+    def _check(self, trainer: L.Trainer, net: Net) -> None:
+        config = net.config
+        kind = net.kind if config is None else config.architecture
+        if config is None or kind not in ("decoder", "encoder_decoder") or self.tokenizer is None:
             raise ConfigError(f"callbacks.samples needs text and a decoder or encoder-decoder of ours, got {kind}")
         if isinstance(trainer.strategy, Sharded):
             raise ConfigError("callbacks.samples needs whole weights on one device, got trainer.strategy=sharded")
@@ -531,9 +531,9 @@ class Samples(StepCallback):
             raise ConfigError(f"callbacks.samples.prompts cannot be read by the tokenizer: {error}") from error
 
     def _write_texts(self, module: TrainingModule, step: int) -> list[str]:
-        network: Any = module.network
-        assert self.tokenizer is not None
-        context = None if hasattr(network, "encode") else network.config.max_len
+        network, config = module.network, module.net.config
+        assert self.tokenizer is not None and config is not None  # see ``_check``
+        context = None if config.architecture == "encoder_decoder" else config.max_len
         options: dict[str, Any] = {"max_new_tokens": self.options.max_new_tokens, "context": context}
         generator = torch.Generator().manual_seed(hash_seed(self.seed, step))
         options |= {"sampler": Sampler(temperature=self.options.temperature), "generator": generator}

@@ -26,7 +26,7 @@ from torch.utils.serialization import config as serialization
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, is_node, to_dict
 from minitx.config.part import GIVEN, differences, import_modules
-from minitx.config.schema import defaults, first_line, read, require, stated
+from minitx.config.schema import defaults, first_line, read, require
 from minitx.config.training import MODEL, Data, Model
 from minitx.config.training import Objective as ObjectivePart
 from minitx.data import tokenizers
@@ -35,8 +35,8 @@ from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.nn.scale import fold_scale, set_scale
 from minitx.training import rank
-from minitx.training.build import config_of, network_of
 from minitx.training.devices import device_of
+from minitx.training.net import Net, network_of
 from minitx.training.objectives import Objective, build_objective
 from minitx.training.trust import check_trusted
 
@@ -316,7 +316,7 @@ def start_from(init_from: InitFrom, network: Network) -> Network:
     """
     if init_from.path is None:
         return network
-    wanted = config_of(network)
+    wanted = Net.of(network).config
     if wanted is not None:
         check_scale_of(init_from, wanted)
     try:
@@ -409,6 +409,11 @@ class Stored:
     untrusted: frozenset[str]
     _parts: dict[str, Part] = dataclasses.field(default_factory=dict)
 
+    @property
+    def net(self) -> Net:
+        """The network, as training knows it."""
+        return Net.of(self.network)
+
     def part(self, name: str) -> Part:
         """Return ``model``, ``data`` or ``objective``. Nothing is imported for it before it is trusted.
 
@@ -435,11 +440,11 @@ class Stored:
             ConfigError: the data do not exist, or no longer fit the model's vocabulary or its learned positions.
         """
         task, _ = load_task(self.part("data"), seed=self.state["config"]["seed"], tokenizer=self.tokenizer)
-        size = stated(getattr(self.network, "config", None), "vocab_size", int)
-        if size is not None and task.model_fields.get("vocab_size", 0) > size:
+        net = self.net
+        if net.vocab_size is not None and task.model_fields.get("vocab_size", 0) > net.vocab_size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
-        if (shape := config_of(self.network)) is not None:
-            shape.check_length(task.longest or 0)
+        if net.config is not None:
+            net.config.check_length(task.longest or 0)
         return task
 
     def objective(self) -> Objective:

@@ -23,11 +23,10 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from minitx.config import ConfigError, Part, RunConfig
+from minitx.config import ConfigError, Part
 from minitx.config.schema import check_choice
 from minitx.data.datamodule import DataModule
 from minitx.training import rank
-from minitx.training.build import config_of
 from minitx.training.checkpoints import clean_up
 from minitx.training.devices import device_name
 from minitx.training.module import TrainingModule
@@ -258,50 +257,35 @@ def read_probes(path: Path | str) -> list[dict[str, Any]]:
 # --- the lines before the first step
 
 
-def summary(trainer: L.Trainer, config: RunConfig, module: TrainingModule, data: DataModule, folder: Path) -> str:
+def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part, folder: Path) -> str:
     """Return the lines to log before the first step: model, device, data, training, steps and folder.
 
     Args:
         trainer: the run's trainer. module: the run's module, with the unsharded model. data: the run's data. folder: the run's folder.
+        optimizer, schedule: these parts of the run.
     """
-    options, tokenizer = config.trainer, data.task.tokenizer
+    options, tokenizer = module.options, data.task.tokenizer
     every = f"every {options.val_every:,}" if options.val_every else "at the end"
     lines = {
-        "model": describe_model(module.network),
+        "model": module.net.describe(),
         "device": describe_device(trainer),
-        "data": describe_data(data, config.trainer.val_batches),
+        "data": describe_data(data, options.val_batches),
         **{f"  {split}": "; ".join(said) for split, said in data.task.left_out.items() if said},
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
-        "training": describe_training(config, module.objective, data),
+        "training": describe_training(module, data, optimizer, schedule),
         "steps": f"{options.max_steps:,}, validation {every}",
         "folder": str(folder),
     }
     return "\n".join(f"{name:9}  {line}" for name, line in lines.items() if line is not None)
 
 
-def describe_model(network: nn.Module) -> str:
-    """Return the class and the number of parameters of a model, and the sizes of one of ours.
-
-    >>> describe_model(nn.Linear(2, 3))
-    'Linear, 9 parameters'
-    """
-    total = sum(p.numel() for p in network.parameters())
-    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    text = f"{type(network).__name__}, {total:,} parameters" + (f" ({trained:,} trained)" if trained != total else "")
-    model = config_of(network)
-    if model is None:
-        return text
-    return f"{text}: num_layers {model.num_layers}, num_heads {model.num_heads}, embed_dim {model.embed_dim}"
-
-
-def describe_training(config: RunConfig, objective: Any, data: DataModule) -> str:
+def describe_training(module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part) -> str:
     """Return the objective with the divisor of its sum, the optimizer with what it excludes, the schedule and the clipping."""
+    objective, clip = module.objective, module.options.clip
     loss = getattr(objective, "loss", getattr(objective, "func", objective))  # a loss of torch, or a partial function
     divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
-    clip = config.trainer.clip
     name = getattr(loss, "__name__", type(loss).__name__)
-    said = [describe_part(part) for part in (config.optimizer, config.schedule)]
-    parts = (f"{name}, {divisor}", *said, f"clip {clip:g}" if clip else "no clip")
+    parts = (f"{name}, {divisor}", describe_part(optimizer), describe_part(schedule), f"clip {clip:g}" if clip else "no clip")
     return " · ".join(parts)
 
 
@@ -363,10 +347,9 @@ def summarise(
     folder: Path,
     steps: int,
     nonfinite_step: int | None,
-    *,
     metrics: Mapping[str, Any],
     floors: Mapping[str, float],
-    num_parameters: int,
+    network: nn.Module,
 ) -> dict[str, Any]:
     """Return the result of a run as plain data without NaN.
 
@@ -389,7 +372,7 @@ def summarise(
         "nonfinite_step": nonfinite_step,
         **{name: found.get(name) for name in ("train_loss", "val_loss", "val_accuracy")},
         "floors": dict(floors),
-        "num_parameters": num_parameters,
+        "num_parameters": sum(p.numel() for p in network.parameters()),
         "metrics": found,
     }
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, Part
 from minitx.config.schema import Count, Share, require
-from minitx.data.task import Batch
+from minitx.data.task import Batch, select_rows
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, rows_of_batch
+from minitx.training.net import Net
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ class TorchLoss(nn.Module):
 
 
 @torch.no_grad()
-def check_sum(objective: Objective, caller: Caller, batch: Batch) -> bool:
+def check_sum(objective: Objective, net: Net, batch: Batch) -> bool:
     """Check that an objective of the user's sums over rows: two rows, each twice, must give twice the sum of the two alone.
 
     The network runs in evaluation mode on two rows. If it begins with a loss of zero, random logits take the place of its own.
@@ -291,12 +291,10 @@ def check_sum(objective: Objective, caller: Caller, batch: Batch) -> bool:
     second = next((row for row in counted if not labels[row].equal(labels[first])), counted[-1])
 
     def sums(logits: Tensor, *chosen: int) -> dict[str, float]:
-        return {
-            name: float(value) for name, value in checked_sums(objective(logits, rows_of_batch(batch, list(chosen)))).items()
-        }
+        return {name: float(value) for name, value in checked_sums(objective(logits, select_rows(batch, list(chosen)))).items()}
 
-    with evaluating(caller.network), torch.random.fork_rng(devices=[]):
-        one, other = (caller(rows_of_batch(batch, [row])) for row in (first, second))
+    with evaluating(net.network), torch.random.fork_rng(devices=[]):
+        one, other = (net(select_rows(batch, [row])) for row in (first, second))
         draw = torch.Generator().manual_seed(0)
         for _ in range(2):
             both = torch.cat([one, one, other, other])
@@ -337,18 +335,15 @@ def _said(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def check_head(objective: CrossEntropy, network: nn.Module, kind: str) -> None:
+def check_head(objective: CrossEntropy, net: Net) -> None:
     """Raise a ConfigError for ``chunk_tokens`` unless the head is a single linear map.
-
-    Args:
-        kind: ``model.head``.
 
     Raises:
         ConfigError: the head is not ``lm``, or has another layer.
     """
     if objective.chunk_tokens is None:
         return
-    head = network.get_submodule("head") if kind == "lm" else None
+    kind, head = net.config.head if net.config is not None else "none", net.head
     softcap = getattr(head, "softcap", None)
     more = "model.head_transform=True" if softcap is None else f"model.logit_softcap={softcap}"
     found = f"model.head={kind}" + (f" with {more}" if kind == "lm" else "")

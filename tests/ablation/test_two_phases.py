@@ -24,9 +24,9 @@ from minitx.cli.ablate import check, run_cell
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import ConfigError
 from minitx.data.datamodule import open_data
-from minitx.training.build import network_of
 from minitx.training.checkpoints import network_weights, read_checkpoint
 from minitx.training.loggers import read_metrics
+from minitx.training.net import network_of
 
 ROOT = Path(__file__).parents[2]
 ARMS = compose_grid(["experiment=scaling_ablation", "ablation=smoke"]).arms

@@ -23,11 +23,11 @@ from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.generation import generate
 from minitx.nn import build_model
-from minitx.training.build import Caller, build_network, fitted, set_training
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import read_metrics
 from minitx.training.module import NonFiniteError
+from minitx.training.net import Net, build_network, fitted
 from tests.interop.families import TEXT, build
 
 
@@ -161,7 +161,7 @@ def test_a_model_of_transformers_gets_our_masks_under_its_names_and_neither_labe
             ids |= {"decoder_attention_mask": batch["decoder_key_mask"].long()}
         wanted, without = inner(**ids, **asked).logits, inner(**ids).logits
         inner.register_forward_pre_hook(lambda part, args, kwargs: calls.append(kwargs), with_kwargs=True)
-        found = Caller(model)(batch | {"num_targets": torch.tensor(3)})
+        found = Net.of(model)(batch | {"num_targets": torch.tensor(3)})
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     if name in ("Bert", "T5"):  # padding on the right is in nobody's past
         assert not torch.allclose(found, without)
@@ -296,7 +296,7 @@ def test_a_model_from_pretrained_trains_with_dropout_and_what_its_owner_froze_st
     train_tokens(tmp_path / "bert", given, rows_of_tokens([5, 3, 2]))
     assert modes.count(True) == 2 and "in evaluation mode" not in caplog.text  # the other calls are checks and validation
 
-    class Net(nn.Module):
+    class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
             self.frozen = bert().requires_grad_(False).eval()
@@ -306,14 +306,14 @@ def test_a_model_from_pretrained_trains_with_dropout_and_what_its_owner_froze_st
             logits = self.frozen(input_ids, attention_mask).logits + self.tuned(input_ids, attention_mask).logits
             return self.head(self.norm(logits.mT).mT)
 
-    net = Net()
+    net = Mixed()
     train_tokens(tmp_path / "net", net, rows_of_tokens([5, 3, 2]))
     assert "in evaluation mode, as given: frozen, norm" in caplog.text
     assert not any(part.training for part in [*net.frozen.modules(), net.norm])
     assert all(part.training for part in net.tuned.modules()) and int(net.norm.num_batches_tracked) == 0
 
     adapted = lora(bert(hidden_dropout_prob=0.5).eval(), "query")
-    assert set_training(adapted) == [] and all(part.training for part in adapted.modules())
+    assert Net.of(adapted).train() == [] and all(part.training for part in adapted.modules())
 
 
 def test_what_of_a_model_does_not_take_part_is_said_at_the_start(tmp_path, caplog):

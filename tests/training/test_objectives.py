@@ -14,7 +14,7 @@ from minitx.config import ConfigError, ParameterRule, Part, TransformerConfig, n
 from minitx.data.task import num_targets
 from minitx.nn.models import build_model
 from minitx.training import optimizers
-from minitx.training.build import Caller
+from minitx.training.net import Net
 from minitx.training.objectives import (
     CrossEntropy,
     build_objective,
@@ -123,18 +123,18 @@ LABELS = {"different": torch.arange(15.0).view(5, 3), "zero": torch.zeros(5, 3),
 @pytest.mark.parametrize("start", [0.0, 0.7])
 @pytest.mark.parametrize("name", [*SUMS, *OTHERS])
 def test_an_objective_that_does_not_add_up_over_rows_is_refused_also_where_its_loss_begins_at_zero(name, start, labels):
-    batch, caller, before = numbers(LABELS[labels].double()), Caller(Halves(start)), torch.get_rng_state()
+    batch, net, before = numbers(LABELS[labels].double()), Net.of(Halves(start)), torch.get_rng_state()
     if name in SUMS:
-        assert check_sum(SUMS[name], caller, batch)
+        assert check_sum(SUMS[name], net, batch)
     else:
         with pytest.raises(ConfigError, match="objective must return sums"):
-            check_sum(OTHERS[name], caller, batch)
+            check_sum(OTHERS[name], net, batch)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_an_objective_whose_loss_stays_zero_is_said_to_be_unchecked(caplog):
     caplog.set_level("INFO")
-    assert check_sum(lambda logits, batch: F.relu(logits - 1e9).mean(), Caller(Halves(0.7)), numbers(torch.ones(3).double()))
+    assert check_sum(lambda logits, batch: F.relu(logits - 1e9).mean(), Net.of(Halves(0.7)), numbers(torch.ones(3).double()))
     assert "was not checked" in caplog.text
 
 
@@ -145,10 +145,10 @@ def test_rows_without_a_target_say_nothing_about_an_objective():
     def mean(logits, batch):
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
-    caller = Caller(network)
-    assert not check_sum(mean, caller, {"input": torch.zeros(2, 2).long(), "labels": labels[:2]})
+    net = Net.of(network)
+    assert not check_sum(mean, net, {"input": torch.zeros(2, 2).long(), "labels": labels[:2]})
     with pytest.raises(ConfigError, match="objective must return sums"):
-        check_sum(mean, caller, {"input": torch.zeros(3, 2).long(), "labels": labels})
+        check_sum(mean, net, {"input": torch.zeros(3, 2).long(), "labels": labels})
 
 
 @pytest.mark.parametrize(("label", "said"), [(3, "3"), (-1, "-1"), (True, "bool"), (1.0, "float32")])
@@ -221,11 +221,11 @@ HEADS = {
 
 @pytest.mark.parametrize("found", HEADS)
 def test_a_loss_in_chunks_needs_a_head_that_is_one_linear_map(found):
-    plain, other = network(), network(**HEADS[found])
-    check_head(CrossEntropy(chunk_tokens=3), plain, "lm")
-    check_head(CrossEntropy(), other, other.config.head)
+    plain, other = (Net.of(network(**options)) for options in ({}, HEADS[found]))
+    check_head(CrossEntropy(chunk_tokens=3), plain)
+    check_head(CrossEntropy(), other)
     with pytest.raises(ConfigError, match=rf"^objective\.chunk_tokens=3 needs model\.head=lm .* got model\.head={found}: "):
-        check_head(CrossEntropy(chunk_tokens=3), other, other.config.head)
+        check_head(CrossEntropy(chunk_tokens=3), other)
 
 
 @pytest.mark.parametrize(("chunk_tokens", "labels", "said"), [(0, (3,), "chunk_tokens=0"), (2, (4,), "hidden must be")])
