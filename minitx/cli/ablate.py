@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -163,7 +164,11 @@ def run_cell(
         shutil.rmtree(place)
         return found
     shutil.rmtree(place, ignore_errors=True)  # what a killed run left
-    trained = run_training(compose_cell(words), place, command_of(words))
+    config = compose_cell(words)
+    config = dataclasses.replace(
+        config, trainer=dataclasses.replace(config.trainer, rehearse=False)
+    )  # ``check`` has tried one of each study
+    trained = run_training(config, place, command_of(words))
     result = result_of(place, trained, cap, keep_attention=keep_attention)
     if not keep_weights:
         shutil.rmtree(place, ignore_errors=True)

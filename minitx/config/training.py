@@ -174,6 +174,8 @@ class TrainerConfig(Config):
         monitor_mode: whether best.ckpt has the smallest (min) or the largest (max) value of monitor.
         stop_at: end the run early, for example {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: off.
         overfit: train on the batch of the first step in every step.
+        rehearse: before the run has a folder, try on two rows everything that it is asked for. Runs that resume, have several
+            processes or belong to a grid are not rehearsed, and callbacks and loggers of your own take no part.
         compile: compile network and loss with torch.compile. torch keeps the kernels for the next run, in $TORCHINDUCTOR_CACHE_DIR.
         deterministic: use only deterministic kernels. An error names a kernel that is not.
         threads: CPU threads per process; null: torch's default.
@@ -204,6 +206,7 @@ class TrainerConfig(Config):
     monitor_mode: Literal["min", "max"] = "min"
     stop_at: StopAtConfig | None = None
     overfit: bool = False
+    rehearse: bool = True
     compile: bool = False
     deterministic: bool = False
     threads: Count | None = None

@@ -85,6 +85,12 @@ class DataModule(LightningDataModule):
         source = self.val_source()
         return source.rows(range(min(num_rows, source.num_rows)))
 
+    def first_rows(self, num_rows: int) -> Batch:
+        """Return the first ``num_rows`` rows of the first training step, or of validation if the training rows are a stream."""
+        if isinstance(self._train, DocumentStream):
+            return self.probe_batch(num_rows)
+        return self.train_source().batch(0, range(min(num_rows, self.batch_size)))
+
     def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
         """Return a text for each position of a batch; see ``position_texts``."""
         return position_texts(self.task, inputs)

@@ -25,15 +25,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from minitx.config import IGNORED, ConfigError, Part, RunConfig, TrainerConfig, to_dict
-from minitx.config.schema import first_line, require
+from minitx.config.schema import require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.data.tokenizers import Tokenizer
-from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
 from minitx.training.checkpoints import FORMAT, network_weights, read_checkpoint
 from minitx.training.devices import (
-    device_of,
     local_parts,
     parallelize,
     set_gradient_sync,
@@ -41,7 +39,7 @@ from minitx.training.devices import (
     total_norm,
 )
 from minitx.training.net import MASKS, Net, decided_fields
-from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, check_sum, checked_sums
+from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, checked_sums
 from minitx.training.optimizers import Muon, build_optimizer, skips_on_device
 
 log = logging.getLogger(__name__)
@@ -106,7 +104,7 @@ class TrainingModule(L.LightningModule):
         self.grad_norm: Tensor | float = 0.0
         self._micro = 0  # micro-batches of this step so far
         self._validation: Sums = {}
-        self._said_dropped = self._checked_sum = False
+        self._said_dropped = False
         self._resumed: dict[str, Any] | None = None  # the checkpoint, until training starts
 
     def configure_model(self) -> None:
@@ -159,7 +157,6 @@ class TrainingModule(L.LightningModule):
         if dropped and not self._said_dropped:
             log.info("model: %s.forward does not take %s of a batch", self.net.kind, ", ".join(dropped))
         self._said_dropped = True
-        self._checked_sum = self._checked_sum or check_sum(self.objective, self.net, batch)
 
     def sums(self, batch: Batch) -> Sums:
         """Return the objective's sums over a batch."""
@@ -324,8 +321,6 @@ def build_module(
     if isinstance(first, Muon) and options.strategy == "sharded":
         raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
     net.check(row, data.task.key_masks.values())
-    if device_of(options.accelerator).type == "cpu":
-        try_once(net, sums, row)
     net.check_documents(row)
     return TrainingModule(network, sums, make_optimizer, make_schedule, options, seed)
 
@@ -358,23 +353,6 @@ def check_labels(task: Task) -> None:
             is_wrong = isinstance(number, bool | float) or (isinstance(number, int) and not 0 <= number < classes)
             said = f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count"
             require(not is_wrong or number == IGNORED, f"{said}, got {number}")
-
-
-def try_once(net: Net, objective: Objective, batch: Batch) -> None:
-    """Run one row through network and objective to find errors early. No random number is drawn.
-
-    Raises:
-        ConfigError: the backend does not exist or does not support the options, or a key is missing in the batch.
-    """
-    device = next((parameter.device for parameter in net.network.parameters()), torch.device("cpu"))
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
-    try:
-        with evaluating(net.network), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            checked_sums(objective(net(batch), batch))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"model cannot be run: {first_line(error)}") from error
 
 
 # --- sharding it

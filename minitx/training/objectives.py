@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 
 from minitx.config import IGNORED, ConfigError, Part
 from minitx.config.schema import Count, Share, require
-from minitx.data.task import Batch, select_rows
-from minitx.nn.modes import evaluating
+from minitx.data.task import Batch
 from minitx.training.net import Net
 
 log = logging.getLogger(__name__)
@@ -270,53 +268,6 @@ class TorchLoss(nn.Module):
 
 
 @torch.no_grad()
-def check_sum(objective: Objective, net: Net, batch: Batch) -> bool:
-    """Check that an objective of the user's sums over rows: two rows, each twice, must give twice the sum of the two alone.
-
-    The network runs in evaluation mode on two rows. If it begins with a loss of zero, random logits take the place of its own.
-
-    Returns:
-        False if no row of the batch has a label that counts, so that nothing was checked.
-
-    Raises:
-        ConfigError: the objective does not add up, for example because it returns a mean.
-    """
-    if isinstance(objective, CrossEntropy | TorchLoss):
-        return True
-    labels = batch["labels"].flatten(1) if batch["labels"].dim() > 1 else batch["labels"][:, None]
-    counted = (labels != IGNORED).any(1).nonzero().flatten().tolist()
-    if not counted:
-        return False
-    first = counted[0]
-    second = next((row for row in counted if not labels[row].equal(labels[first])), counted[-1])
-
-    def sums(logits: Tensor, *chosen: int) -> dict[str, float]:
-        return {name: float(value) for name, value in checked_sums(objective(logits, select_rows(batch, list(chosen)))).items()}
-
-    with evaluating(net.network), torch.random.fork_rng(devices=[]):
-        one, other = (net(select_rows(batch, [row])) for row in (first, second))
-        draw = torch.Generator().manual_seed(0)
-        for _ in range(2):
-            both = torch.cat([one, one, other, other])
-            alone = sums(one, first), sums(other, second)
-            together, again = (sums(both, first, first, second, second) for _ in range(2))
-            if not all(math.isclose(x, again[name], rel_tol=1e-3) for name, x in together.items() if math.isfinite(x)):
-                log.info("objective: it draws random numbers, so whether it is a sum over the rows was not checked")
-                return True
-            for name, value in together.items():
-                parts = [2 * found.get(name, math.nan) for found in alone]
-                if abs(value - sum(parts)) > 0.05 * sum(map(abs, parts)):
-                    raise ConfigError(
-                        "objective must return sums over the targets, because the run divides them by the number of targets: "
-                        f"{name} of four rows together is {value:.4g}, but those of the rows alone add up to {sum(parts):.4g}"
-                    )
-            if together["loss"] and math.isfinite(together["loss"]):
-                return True
-            one, other = (torch.randn(x.shape, generator=draw).to(x) for x in (one, other))
-    log.info("objective: its loss of the first rows is 0 or not finite, so whether it is a sum over the rows was not checked")
-    return True
-
-
 def checked_sums(found: Tensor | Mapping[str, Tensor]) -> Sums:
     """Return the result of an objective as sums by name.
 

@@ -30,7 +30,7 @@ from minitx.data.datamodule import DataModule, in_steps, open_data
 from minitx.data.task import Task
 from minitx.training import rank
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
-from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
+from minitx.training.checkpoints import AtomicCheckpointIO, check_free, check_resumed, start_from, tokenizer_of
 from minitx.training.devices import cpu_precision, device_of, machine
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
@@ -38,6 +38,7 @@ from minitx.training.module import NonFiniteError, Sharded, TrainingModule, buil
 from minitx.training.net import build_network
 from minitx.training.probes import Probe
 from minitx.training.questions import questions_of
+from minitx.training.rehearse import is_rehearsed, rehearse
 
 log = logging.getLogger(__name__)
 
@@ -80,19 +81,37 @@ def train(
         parts = config.objective, config.optimizer, config.schedule
         module = build_module(start_from(config.init_from, network), rows, *parts, config.trainer, config.seed)
         check_asked(module, rows, config.model, config.callbacks, config.evaluation)
-        state = stored_state(config, rows, module.net)
-        done = check_resumed(config, state)
-        callbacks = build_callbacks(config.callbacks, module, rows, folder, state, config.evaluation.test)
-        loggers = build_all(config.logger, "logger", Logger, save_dir=str(folder))
-        check_free(folder, config.ckpt_path)  # once more: another run may have begun here, while this one was built
-        with run_folder(folder, files or {}), finish_wandb():  # every part is built: a mistake in one has changed no file
-            trainer = build_trainer(config.trainer, folder, loggers, callbacks, done)
-            log_on_rank_zero(summary(trainer, module, rows, config.optimizer, config.schedule, folder))
-            nonfinite_step = fit(trainer, module, rows, config.ckpt_path, config.on_nonfinite)
-            metrics = (
-                {} if nonfinite_step else evaluate_splits(trainer, module, rows, config.evaluation, folder, state["model"])
-            )
-    return summarise(folder, trainer.global_step, nonfinite_step, metrics, rows.task.floors, network)
+        if is_rehearsed(config):
+            rehearse(config, module, rows, perform)
+        steps, nonfinite_step, metrics = perform(config, module, rows, folder, files)
+    return summarise(folder, steps, nonfinite_step, metrics, rows.task.floors, network)
+
+
+def perform(
+    config: RunConfig,
+    module: TrainingModule,
+    rows: DataModule,
+    folder: Path,
+    files: Mapping[str, str] | None = None,
+    checkpoints: CheckpointIO | None = None,
+) -> tuple[int, int | None, dict[str, Any]]:
+    """Train and evaluate in ``folder``. Return the number of steps, the step that was not finite, and the metrics of the end.
+
+    ``checkpoints`` writes and reads the checkpoints, by default complete or not at all.
+
+    Every part is built before the folder is touched, so that a mistake in one changes no file.
+    """
+    state = stored_state(config, rows, module.net)
+    done = check_resumed(config, state)
+    callbacks = build_callbacks(config.callbacks, module, rows, folder, state, config.evaluation.test)
+    loggers = build_all(config.logger, "logger", Logger, save_dir=str(folder))
+    check_free(folder, config.ckpt_path)  # once more: another run may have begun here, while this one was built
+    with run_folder(folder, files or {}), finish_wandb():
+        trainer = build_trainer(config.trainer, folder, loggers, callbacks, done, checkpoints)
+        log_on_rank_zero(summary(trainer, module, rows, config.optimizer, config.schedule, folder))
+        nonfinite_step = fit(trainer, module, rows, config.ckpt_path, config.on_nonfinite)
+        metrics = {} if nonfinite_step else evaluate_splits(trainer, module, rows, config.evaluation, folder, state["model"])
+    return trainer.global_step, nonfinite_step, metrics
 
 
 def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective: Any, batch_size: int) -> RunConfig:
@@ -204,7 +223,12 @@ def default_prompts(data: DataModule) -> list[str]:
 
 
 def build_trainer(
-    options: TrainerConfig, folder: Path, loggers: Sequence[Any], callbacks: Sequence[L.Callback], done: int
+    options: TrainerConfig,
+    folder: Path,
+    loggers: Sequence[Any],
+    callbacks: Sequence[L.Callback],
+    done: int,
+    checkpoints: CheckpointIO | None = None,
 ) -> L.Trainer:
     """Build the Lightning trainer, which logs to ``metrics.csv`` from row ``done`` on and to ``loggers``.
 
@@ -216,7 +240,9 @@ def build_trainer(
     check_extra(options.extra)
     check_callbacks(callbacks)
     place = place_of(options)
-    place["plugins"] += [part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)]
+    place["plugins"] += [checkpoints or AtomicCheckpointIO()] + [
+        part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)
+    ]
     profiler = options.profiler and options.profiler.at("trainer.profiler").build(dirpath=folder, filename="profile")
     arguments = {
         **place,
@@ -333,7 +359,7 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     """Return the arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
     device = device_of(options.accelerator)
     precision: str | None = cpu_precision(options.precision) if device.type == "cpu" else options.precision
-    plugins: list[Any] = [AtomicCheckpointIO()]
+    plugins: list[Any] = []
     if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
         plugins, precision = [*plugins, DoublePrecision()], None
     elif precision == "bf16-mixed":  # Lightning takes CUDA's autocast for a device that it does not know
@@ -345,19 +371,6 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
         strategy = DDPStrategy(gradient_as_bucket_view=True)
     where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
     return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
-
-
-class AtomicCheckpointIO(CheckpointIO):
-    """Writes and reads Lightning's checkpoints with ``read_checkpoint`` and ``write_checkpoint``: complete or not at all, and without code."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        write_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        return read_checkpoint(path)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        Path(path).unlink(missing_ok=True)
 
 
 # --- training

@@ -21,7 +21,9 @@ def make_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     text.write_text(POEM * 9, encoding="utf-8")
     model = node(build_model, embed_dim=8, num_heads=2, num_layers=1, ffn_dim=16, max_len=16, init="lecun")
     data = {"_target_": "minitx.data.text", "path": str(text), "batch_size": 12, "context_len": 7}
-    trainer = TrainerConfig(max_steps=6, accelerator="cpu", val_every=0, log_every=1, ckpt_every=0, val_batches=2)
+    trainer = TrainerConfig(
+        max_steps=6, accelerator="cpu", val_every=0, log_every=1, ckpt_every=0, val_batches=2, rehearse=False
+    )
 
     def make(**changes: Any) -> RunConfig:
         config = RunConfig(

@@ -19,7 +19,6 @@ from minitx.training.objectives import (
     CrossEntropy,
     build_objective,
     check_head,
-    check_sum,
     checked_sums,
     chunked_cross_entropy,
     cross_entropy,
@@ -73,82 +72,6 @@ def test_an_objective_that_is_no_sum_is_refused():
     for objective, said in ((3, "objective=int must be callable"), weight, mean, zero):
         with pytest.raises(ConfigError, match=said):
             objective_of(objective)
-
-
-class Halves(torch.nn.Module):
-    """Logits (B, L) that are all zero at first, as those of an output layer that starts at zero."""
-
-    def __init__(self, start=0.0):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((), start, dtype=torch.float64))
-
-    def forward(self, input):
-        return self.weight * input
-
-
-def squares(logits, batch):
-    return (logits - batch["labels"]).square()
-
-
-def rowwise(logits, batch):
-    return squares(logits, batch).sum(1)
-
-
-SUMS = {
-    "a sum": lambda logits, batch: squares(logits, batch).sum(),
-    "some sums": lambda logits, batch: {"loss": squares(logits, batch).sum(), "zero": 0 * logits.sum()},
-    "a sum with noise": lambda logits, batch: (squares(logits, batch) * torch.rand_like(logits)).sum(),
-    "rows that weigh differently": lambda logits, batch: (rowwise(logits, batch) * batch["weight"]).sum(),
-}
-OTHERS = {
-    "a mean": lambda logits, batch: squares(logits, batch).mean(),
-    "a sum over the targets of the step": lambda logits, batch: squares(logits, batch).sum() / batch["num_targets"],
-    "a root": lambda logits, batch: squares(logits, batch).sum().sqrt(),
-    "the worst row": lambda logits, batch: rowwise(logits, batch).amax(),
-    "columns against rows": lambda logits, batch: (logits[:, :1] - batch["labels"][:, 0]).square().sum(),
-    "a mean beside a sum": lambda logits, batch: {"loss": rowwise(logits, batch).sum(), "nll": rowwise(logits, batch).mean()},
-}
-
-
-def numbers(labels):
-    weight = torch.linspace(1, 2, len(labels), dtype=torch.float64)
-    input = torch.linspace(-1, 1, labels.numel(), dtype=torch.float64).view_as(labels)
-    return {"input": input, "labels": labels, "weight": weight, "num_targets": torch.tensor(labels.numel())}
-
-
-LABELS = {"different": torch.arange(15.0).view(5, 3), "zero": torch.zeros(5, 3), "one row": torch.ones(1, 3)}
-
-
-@pytest.mark.parametrize("labels", LABELS)
-@pytest.mark.parametrize("start", [0.0, 0.7])
-@pytest.mark.parametrize("name", [*SUMS, *OTHERS])
-def test_an_objective_that_does_not_add_up_over_rows_is_refused_also_where_its_loss_begins_at_zero(name, start, labels):
-    batch, net, before = numbers(LABELS[labels].double()), Net.of(Halves(start)), torch.get_rng_state()
-    if name in SUMS:
-        assert check_sum(SUMS[name], net, batch)
-    else:
-        with pytest.raises(ConfigError, match="objective must return sums"):
-            check_sum(OTHERS[name], net, batch)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_an_objective_whose_loss_stays_zero_is_said_to_be_unchecked(caplog):
-    caplog.set_level("INFO")
-    assert check_sum(lambda logits, batch: F.relu(logits - 1e9).mean(), Net.of(Halves(0.7)), numbers(torch.ones(3).double()))
-    assert "was not checked" in caplog.text
-
-
-def test_rows_without_a_target_say_nothing_about_an_objective():
-    labels = torch.tensor([[-100, -100], [-100, -100], [1, -100]])
-    network = torch.nn.Sequential(torch.nn.Embedding(5, 5))
-
-    def mean(logits, batch):
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-
-    net = Net.of(network)
-    assert not check_sum(mean, net, {"input": torch.zeros(2, 2).long(), "labels": labels[:2]})
-    with pytest.raises(ConfigError, match="objective must return sums"):
-        check_sum(mean, net, {"input": torch.zeros(3, 2).long(), "labels": labels})
 
 
 @pytest.mark.parametrize(("label", "said"), [(3, "3"), (-1, "-1"), (True, "bool"), (1.0, "float32")])
