@@ -8,6 +8,7 @@ from typing import Literal
 import pytest
 
 from minitx.config import ConfigError, Part, TransformerConfig, evaluate_factor, from_dict, node, to_dict
+from minitx.config.part import Takes
 from minitx.config.schema import Count, defaults, read_call, takes_fields_of
 from minitx.config.training import NODES, CallbacksConfig, ParameterRule, RunConfig, SamplesConfig, StopAtConfig, TrainerConfig
 
@@ -80,6 +81,33 @@ def test_a_node_names_the_shortest_module_that_has_its_target():
     assert node(from_dict).name == "minitx.config.from_dict"
     assert node(read_call).name == "minitx.config.schema.read_call"
     assert node(from_dict, rule=ParameterRule(match="a")).plain()["rule"]["match"] == "a"
+
+
+def scaled(values, seed: int = 7, *, by: Count = 2, kind: Literal["a", "b"] = "a"):
+    """Stands for a part."""
+    return [by * value for value in values], seed, kind
+
+
+def test_a_part_is_built_with_what_the_run_offers_to_the_arguments_that_it_names():
+    part = Part.read(node(scaled, by=3), "data", Takes(first=1, offers=("seed", "size")))
+    assert part.build([1, 2], seed=5, size=4) == ([3, 6], 5, "a")
+    assert part.with_(seed=1).build([1], seed=5) == ([3], 1, "a")  # the config comes before the run
+    assert part.plain() == {"_target_": f"{__name__}.scaled", "by": 3, "kind": "a"}  # the seed is the run's
+    assert part == Part.read(node(scaled, by=3.0, kind="a"), "other", Takes(first=1)) != part.with_(kind="b")
+    assert part.differences({"_target_": f"{__name__}.scaled", "by": 4}) == ["data.by 4 != 3"]
+    with pytest.raises(ConfigError, match=r"^data\.by=x must be a whole number"):
+        part.with_(by="x")
+
+
+def test_a_function_of_python_without_a_name_in_a_module_is_a_part_too():
+    part = Part.read(node(lambda size=3, *, inner=None: (size, inner)), "data")
+    assert part.with_(size=4, inner=node(lambda: 5)).build() == (4, 5)
+
+
+def test_a_part_may_be_a_partial_function_and_take_arguments_by_position():
+    nodes = {"_target_": "builtins.list", "_args_": [[{"_target_": "functools.reduce", "_partial_": True, "_args_": [max]}]]}
+    (made,) = Part.of(nodes, "data").build()
+    assert made([3, 7, 5]) == 7
 
 
 def test_defaults_that_depend_on_other_fields():

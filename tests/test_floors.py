@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import sys
 from collections.abc import Iterator
 from importlib.util import resolve_name
@@ -106,6 +107,17 @@ def violations(file: Path, package: Path = PACKAGE) -> list[str]:
 
 def test_imports_only_go_down():
     assert [found for file in FILES for found in violations(file)] == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Also by imports inside functions and for type checkers."""
+    modules = {f"minitx.{module_of(file)}".rstrip("."): file for file in FILES}
+    graph = {}
+    for name, file in modules.items():
+        found = {each for each, _, _ in imports(file, module_of(file))}
+        files = {each if each in modules else each.rpartition(".")[0] for each in found}
+        graph[name] = {each for each in files & {*modules} if modules[each].name != "__init__.py"} - {name}
+    graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError, which names the circle
 
 
 @pytest.mark.parametrize(("path", "source", "complaint"), [

@@ -40,6 +40,7 @@ from minitx.training.checkpoints import load_model, load_start
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import finite, read_metrics, read_probes
 from minitx.training.net import Net, network_of
+from minitx.training.trust import check_trusted
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
 TOLERANCE = 1e-5
@@ -99,7 +100,9 @@ def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
     weights, shape, _ = load_start(InitFrom(path=path))
     if shape is None:
         raise ConfigError(f"init_from.fold_scale=true needs one of our models at {path}")
-    network = network_of(read(Model, {"_target_": MODEL, **shape}, "model"))
+    node = {"_target_": MODEL, **shape}
+    check_trusted(node, "model")
+    network = network_of(read(Model, node, "model"))
     network.load_state_dict(weights)
     return network
 
@@ -139,8 +142,9 @@ class Measures(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         data, network = trainer.datamodule, module.network  # type: ignore[attr-defined]
         stored = next(each.state for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
-        config, found = stored["config"], {}
+        config = stored["config"]
         options = from_dict(EvaluationConfig, config["evaluation"])
+        found = {}
         for length in self.lengths:
             rows = options.num_rows and max(1, options.num_rows * data.task.longest // length)
             part = read(Data, {**config["data"], "context_len": length}, "data")

@@ -245,6 +245,7 @@ def place_averages(trainer: L.Trainer, module: L.LightningModule) -> None:
 
     On the CPU, the average would cost a download of all weights in every step.
     """
+    # the average and the argument ``device`` have no public name; lightning is bounded in pyproject.toml
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._device is None and callback._average_model is not None:
             callback._average_model.to(module.device)
@@ -385,9 +386,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         if step >= trainer.max_steps:
             trainer.should_stop = True
-        loop: Any = trainer.fit_loop.epoch_loop
-        # Lightning's question after the callbacks, which has no public name: is a validation due?
-        if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # else after the validation
+        if not is_validated_after(trainer, step):  # else after the validation
             self._save_or_stop(trainer, agree=step % self.agree_every == 0 or trainer.world_size == 1)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -400,7 +399,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
         stop = agree and any_process(self._received is not None)
         if self.path is not None:
             due = trainer.global_step // self.every > self._steps_before // self.every
-            ends = trainer.should_stop and trainer.fit_loop._can_stop_early
+            ends = trainer.should_stop and may_end(trainer)
             if due or late or stop or ends:
                 self._save(trainer, self.path)
         if stop:
@@ -416,6 +415,17 @@ class LastCheckpoint(StepCallback, Checkpoint):
     def _save(self, trainer: L.Trainer, path: Path) -> None:
         trainer.save_checkpoint(path)
         self.saved_at, self.saved_step = time.monotonic(), trainer.global_step
+
+
+def may_end(trainer: L.Trainer) -> bool:
+    """Return whether Lightning would end the run now if ``trainer.should_stop`` is set: ``trainer.extra.min_steps`` may delay it."""
+    return trainer.global_step >= (trainer.min_steps or 0)
+
+
+def is_validated_after(trainer: L.Trainer, step: int) -> bool:
+    """Return whether Lightning validates after ``step``. The data of a task have one epoch, so that steps alone decide."""
+    due = step * trainer.accumulate_grad_batches % trainer.val_check_interval == 0
+    return trainer.enable_validation and (due or (trainer.should_stop and may_end(trainer)))
 
 
 class BestCheckpoint(ModelCheckpoint):

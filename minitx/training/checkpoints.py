@@ -37,7 +37,7 @@ from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.nn.scale import fold_scale, set_scale
 from minitx.training import rank
 from minitx.training.devices import device_of
-from minitx.training.net import Net, network_of
+from minitx.training.net import Net, decided_fields, network_of
 from minitx.training.objectives import Objective, build_objective
 from minitx.training.trust import check_trusted
 
@@ -164,6 +164,18 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def stored_state(config: RunConfig, task: Task, net: Net) -> dict[str, Any]:
+    """Return the plain data about a run that every checkpoint holds: its config, its model, its tokenizer and the names of its labels."""
+    tokenizer = task.tokenizer
+    return {
+        "config": to_dict(config),
+        "model": net.node(config.model, decided_fields(task)),
+        "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
+        "labels": list(task.label_names),
+        "format": FORMAT,
+    }
 
 
 def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -389,7 +389,7 @@ def evaluate_splits(
         require(best is None or best.exists(), said)  # without a validation, or none was left of the run that goes on
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging):  # it would load the weights that were trained beside the averaged ones
-                callback._average_model = None
+                callback._average_model = None  # has no public name; lightning is bounded in pyproject.toml
         trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
         found, whole = dict(trainer.callback_metrics), len(as_split(data.task, "test"))
         rows = min(whole, sum(map(int, trainer.num_test_batches)) * data.val_batch_size(trainer.world_size))

@@ -24,13 +24,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from minitx.config import IGNORED, ConfigError, Part, RunConfig, TrainerConfig, to_dict
+from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, num_targets, seed_device
-from minitx.data.tokenizers import Tokenizer
 from minitx.nn.precision import widest_float
-from minitx.training.checkpoints import FORMAT, network_weights, read_checkpoint
+from minitx.training.checkpoints import network_weights, read_checkpoint
 from minitx.training.devices import (
     local_parts,
     parallelize,
@@ -38,7 +37,7 @@ from minitx.training.devices import (
     sum_over_rows,
     total_norm,
 )
-from minitx.training.net import MASKS, Net, decided_fields
+from minitx.training.net import MASKS, Net
 from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, checked_sums
 from minitx.training.optimizers import Muon, build_optimizer, skips_on_device
 
@@ -323,18 +322,6 @@ def build_module(
     net.check(row, data.task.key_masks.values())
     net.check_documents(row)
     return TrainingModule(network, sums, make_optimizer, make_schedule, options, seed)
-
-
-def stored_state(config: RunConfig, data: DataModule, net: Net) -> dict[str, Any]:
-    """Return the plain data about a run that every checkpoint holds: its config, its model, its tokenizer and the names of its labels."""
-    tokenizer = data.task.tokenizer
-    return {
-        "config": to_dict(config),
-        "model": net.node(config.model, decided_fields(data)),
-        "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
-        "labels": list(data.task.label_names),
-        "format": FORMAT,
-    }
 
 
 def check_labels(task: Task) -> None:

@@ -420,7 +420,7 @@ def build_network(part: Part, data: DataModule, *, precision: str = "32-true", s
             "train it with Lightning's Trainer and import blocks of minitx into it, or give its network as model"
         )
     net = Net.of(model)
-    net.check_sizes(decided_fields(data))
+    net.check_sizes(decided_fields(data.task))
     if parts := net.train():
         log.info("model: in evaluation mode, as given: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
     if precision == "64-true":
@@ -438,16 +438,16 @@ def network_of(part: Part, data: DataModule | None = None) -> nn.Module:
     if data is not None and isinstance(part.fields, TransformerConfig):
         part = part.with_fields(fitted(part.fields, data))
     elif data is not None:
-        offered = {**decided_fields(data), "task": data.task.kind, "tokenizer": data.task.tokenizer}
+        offered = {**decided_fields(data.task), "task": data.task.kind, "tokenizer": data.task.tokenizer}
     model = part.build(**offered)
     said = f"model._target_={part.name} must give a torch.nn.Module, got {type(model).__name__}"
     require(isinstance(model, nn.Module), said)
     return model
 
 
-def decided_fields(data: DataModule) -> dict[str, Any]:
+def decided_fields(task: Task) -> dict[str, Any]:
     """Return the fields of a model that the data decide, under common names such as ``num_classes``."""
-    fields = dict(data.task.model_fields)
+    fields = dict(task.model_fields)
     for name, other in (("num_labels", "num_classes"), ("num_classes", "num_labels")):
         if name in fields:
             fields.setdefault(other, fields[name])
@@ -460,7 +460,7 @@ def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
     Raises:
         ConfigError: the model is for another task or too small for the data, or there are fewer rows than in a batch.
     """
-    fields = decided_fields(data)
+    fields = decided_fields(data.task)
     fields.pop("num_classes", None)
     data.check_batch()
     _check_kind(model, data.task, fields)

@@ -30,11 +30,18 @@ from minitx.data.datamodule import DataModule, in_steps, open_data
 from minitx.data.task import Task
 from minitx.training import rank
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
-from minitx.training.checkpoints import AtomicCheckpointIO, check_free, check_resumed, start_from, tokenizer_of
+from minitx.training.checkpoints import (
+    AtomicCheckpointIO,
+    check_free,
+    check_resumed,
+    start_from,
+    stored_state,
+    tokenizer_of,
+)
 from minitx.training.devices import cpu_precision, device_of, machine
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
-from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module, stored_state
+from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module
 from minitx.training.net import build_network
 from minitx.training.probes import Probe
 from minitx.training.questions import questions_of
@@ -101,7 +108,7 @@ def perform(
 
     Every part is built before the folder is touched, so that a mistake in one changes no file.
     """
-    state = stored_state(config, rows, module.net)
+    state = stored_state(config, rows.task, module.net)
     done = check_resumed(config, state)
     callbacks = build_callbacks(config.callbacks, module, rows, folder, state, config.evaluation.test)
     loggers = build_all(config.logger, "logger", Logger, save_dir=str(folder))
@@ -405,18 +412,18 @@ def fit(
 
 
 _NOTICES = (
-    "overridden .on_before_batch_transfer.",  # in the module, and the data module has none
-    "does not have many workers",
-    "Checkpoint directory .* exists and is not empty",
-    "dataloader is not resumable",  # the run says it in its own words
-    "in eval mode at the start of training",  # the run says it in its own words
-    "isinstance.*LeafSpec.*is deprecated",
+    "overridden .on_before_batch_transfer.",  # the module checks masks there, before they are on the device; the data module has none
+    "does not have many workers",  # one process loads faster than our models train
+    "Checkpoint directory .* exists and is not empty",  # it is the folder of the run that is resumed
+    "dataloader is not resumable",  # its batches are addressed by step, so that it is
+    "in eval mode at the start of training",  # build_network logs these parts
+    "isinstance.*LeafSpec.*is deprecated",  # in Lightning's own code, for every batch
     "sync_dist=True",  # metrics are already reduced over ranks
-    "found in cache.*precision",
-    "FSDP2-wrapped module.*view tensor",  # no block works in place
+    "FSDP2-wrapped module.*view tensor",  # no block changes its output in place
     "WeightAveraging callback with a model that overrides",  # configure_model shards; otherwise it does nothing
     "WeightAveraging callback, but loading a checkpoint outside",  # the averaged weights are tested
 )
+"""Warnings of Lightning and torch that would tell a user nothing, each with the reason."""
 
 
 @contextmanager

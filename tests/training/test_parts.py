@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.config import ConfigError, Part, node
+import minitx.config.part as part_module
+from minitx.cli.compose import compose_config
+from minitx.config import ConfigError, Part, TransformerConfig, node
 from minitx.config.part import Takes
 from minitx.config.schema import Count, Share
 from minitx.nn import build_model
@@ -84,6 +86,20 @@ def test_lists_and_nested_parts_arrive_as_plain_python():
     assert (type(found), type(found[0]), found[1].head_dim) == (list, dict, 2)
 
 
+def test_a_run_looks_each_part_up_once_and_builds_the_config_of_its_model_twice(monkeypatch, tmp_path):
+    """As it was typed, and as the data decide."""
+    found, built = [], []
+    find, check = part_module.find_target, TransformerConfig.check
+    monkeypatch.setattr(part_module, "find_target", lambda name, path: found.append(path) or find(name, path))
+    monkeypatch.setattr(TransformerConfig, "check", lambda self: built.append(self.vocab_size) or check(self))
+    words = ["experiment=kv_lookup", "trainer.max_steps=2", "trainer.accelerator=cpu", "callbacks.progress=false"]
+    train(
+        compose_config([*words, "callbacks=[default,lr_monitor]", "data.val_size=8", "trainer.val_every=0"]), tmp_path / "run"
+    )
+    assert sorted(found) == ["callbacks.lr_monitor", "data", "model", "objective", "optimizer", "schedule"]
+    assert len(built) == 2 and built[0] is None and built[1] is not None
+
+
 # --- what a checkpoint may name
 
 
@@ -108,6 +124,15 @@ def test_a_checkpoint_may_name_classes_of_torch_and_of_ours_alone(node, tmp_path
     with pytest.raises(ConfigError, match=r"^model.* in the checkpoint .*trust=true"):
         check_trusted(node, "model")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_of_a_checkpoint_that_looks_like_an_interpolation_stays_a_text():
+    node = {
+        "_target_": "torch.nn.Sequential",
+        "_args_": [{"_target_": "torch.nn.Identity", "${oc.env:HOME}": "${oc.env:HOME}"}],
+    }
+    check_trusted(node, "model")
+    assert Part.of(node, "model").args[0].arguments == {"${oc.env:HOME}": "${oc.env:HOME}"}
 
 
 @pytest.mark.parametrize("target", ["torch.nn.modules.linear.Linear", "minitx.nn.DecoderLM"])
