@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Literal
 
 import pytest
@@ -32,6 +33,7 @@ def test_a_config_survives_the_way_through_plain_data():
     plain = json.loads(json.dumps(to_dict(config)))
     assert plain["callbacks"]["mine"] == {"_target_": "lightning.pytorch.callbacks.Timer"}
     assert from_dict(RunConfig, plain) == config
+    assert pickle.loads(pickle.dumps(config)) == config  # it is sent to workers of a grid
 
 
 @pytest.mark.parametrize(("make", "said"), [

@@ -53,7 +53,8 @@ class Takes:
         offers: names of arguments that the run may pass; None: any, so that a missing one is noticed only when the part is built.
         beside: keys of the node that the run reads by itself, as name: (hint, default).
         completes: whether files show the defaults of the target. False where something else than the config may decide them.
-        advice: a function from the key of a group without ``_target_`` to the end of the message.
+        wanted: what ``_target_`` names, for the message about a group without it; ``{name}`` is the last word of its key.
+        keys: keys beside the part. A similar one is suggested instead of ``wanted``.
         passed_on: names of targets, and the function to which each passes on the keys that it does not name. With it, a key that
             ``**kwargs`` would swallow is compared with the names of both. None: it is not.
     """
@@ -62,7 +63,8 @@ class Takes:
     offers: Collection[str] | None = ()
     beside: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     completes: bool = True
-    advice: Callable[[str], str] = lambda key: ""
+    wanted: str = "a function or class"
+    keys: tuple[str, ...] = ()
     passed_on: Mapping[str, str] | None = None
 
 
@@ -120,7 +122,12 @@ class Part(Readable):
         if isinstance(value, Part):
             return value if value.path else dataclasses.replace(value, path=key)._read(takes)
         require(isinstance(value, Mapping), f"{key}={shown(value)!s:.60} must be a group of keys")
-        require(is_node(value), f"{key} has no _target_, which names {takes.advice(key) or 'a function or class'}")
+        if not is_node(value):
+            group, _, name = key.rpartition(".")
+            near = nearest(name, takes.keys, f"{group}.")
+            raise ConfigError(
+                f"{key} has no _target_, which names {f'a class{near}' if near else takes.wanted.format(name=name)}"
+            )
         return cls.of(value, key, takes)
 
     def _read(self, takes: Takes) -> Part:

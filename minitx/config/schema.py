@@ -59,16 +59,35 @@ class Bound:
     holds: Callable[[Any], bool]
 
 
-_POSITIVE = Bound("be positive and finite", lambda number: 0 < number < math.inf)
-_NOT_NEGATIVE = Bound("be zero or more, and finite", lambda number: 0 <= number < math.inf)
+# functions with names, because a config is sent to other processes
+
+
+def _is_positive(number: float) -> bool:
+    return 0 < number < math.inf
+
+
+def _is_not_negative(number: float) -> bool:
+    return 0 <= number < math.inf
+
+
+def _is_share(number: float) -> bool:
+    return 0 <= number < 1
+
+
+def _is_fraction(number: float) -> bool:
+    return 0 < number < 1
+
+
+_POSITIVE = Bound("be positive and finite", _is_positive)
+_NOT_NEGATIVE = Bound("be zero or more, and finite", _is_not_negative)
 
 Count = Annotated[int, _POSITIVE]
 Positive = Annotated[float, _POSITIVE]
 Natural = Annotated[int, _NOT_NEGATIVE]
 NotNegative = Annotated[float, _NOT_NEGATIVE]
 Finite = Annotated[float, Bound("be finite", math.isfinite)]
-Share = Annotated[float, Bound("lie in [0, 1)", lambda number: 0 <= number < 1)]
-Fraction = Annotated[float, Bound("lie in (0, 1)", lambda number: 0 < number < 1)]
+Share = Annotated[float, Bound("lie in [0, 1)", _is_share)]
+Fraction = Annotated[float, Bound("lie in (0, 1)", _is_fraction)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from minitx.config.schema import (
     Natural,
     NotNegative,
     Positive,
-    nearest,
     needs,
     require,
     shown,
@@ -46,21 +45,16 @@ LOADING = {"batch_size": (Count, 32), "num_workers": (Natural, 0)}
 
 
 def _of_group(name: str, **takes: Any) -> Takes:
-    return Takes(advice=lambda key: f"what to build: choose an option, {name}=OPTION", **takes)
+    return Takes(wanted=f"what to build: choose an option, {name}=OPTION", **takes)
 
 
-def _of_entries(group: str, default: str, *known: str) -> Takes:
-    """What a callback or a logger takes. ``known`` are the keys of the group that are not entries."""
-
-    def advice(key: str) -> str:
-        name = key.rpartition(".")[2]
-        option = f": choose its option, as in '{group}=[{default},{name}]', or give {group}.{name}._target_"
-        return f"a class{nearest(name, known, f'{group}.') or option}"
-
-    return Takes(offers=None, completes=False, advice=advice, passed_on={"WandbLogger": "wandb.init"})
+def _of_entries(group: str, default: str, *keys: str) -> Takes:
+    """What a callback or a logger takes. ``keys`` are the keys of the group that are not entries."""
+    wanted = f"a class: choose its option, as in '{group}=[{default},{{name}}]', or give {group}.{{name}}._target_"
+    return Takes(offers=None, completes=False, wanted=wanted, keys=keys, passed_on={"WandbLogger": "wandb.init"})
 
 
-_OF_TRAINER = Takes(offers=("dirpath", "filename"), completes=False, advice=lambda key: "a class")
+_OF_TRAINER = Takes(offers=("dirpath", "filename"), completes=False, wanted="a class")
 
 Model = Annotated[Part, _of_group("model", offers=None, completes=False)]
 Data = Annotated[Part, _of_group("data", offers=FROM_THE_RUN, beside=LOADING)]
