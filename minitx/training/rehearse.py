@@ -73,7 +73,10 @@ def rehearse(config: RunConfig, module: TrainingModule, data: DataModule, perfor
     two = TwoRows(batch)
     size = min(len(two), max(1, data.batch_size // config.trainer.accumulate))
     rows = DataModule(
-        dataclasses.replace(data.task, train=two, bucket=False), batch_size=size, seed=config.seed, val_batch_size=2
+        dataclasses.replace(data.task, train=two, bucket=False, baselines=dict),
+        batch_size=size,
+        seed=config.seed,
+        val_batch_size=2,
     )
     small = shortened(config)
     with as_before(module, device_of(config.trainer.accelerator)), blaming(module, config.callbacks):
