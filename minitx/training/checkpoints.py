@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
@@ -540,16 +539,3 @@ def place(model: Network, device: str) -> Network:
         return model.to(device_of() if device == "auto" else torch.device(device))
     except (RuntimeError, AssertionError, TypeError) as error:  # TypeError: float64 on Apple's GPU
         raise ConfigError(f"device={device} cannot be used: {first_line(error)}") from error
-
-
-class AtomicCheckpointIO(CheckpointIO):
-    """Writes and reads Lightning's checkpoints with ``read_checkpoint`` and ``write_checkpoint``: complete or not at all, and without code."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        write_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        return read_checkpoint(path)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        Path(path).unlink(missing_ok=True)

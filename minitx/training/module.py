@@ -13,10 +13,12 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from minitx.config.schema import require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.nn.precision import widest_float
-from minitx.training.checkpoints import network_weights, read_checkpoint
+from minitx.training.checkpoints import network_weights, read_checkpoint, write_checkpoint
 from minitx.training.devices import (
     local_parts,
     parallelize,
@@ -342,9 +344,22 @@ def check_labels(task: Task) -> None:
             require(not is_wrong or number == IGNORED, f"{said}, got {number}")
 
 
-# --- sharding it
+# --- checkpoints, and sharding it
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes and reads Lightning's checkpoints with ``read_checkpoint`` and ``write_checkpoint``: complete or not at all, and without code."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        write_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        return read_checkpoint(path)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
 
 
 class Sharded(ModelParallelStrategy):

@@ -30,9 +30,9 @@ from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Draw, Split, kept_generators, num_targets, select_rows
 from minitx.nn.modes import evaluating
-from minitx.training.checkpoints import AtomicCheckpointIO, load_weights, network_weights, read_checkpoint
+from minitx.training.checkpoints import load_weights, network_weights, read_checkpoint
 from minitx.training.devices import device_of
-from minitx.training.module import NonFiniteError, TrainingModule
+from minitx.training.module import AtomicCheckpointIO, NonFiniteError, TrainingModule
 
 log = logging.getLogger(__name__)
 

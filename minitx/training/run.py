@@ -31,7 +31,6 @@ from minitx.data.task import Task
 from minitx.training import rank
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
 from minitx.training.checkpoints import (
-    AtomicCheckpointIO,
     check_free,
     check_resumed,
     start_from,
@@ -41,7 +40,7 @@ from minitx.training.checkpoints import (
 from minitx.training.devices import cpu_precision, device_of, machine
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
-from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module
+from minitx.training.module import AtomicCheckpointIO, NonFiniteError, Sharded, TrainingModule, build_module
 from minitx.training.net import build_network
 from minitx.training.probes import Probe
 from minitx.training.questions import questions_of
