@@ -423,7 +423,7 @@ def _with_lora(model: nn.Module) -> nn.Module:
     is_training = model.training
     with seeded(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped: nn.Module = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))  # type: ignore[arg-type]
+        wrapped: nn.Module = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():

@@ -1,5 +1,6 @@
 """Every promise about models, at points where two unusual things meet. ``python tests/lattice/models.py`` runs one point again."""
 
+import dataclasses
 import random
 
 import pytest
@@ -63,18 +64,14 @@ def test_each_oracle_is_asked_often():
 
 
 def test_every_entry_of_the_tables_meets_a_point():
-    points = MODELS.points(SEED)
-    exceptions = {tuple(where.items()) for oracle in MODELS.oracles for where in (*oracle.where, *oracle.unless)}
-    assert [where for where in exceptions if not any(matches(dict(where), point) for point in points)] == []
+    points = [*MODELS.points(SEED), *MODELS.pairs()]
+    served = [point for point in points if MODELS.serves(point)]
     for oracle in MODELS.oracles:
-        for where in oracle.unless:  # it excludes something that would else be asked
-            asked = [point for point in points if matches(where, point) and MODELS.serves(point)]
-            assert any(not oracle.where or any(matches(w, point) for w in oracle.where) for point in asked), (
-                oracle.name,
-                where,
-            )
-    for entry in MODELS.refusals:
-        assert any(matches(entry.where, point) for point in points), entry.where
+        asked = [point for point in served if not oracle.where or any(matches(where, point) for where in oracle.where)]
+        unused = [where for where in oracle.where if not any(matches(where, point) for point in served)]
+        unused += [where for where in oracle.unless if not any(matches(where, point) for point in asked)]
+        assert unused == [], oracle.name
+    assert [entry.where for entry in MODELS.refusals if not any(matches(entry.where, point) for point in points)] == []
 
 
 ON_AN_AXIS = {"backend", "checkpointing", "dropout"}
@@ -87,13 +84,10 @@ NOT_HERE = {
 
 
 def test_every_option_of_a_model_is_on_an_axis_or_in_a_named_configuration():
-    set_somewhere = {
-        name
-        for options in (SIZES, *OURS.values(), *CHANGES.values())
-        for name, value in options.items()
-        if value != TransformerConfig.__dataclass_fields__[name].default
-    }
-    missing = TransformerConfig.__dataclass_fields__.keys() - set_somewhere - ON_AN_AXIS - NOT_HERE.keys()
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    named = [entry for options in (SIZES, *OURS.values(), *CHANGES.values()) for entry in options.items()]
+    set_somewhere = {name for name, value in named if value != defaults[name]}
+    missing = defaults.keys() - set_somewhere - ON_AN_AXIS - NOT_HERE.keys()
     assert missing == set()
     assert not (set_somewhere | ON_AN_AXIS) & NOT_HERE.keys()
     assert ON_AN_AXIS - {"dropout"} <= AXES.keys()
