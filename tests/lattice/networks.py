@@ -25,7 +25,7 @@ from tests.lattice.engine import Point
 VOCAB, LENGTH, TARGET, EXTRA = 23, 9, 7, 3
 """Number of tokens, real tokens of a row, real tokens of a target, tokens that are padding in row 0 and real in row 1."""
 
-SIZES = {"vocab_size": VOCAB, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 32, "init": "lecun"}
+SIZES = {"vocab_size": VOCAB, "embed_dim": 16, "num_heads": 4, "num_layers": 2, "max_len": 32, "init": "lecun"}
 LLAMA = {"position": "rotary", "norm": "rms", "bias": False, "activation": "swiglu", "num_kv_heads": 1, "tie_embeddings": False}
 T5 = {
     "position": "t5", "num_buckets": 8, "max_distance": 11, "norm": "rms", "bias": False, "scale": "unscaled", "activation": "relu",
@@ -113,7 +113,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "learned_scale": {"scale": "learned"},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
-    "one_key_head": {"num_kv_heads": 1},
+    "grouped": {"num_kv_heads": 2},
     "qk_norm": {"qk_norm": "l2"},
     "rotary": {"position": "rotary"},
     "t5_bias": {"position": "t5", "num_buckets": 8, "max_distance": 11},
