@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "hf_llama": ("LlamaForCausalLM", {**TEXT, "num_key_value_heads": 2}),
-    "hf_gemma2": ("Gemma2ForCausalLM", LOCAL),
+    "hf_gemma2": ("Gemma2ForCausalLM", {**LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "hf_qwen3": ("Qwen3ForCausalLM", LOCAL),
     "hf_gpt_oss": ("GptOssForCausalLM", {**LOCAL, "num_local_experts": 2, "num_experts_per_tok": 2}),
     "hf_bert": ("BertForMaskedLM", TEXT),
