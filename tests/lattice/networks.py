@@ -54,7 +54,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         **YARN, "position": "rotary", "rotary_interleaved": True, "rotary_low": 0.5, "rotary_high": 8.0, "norm_position": "post",
         "qk_norm": "l2", "qk_norm_eps": 1e-3,
     },
-    "layer_scale": {"layer_scale": 0.3, "stochastic_depth": 0.3, "head_dim": 5, "activation": "geglu", "position_offset": 2},
+    "layer_scale": {"layer_scale": 0.3, "stochastic_depth": 0.3, "num_heads": 2, "head_dim": 5, "activation": "geglu", "position_offset": 2},
     "additive": {"attention": "additive", "position": "rotary"},
     "linear": {"attention": "linear"},
     "performer": {"attention": "performer", "num_features": 7, "position": "rotary"},
