@@ -21,30 +21,32 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import importlib
+import itertools
 import json
 import marshal
 import os
 import random
+import re
 import resource
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from mutants import ROOT, mutants
+import mutants as machinery
+from mutants import ROOT
 
 WORK = ROOT / "build/seeded"
 SEED = 61
 PACKAGES = ("nn", "training", "analysis", "interop", "generation", "data")
 LATTICES = ("calls", "models", "runs")
-CPU_SECONDS, SECONDS = {"suite": 120, "calls": 300, "models": 600, "runs": 900}, 3600
-"""Of a judge: seconds of the processor by kind, and by the clock (processes that wait for each other for ever)."""
+LIMITS = {"suite": 120, "calls": 300, "models": 600, "runs": 900}
+"""Seconds of the processor that a judge may take for a fault."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Fault:
     def file(self) -> str:
         return self.place.partition(":")[0]
 
-    def edited(self) -> tuple[str, range]:
-        """The source of the changed module, and the lines that stood there.
+    def code(self) -> CodeType:
+        """The code of the changed module.
 
         Raises:
             ValueError: ``before`` does not stand exactly once in the function.
@@ -78,44 +80,8 @@ class Fault:
         body = "".join(lines[first - 1 : last])
         if body.count(self.before) != 1:
             raise ValueError(f"{self.name}: {self.before!r} stands {body.count(self.before)} times in {self.place}")
-        start = first + body[: body.index(self.before)].count("\n")
         changed = "".join([*lines[: first - 1], body.replace(self.before, self.after), *lines[last:]])
-        return changed, range(start, start + self.before.strip("\n").count("\n") + 1)
-
-    def code(self) -> CodeType:
-        return compile(self.edited()[0], str(ROOT / self.file), "exec", dont_inherit=True)
-
-    def lines(self) -> range:
-        return self.edited()[1]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A mutant as a fault."""
-
-    mutant: Any
-
-    @property
-    def name(self) -> str:
-        return self.mutant.name.removeprefix("minitx/")
-
-    @property
-    def line(self) -> str:
-        return f"in {self.mutant.scope}"
-
-    @property
-    def file(self) -> str:
-        return self.mutant.file
-
-    @property
-    def place(self) -> str:
-        return f"{self.file}:{self.mutant.scope}"
-
-    def code(self) -> CodeType:
-        return self.mutant.code
-
-    def lines(self) -> range:
-        return self.mutant.lines
+        return compile(changed, str(ROOT / self.file), "exec", dont_inherit=True)
 
 
 def _extent(tree: ast.AST, scope: str) -> tuple[int, int]:
@@ -354,31 +320,78 @@ WRITTEN = (
 
 # --- the draw
 
-SKIPPED: dict[str, str] = {}
-"""Mutants of the draw that change nothing that can be noticed, and why; the next of the draw takes the place."""
+SKIPPED = {
+    "nn/masks.py:89:24: torch.as_tensor(verdict, device=rows.device) -> torch.as_tensor(verdict)": "the same on the CPU",
+    "training/optimizers.py:135:24: 1 -> 2": "neither -1 nor -2 is the number of a rule",
+    "generation/sampler.py:132:31: -1 -> 1": "the last of two axes has both numbers",
+}
+"""Mutants of the draw that nobody can notice, and why. The next one of the draw takes the place."""
 
 
-def drawn(seed: int = SEED, each: int = 5) -> list[Drawn]:
-    """``each`` mutants of every package: a file by its number of lines, then one of its mutants."""
-    found: list[Drawn] = []
-    known: dict[str, list[Any]] = {}
+@dataclass(frozen=True)
+class Drawn:
+    """A mutant of ``mutants.py`` as a fault. ``number`` is its number among those of the file."""
+
+    name: str
+    file: str
+    line: str
+    number: int
+    texts: tuple[str, str]
+
+    def code(self) -> CodeType:
+        return next(mutant.code for mutant in mutants_of(self.file, self.number) if mutant.code is not None)
+
+
+def mutants_of(path: str, number: int = -1) -> list[Any]:
+    """The mutants of a file. Only that of the ``number`` has code: to compile all of them takes minutes."""
+    numbers = itertools.count()
+    machinery.compile = lambda *args: compile(*args) if next(numbers) == number else None  # type: ignore[attr-defined]
+    try:
+        return machinery.mutants(path)
+    finally:
+        del machinery.compile  # type: ignore[attr-defined]
+
+
+def drawn(seed: int, each: int = 5) -> list[Drawn]:
+    """``each`` mutants of every package: a file by its number of lines, then one of its mutants.
+
+    They are kept. A fault of a file that has changed since is looked up by its texts.
+    """
+    kept = WORK / f"drawn_{seed}.json"
+    if kept.exists():
+        found = [Drawn(**{**one, "texts": tuple(one["texts"])}) for one in json.loads(kept.read_text())]
+        return [_found_again(one) for one in found if one.name not in SKIPPED]
+    found = []
     for package in PACKAGES:
         draw, chosen = random.Random(f"{seed} {package}"), dict[str, Drawn]()
         files = sorted(path for path in (ROOT / "minitx" / package).rglob("*.py") if path.name != "__init__.py")
         sizes = [len(path.read_text().splitlines()) for path in files]
         while len(chosen) < each:
             path = draw.choices(files, sizes)[0].relative_to(ROOT).as_posix()
-            known.setdefault(path, mutants(path))
-            fault = Drawn(draw.choice(known[path]))
-            if fault.mutant.scope and fault.name not in SKIPPED:
-                chosen[fault.name] = fault
+            every = mutants_of(path)
+            number = draw.randrange(len(every))
+            mutant = every[number]
+            name = mutant.name.removeprefix("minitx/")
+            if mutant.scope and name not in SKIPPED:
+                chosen[name] = Drawn(name, path, f"in {mutant.scope}", number, (mutant.before, mutant.after))
         found += chosen.values()
+    kept.write_text(json.dumps([asdict(one) for one in found], indent=1, ensure_ascii=False) + "\n")
     return found
+
+
+def _found_again(fault: Drawn) -> Drawn:
+    """The same mutant, by its function and texts, in the file as it is now."""
+    alike = [
+        number
+        for number, mutant in enumerate(mutants_of(fault.file))
+        if (f"in {mutant.scope}", (mutant.before, mutant.after)) == (fault.line, fault.texts)
+    ]
+    return replace(fault, number=min(alike, key=lambda number: abs(number - fault.number)))
 
 
 # --- a fault in a process
 
-SITE = '''"""Imports the changed code of one module: MINITX_SEEDED_FAULT=FILE=CODE, with the code as marshal writes it."""
+SITE = '''"""Imports the changed code of one module: MINITX_SEEDED_FAULT is FILE=CODE, with the code as marshal writes it."""
 
 import os
 from importlib.machinery import SourceFileLoader
@@ -400,7 +413,7 @@ if _file:
 
 
 def plant(fault: Fault | Drawn | None) -> None:
-    """Let this process, and those that it starts, import the faulty module."""
+    """Let this process, and those that it starts, import the faulty module. None: the clean control."""
     site = WORK / "site"
     site.mkdir(parents=True, exist_ok=True)
     (site / "sitecustomize.py").write_text(SITE)
@@ -412,8 +425,11 @@ def plant(fault: Fault | Drawn | None) -> None:
         exec(compile(SITE, "sitecustomize.py", "exec"), {})
 
 
-def forked(work: Callable[[], str | None], log: Path, kind: str) -> dict[str, Any]:
-    """What ``work`` returns in a fork: the name of what failed, or None. Its output goes to ``log``."""
+def forked(work: Callable[[], Any], log: Path, limit: int) -> dict[str, Any]:
+    """Run ``work`` in a fork, with its output in ``log``: what it returns, as ``found``, and the seconds of the processor.
+
+    ``limit`` is in seconds of the processor. After ten times as many by the clock, processes wait for each other for ever.
+    """
     answer, start = log.with_suffix(".json"), time.monotonic()
     answer.unlink(missing_ok=True)
     sys.stdout.flush()
@@ -421,100 +437,147 @@ def forked(work: Callable[[], str | None], log: Path, kind: str) -> dict[str, An
     if pid == 0:
         with contextlib.suppress(BaseException):
             os.setsid()
-            resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS[kind], CPU_SECONDS[kind] + 5))
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(out, 1), os.dup2(out, 2)
-            try:
-                found = work()
-            except BaseException as error:
-                traceback.print_exc()
-                found = f"{type(error).__name__}: {str(error)[:200]}"
-            answer.write_text(json.dumps({"noticed": found}))
+            found = work()
+            used = sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+            answer.write_text(json.dumps({"found": found, "seconds": round(used)}))
         os._exit(0)
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        if time.monotonic() - start > SECONDS:
-            break
-        time.sleep(0.2)
+    while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() - start < 10 * limit:
+        time.sleep(0.1)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # also what it has started
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
-    used = {"seconds": round(time.monotonic() - start)}
-    return {**json.loads(answer.read_text()), **used} if answer.exists() else {"noticed": None, "limit": True, **used}
+    (WORK / f"{pid}.code").unlink(missing_ok=True)
+    return json.loads(answer.read_text()) if answer.exists() else {"found": [], "limit": limit}
 
 
-# --- the suite
+# --- the judges
+
+SUITE = {
+    "nn": ("nn/test_models", "nn/test_every_model", "nn/test_attention", "nn/test_cache"),
+    "nn/attention": ("nn/test_attention", "nn/test_cache", "nn/test_every_model", "nn/test_drop_in"),
+    "nn/backends": ("nn/test_chunked", "nn/test_backends", "nn/test_functional", "nn/test_flex", "nn/test_attention"),
+    "nn/cache": ("nn/test_cache", "nn/test_every_model", "test_generation"),
+    "nn/functional": ("nn/test_functional", "nn/test_backends", "nn/test_chunked"),
+    "nn/masks": ("nn/test_masks", "nn/test_functional", "nn/test_backends", "nn/test_cache", "nn/test_scale"),
+    "nn/positions": ("nn/test_positions", "nn/test_models", "nn/test_every_model", "nn/test_cache"),
+    "nn/scale": ("nn/test_scale", "nn/test_fold_scale", "interop/test_lora"),
+    "training": ("training/test_steps", "training/test_resume", "training/test_parts", "training/test_outcome"),
+    "training/module": ("training/test_module", "training/test_steps", "training/test_resume", "training/test_resume_optimizers",
+                        "training/test_parts", "training/test_devices"),
+    "training/callbacks": ("training/test_steps", "training/test_samples", "training/test_resume", "training/test_outcome"),
+    "training/run": ("training/test_steps", "training/test_outcome", "training/test_parts", "cli/test_trainer_arguments"),
+    "analysis": ("analysis/test_capture", "analysis/test_adopted", "analysis/test_intervene"),
+    "interop": ("interop/test_adopt", "nn/test_fold_scale", "interop/test_lora"),
+    "interop/finetune": ("interop/test_lora", "cli/test_finetune", "training/test_huggingface"),
+    "interop/weights": ("interop/test_folder", "cli/test_export"),
+    "generation": ("test_generation", "cli/test_generate", "training/test_samples"),
+    "data": ("data/test_addressing", "data/test_task", "data/test_data_module", "data/test_loaders"),
+    "data/documents": ("data/test_documents", "data/test_streaming"),
+    "data/translation": ("data/test_translation", "data/test_tables"),
+}  # fmt: skip
+"""The quick tests of a module, beside those of its name; the longest entry that its path begins with."""
+
+CHOICE = ["-p", "no:cacheprovider", "-n", "0", "-q", "-m", "not slow and not release and not long"]
 
 
-class Noticing:
-    """A plugin of pytest that notes the first test that fails, and how long each test takes."""
+def tests_of(file: str) -> list[str]:
+    """The files of quick tests that are about a module."""
+    path = file.removeprefix("minitx/").removesuffix(".py")
+    stem = Path(path).stem
+    own = sorted(found.relative_to(ROOT).as_posix() for found in (ROOT / "tests").rglob(f"test_{stem}.py"))
+    key = max((key for key in SUITE if path == key or path.startswith(f"{key}/")), key=len)
+    return list(dict.fromkeys([*own, *(f"tests/{name}.py" for name in SUITE[key])]))
 
-    def __init__(self, known: Sequence[str] = ()) -> None:
-        self.failed: list[str] = []
-        self.known = known
+
+class Failures:
+    """A plugin of pytest that keeps the names of the tests that fail."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed and report.nodeid not in self.known:
-            self.failed.append(report.nodeid)
+        if report.failed:
+            self.names.append(report.nodeid)
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.failed.append(report.nodeid)
+            self.names.append(report.nodeid)
 
 
-CHOICE = ["-p", "no:cacheprovider", "-n", "0", "-m", "not slow and not release and not long"]
-LONGEST, BUDGET = 15.0, 60.0  # seconds of the processor, when no fault is there: of one test, of a fault's tests together
+def ask_suite(fault: Fault | Drawn | None, files: Sequence[str], clean: Sequence[str] = ()) -> list[str]:
+    """The first test that fails, beside those that fail without a fault; without a fault all that fail."""
+    import pytest
 
-
-def tests_of(fault: Fault | Drawn, covered: dict[str, Any]) -> list[str]:
-    """The quick tests that execute a changed line: those of the module's name first, quick ones before others, up to ``BUDGET``."""
-    seconds, names = covered["seconds"], list(covered["seconds"])
-    by_line = covered["lines"].get(fault.file, {})
-    stem = Path(fault.file).stem
-    chosen = {names[i] for line in fault.lines() for i in by_line.get(str(line), ()) if seconds[names[i]] < LONGEST}
-    order = sorted(chosen, key=lambda name: (f"test_{stem}" not in name, seconds[name]))
-    total, kept = 0.0, []
-    for name in order:
-        total += seconds[name]
-        if total > BUDGET:
-            break
-        kept.append(name)
-    return kept
-
-
-def ask_suite(fault: Fault | Drawn | None, tests: list[str]) -> Callable[[], str | None]:
-    def work() -> str | None:
-        import pytest
-
-        plant(fault)
-        plugin = Noticing()
-        pytest.main([*tests, *CHOICE, *(["-x"] if fault else [])], plugins=[plugin])
-        return " ".join(plugin.failed[:1]) or None if fault else json.dumps(plugin.failed)
-
-    return work
-
-
-# --- the program
-
-
-def results() -> dict[str, dict[str, Any]]:
-    path = WORK / "results.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def keep(found: dict[str, dict[str, Any]]) -> None:
-    new = WORK / "results.new"
-    new.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    new.replace(WORK / "results.json")
+    plant(fault)
+    failures = Failures()
+    stop = ["-x"] if fault else []
+    pytest.main([*files, *CHOICE, *stop, *(f"--deselect={name}" for name in clean)], plugins=[failures])
+    return failures.names
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("judges", nargs="*", help="who is asked: suite, calls, models, runs")
     parser.add_argument("--list", action="store_true", help="print the faults and stop")
+    parser.add_argument("--only", nargs="*", help="words in the names of faults, which are asked again")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the draw")
     options = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    faults: list[Fault | Drawn] = [*WRITTEN, *drawn(options.seed)]
+    print(f"{len(WRITTEN)} faults are written, {len(faults) - len(WRITTEN)} are drawn by the seed {options.seed}")
     if options.list:
-        for fault in WRITTEN:
-            print(f"{fault.name:26} {fault.line}\n{'':26} {fault.place}:{fault.lines().start}")
+        for fault in faults:
+            print(f"{fault.name}\n    {fault.line}")
+        return
+    known = results()
+    if options.judges:
+        import lightning.pytorch  # noqa: F401
+        import pytest  # noqa: F401
+        import torch
+        import transformers  # noqa: F401
+
+        torch.set_num_threads(1)  # a fork has none of its parent's threads
+    for judge in options.judges:
+        for fault in faults:
+            again = options.only is not None and any(word in fault.name for word in options.only)
+            if again or (options.only is None and judge not in known.get(fault.name, {})):
+                ask(judge, fault, known)
+    table(faults, known)
+
+
+def ask(judge: str, fault: Fault | Drawn, known: dict[str, Any]) -> None:
+    """Ask a judge about a fault, and keep the answer."""
+    log = WORK / f"{judge}_{re.sub('[^a-z0-9]+', '_', fault.name.lower())[:60]}.log"
+    if judge == "suite":
+        files = tests_of(fault.file)
+        for file in files:
+            if file not in known.setdefault("clean", {}):
+                known["clean"][file] = forked(partial(ask_suite, None, [file]), WORK / "clean.log", 600)["found"]
+                keep(known)
+        clean = [name for file in files for name in known["clean"][file]]
+        found = forked(partial(ask_suite, fault, files, clean), log, LIMITS[judge])
+    known.setdefault(fault.name, {})[judge] = found
+    keep(known)
+    print(f"{fault.name:40} {judge:7} {' '.join(found['found'][:1]) or '-'}", flush=True)
+
+
+def table(faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
+    """Print who notices each fault."""
+
+
+def results() -> dict[str, Any]:
+    path = WORK / "results.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def keep(found: dict[str, Any]) -> None:
+    new = WORK / "results.new"
+    new.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    new.replace(WORK / "results.json")
 
 
 if __name__ == "__main__":
