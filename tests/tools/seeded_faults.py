@@ -21,31 +21,41 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import gc
+import hashlib
+import importlib
 import itertools
 import json
 import marshal
 import os
+import pkgutil
 import random
 import re
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import mutants as machinery
+import pytest
 from mutants import ROOT
+
+sys.path.insert(0, str(ROOT))
+from tests.lattice.engine import Lattice, Point, Where, matches
 
 WORK = ROOT / "build/seeded"
 SEED = 61
 PACKAGES = ("nn", "training", "analysis", "interop", "generation", "data")
 LATTICES = ("calls", "models", "runs")
-LIMITS = {"suite": 120, "calls": 300, "models": 600, "runs": 900}
+LIMITS = {"suite": 20, "calls": 300, "models": 600, "runs": 900}
 """Seconds of the processor that a judge may take for a fault."""
 
 
@@ -68,15 +78,19 @@ class Fault:
     def file(self) -> str:
         return self.place.partition(":")[0]
 
+    @property
+    def scope(self) -> str:
+        return self.place.partition(":")[2]
+
     def code(self) -> CodeType:
         """The code of the changed module.
 
         Raises:
             ValueError: ``before`` does not stand exactly once in the function.
         """
-        source, scope = (ROOT / self.file).read_text(), self.place.partition(":")[2]
+        source = (ROOT / self.file).read_text()
         lines = source.splitlines(keepends=True)
-        first, last = _extent(ast.parse(source), scope)
+        first, last = _extent(ast.parse(source), self.scope)
         body = "".join(lines[first - 1 : last])
         if body.count(self.before) != 1:
             raise ValueError(f"{self.name}: {self.before!r} stands {body.count(self.before)} times in {self.place}")
@@ -334,9 +348,10 @@ class Drawn:
 
     name: str
     file: str
-    line: str
+    scope: str
     number: int
     texts: tuple[str, str]
+    state: str  # of the file
 
     def code(self) -> CodeType:
         return next(mutant.code for mutant in mutants_of(self.file, self.number) if mutant.code is not None)
@@ -373,18 +388,24 @@ def drawn(seed: int, each: int = 5) -> list[Drawn]:
             mutant = every[number]
             name = mutant.name.removeprefix("minitx/")
             if mutant.scope and name not in SKIPPED:
-                chosen[name] = Drawn(name, path, f"in {mutant.scope}", number, (mutant.before, mutant.after))
+                chosen[name] = Drawn(name, path, mutant.scope, number, (mutant.before, mutant.after), _state(path))
         found += chosen.values()
     kept.write_text(json.dumps([asdict(one) for one in found], indent=1, ensure_ascii=False) + "\n")
     return found
 
 
+def _state(path: str) -> str:
+    return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16]
+
+
 def _found_again(fault: Drawn) -> Drawn:
     """The same mutant, by its function and texts, in the file as it is now."""
+    if fault.state == _state(fault.file):
+        return fault
     alike = [
         number
         for number, mutant in enumerate(mutants_of(fault.file))
-        if (f"in {mutant.scope}", (mutant.before, mutant.after)) == (fault.line, fault.texts)
+        if (mutant.scope, mutant.before, mutant.after) == (fault.scope, *fault.texts)
     ]
     return replace(fault, number=min(alike, key=lambda number: abs(number - fault.number)))
 
@@ -412,17 +433,34 @@ if _file:
 '''
 
 
-def plant(fault: Fault | Drawn | None) -> None:
-    """Let this process, and those that it starts, import the faulty module. None: the clean control."""
-    site = WORK / "site"
+def plant(fault: Fault | Drawn) -> None:
+    """Exchange the code of the function in this process, and let the processes that it starts import the faulty module."""
+    changed = fault.code()
+    [new] = [code for code in _codes(changed) if code.co_qualname == fault.scope]
+    places = [
+        thing
+        for thing in gc.get_objects()
+        if type(thing) is FunctionType and thing.__code__.co_filename == new.co_filename
+        if thing.__code__.co_qualname == fault.scope
+    ]
+    if not places and fault.file.removesuffix(".py").replace("/", ".") in sys.modules:
+        raise ValueError(f"{fault.name}: there is no function {fault.scope}")
+    for place in places:
+        place.__code__ = new
+    site, code = WORK / "site", WORK / f"{os.getpid()}.code"
     site.mkdir(parents=True, exist_ok=True)
     (site / "sitecustomize.py").write_text(SITE)
+    code.write_bytes(marshal.dumps(changed))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    if fault is not None:
-        code = WORK / f"{os.getpid()}.code"
-        code.write_bytes(marshal.dumps(fault.code()))
-        os.environ["MINITX_SEEDED_FAULT"] = f"{ROOT / fault.file}={code}"
-        exec(compile(SITE, "sitecustomize.py", "exec"), {})
+    os.environ["MINITX_SEEDED_FAULT"] = f"{ROOT / fault.file}={code}"
+    exec(compile(SITE, "sitecustomize.py", "exec"), {})  # for what is not imported yet
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _codes(const)
 
 
 def forked(work: Callable[[], Any], log: Path, limit: int) -> dict[str, Any]:
@@ -493,30 +531,134 @@ def tests_of(file: str) -> list[str]:
     return list(dict.fromkeys([*own, *(f"tests/{name}.py" for name in SUITE[key])]))
 
 
-class Failures:
-    """A plugin of pytest that keeps the names of the tests that fail."""
+class Suite:
+    """A plugin of pytest: instead of running the tests once, runs those of each fault to the first failure."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
+    def __init__(self, faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
+        self.faults, self.known, self.failed = faults, known, list[str]()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
-            self.names.append(report.nodeid)
+            self.failed.append(report.nodeid)
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.names.append(report.nodeid)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: Any) -> bool:
+        session.config.pluginmanager.unregister(name="terminalreporter")  # its dots would stand before the answers
+        gc.unfreeze()  # tests/conftest.py freezes what there is after the collection, and frozen objects are not listed
+        by_file: dict[str, list[Any]] = {}
+        for item in session.items:
+            by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+        for fault in self.faults:
+            items = [item for file in tests_of(fault.file) for item in by_file.get(file, ())]
+            items = sorted(items, key=partial(_likeness, fault))
+            found = forked(partial(self.ask, fault, items), log_of("suite", fault), LIMITS["suite"])
+            if found["found"]:  # the clean control
+                [failing] = [item for item in items if item.nodeid == found["found"][0]]
+                if forked(partial(self.ask, None, [failing]), log_of("clean", fault), LIMITS["suite"])["found"]:
+                    found["unclean"] = True
+            note("suite", fault, found, self.known)
+        return True
+
+    def ask(self, fault: Fault | Drawn | None, items: list[Any]) -> list[str]:
+        """The first test that fails."""
+        if fault is not None:
+            plant(fault)
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.failed:
+                break
+        return self.failed
 
 
-def ask_suite(fault: Fault | Drawn | None, files: Sequence[str], clean: Sequence[str] = ()) -> list[str]:
-    """The first test that fails, beside those that fail without a fault; without a fault all that fail."""
-    import pytest
+def _likeness(fault: Fault | Drawn, item: Any) -> int:
+    """How many words of a fault are in the name of a test, below zero: those tests come first."""
+    words = set(re.findall("[a-z]{4,}", f"{fault.name} {fault.scope} {getattr(fault, 'line', '')}".lower()))
+    return -sum(word in item.nodeid.lower() for word in words)
 
-    plant(fault)
-    failures = Failures()
-    stop = ["-x"] if fault else []
-    pytest.main([*files, *CHOICE, *stop, *(f"--deselect={name}" for name in clean)], plugins=[failures])
-    return failures.names
+
+def ask_suite(faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
+    """Ask the quick tests about each fault."""
+    files = {file for fault in faults for file in tests_of(fault.file)}
+    pytest.main([*sorted(files), *CHOICE], plugins=[Suite(faults, known)])
+
+
+def ask_lattice(name: str, faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
+    """Ask the points of a lattice about each fault: first those with the values that the fault is about, then the others."""
+    for module in pkgutil.walk_packages([str(ROOT / "minitx")], "minitx."):
+        importlib.import_module(module.name)  # a fork then imports nothing
+    module: Any = importlib.import_module(f"tests.lattice.{name}")
+    [lattice] = [value for value in vars(module).values() if isinstance(value, Lattice)]
+    every = {lattice.words(point): point for point in (*lattice.pairs(), *lattice.points(0))}
+    for fault in faults:
+        where = ABOUT.get(fault.name, {}).get(name)
+        if where is not None:
+            lattice.__class__(
+                lattice.file, lattice.axes, lattice.make, lattice.oracles, meaningless=[where]
+            )  # checks the words
+        points = list(every.values())
+        random.Random(fault.name).shuffle(points)
+        points.sort(key=lambda point: where is None or not matches(where, point))
+        number = sum(where is not None and matches(where, point) for point in points)
+        found = forked(partial(ask_points, module, lattice, points, fault), log_of(name, fault), LIMITS[name])
+        if found["found"]:  # the clean control
+            again, oracle = found["found"][:2]
+            work = partial(ask_points, module, lattice, [lattice.point_of(again)], None, oracle)
+            if forked(work, log_of("clean", fault), LIMITS[name])["found"]:
+                found["unclean"] = True
+        note(name, fault, {**found, "about": number}, known)
+
+
+def ask_points(
+    module: Any, lattice: Lattice, points: Sequence[Point], fault: Fault | Drawn | None, oracle: str | None = None
+) -> list[str]:
+    """The first point that fails, the oracle that fails there, and the message."""
+    warnings.simplefilter("ignore")
+    if fault is not None:
+        plant(fault)
+    with getattr(module, "process_group", contextlib.nullcontext)():
+        for point in points:
+            print(lattice.words(point), flush=True)
+            for failure in lattice.failures(point, None if oracle in (None, "table") else [oracle]):
+                return [lattice.words(point), failure.oracle, failure.message]
+    return []
+
+
+ABOUT: dict[str, dict[str, Where]] = {
+    "chunked_dropout_half": {"calls": {"backend": "chunked|auto", "dropout": ".3", "dtype": "bf16"}},
+    "chunked_softcap_bias": {"calls": {"backend": "chunked|auto", "softcap": "1.5", "bias": "learned|row|rule|slopes|t5"}},
+    "sdpa_scale_zero": {"calls": {"backend": "sdpa|auto", "scale": "0"}},
+    "grouped_mask_per_head": {"calls": {"heads": "!4/4", "mask": "cells|empty|blocks|padding_and_cells|many"}},
+    "documents_cache": {"calls": {"mask": "documents|window_and_documents", "shape": "!5x5"}, "models": {"rows": "documents"}},
+    "cross_cache_norm": {"models": {"model": "vaswani|typed_pair|deep_target", "mode": "eval"}},
+    "cache_window_pieces": {"models": {"change": "window", "mode": "eval"}},
+    "cache_padding": {"models": {"rows": "left|inside|right", "mode": "eval"}},
+    "packed_padding_positions": {"models": {"rows": "documents"}},
+    "log_length_cache_padding": {"models": {"model": "log_length", "rows": "left|inside|right", "mode": "eval"}},
+    "checkpointing_dropout": {"models": {"checkpointing": "yes", "mode": "train"}},
+    "capture_deepcopy": {"models": {"wrapper": "deepcopy|pickle", "look": "!nothing"}},
+    "fold_lora": {"models": {"wrapper": "quantised|lora|weight_norm", "mode": "eval"}},
+    "release_after_fold": {"models": {"model": "hf_gpt2|hf_llama|hf_gemma2|hf_bert|hf_t5", "mode": "eval"}},
+    "adopted_autocast": {"models": {"model": "hf_llama|hf_gemma2|hf_qwen3|hf_gpt_oss", "precision": "autocast"}},
+    "intervene_values_grouped": {"models": {"look": "values", "mode": "eval"}},
+    "lora_tied": {"models": {"wrapper": "lora"}},
+    "beam_rows": {"models": {"rows": "plain|left", "mode": "eval"}},
+    "chunk_tokens_smoothing": {"runs": {"objective": "smoothed|chunked"}},
+    "accumulate_counts": {"runs": {"accumulate": "2|4", "data": "padded|masked|pairs|chat"}},
+    "record_first_step": {"runs": {"ends": "nonfinite"}},
+    "resume_accumulate_rate": {"runs": {"accumulate": "2|4", "schedule": "cosine", "place": "one"}},
+    "crash_after_save": {"runs": {"ends": "crash_after", "place": "one"}},
+    "stop_at_resume": {"runs": {"ends": "stop_at", "place": "one"}},
+    "samples_stop_at": {"runs": {"asked": "samples", "ends": "stop_at", "place": "one"}},
+    "best_resume": {"runs": {"place": "one", "ends": "crash_after|term|int"}},
+    "stream_workers_accumulate": {"runs": {"data": "stream", "workers": "2", "accumulate": "2|4"}},
+    "ema_test_best": {"runs": {"asked": "ema|tested"}},
+    "ddp_gradient": {"runs": {"place": "ddp_cpu"}},
+    "fsdp_groups": {"runs": {"place": "fsdp"}},
+}
+"""The values that a written fault is about, by lattice. A point that has them is asked before the others."""
+
+
+# --- the program
 
 
 def main() -> None:
@@ -531,53 +673,65 @@ def main() -> None:
     print(f"{len(WRITTEN)} faults are written, {len(faults) - len(WRITTEN)} are drawn by the seed {options.seed}")
     if options.list:
         for fault in faults:
-            print(f"{fault.name}\n    {fault.line}")
+            print(f"{fault.name}\n    {fault.file}: {fault.scope}")
         return
     known = results()
-    if options.judges:
-        import lightning.pytorch  # noqa: F401
-        import pytest  # noqa: F401
-        import torch
-        import transformers  # noqa: F401
-
-        torch.set_num_threads(1)  # a fork has none of its parent's threads
     for judge in options.judges:
-        for fault in faults:
-            again = options.only is not None and any(word in fault.name for word in options.only)
-            if again or (options.only is None and judge not in known.get(fault.name, {})):
-                ask(judge, fault, known)
+        if options.only is None:
+            chosen = [fault for fault in faults if judge not in known.get(fault.name, {})]
+        else:
+            chosen = [fault for fault in faults if any(word in fault.name for word in options.only)]
+        if judge == "suite":
+            ask_suite(chosen, known)
+        else:
+            ask_lattice(judge, [fault for fault in chosen if judge in lattices_of(fault)], known)
     table(faults, known)
 
 
-def ask(judge: str, fault: Fault | Drawn, known: dict[str, Any]) -> None:
-    """Ask a judge about a fault, and keep the answer."""
-    log = WORK / f"{judge}_{re.sub('[^a-z0-9]+', '_', fault.name.lower())[:60]}.log"
-    if judge == "suite":
-        files = tests_of(fault.file)
-        for file in files:
-            if file not in known.setdefault("clean", {}):
-                known["clean"][file] = forked(partial(ask_suite, None, [file]), WORK / "clean.log", 600)["found"]
-                keep(known)
-        clean = [name for file in files for name in known["clean"][file]]
-        found = forked(partial(ask_suite, fault, files, clean), log, LIMITS[judge])
+def lattices_of(fault: Fault | Drawn) -> tuple[str, ...]:
+    """The lattices that can notice a fault, the quickest first."""
+    package = fault.file.split("/")[1]
+    if fault.name in ABOUT:
+        return tuple(ABOUT[fault.name])
+    if Path(fault.file).stem in ("bias", "functional", "masks") or "backends" in fault.file:
+        return "calls", "models"
+    return ("runs",) if package in ("training", "data") else ("models", "runs") if package == "generation" else ("models",)
+
+
+def log_of(judge: str, fault: Fault | Drawn) -> Path:
+    return WORK / f"{judge}_{re.sub('[^a-z0-9]+', '_', fault.name.lower())[:60]}.log"
+
+
+def note(judge: str, fault: Fault | Drawn, found: dict[str, Any], known: dict[str, Any]) -> None:
+    """Keep an answer."""
     known.setdefault(fault.name, {})[judge] = found
-    keep(known)
-    print(f"{fault.name:40} {judge:7} {' '.join(found['found'][:1]) or '-'}", flush=True)
+    new = WORK / "results.new"
+    new.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    new.replace(WORK / "results.json")
+    more = " ".join(f"{name}={value}" for name, value in found.items() if name != "found")
+    print(f"{fault.name[:40]:40} {judge:7} {' '.join(found['found'][:1]) or '-'}  ({more})", flush=True)
 
 
 def table(faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
-    """Print who notices each fault."""
+    """Print who notices each fault: the suite, the lattices, both, none."""
+    for kind, chosen in {"written": faults[: len(WRITTEN)], "drawn": faults[len(WRITTEN) :]}.items():
+        counts = Counter[str]()
+        print(f"\n{kind}")
+        for fault in chosen:
+            answers = {judge: found for judge, found in known.get(fault.name, {}).items() if not found.get("unclean")}
+            suite = answers.get("suite", {}).get("found", [])
+            lattice = next(
+                ([judge, *found["found"]] for judge, found in answers.items() if judge != "suite" and found["found"]), []
+            )
+            who = "both" if suite and lattice else "suite" if suite else "lattice" if lattice else "none"
+            counts[who] += 1
+            print(f"{fault.name[:60]:60} {who:8} {' '.join(suite[:1]) or '-'} | {': '.join(lattice[:3]) or '-'}")
+        print(", ".join(f"{who} {count}" for who, count in counts.items()))
 
 
 def results() -> dict[str, Any]:
     path = WORK / "results.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def keep(found: dict[str, Any]) -> None:
-    new = WORK / "results.new"
-    new.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    new.replace(WORK / "results.json")
 
 
 if __name__ == "__main__":
