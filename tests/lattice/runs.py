@@ -107,6 +107,8 @@ ASKED = {
     "evaluated": "evaluation.at_end=true evaluation.num_rows=4",
     "tested": "evaluation.test=best",
 }
+OBJECTIVES = {"plain": "", "smoothed": "objective.label_smoothing=0.1", "chunked": "objective.chunk_tokens=5"}
+OBJECTIVES["smoothed_chunked"] = f"{OBJECTIVES['smoothed']} {OBJECTIVES['chunked']}"
 PRECISIONS = {name: f"trainer.precision={name}" for name in ("32-true", "64-true", "bf16-mixed", "bf16-true")}
 SOURCE = "init_from.path=HOME/sources/NAME/checkpoints/last.ckpt"
 STARTS = {"new": "", "init_from": SOURCE, "folded": f"{SOURCE} init_from.fold_scale=true model.scale=unscaled"}
@@ -127,7 +129,7 @@ AXES: dict[str, dict[str, str]] = {
     "accumulate": {"1": "", "2": "trainer.accumulate=2", "4": "trainer.accumulate=4"},
     "precision": PRECISIONS,
     "compile": {"no": "", "yes": "trainer.compile=true"},
-    "objective": {"plain": "", "smoothed": "objective.label_smoothing=0.1", "chunked": "objective.chunk_tokens=5"},
+    "objective": OBJECTIVES,
     "optimizer": OPTIMIZERS,
     "rules": RULES,
     "schedule": SCHEDULES,
@@ -562,7 +564,7 @@ def plain_loop(point: Point, finished: Finished, precision: str, shaken: bool = 
         "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
     }.get(point["schedule"], lambda: None)()
     average = AveragedModel(network, avg_fn=get_ema_avg_fn(0.5), use_buffers=True) if point["asked"] == "ema" else None
-    smoothing = 0.1 if point["objective"] == "smoothed" else 0.0
+    smoothing = 0.1 if "smoothed" in point["objective"] else 0.0
     steps = finished.record.steps()
     planned = planned_steps(point, finished)
     loop = Loop({}, {}, {})
@@ -893,8 +895,8 @@ REFUSALS = (
     Refusal({"asked": "samples", **OURS_ALONE}, "decoder or encoder-decoder of ours, got"),
     Refusal({"asked": "probe|film", **OURS_ALONE}, "probe"),
     Refusal({"ends": "max_epochs", "data": "drawn|stream"}, "max_epochs=1 needs a number of training rows"),
-    Refusal({"objective": "chunked", **OURS_ALONE}, "chunk_tokens=5 needs model.head=lm"),
-    Refusal({"objective": "chunked", "data": "classify|pictures"}, "chunk_tokens=5 needs model.head=lm"),
+    Refusal({"objective": "chunked|smoothed_chunked", **OURS_ALONE}, "chunk_tokens=5 needs model.head=lm"),
+    Refusal({"objective": "chunked|smoothed_chunked", "data": "classify|pictures"}, "chunk_tokens=5 needs model.head=lm"),
     Refusal({"network": "own", "data": "packed|stream"}, "does not name document_ids"),
     Refusal({"place": "fsdp", "network": "own"}, "does not know the layers of OwnModel"),
     Refusal({"place": "fsdp", "optimizer": "muon"}, "needs whole matrices"),
