@@ -83,11 +83,12 @@ class Hit(Checkpoint):
     Args:
         how: ``term`` or ``int``: a signal in the last micro-batch of step 3. ``crash_before``: between the two files of step 4.
             ``crash_inside``: while the first file of step 4 is written. ``crash_after``: in step 5. ``nonfinite``: the weights are
-            not finite before step 4.
+            not finite before ``step``.
+        step: as above.
     """
 
-    def __init__(self, how: str) -> None:
-        self.how, self.is_done = how, False
+    def __init__(self, how: str, step: int = 4) -> None:
+        self.how, self.step, self.is_done = how, step, False
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Batch, batch_idx: int) -> None:
         is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
@@ -96,7 +97,7 @@ class Hit(Checkpoint):
             os.kill(os.getpid(), signal.SIGTERM if self.how == "term" else signal.SIGINT)
         if self.how == "crash_after" and trainer.global_step == 4:
             raise PowerCut
-        if self.how == "nonfinite" and trainer.global_step == 3:
+        if self.how == "nonfinite" and trainer.global_step == self.step - 1:
             with torch.no_grad():
                 next(p for p in network_of(module).parameters() if p.requires_grad).fill_(float("nan"))
 

@@ -753,6 +753,10 @@ def a_run_that_is_not_finite_keeps_the_last_good_checkpoint(run: Run) -> None:
     result = inside.train_by(words, recorded)
     assert (result["nonfinite_step"], result["steps"], result["val_loss"]) == (4, 3, None), result
     shutil.rmtree(recorded.parent)
+    words = [*words, "+callbacks.hit.step=1"]
+    result = inside.train_by(words, recorded)
+    assert (result["nonfinite_step"], result["steps"], result["val_loss"]) == (1, 0, None), result
+    shutil.rmtree(recorded.parent)
 
 
 def micro_batches_change_no_row(run: Run) -> None:
