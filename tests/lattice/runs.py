@@ -742,6 +742,16 @@ def stopped_and_resumed_is_bit_equal(run: Run) -> None:
     assert difference is None, f"resumed and whole differ at {difference}"
 
 
+def a_run_that_is_over_changes_no_file(run: Run) -> None:
+    """It is resumed from its last checkpoint, and has nothing to do."""
+    whole, folder = run.whole(), _new_folder()
+    shutil.copytree(whole.folder, folder)
+    inside.train_by([*run.words(), "ckpt_path=last"], folder)
+    difference = first_difference(left_by(folder), left_by(whole.folder))
+    shutil.rmtree(folder.parent)
+    assert difference is None, f"resumed after its end, and before: {difference}"
+
+
 def a_run_that_is_not_finite_keeps_the_last_good_checkpoint(run: Run) -> None:
     content = inside.read(run.cut().folder / "checkpoints" / "last.ckpt")
     wanted = 3 if run.point["option"] == "minutes" else 2
@@ -867,6 +877,7 @@ ORACLES = (
     Oracle(best_ckpt_is_of_the_least_val_loss, unless=({"option": "monitor"},)),
     Oracle(every_file_has_the_last_step),
     Oracle(stopped_and_resumed_is_bit_equal, unless=(ONE,)),
+    Oracle(a_run_that_is_over_changes_no_file, unless=(ONE,)),
     Oracle(a_run_that_is_not_finite_keeps_the_last_good_checkpoint, where=({"ends": "nonfinite"},), unless=(ONE,)),
     Oracle(micro_batches_change_no_row, where=({"accumulate": "2|4"},), unless=(ONE,)),
     Oracle(workers_change_nothing, where=({"workers": "2|spawn"},), unless=(ONE, {"data": "stream"})),
