@@ -37,11 +37,12 @@ class OwnModel(nn.Module):
 
 @dataclass
 class Record:
-    """What a run did: its first weights, the batches of each step with the weights before it, and its last validation."""
+    """What a run did: its first weights, the batches of each step, and those of its last validation and of its test."""
 
     start: nn.Module
     batches: list[tuple[int, Batch]] = field(default_factory=list)
     validation: list[Batch] = field(default_factory=list)
+    test: list[Batch] = field(default_factory=list)
 
     def steps(self) -> dict[int, list[Batch]]:
         """The micro-batches of each step."""
@@ -69,6 +70,9 @@ class Recorder(L.Callback):
 
     def on_validation_batch_start(self, trainer: L.Trainer, module: Any, batch: Batch, batch_idx: int, *_: Any) -> None:
         RECORDS[-1].validation.append(_copied(batch))
+
+    def on_test_batch_start(self, trainer: L.Trainer, module: Any, batch: Batch, batch_idx: int, *_: Any) -> None:
+        RECORDS[-1].test.append(_copied(batch))
 
 
 def _copied(batch: Batch) -> Batch:

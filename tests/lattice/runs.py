@@ -106,6 +106,7 @@ ASKED = {
     "top_k": "callbacks=[default,top_k] callbacks.top_k.save_top_k=2",
     "evaluated": "evaluation.at_end=true evaluation.num_rows=4",
     "tested": "evaluation.test=best",
+    "ema_tested": "callbacks=[default,ema] callbacks.ema.decay=0.5 evaluation.test=best",
 }
 OBJECTIVES = {"plain": "", "smoothed": "objective.label_smoothing=0.1", "chunked": "objective.chunk_tokens=5"}
 OBJECTIVES["smoothed_chunked"] = f"{OBJECTIVES['smoothed']} {OBJECTIVES['chunked']}"
@@ -563,7 +564,7 @@ def plain_loop(point: Point, finished: Finished, precision: str, shaken: bool = 
         "StepLR": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 2),
         "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
     }.get(point["schedule"], lambda: None)()
-    average = AveragedModel(network, avg_fn=get_ema_avg_fn(0.5), use_buffers=True) if point["asked"] == "ema" else None
+    average = AveragedModel(network, avg_fn=get_ema_avg_fn(0.5), use_buffers=True) if point["asked"] in AVERAGED.split("|") else None
     smoothing = 0.1 if "smoothed" in point["objective"] else 0.0
     steps = finished.record.steps()
     planned = planned_steps(point, finished)
@@ -657,24 +658,38 @@ def the_schedule_gives_the_rates(run: Run) -> None:
 
 
 def the_last_checkpoint_gives_the_last_val_loss(run: Run) -> None:
-    """The loss of the stored weights on the recorded batches, in float64, is within twice the rounding of the run's precision."""
-    finished, precision = run.whole(), run.point["precision"]
+    finished = run.whole()
     assert finished.record is not None
     told = list(finished.column("val_loss").values())
+    wanted, limit = stored_loss(run, finished.last, finished.record.validation)
+    assert told and abs(told[-1] - wanted) <= limit, f"the last val_loss is {told[-1:]}, {wanted} of last.ckpt"
+    assert finished.result["val_loss"] == told[-1], f"result.json has {finished.result['val_loss']}, metrics.csv {told[-1]}"
+
+
+def the_best_checkpoint_gives_the_test_loss(run: Run) -> None:
+    finished = run.whole()
+    assert finished.record is not None
+    told = finished.result["metrics"]["test_loss"]
+    wanted, limit = stored_loss(run, finished.folder / "checkpoints" / "best.ckpt", finished.record.test)
+    assert abs(told - wanted) <= limit, f"test_loss is {told}, {wanted} of best.ckpt"
+
+
+def stored_loss(run: Run, path: Path, batches: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The loss of the weights of a checkpoint in float64, and twice the rounding of the run's precision."""
+    finished, precision = run.whole(), run.point["precision"]
+    assert finished.record is not None
     network = copy.deepcopy(finished.record.start).double().eval()
-    network.load_state_dict(inside.weights_in(finished.last))
+    network.load_state_dict(inside.weights_in(path))
     losses = []
     for kind in ("64-true", precision):
         other, dtype = copy.deepcopy(network).to(DTYPES[kind]), DTYPES[kind]
         total, targets = 0.0, 0
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16-mixed"):
-            for batch in finished.record.validation:
+            for batch in batches:
                 total += float(loss_of(logits_of(other, batch, dtype), batch["labels"]))
                 targets += int((batch["labels"] != -100).sum())
         losses.append(total / targets)
-    limit = 2 * abs(losses[1] - losses[0]) + 8 * torch.finfo(DTYPES[precision]).eps * abs(losses[0])
-    assert told and abs(told[-1] - losses[0]) <= limit, f"the last val_loss is {told[-1:]}, {losses[0]} of last.ckpt"
-    assert finished.result["val_loss"] == told[-1], f"result.json has {finished.result['val_loss']}, metrics.csv {told[-1]}"
+    return losses[0], 2 * abs(losses[1] - losses[0]) + 8 * torch.finfo(DTYPES[precision]).eps * abs(losses[0])
 
 
 def load_model_returns_the_stored_weights(run: Run) -> None:
@@ -714,7 +729,7 @@ def every_file_has_the_last_step(run: Run) -> None:
         assert f"attention/step_{last - last % 2}.safetensors" in found, f"no weights of the last step in {sorted(found)}"
     if point["asked"] == "evaluated":
         assert "evaluation.json" in found
-    if point["asked"] == "tested":
+    if point["asked"] in TESTED.split("|"):
         assert "test_loss" in finished.result["metrics"]
     assert "checkpoints/best.ckpt" in found
     assert not [name for name in found if name.endswith((".part", ".new"))], sorted(found)
@@ -863,6 +878,7 @@ def two_processes_train_as_one(run: Run) -> None:
 ROWS = {"text": 60, "packed": 71, "padded": 104, "masked": 61, "classify": 54, "pairs": 55, "pictures": 1438, "chat": 54}
 """Training rows, where they have a number."""
 
+TESTED, AVERAGED = "tested|ema_tested", "ema|ema_tested"
 LOOKS = ("probe", "film", "samples", "evaluated", "tested")
 IDLE = ("instruments", "minutes", "monitor", "all_rows")
 ONE = {"place": "ddp_cpu|fsdp"}
@@ -873,6 +889,7 @@ ORACLES = (
     Oracle(equals_a_plain_loop, unless=(*REFERENCE, {"schedule": "plateau", "option": "monitor"})),
     Oracle(the_schedule_gives_the_rates, unless=({"schedule": "plateau"}, ONE)),
     Oracle(the_last_checkpoint_gives_the_last_val_loss, unless=(ONE,)),
+    Oracle(the_best_checkpoint_gives_the_test_loss, where=({"asked": TESTED},), unless=(ONE,)),
     Oracle(load_model_returns_the_stored_weights, unless=({"precision": "64-true"},)),
     Oracle(best_ckpt_is_of_the_least_val_loss, unless=({"option": "monitor"},)),
     Oracle(every_file_has_the_last_step),
@@ -900,10 +917,10 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {"network": "own", "data": "drawn|classify|pairs|pictures"},  # the model answers each token of a text
     {"network": "hf", "data": "!text|packed|padded|stream"},
     {"network": "hf", "start": "init_from"},  # model.path names the weights
-    {"asked": "tested", "data": "!text|pairs"},  # pairs alone have a test split; text stands for the others
+    {"asked": TESTED, "data": "!text|pairs"},  # pairs alone have a test split; text stands for the others
 )
 REFUSALS = (
-    Refusal({"asked": "tested", "data": "text"}, "the data have no test split"),
+    Refusal({"asked": TESTED, "data": "text"}, "the data have no test split"),
     Refusal({"asked": "samples", "data": "drawn"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "pictures"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "masked|classify"}, "decoder or encoder-decoder of ours, got encoder"),
@@ -915,7 +932,7 @@ REFUSALS = (
     Refusal({"network": "own", "data": "packed|stream"}, "does not name document_ids"),
     Refusal({"place": "fsdp", "network": "own"}, "does not know the layers of OwnModel"),
     Refusal({"place": "fsdp", "optimizer": "muon"}, "needs whole matrices"),
-    Refusal({"place": "fsdp", "asked": "probe|film|samples|ema"}, "whole weights"),
+    Refusal({"place": "fsdp", "asked": "probe|film|samples|ema|ema_tested"}, "whole weights"),
 )
 KNOWN: tuple[KnownFault, ...] = ()
 RUNS = Lattice(
