@@ -873,6 +873,23 @@ def two_processes_train_as_one(run: Run) -> None:
     error = math.sqrt(sum(_norm(first[name].double() - second[name].double()) ** 2 for name in first))
     limit = 4 * rounding + 16 * eps * math.sqrt(sum(_norm(weight) ** 2 for weight in first.values()))
     assert error <= limit, f"weights: {error:.1e} between one process and two, more than {limit:.1e}"
+    first, second = (moments_in(finished.last) for finished in (one, two))
+    assert first.keys() == second.keys(), f"moments of {sorted(first.keys() ^ second.keys())} on one side alone"
+    for place, moment in first.items():
+        assert moment.shape == second[place].shape, f"{place}: {tuple(moment.shape)} and {tuple(second[place].shape)}"
+        error, most = _norm(moment - second[place]), _norm(moment) + _norm(second[place])
+        assert error <= 0.5 * most, f"{place}: {error:.1e} between the moments of one process and two, which have {most:.1e}"
+
+
+def moments_in(path: Path) -> dict[str, Tensor]:
+    """The state of the optimizer in a checkpoint, by the parameter's number and the name."""
+    [state] = inside.read(path)["optimizer_states"]
+    return {
+        f"{number}: {name}": value.double()
+        for number, of_one in sorted(state["state"].items())
+        for name, value in of_one.items()
+        if isinstance(value, Tensor) and value.dim()
+    }
 
 
 ROWS = {"text": 60, "packed": 71, "padded": 104, "masked": 61, "classify": 54, "pairs": 55, "pictures": 1438, "chat": 54}
