@@ -140,7 +140,7 @@ class Lattice:
     strong: Sequence[str] = ()
     costly: Where = field(default_factory=dict)
     errors: tuple[type[BaseException], ...] = (ValueError, TypeError, NotImplementedError)
-    _points: dict[tuple[int, int], list[Point]] = field(default_factory=dict, repr=False)
+    _points: dict[tuple[int, int], list[Point]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         tables = [entry.where for entry in (*self.refusals, *self.known)] + list(self.meaningless)
@@ -342,8 +342,7 @@ class Lattice:
 
     def words(self, point: Mapping[str, str]) -> str:
         """The values of a point that are not plain, as its line on the command line."""
-        plain = self.plain
-        return " ".join(f"{axis}={value}" for axis, value in point.items() if value != plain[axis]) or "plain"
+        return " ".join(f"{axis}={point[axis]}" for axis, value in self.plain.items() if point[axis] != value) or "plain"
 
     def point_of(self, words: str) -> Point:
         """The point of a line of words.
