@@ -49,7 +49,7 @@ import pytest
 from mutants import ROOT
 
 sys.path.insert(0, str(ROOT))
-from tests.lattice.engine import Lattice, Point, Where, matches
+from tests.lattice.engine import Lattice, Oracle, Point, Where, matches
 
 WORK = ROOT / "build/seeded"
 SEED = 61
@@ -555,7 +555,7 @@ class Suite:
             if found["found"]:  # the clean control
                 [failing] = [item for item in items if item.nodeid == found["found"][0]]
                 if forked(partial(self.ask, None, [failing]), log_of("clean", fault), LIMITS["suite"])["found"]:
-                    found["unclean"] = True
+                    found["found"], found["unclean"] = [], found["found"]
             note("suite", fault, found, self.known)
         return True
 
@@ -620,30 +620,46 @@ def ask_suite(faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
 
 
 def ask_lattice(name: str, faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
-    """Ask the points of a lattice about each fault: first those with the values that the fault is about, then the others."""
-    for module in pkgutil.walk_packages([str(ROOT / "minitx")], "minitx."):
-        importlib.import_module(module.name)  # a fork then imports nothing
+    """Ask the points of a lattice about each fault: first those with the values that the fault is about, costly ones last."""
+    for found in pkgutil.walk_packages([str(ROOT / "minitx")], "minitx."):
+        importlib.import_module(found.name)  # a fork then imports nothing
     module: Any = importlib.import_module(f"tests.lattice.{name}")
     [lattice] = [value for value in vars(module).values() if isinstance(value, Lattice)]
-    pairs = [] if name == "runs" else lattice.pairs()  # its points take seconds each
-    every = {lattice.words(point): point for point in (*pairs, *lattice.points(0))}
+    seed, costly = DRAWS[name]
+    pairs = [] if name == "runs" else lattice.pairs()
+    every = {lattice.words(point): point for point in (*pairs, *lattice.points(seed))}
     for fault in faults:
-        where = ABOUT.get(fault.name, {}).get(name)
-        if where is not None:
-            lattice.__class__(
-                lattice.file, lattice.axes, lattice.make, lattice.oracles, meaningless=[where]
-            )  # checks the words
-        points = list(every.values())
-        random.Random(fault.name).shuffle(points)
-        points.sort(key=lambda point: where is None or not matches(where, point))
-        number = sum(where is not None and matches(where, point) for point in points)
-        found = forked(partial(ask_points, module, lattice, points, fault), log_of(name, fault), LIMITS[name])
-        if found["found"]:  # the clean control
+        where = ABOUT.get(fault.name, {}).get(name, {})
+        replace(lattice, oracles=[*lattice.oracles, Oracle(plant, [where])])  # raises where it has no such value
+        words = [*every]
+        random.Random(fault.name).shuffle(words)
+        words.sort(key=partial(_place, lattice, where, costly, every))
+        about = [word for word in words if matches(where, every[word]) and lattice.serves(every[word])] if where else []
+        unclean: list[str] = []
+        while True:
+            points = [every[word] for word in words if word not in unclean]
+            found = forked(partial(ask_points, module, lattice, points, fault), log_of(name, fault), LIMITS[name])
+            if not found["found"]:
+                break
             again, oracle = found["found"][:2]
-            work = partial(ask_points, module, lattice, [lattice.point_of(again)], None, oracle)
-            if forked(work, log_of("clean", fault), LIMITS[name])["found"]:
-                found["unclean"] = True
-        note(name, fault, {**found, "about": number}, known)
+            control = partial(ask_points, module, lattice, [every[again]], None, oracle)
+            if not forked(control, log_of("clean", fault), LIMITS[name])["found"]:
+                break
+            unclean.append(again)
+        note(name, fault, {**found, "about": len(about), "unclean": unclean}, known)
+
+
+DRAWS: dict[str, tuple[int, Where]] = {
+    "calls": (0, {"around": "compile_eager|compile_aot_eager"}),
+    "models": (61, {"wrapper": "lora|quantised|compile|inductor|ddp|fsdp"}),
+    "runs": (0, {"place": "ddp_cpu|fsdp"}),
+}
+"""Of a lattice: the seed of the suite, and values that take longer."""
+
+
+def _place(lattice: Lattice, where: Where, costly: Where, every: dict[str, Point], words: str) -> tuple[bool, bool, bool]:
+    point = every[words]
+    return not (where and matches(where, point)), not lattice.serves(point), matches(costly, point)
 
 
 def ask_points(
@@ -756,7 +772,7 @@ def table(faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
         counts = Counter[str]()
         print(f"\n{kind}")
         for fault in chosen:
-            answers = {judge: found for judge, found in known.get(fault.name, {}).items() if not found.get("unclean")}
+            answers = {judge: found for judge, found in known.get(fault.name, {}).items()}
             suite = answers.get("suite", {}).get("found", [])
             lattice = next(
                 ([judge, *found["found"]] for judge, found in answers.items() if judge != "suite" and found["found"]), []
