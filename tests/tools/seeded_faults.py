@@ -534,8 +534,8 @@ def tests_of(file: str) -> list[str]:
 class Suite:
     """A plugin of pytest: instead of running the tests once, runs those of each fault to the first failure."""
 
-    def __init__(self, faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
-        self.faults, self.known, self.failed = faults, known, list[str]()
+    def __init__(self, faults: Sequence[Fault | Drawn]) -> None:
+        self.faults, self.failed = faults, list[str]()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -556,7 +556,7 @@ class Suite:
                 [failing] = [item for item in items if item.nodeid == found["found"][0]]
                 if forked(partial(self.ask, None, [failing]), log_of("clean", fault), LIMITS["suite"])["found"]:
                     found["found"], found["unclean"] = [], found["found"]
-            note("suite", fault, found, self.known)
+            note("suite", fault, found)
         return True
 
     def ask(self, fault: Fault | Drawn | None, items: list[Any]) -> list[str]:
@@ -613,13 +613,13 @@ def _order(fault: Fault | Drawn, item: Any) -> int:
     return -sum(word in item.nodeid.lower() for word in words)
 
 
-def ask_suite(faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
+def ask_suite(faults: Sequence[Fault | Drawn]) -> None:
     """Ask the quick tests about each fault."""
     files = {file for fault in faults for file in tests_of(fault.file)}
-    pytest.main([*sorted(files), *CHOICE], plugins=[Suite(faults, known)])
+    pytest.main([*sorted(files), *CHOICE], plugins=[Suite(faults)])
 
 
-def ask_lattice(name: str, faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
+def ask_lattice(name: str, faults: Sequence[Fault | Drawn]) -> None:
     """Ask the points of a lattice about each fault: first those with the values that the fault is about, costly ones last."""
     for found in pkgutil.walk_packages([str(ROOT / "minitx")], "minitx."):
         importlib.import_module(found.name)  # a fork then imports nothing
@@ -646,7 +646,7 @@ def ask_lattice(name: str, faults: Sequence[Fault | Drawn], known: dict[str, Any
             if not forked(control, log_of("clean", fault), LIMITS[name])["found"]:
                 break
             unclean.append(again)
-        note(name, fault, {**found, "about": len(about), "unclean": unclean}, known)
+        note(name, fault, {**found, "about": len(about), "unclean": unclean})
 
 
 DRAWS: dict[str, tuple[int, Where]] = {
@@ -736,10 +736,10 @@ def main() -> None:
         else:
             chosen = [fault for fault in faults if any(word in fault.name for word in options.only)]
         if judge == "suite":
-            ask_suite(chosen, known)
+            ask_suite(chosen)
         else:
-            ask_lattice(judge, [fault for fault in chosen if judge in lattices_of(fault)], known)
-    table(faults, known)
+            ask_lattice(judge, [fault for fault in chosen if judge in lattices_of(fault)])
+    table(faults, results())
 
 
 def lattices_of(fault: Fault | Drawn) -> tuple[str, ...]:
@@ -756,14 +756,15 @@ def log_of(judge: str, fault: Fault | Drawn) -> Path:
     return WORK / f"{judge}_{re.sub('[^a-z0-9]+', '_', fault.name.lower())[:60]}.log"
 
 
-def note(judge: str, fault: Fault | Drawn, found: dict[str, Any], known: dict[str, Any]) -> None:
-    """Keep an answer."""
+def note(judge: str, fault: Fault | Drawn, found: dict[str, Any]) -> None:
+    """Keep an answer, beside those that other processes keep meanwhile."""
+    known = results()
     known.setdefault(fault.name, {})[judge] = found
-    new = WORK / "results.new"
+    new = WORK / f"{judge}.new"
     new.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     new.replace(WORK / "results.json")
     more = " ".join(f"{name}={value}" for name, value in found.items() if name != "found")
-    print(f"{fault.name[:40]:40} {judge:7} {' '.join(found['found'][:1]) or '-'}  ({more})", flush=True)
+    print(f"{fault.name[:40]:40} {judge:7} {' '.join(found['found'][:2]) or '-'}  ({more})", flush=True)
 
 
 def table(faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
@@ -772,7 +773,7 @@ def table(faults: Sequence[Fault | Drawn], known: dict[str, Any]) -> None:
         counts = Counter[str]()
         print(f"\n{kind}")
         for fault in chosen:
-            answers = {judge: found for judge, found in known.get(fault.name, {}).items()}
+            answers = known.get(fault.name, {})
             suite = answers.get("suite", {}).get("found", [])
             lattice = next(
                 ([judge, *found["found"]] for judge, found in answers.items() if judge != "suite" and found["found"]), []
