@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a program
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, take_snapshot
 from minitx.check.properties import hidden_tokens, later_tokens
-from minitx.generation import generate
+from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf, from_pretrained, release_hf, save_pretrained
+from minitx.interop.finetune import merged
 from minitx.nn import fold_scale, set_scale
 from tests.lattice.engine import KnownFault, Lattice, Oracle, Point, Refusal, run
 from tests.lattice.networks import (
@@ -285,6 +286,15 @@ def greedy_generation_is_the_argmax_of_whole_rows(s: Subject) -> None:
         s.same(gap, torch.zeros_like(gap), f"the best logit over the chosen one at step {step}")
 
 
+def beams_of_two_prompts_are_those_of_each_alone(s: Subject) -> None:
+    inputs = s.inputs()
+    together = beam_search(s.called, **inputs, num_beams=3, max_new_tokens=5, stop=())  # type: ignore[arg-type]
+    for row, found in enumerate(together):
+        alone = {name: value[row : row + 1] for name, value in inputs.items()}
+        [wanted] = beam_search(s.called, **alone, num_beams=3, max_new_tokens=5, stop=())  # type: ignore[arg-type]
+        assert torch.equal(found, wanted), f"row {row}: {found.tolist()} beside another row, {wanted.tolist()} alone"
+
+
 # Oracles: looking
 
 
@@ -350,12 +360,18 @@ def a_record_in_its_own_place_changes_nothing(s: Subject) -> None:
     s.same(found[keep], wanted[keep], f"its own {what}")
 
 
+COPIED = ("none", "deepcopy", "pickle", "torch_save", "frozen", "half_and_back", "shared_layer", "quantised", "lora")
+
+
 def a_knocked_out_head_changes_the_answer_and_comes_back(s: Subject) -> None:
     inputs = s.inputs()
     wanted = s.answer(inputs)
     with intervene(s.looked, "heads", 0.0, heads=[0], layers=[0]):
         assert not torch.equal(s.answer(inputs), wanted), "head 0 of layer 0 has no effect"
+        twin = copy.deepcopy(s.model) if s.point["wrapper"] in COPIED else None
     same_bits(s.answer(inputs), wanted, "after the context")
+    if twin is not None:
+        same_bits(s.answer(inputs, twin), wanted, "a copy that was made inside of the context")
 
 
 def knock_out_heads_is_intervene_head_by_head(s: Subject) -> None:
@@ -525,6 +541,11 @@ def _answers_of(s: Subject, model: nn.Module) -> Tensor:
     return out if real is None else out[real]
 
 
+def a_merged_adapter_computes_the_same(s: Subject) -> None:
+    wanted = s.answers()
+    s.same(_answers_of(s, merged(copy.deepcopy(s.model))), wanted, "merged")
+
+
 # Oracles: adopted models
 
 
@@ -610,7 +631,7 @@ ORACLES = (
     Oracle(
         pieces_with_a_cache_equal_the_whole,
         [{"mode": "eval", "model": CACHED}],
-        [QUANTISED, {"wrapper": COMPILE}, {"rows": "documents"}, GAPS, COUNTS_PADDING, ONE_CACHE],
+        [QUANTISED, {"wrapper": COMPILE}, GAPS, COUNTS_PADDING, ONE_CACHE],
     ),
     Oracle(
         greedy_generation_is_the_argmax_of_whole_rows,
@@ -620,6 +641,19 @@ ORACLES = (
                 "model": joined(DECODERS, PAIRS),
                 "rows": "plain|left",
                 "wrapper": "none|deepcopy|pickle|torch_save|frozen|weight_norm|half_and_back|shared_layer",
+            }
+        ],
+        [{"model": joined(PAIRS), "rows": "left"}],
+    ),
+    Oracle(
+        beams_of_two_prompts_are_those_of_each_alone,
+        [
+            {
+                "mode": "eval",
+                "model": joined(DECODERS, PAIRS),
+                "rows": "plain|left",
+                "precision": "f64|f32",
+                "wrapper": "none|deepcopy|pickle|torch_save|frozen|shared_layer",
             }
         ],
         [{"model": joined(PAIRS), "rows": "left"}],
@@ -668,6 +702,9 @@ ORACLES = (
         a_fold_that_is_impossible_is_refused_and_changes_nothing,
         [{"mode": "eval", **where} for where in CANNOT_FOLD],
         [OTHER_WEIGHTS],
+    ),
+    Oracle(
+        a_merged_adapter_computes_the_same, [{"mode": "eval", "wrapper": "lora", "precision": "f64|f32", "look": "nothing"}]
     ),
     Oracle(
         adopted_equals_transformers_and_so_does_released,
