@@ -57,7 +57,7 @@ AXES = {
     "change": tuple(CHANGES),
     "wrapper": WRAPPERS,
     "precision": tuple(PRECISIONS),
-    "rows": ("plain", "left", "right", "inside", "documents"),
+    "rows": ("plain", "left", "right", "inside", "documents", "padded_documents"),
     "checkpointing": ("no", "yes"),
     "backend": ("auto", "math", "sdpa", "chunked"),
     "mode": ("eval", "train"),
@@ -229,6 +229,8 @@ def documents_do_not_see_each_other(s: Subject) -> None:
     for row in range(2):
         for document in inputs["document_ids"][row].unique():
             part = inputs["document_ids"][row] == document
+            if s.mask in inputs:
+                part = part & inputs[s.mask][row]
             s.same(
                 out[row : row + 1, part],
                 s.answer({"input_ids": inputs["input_ids"][row : row + 1, part]}),
@@ -575,6 +577,7 @@ TEXT_OF_HF = joined([name for name in FAMILIES if name != "hf_vit"])
 HF = joined(FAMILIES)
 COMPILE = joined(COMPILED)
 PADDED = "left|right|inside"
+PACKED = "documents|padded_documents"
 CANNOT_FOLD = (
     {"model": joined(WITHOUT_BACKENDS, "modern", "yarn", "typed_pair")},  # no dot products, or QK-norm
     {"model": "log_length", "change": "!scale"},  # no fixed scale
@@ -620,12 +623,12 @@ ORACLES = (
         [{"mode": "eval", "rows": PADDED}],
         [COUNTS_PADDING, GAPS, *COLUMNS, QUANTISED, {"wrapper": COMPILE}],
     ),
-    Oracle(hidden_tokens_change_nothing, [{"rows": PADDED}], [QUANTISED]),
+    Oracle(hidden_tokens_change_nothing, [{"rows": f"{PADDED}|padded_documents"}], [QUANTISED]),
     Oracle(later_tokens_change_nothing, [{"model": CAUSAL}], [QUANTISED]),
     Oracle(rows_do_not_know_each_other, [EVALUATION], [QUANTISED, {"wrapper": COMPILE}]),
     Oracle(
         documents_do_not_see_each_other,
-        [{"mode": "eval", "rows": "documents", "model": f"!{OF_ROWS}"}],
+        [{"mode": "eval", "rows": PACKED, "model": f"!{OF_ROWS}"}],
         [QUANTISED, {"wrapper": COMPILE}],
     ),
     Oracle(
@@ -718,7 +721,7 @@ OTHER_NORMS = joined([name for name, options in OURS.items() if options.get("nor
 KERNELISED = "linear|performer|linformer"
 MEANINGLESS = (
     {"model": HF, "change": "!nothing"},
-    {"model": f"{joined(PAIRS)}|{WITH_PIXELS}|{HF}", "rows": "documents"},
+    {"model": f"{joined(PAIRS)}|{WITH_PIXELS}|{HF}", "rows": PACKED},
     {"model": WITH_PIXELS, "rows": "!plain"},
     {"model": HF, "wrapper": "pickle|torch_save", "checkpointing": "yes"},  # transformers leaves a local function as a hook
     {"wrapper": "quantised", "precision": "!f32"},  # torch's quantised layers take float32
@@ -747,7 +750,7 @@ REFUSALS = (
     *refusals_of_the_config(),
     Refusal({"wrapper": COMPILE, "look": RECORDED}, "compiled"),
     Refusal({"model": WITHOUT_BACKENDS, "look": "statistics|weights|scores|values"}, "no attention core with weights"),
-    Refusal({"model": KERNELISED, "rows": "documents"}, "does not support the mask Documents"),
+    Refusal({"model": KERNELISED, "rows": PACKED}, "does not support the mask Documents"),
     Refusal({"model": "linear|performer", "change": "softcap"}, "does not support softcap"),
     Refusal({"model": "linear|performer", "mode": "train"}, "does not support dropout"),
     Refusal({"model": OTHER_NORMS, "change": "parallel"}, "parallel sublayers need"),
