@@ -264,12 +264,12 @@ class Lattice:
                     points += [self._plainest(dict(part)), self._completed(dict(part), draw, refused=True)]
         return [point for point in points if point is not None]
 
-    def pairs(self) -> list[Point]:
-        """Every pair of values of two axes, with all other axes plain, where such a point is served."""
-        found = {}
-        for axes in itertools.combinations(self.axes, 2):
+    def pairs(self, **fixed: str) -> list[Point]:
+        """Every pair of values of two axes, with ``fixed`` values and all other axes plain, where such a point is served."""
+        found, plain = {}, {**self.plain, **fixed}
+        for axes in itertools.combinations([axis for axis in self.axes if axis not in fixed], 2):
             for part in self._combinations(axes):
-                point = {**self.plain, **dict(part)}
+                point = {**plain, **dict(part)}
                 if self.serves(point):
                     found[self.words(point)] = point
         return list(found.values())

@@ -626,7 +626,9 @@ def ask_lattice(name: str, faults: Sequence[Fault | Drawn]) -> None:
     module: Any = importlib.import_module(f"tests.lattice.{name}")
     [lattice] = [value for value in vars(module).values() if isinstance(value, Lattice)]
     seed, costly = DRAWS[name]
-    pairs = [] if name == "runs" else lattice.pairs()
+    kinds: list[dict[str, str]] = [] if name == "runs" else [{}]
+    kinds += [{"backend": backend} for backend in ("sdpa", "chunked") if name == "calls"]
+    pairs = [point for fixed in kinds for point in lattice.pairs(**fixed)]
     every = {lattice.words(point): point for point in (*pairs, *lattice.points(seed))}
     for fault in faults:
         where = ABOUT.get(fault.name, {}).get(name, {})
@@ -637,7 +639,7 @@ def ask_lattice(name: str, faults: Sequence[Fault | Drawn]) -> None:
         about = [word for word in words if matches(where, every[word]) and lattice.serves(every[word])] if where else []
         unclean: list[str] = []
         while True:
-            points = [every[word] for word in words if word not in unclean]
+            points = [every[word] for word in words]
             found = forked(partial(ask_points, module, lattice, points, fault), log_of(name, fault), LIMITS[name])
             if not found["found"]:
                 break
@@ -646,6 +648,7 @@ def ask_lattice(name: str, faults: Sequence[Fault | Drawn]) -> None:
             if not forked(control, log_of("clean", fault), LIMITS[name])["found"]:
                 break
             unclean.append(again)
+            words = words[words.index(again) + 1 :]
         note(name, fault, {**found, "about": len(about), "unclean": unclean})
 
 
