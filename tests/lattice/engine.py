@@ -140,7 +140,7 @@ class Lattice:
     strong: Sequence[str] = ()
     costly: Where = field(default_factory=dict)
     errors: tuple[type[BaseException], ...] = (ValueError, TypeError, NotImplementedError)
-    _points: dict[tuple[int, int], list[Point]] = field(default_factory=dict, repr=False)
+    _points: dict[tuple[int, int], list[Point]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         tables = [entry.where for entry in (*self.refusals, *self.known)] + list(self.meaningless)
@@ -264,12 +264,12 @@ class Lattice:
                     points += [self._plainest(dict(part)), self._completed(dict(part), draw, refused=True)]
         return [point for point in points if point is not None]
 
-    def pairs(self) -> list[Point]:
-        """Every pair of values of two axes, with all other axes plain, where such a point is served."""
-        found = {}
-        for axes in itertools.combinations(self.axes, 2):
+    def pairs(self, **fixed: str) -> list[Point]:
+        """Every pair of values of two axes, with ``fixed`` values and all other axes plain, where such a point is served."""
+        found, plain = {}, {**self.plain, **fixed}
+        for axes in itertools.combinations([axis for axis in self.axes if axis not in fixed], 2):
             for part in self._combinations(axes):
-                point = {**self.plain, **dict(part)}
+                point = {**plain, **dict(part)}
                 if self.serves(point):
                     found[self.words(point)] = point
         return list(found.values())
@@ -343,8 +343,7 @@ class Lattice:
 
     def words(self, point: Mapping[str, str]) -> str:
         """The values of a point that are not plain, as its line on the command line."""
-        plain = self.plain
-        return " ".join(f"{axis}={value}" for axis, value in point.items() if value != plain[axis]) or "plain"
+        return " ".join(f"{axis}={point[axis]}" for axis, value in self.plain.items() if point[axis] != value) or "plain"
 
     def point_of(self, words: str) -> Point:
         """The point of a line of words.
