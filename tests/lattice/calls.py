@@ -145,7 +145,8 @@ class Wave(mx.Bias):
     inner: mx.Bias
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        wave = self.amplitude[batch, head] * torch.sin(self.frequency * (row + offset - key))
+        distance = (row + offset - key).double()  # an integer times a number would have the default dtype
+        wave = self.amplitude[batch, head] * torch.sin(self.frequency * distance)
         return wave + self.inner.value(batch, head, row, key, offset)
 
 
