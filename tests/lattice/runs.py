@@ -397,9 +397,8 @@ def _timeless(value: Any) -> Any:
 
 
 def _of_checkpoint(path: Path, folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds but the config, with ``FOLDER`` for the run's folder. ModelCheckpoint does not restore ``current_score``."""
-    checkpoint = inside.read(path)
-    state = {name: checkpoint[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "callbacks")}
+    """What a checkpoint holds but config and progress, with ``FOLDER`` for the run's folder. ModelCheckpoint does not restore ``current_score``."""
+    state = {name: value for name, value in inside.read(path).items() if name not in ("minitx", "loops")}
     return _without(state, str(folder))
 
 
