@@ -772,12 +772,16 @@ def micro_batches_change_no_row(run: Run) -> None:
 
 
 def _bare(row: Tensor) -> Any:
-    """A row of tokens without its padding at the end: a slice is padded to its own longest row."""
+    """A row of tokens without the padding at its end: a slice is padded to its own longest row."""
     values = row.tolist()
     if row.dim() == 1 and not row.is_floating_point():
-        while values and values[-1] in (values[-1:] and (-100, -1, 0, False)):
+        while values and values[-1] in PADDING:
             values.pop()
     return values
+
+
+PADDING = (-100, -1, 0)
+"""What fills up labels, numbers of documents, and ids and masks."""
 
 
 def workers_change_nothing(run: Run) -> None:
