@@ -919,6 +919,7 @@ RUNS = Lattice(
         "optimizer": "muon",
         "dropout": "yes",
         "workers": "2|spawn",
+        "option": "instruments",
         "compile": "yes",
         "network": "hf|lora",
         "place": "ddp_cpu|fsdp",
