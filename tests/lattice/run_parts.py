@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -79,47 +80,63 @@ def _copied(batch: Batch) -> Batch:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
+SIGNALS = {"term_first": (signal.SIGTERM, 1), "term": (signal.SIGTERM, 3), "int": (signal.SIGINT, 5)}
+"""Signals, and the step in whose last micro-batch they come."""
+
+
 class Hit(Checkpoint):
     """Ends a run.
 
     It is a ``Checkpoint``, because Lightning calls those last, in the order of the config: after ``best.ckpt``, before ``last.ckpt``.
 
     Args:
-        how: ``term`` or ``int``: a signal in the last micro-batch of step 3. ``crash_before``: between the two files of step 4.
-            ``crash_inside``: while the first file of step 4 is written. ``crash_after``: in step 5. ``nonfinite``: the weights are
-            not finite before ``step``.
-        step: as above.
+        how: a key of ``SIGNALS``. ``crash_before``: the power goes between the two files of step 4. ``crash_inside``: while the first
+            file of step 4 is written. ``crash_after``: in step 5. Then each file of rows ends in the middle of a line.
+            ``nonfinite``: the weights are not finite before ``step``.
+        step: see ``nonfinite``.
     """
 
     def __init__(self, how: str, step: int = 4) -> None:
         self.how, self.step, self.is_done = how, step, False
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Batch, batch_idx: int) -> None:
-        is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if self.how in ("term", "int") and trainer.global_step == 2 and is_last and not self.is_done:
+        step, is_last = trainer.global_step + 1, (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if self.how in SIGNALS and step == SIGNALS[self.how][1] and is_last and not self.is_done:
             self.is_done = True
-            os.kill(os.getpid(), signal.SIGTERM if self.how == "term" else signal.SIGINT)
-        if self.how == "crash_after" and trainer.global_step == 4:
-            raise PowerCut
-        if self.how == "nonfinite" and trainer.global_step == self.step - 1:
+            os.kill(os.getpid(), SIGNALS[self.how][0])
+        if self.how == "crash_after" and step == 5:
+            crash(trainer)
+        if self.how == "nonfinite" and step == self.step:
             with torch.no_grad():
                 next(p for p in network_of(module).parameters() if p.requires_grad).fill_(float("nan"))
 
     def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
         if self.how == "crash_before" and trainer.global_step >= 4:
-            raise PowerCut
+            crash(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if self.how == "crash_before" and trainer.global_step == 5:  # without a validation after step 4
-            raise PowerCut
+            crash(trainer)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         if self.how == "crash_inside" and trainer.global_step >= 4:
-            checkpoint["the end"] = _Unwritable()
+            checkpoint["the end"] = _Unwritable(trainer)
+
+
+def crash(trainer: L.Trainer) -> None:
+    """The power goes while a row is written to each file."""
+    folder = Path(trainer.default_root_dir)
+    for path in (*folder.glob("*.jsonl"), folder / "metrics.csv"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("9,0.5" if path.suffix == ".csv" else '{"step": 9, "laye')
+    raise PowerCut
 
 
 class _Unwritable:
     """Cannot be pickled: the file is cut short here."""
 
+    def __init__(self, trainer: L.Trainer) -> None:
+        self.trainer = trainer
+
     def __reduce__(self) -> Any:
-        raise PowerCut
+        return crash(self.trainer)

@@ -14,7 +14,9 @@ SEED = 0
 ALL = {CALLS.words(point): point for point in CALLS.points(SEED)}
 QUICK = [words for words, point in ALL.items() if not matches(COMPILES, point)][1::2]
 """Every other point, without compilers. The slow tests have the rest."""
-ALONE = {CALLS.words(point): point for fixed in ({}, {"backend": "sdpa"}, {"backend": "chunked"}) for point in CALLS.pairs(**fixed)}
+ALONE = {
+    CALLS.words(point): point for fixed in ({}, {"backend": "sdpa"}, {"backend": "chunked"}) for point in CALLS.pairs(**fixed)
+}
 ALONE = {words: point for words, point in ALONE.items() if words not in ALL}
 
 
