@@ -260,14 +260,13 @@ def right_matrices(q, k, v):
 
 
 def right_careful(query, key, value, mask=None, is_causal=False):
-    query, key, value = (t.to(torch.promote_types(query.dtype, torch.float32)) for t in (query, key, value)), key, value
-    query, key, value = (*query,)
+    dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
     visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
     visible = visible.tril(key.shape[-2] - query.shape[-2]) if is_causal else visible
     visible = visible if mask is None else visible & mask
-    scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
-    weights = scores.softmax(-1).masked_fill(~visible, 0.0)
-    return weights @ value
+    scores = query.to(wide) @ key.to(wide).mT / query.shape[-1] ** 0.5
+    weights = scores.masked_fill(~visible, torch.finfo(wide).min).softmax(-1).masked_fill(~visible, 0.0)
+    return (weights.to(dtype).to(wide) @ value.to(wide)).to(dtype)
 
 
 class RightHidesPadding(nn.Module):
