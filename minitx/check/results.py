@@ -19,6 +19,7 @@ A ``Report`` is printed as a table. ``Report.json`` is for graders: its ids stay
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -198,6 +199,4 @@ def _finite(value: Any) -> Any:
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    if isinstance(value, float) and abs(value) in (float("inf"), float("nan")) or value != value:
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

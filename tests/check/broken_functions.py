@@ -127,7 +127,9 @@ class DropoutInEvaluation(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, hidden_states):
-        q, k, v = (p(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         weights = F.dropout((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1), 0.2)
         return self.o_proj((weights @ v).transpose(1, 2).flatten(2))
 
