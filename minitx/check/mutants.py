@@ -215,7 +215,7 @@ def _buffer_like_query(output: Tensor, query: Tensor) -> Tensor:
     return buffer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mutant:
     """A mistake.
 

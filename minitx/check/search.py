@@ -1,0 +1,271 @@
+"""Searches for the way of calling, and for the mistakes, that explain what somebody's attention returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from minitx.check.calling import MaskForm
+from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, PLAIN, Experiment, Inputs, Outcome
+from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps
+from minitx.check.subjects import NotTriedError, Subject, Way
+
+Mistakes = tuple[Mutant, ...]
+
+LOOSE = 1e-4
+"""The tolerance of extreme experiments, and of float32, relative to the largest number."""
+
+TIGHT = 2e-6
+"""The tolerance of ordinary experiments in float64."""
+
+MANY = 6
+"""So many ways of calling are searched for two mistakes at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """All experiments in one way of calling.
+
+    Attributes:
+        outcomes: of the experiments that were done.
+        not_tried: why the others were not.
+        is_causal: the attention hides later keys although nobody asks it to.
+        is_masked: a mask was given, or it takes none.
+    """
+
+    way: Way
+    outcomes: dict[Experiment, Outcome]
+    not_tried: dict[Experiment, str]
+    is_causal: bool = False
+    is_masked: bool = True
+
+    @property
+    def ordinary(self) -> list[Outcome]:
+        """Return the outcomes that a function which is right in theory gets right."""
+        return [outcome for experiment, outcome in self.outcomes.items() if not experiment.is_extreme]
+
+    @property
+    def extreme(self) -> list[Outcome]:
+        """Return the outcomes with large or low numbers, and of a query that sees nothing. Half precision is judged elsewhere."""
+        chosen = (e for e in self.outcomes if e.is_extreme and e.dtype is None and e is not BLIND_MOVED)
+        return [self.outcomes[experiment] for experiment in chosen]
+
+    @property
+    def oddity(self) -> tuple[bool, bool, int]:
+        """Return a sort key: usual ways of calling come first."""
+        is_hiding = self.way.form is not None and self.way.form.polarity == "hide"
+        return is_hiding, self.is_causal, -len(self.outcomes)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Attention by steps: output and gradients. ``fault``: it raised."""
+
+    output: Tensor | None
+    gradients: tuple[Tensor, ...] = ()
+    fault: str = ""
+
+
+@dataclass
+class Judge:
+    """Compares outcomes with attention by steps, and remembers what it computed."""
+
+    dtype: torch.dtype
+    known: dict[tuple[Inputs, Mistakes, bool], Answer] = field(default_factory=dict)
+
+    def answer(self, inputs: Inputs, mistakes: Mistakes = (), is_causal: bool = False) -> Answer:
+        """Return what attention with these mistakes gives."""
+        key = inputs, mistakes, is_causal
+        if key not in self.known:
+            self.known[key] = _computed(inputs, mistakes, is_causal or inputs.is_causal)
+        return self.known[key]
+
+    def fits(self, outcome: Outcome, mistakes: Mistakes = (), is_causal: bool = False) -> bool:
+        """Return whether attention with these mistakes gives this outcome."""
+        wanted = self.answer(outcome.inputs, mistakes, is_causal)
+        if outcome.output is None or wanted.output is None:
+            return outcome.output is None and wanted.output is None and outcome.fault.startswith("RuntimeError")
+        is_loose = outcome.experiment.is_extreme or self.dtype != torch.float64
+        if not are_close(outcome.output, wanted.output, is_loose):
+            return False
+        if not outcome.gradients or outcome.experiment.is_extreme or outcome.output.isnan().any():
+            return True
+        return all(are_close(got, want, is_loose) for got, want in zip(outcome.gradients, wanted.gradients, strict=True))
+
+    def fits_all(self, outcomes: Iterable[Outcome], mistakes: Mistakes = (), is_causal: bool = False) -> bool:
+        """Return whether attention with these mistakes gives all outcomes."""
+        return all(self.fits(outcome, mistakes, is_causal) for outcome in outcomes)
+
+    def share(self, trial: Trial) -> float:
+        """Return the share of ordinary outcomes that are right."""
+        right = sum(self.fits(outcome, (), trial.is_causal) for outcome in trial.ordinary)
+        return right / len(trial.ordinary)
+
+
+def _computed(inputs: Inputs, mistakes: Mistakes, is_causal: bool) -> Answer:
+    steps = replace(DEFINITION, **{name: step for mutant in mistakes for name, step in mutant.instead.items()})
+    query, key, value = leaves = [tensor.detach().double().clone().requires_grad_() for tensor in inputs.heads]
+    try:
+        output, _ = attention_in_steps(query, key, value, inputs.allowed, is_causal=is_causal, steps=steps)
+    except RuntimeError as error:
+        return Answer(None, fault=str(error))
+    gradients = [torch.zeros_like(leaf) for leaf in leaves]
+    if output.requires_grad:
+        gradients = list(torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True))
+    return Answer(output.detach(), tuple(gradients))
+
+
+def are_close(got: Tensor, want: Tensor, is_loose: bool = False) -> bool:
+    """Return whether two results are equal but for rounding. NaN equals NaN."""
+    size = max(1.0, want.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()) if want.numel() else 1.0
+    share = LOOSE if is_loose else TIGHT
+    return got.shape == want.shape and torch.allclose(got.double(), want, rtol=share, atol=size * share, equal_nan=True)
+
+
+# --- ways of calling
+
+
+def trials(subject: Subject, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
+    """Yield a trial for each way of calling that works. ``faults`` collects why others do not."""
+    for way in subject.ways():
+        unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])
+        if PLAIN not in unmasked.outcomes or unmasked.outcomes[PLAIN].output is None:
+            faults[unmasked.outcomes[PLAIN].fault if PLAIN in unmasked.outcomes else unmasked.not_tried[PLAIN]] = None
+            continue
+        is_masked = False
+        if subject.signature.mask is not None:
+            for masked_way in subject.mask_ways(way, tuple(forms)):
+                masked = _tried(subject, masked_way, [e for e in EXPERIMENTS if e.mask])
+                masks = [o for e, o in masked.outcomes.items() if not e.is_extreme and not e.is_causal]
+                if masks and all(outcome.output is not None for outcome in masks):
+                    is_masked = True
+                    # a causal mask may go through this mask
+                    again = _tried(subject, masked_way, [e for e in EXPERIMENTS if not e.mask and e in unmasked.not_tried])
+                    yield from _both(subject, _joined(masked_way, unmasked, again, masked))
+                faults.update({outcome.fault: None for outcome in masks if outcome.fault})
+        if not is_masked:
+            masked = _tried(subject, way, [e for e in EXPERIMENTS if e.mask])
+            yield from _both(subject, replace(_joined(way, unmasked, masked), is_masked=subject.signature.mask is None))
+
+
+def _tried(subject: Subject, way: Way, experiments: Iterable[Experiment]) -> Trial:
+    outcomes, not_tried = {}, {}
+    for experiment in experiments:
+        try:
+            outcomes[experiment] = subject.run(way, experiment)
+        except NotTriedError as reason:
+            not_tried[experiment] = str(reason)
+    return Trial(way, outcomes, not_tried)
+
+
+def _joined(way: Way, *parts: Trial) -> Trial:
+    """The parts of one trial, in the order of the experiments. What raises because it is not supported was not tried."""
+    outcomes = {e: part.outcomes[e] for e in EXPERIMENTS for part in parts if e in part.outcomes}
+    not_tried = {e: reason for part in parts for e, reason in part.not_tried.items() if e not in outcomes}
+    for experiment in [e for e in outcomes if e.stage == 0 and outcomes[e].output is None]:
+        not_tried[experiment] = f"it raises {outcomes.pop(experiment).fault}"
+    return Trial(way, outcomes, not_tried)
+
+
+def _both(subject: Subject, trial: Trial) -> Iterator[Trial]:
+    """The trial, and the same if the attention is causal unasked."""
+    yield trial
+    if subject.signature.named("causal") is None:
+        yield replace(trial, is_causal=True)
+
+
+# --- mistakes
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """The way of calling, and the mistakes that explain all ordinary outcomes.
+
+    Attributes:
+        mistakes: () if all is right. None: nothing explains them.
+        others: other mistakes that give the same numbers.
+    """
+
+    trial: Trial
+    mistakes: Mistakes | None
+    others: tuple[Mistakes, ...] = ()
+
+
+def diagnose(judge: Judge, found: Iterable[Trial]) -> Diagnosis | None:
+    """Return the diagnosis with the fewest mistakes. None: there are no trials."""
+    tried: list[Trial] = []
+    for trial in found:
+        if trial.is_masked and judge.fits_all(trial.ordinary, (), trial.is_causal):
+            return Diagnosis(trial, ())
+        tried.append(trial)
+    if not tried:
+        return None
+    if any(trial.is_masked for trial in tried):
+        tried = [trial for trial in tried if trial.is_masked]
+    tried.sort(key=lambda trial: (-judge.share(trial), trial.oddity))
+    if judge.fits_all(tried[0].ordinary, (), tried[0].is_causal):
+        return Diagnosis(tried[0], ())
+    for candidates, possible in ((tried, _single()), (tried[:MANY], _pairs())):
+        explained = [(trial, m) for trial in candidates for m in possible if _explains(judge, m, trial)]
+        if explained:
+            best = min(explained, key=lambda entry: (entry[0].oddity, -_hits(judge, entry[1], entry[0])))
+            others = tuple(mistakes for trial, mistakes in explained if trial is best[0] and mistakes is not best[1])
+            return Diagnosis(*best, others)
+    return Diagnosis(tried[0], None)
+
+
+def _single() -> list[Mistakes]:
+    return [(mutant,) for mutant in MUTANTS]
+
+
+def _pairs() -> list[Mistakes]:
+    """Two mistakes in different steps. The graver pairs come first."""
+    return [pair for pair in combinations(MUTANTS, 2) if not set(pair[0].instead) & set(pair[1].instead)]
+
+
+def _explains(judge: Judge, mistakes: Mistakes, trial: Trial) -> bool:
+    """Whether the mistakes give all ordinary outcomes. Those that are wrong are compared first: most mistakes end there."""
+    ordered = sorted(trial.ordinary, key=lambda outcome: judge.fits(outcome, (), trial.is_causal))
+    return judge.fits_all(ordered, mistakes, trial.is_causal)
+
+
+def _hits(judge: Judge, mistakes: Mistakes, trial: Trial) -> int:
+    """How many extreme outcomes the mistakes explain, too."""
+    return sum(judge.fits(outcome, mistakes, trial.is_causal) for outcome in trial.extreme)
+
+
+def further_mistakes(judge: Judge, trial: Trial, mistakes: Mistakes) -> Mistakes:
+    """Return the mistakes in other steps that explain the extreme outcomes: all of them, or as many as possible."""
+    failed = [o for o in trial.extreme if not passes(judge, trial, o) and not judge.fits(o, mistakes, trial.is_causal)]
+    if not failed:
+        return ()
+    taken = {step for mutant in mistakes for step in mutant.instead}
+    mild = [mutant for mutant in MUTANTS if mutant.is_extreme and not taken & set(mutant.instead)]
+    more: list[Mistakes] = [(mutant,) for mutant in mild]
+    more += [pair for pair in combinations(mild, 2) if not set(pair[0].instead) & set(pair[1].instead)]
+    more = [m for m in more if judge.fits_all(trial.ordinary, mistakes + m, trial.is_causal)]
+    hits = [sum(judge.fits(o, mistakes + m, trial.is_causal) for o in failed) for m in more]
+    best = max(hits, default=0)
+    return more[hits.index(best)] if best else ()
+
+
+def passes(judge: Judge, trial: Trial, outcome: Outcome) -> bool:
+    """Return whether an outcome is right. A query that sees nothing may get anything finite that no hidden value moves."""
+    if outcome.experiment is BLIND:
+        return outcome.output is not None and bool(outcome.output.isfinite().all()) and not is_moved(trial)
+    return judge.fits(outcome, (), trial.is_causal)
+
+
+def is_moved(trial: Trial) -> bool:
+    """Return whether hidden values change the output of a query that sees nothing."""
+    pair = [trial.outcomes[e].output if e in trial.outcomes else None for e in (BLIND, BLIND_MOVED)]
+    allowed = trial.outcomes[BLIND].inputs.allowed if BLIND in trial.outcomes else None
+    if pair[0] is None or pair[1] is None or allowed is None:
+        return False
+    blind = ~allowed.any(-1)[:, 0]  # (B, L)
+    still, moved = (output.transpose(1, 2)[blind] for output in pair if output is not None)
+    return not are_close(moved, still.double(), is_loose=True)
