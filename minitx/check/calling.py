@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -40,22 +40,24 @@ class MaskForm:
         name: for people.
         make: from a bool tensor, True = may attend.
         polarity: "keep", "hide" or "added".
+        again: another mask with the same meaning, which must give the same output. None: no other is known.
     """
 
     name: str
     make: Callable[[Tensor], Tensor]
     polarity: str
+    again: Callable[[Tensor], Tensor] | None = None
 
 
-def _added(allowed: Tensor) -> Tensor:
-    return torch.zeros(allowed.shape, dtype=torch.float64, device=allowed.device).masked_fill(~allowed, -torch.inf)
+def _added(number: float) -> Callable[[Tensor], Tensor]:
+    return lambda allowed: torch.zeros(allowed.shape, dtype=torch.float64, device=allowed.device).masked_fill(~allowed, number)
 
 
 FORMS = (
     MaskForm("True = keep", lambda allowed: allowed, "keep"),
     MaskForm("1 = keep", lambda allowed: allowed.int(), "keep"),
     MaskForm("1.0 = keep", lambda allowed: allowed.double(), "keep"),
-    MaskForm("added, -inf = hide", _added, "added"),
+    MaskForm("added, -inf = hide", _added(-torch.inf), "added", again=_added(-1e9)),
     MaskForm("True = hide", lambda allowed: ~allowed, "hide"),
     MaskForm("1.0 = hide", lambda allowed: (~allowed).double(), "hide"),
 )
@@ -125,13 +127,13 @@ class Signature:
     Attributes:
         roles: the role of each argument that has one. No role is there twice.
         required: the arguments without a default.
-        ignored: optional arguments without a known role. They are never given.
+        names: of all arguments.
         positional: arguments that cannot be given by name.
     """
 
     roles: Mapping[str, str]
     required: tuple[str, ...]
-    ignored: tuple[str, ...]
+    names: tuple[str, ...]
     positional: tuple[str, ...] = ()
 
     def named(self, role: str) -> str | None:
@@ -147,6 +149,10 @@ class Signature:
     def is_padding(self) -> bool:
         """Return whether the mask is for padding alone."""
         return self.named("mask") is None and self.named("padding") is not None
+
+    def without(self, role: str) -> Signature:
+        """Return the same without a role, whose argument is not given."""
+        return replace(self, roles={name: its_role for name, its_role in self.roles.items() if its_role != role})
 
     def orders(self) -> Iterator[dict[str, str]]:
         """Yield roles of inputs that may be meant: by their names, else every order of the first three arguments."""
@@ -200,7 +206,7 @@ def _signature(names: Sequence[str], required: tuple[str, ...], positional: tupl
         role = next((role for role, pattern in ROLES.items() if re.fullmatch(pattern, name.lower())), None)
         if role is not None and role not in roles.values():
             roles[name] = role
-    return Signature(roles, required, tuple(name for name in names if name not in roles and name not in required), positional)
+    return Signature(roles, required, tuple(names), positional)
 
 
 def instance_of(cls: type[Any]) -> tuple[Any, str]:

@@ -25,6 +25,7 @@ from minitx.check.mutants import Mutant
 from minitx.check.reference import naive_attention, tolerance
 from minitx.check.results import Check, Finding, Report, Severity, Status
 from minitx.check.search import (
+    Answer,
     Diagnosis,
     Judge,
     Mistakes,
@@ -36,7 +37,7 @@ from minitx.check.search import (
     passes,
     trials,
 )
-from minitx.check.subjects import Function, Layer, NotTriedError, Subject
+from minitx.check.subjects import DoesNotApplyError, Function, Layer, NotTriedError, Subject
 
 STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain, masks, queries that see nothing, wide values and causal, half precision and large scores."""
@@ -114,7 +115,7 @@ def make_subject(function: Any, device: torch.device | str, dtype: torch.dtype, 
         raise TypeError(f"a function, a class or a module is needed, not {kind}")
     signature = read_signature(function)
     if not any(True for _ in signature.orders()):
-        names = ", ".join([*signature.roles, *signature.ignored]) or "none"
+        names = ", ".join(signature.names) or "none"
         raise ValueError(f"{kind} has no arguments that look like query, key and value, or x; it has: {names}")
     has_matrices = isinstance(function, nn.Module) and any(p.ndim > 1 for p in function.parameters())
     if has_matrices:
@@ -138,7 +139,7 @@ class _Examination:
     def report(self) -> Report:
         """Try, compare, and name the mistakes."""
         judge, faults = Judge(self.subject.dtype), dict[str, None]()
-        found = diagnose(judge, trials(self.subject, chosen_forms(self.mask), faults))
+        found = diagnose(judge, trials(self.subject, judge, chosen_forms(self.mask), faults))
         if found is None:
             return self._uncalled(list(faults))
         if self._is_random(found.trial):
@@ -151,10 +152,9 @@ class _Examination:
         checks = [check for experiment in EXPERIMENTS for check in verdicts.checks(experiment)]
         findings = [*verdicts.findings()]
         if self.stage is None:
-            reason = "an argument that was not given"
-            checks += [Check(f"argument-{name}", Status.NOT_TRIED, reason) for name in self.subject.signature.ignored]
+            checks += self._arguments(found.trial)
         else:
-            checks, findings = self._graded(checks, findings)
+            checks, findings = self._graded(found.trial, checks, findings)
         return self._made(found.trial, checks, [finding for finding, _ in findings])
 
     def _made(self, trial: Trial, checks: list[Check], findings: list[Finding]) -> Report:
@@ -163,6 +163,13 @@ class _Examination:
         if self.subject.dtype != torch.float64:
             called += f", {str(self.subject.dtype).removeprefix('torch.')}"
         return Report(self.name, called, self.subject.seed, tuple(checks), tuple(findings), self.stage)
+
+    def _arguments(self, trial: Trial) -> list[Check]:
+        """The arguments that no experiment gives."""
+        signature, used = self.subject.signature, self.subject.arguments(trial.way)
+        reasons = {name: f"it raises {fault}" for name, fault in self.subject.refused.items()}
+        unused = [name for name in signature.names if name not in used]
+        return [Check(f"argument {name}", Status.NOT_TRIED, reasons.get(name, "it was not given")) for name in unused]
 
     def _uncalled(self, faults: list[str]) -> Report:
         seen = "; ".join(faults[:3])
@@ -181,9 +188,10 @@ class _Examination:
         second = self.subject.run(trial.way, PLAIN).output
         return first is not None and second is not None and not are_close(second, first.double())
 
-    def _graded(self, checks: list[Check], findings: list[Placed]) -> tuple[list[Check], list[Placed]]:
+    def _graded(self, trial: Trial, checks: list[Check], findings: list[Placed]) -> tuple[list[Check], list[Placed]]:
         """The checks and findings of the stage. All findings are wrong there, and so is what cannot be tried."""
         ids = {e.id for e in EXPERIMENTS if e.stage == self.stage} | ({BLIND_GRADIENT} if self.stage == BLIND.stage else set())
+        ids -= {e.id for e, reason in trial.not_tried.items() if isinstance(reason, DoesNotApplyError)}
         checks = [check for check in checks if check.id in ids]
         graded: list[Placed] = []
         for finding, places in findings:
@@ -217,7 +225,7 @@ class _Verdicts:
     def checks(self, experiment: Experiment) -> Iterator[Check]:
         """Yield the checks of one experiment."""
         if experiment not in self.trial.outcomes:
-            yield Check(experiment.id, Status.NOT_TRIED, self.trial.not_tried[experiment])
+            yield Check(experiment.id, Status.NOT_TRIED, str(self.trial.not_tried[experiment]))
         elif experiment in HALF:
             yield self._half(self.trial.outcomes[experiment])
         elif experiment is BLIND_MOVED:
@@ -258,7 +266,7 @@ class _Verdicts:
     def _blind_gradient(self) -> Check:
         outcome = self.trial.outcomes.get(BLIND)
         if outcome is None:
-            return Check(BLIND_GRADIENT, Status.NOT_TRIED, self.trial.not_tried[BLIND])
+            return Check(BLIND_GRADIENT, Status.NOT_TRIED, str(self.trial.not_tried[BLIND]))
         if not outcome.gradients:
             return Check(BLIND_GRADIENT, Status.NOT_TRIED, "there are no gradients")
         is_finite = all(bool(gradient.isfinite().all()) for gradient in outcome.gradients)
@@ -331,11 +339,7 @@ class _Verdicts:
         for outcome in failed:
             alone = self.judge.answer(outcome.inputs, (mutant,), self.trial.is_causal)
             right = self.judge.answer(outcome.inputs, (), self.trial.is_causal)
-            if (
-                alone.output is None
-                or right.output is None
-                or _differ(alone.output, right.output, alone.gradients, right.gradients)
-            ):
+            if _differ(alone, right):
                 shown.append(outcome)
         return shown or failed
 
@@ -433,9 +437,11 @@ def _weights_of(outcome: Outcome, is_causal: bool) -> Tensor:
     return naive_attention(query, key, value, inputs.allowed, is_causal=is_causal or inputs.is_causal)[1]
 
 
-def _differ(got: Tensor, want: Tensor, gradients: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
-    pairs = zip(gradients, wanted, strict=False)
-    return not are_close(got, want, is_loose=True) or not all(are_close(a, b, is_loose=True) for a, b in pairs)
+def _differ(got: Answer, want: Answer) -> bool:
+    """Whether a mistake shows in the output or a gradient."""
+    if got.output is None or want.output is None or not are_close(got.output, want.output, is_loose=True):
+        return True
+    return not all(are_close(a, b, is_loose=True) for a, b in zip(got.gradients, want.gradients, strict=True))
 
 
 def _dependences(subject: Subject, trial: Trial) -> list[str]:

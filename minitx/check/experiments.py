@@ -56,6 +56,7 @@ PLAIN = Experiment("plain", 1)
 MASKED = Experiment("mask", 2, mask="cells")
 BLIND = Experiment("a query that sees nothing", 3, mask="nothing", is_extreme=True)
 BLIND_MOVED = Experiment("other hidden values where a query sees nothing", 3, mask="nothing", hidden=100.0, is_extreme=True)
+CAUSAL = Experiment("causal", 4, is_causal=True)
 WIDE = Experiment("wide values", 4, value_width=11)
 HALF = tuple(
     Experiment(f"{name}{' with a mask' if mask else ''}", 5, mask=mask, is_extreme=True, dtype=dtype)
@@ -71,7 +72,7 @@ EXPERIMENTS = (
     BLIND,
     BLIND_MOVED,
     WIDE,
-    Experiment("causal", 4, is_causal=True),
+    CAUSAL,
     Experiment("causal with a cache", 4, rows=3, keys=7, is_causal=True),
     Experiment("mask and causal", mask="cells", is_causal=True),
     Experiment("grouped heads", kv_heads=2),
@@ -166,7 +167,8 @@ class Outcome:
         inputs: what went into the attention; of a layer, the projected queries, keys and values.
         output: (B, H, L, Dv). None: the call raised, or the output has another shape.
         weights: what was returned beside the output.
-        gradients: of the sum of the squared output, for query, key and value. Empty for a layer.
+        gradients: of the sum of the squared output, for query, key and value; of a layer for its inputs.
+        has_inner_gradients: whether they are for query, key and value.
         fault: why there is no output.
         is_changed: the call changed its arguments.
     """
@@ -176,5 +178,6 @@ class Outcome:
     output: Tensor | None = None
     weights: Tensor | None = None
     gradients: tuple[Tensor, ...] = ()
+    has_inner_gradients: bool = False
     fault: str = ""
     is_changed: bool = False

@@ -85,7 +85,7 @@ class Steps:
         dot: (query, key) -> scores (B, H, L, S).
         scale: (scores, query, key, value) -> scores.
         causal: (rows, keys) -> bool (L, S), True = may attend.
-        mask: (the given mask, the causal mask) -> bool (B, H, L, S). Each is all True if it is absent.
+        mask: (the given mask, the causal mask) -> bool (B, H, L, S). The causal mask is all True if it is absent.
         hide: (scores, allowed) -> scores.
         softmax: scores -> weights.
         after: (weights, allowed, query) -> weights.
@@ -136,7 +136,7 @@ def attention_in_steps(
     everything = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
     given = everything if allowed is None else everything & allowed
     triangle = steps.causal(rows, keys).to(scores.device) if is_causal else everything
-    seen = steps.mask(given, triangle).expand(scores.shape)
+    seen = triangle if allowed is None else steps.mask(given, triangle).expand(scores.shape)
     if not seen.all():  # functions do not hide anything if there is nothing to hide
         scores = steps.hide(scores, seen)
     weights = steps.after(steps.softmax(scores), seen, query)
@@ -164,7 +164,7 @@ def _added(number: float) -> Step:
     return lambda scores, allowed: scores + number * (~allowed).to(scores.dtype)
 
 
-def _as_they_are(x: Tensor, *rest: Any) -> Tensor:
+def as_they_are(x: Tensor, *rest: Any) -> Tensor:
     return x
 
 
@@ -255,9 +255,11 @@ def _fragile(name: str, advice: str, **instead: Step) -> Mutant:
     return Mutant(name, advice, instead, Severity.FRAGILE)
 
 
+_BLIND = "Use scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~mask, 0)."
+
+
 def _number_for_hidden(name: str, hide: Step) -> Mutant:
-    advice = "A query that sees nothing gets the mean of hidden values: multiply the weights by the mask after the softmax."
-    return _fragile(name, advice, hide=hide, after=_as_they_are)
+    return _fragile(name, f"A query that sees nothing gets a mean of hidden values. {_BLIND}", hide=hide, after=as_they_are)
 
 
 _OF_KEYS = "Use softmax(dim=-1), one softmax for each query."
@@ -265,7 +267,7 @@ _EXTREME = "Large or low scores overflow: use torch.softmax, which subtracts the
 _ALIGNED = "Use tril(diagonal=0) to keep, or triu(diagonal=1) to hide."
 
 MUTANTS: tuple[Mutant, ...] = (
-    _wrong("no scale", "Divide the scores by √d_k.", scale=_as_they_are),
+    _wrong("no scale", "Divide the scores by √d_k.", scale=as_they_are),
     _wrong("scale by d_k", "Divide by the root, d_k ** 0.5.", scale=_scaled(lambda d_k, H, S, d_v: 1 / d_k)),
     _wrong("scores multiplied by √d_k", "Divide the scores by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**0.5)),
     _wrong("scale by embed_dim", "d_k is embed_dim // num_heads.", scale=_scaled(lambda d_k, H, S, d_v: (d_k * H) ** -0.5)),
@@ -274,7 +276,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong("scale by d_v", "d_k is the width of the keys.", scale=_scaled(lambda d_k, H, S, d_v: d_v**-0.5)),
     _wrong("fourth root of d_k", "Scale query and key, or divide by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**-0.25)),
     _wrong("cosine of query and key", "Remove the normalization, or the scale.", dot=_cosine),
-    _wrong("cosine without scale", "This is not dot-product attention: remove the normalization.", dot=_cosine, scale=_as_they_are),
+    _wrong("cosine without scale", "This is not dot-product attention: remove the normalization.", dot=_cosine, scale=as_they_are),
     _wrong("query unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ k.mT, _dot_product)),
     _wrong("key unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: q @ q.mT, _dot_product)),
     _wrong("scores transposed", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ q.mT, _dot_product)),
@@ -298,12 +300,17 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong(
         "causal ignored beside a mask",
         "Use both masks: allowed & causal.",
-        mask=lambda allowed, triangle: triangle if allowed.all() else allowed,
+        mask=lambda allowed, triangle: allowed,
     ),
     _wrong(
         "mask or causal",
         "A key is seen if both masks show it: use & in place of |.",
-        mask=lambda allowed, triangle: allowed & triangle if allowed.all() or triangle.all() else allowed | triangle,
+        mask=lambda allowed, triangle: allowed if triangle.all() else allowed | triangle,
+    ),
+    _wrong(
+        "padding mask on the queries",
+        "Padding hides keys: mask[:, None, None, :].",
+        mask=lambda allowed, triangle: (allowed[..., :1, :].mT if _is_square(allowed) else allowed) & triangle,
     ),
     _wrong(
         "mask transposed",
@@ -311,21 +318,15 @@ MUTANTS: tuple[Mutant, ...] = (
         mask=lambda allowed, triangle: (allowed.mT if _is_square(allowed) else allowed) & triangle,
     ),
     _wrong(
-        "padding mask on the queries",
-        "Padding hides keys: mask[:, None, None, :].",
-        mask=lambda allowed, triangle: (allowed[..., :1, :].mT if _is_square(allowed) else allowed) & triangle,
-        after=_as_they_are,
-    ),
-    _wrong(
         "first mask for the whole batch",
         "Remove the index or squeeze of the batch.",
         mask=lambda allowed, triangle: allowed[:1] & triangle,
     ),
-    _wrong("hidden scores of 0", "A score of 0 is not hidden: masked_fill(~mask, -inf).", hide=lambda s, a: s * a, after=_as_they_are),
-    _wrong("hidden scores of 1e-9", "The number, not the exponent, is negative: use -inf.", hide=_filled(1e-9), after=_as_they_are),
-    _wrong("hidden scores of −1", "Use -inf for hidden scores.", hide=_filled(-1.0), after=_as_they_are),
-    _wrong("mask added as 0 and 1", "A mask that is added needs 0 and -inf.", hide=lambda s, a: s + a, after=_as_they_are),
-    _fragile("NaN where a query sees nothing", "Set the weights to 0 where the mask hides: nan_to_num or where.", after=_as_they_are),
+    _wrong("hidden scores of 0", "A score of 0 is not hidden: masked_fill(~mask, -inf).", hide=lambda s, a: s * a, after=as_they_are),
+    _wrong("hidden scores of 1e-9", "The number, not the exponent, is negative: use -inf.", hide=_filled(1e-9), after=as_they_are),
+    _wrong("hidden scores of −1", "Use -inf for hidden scores.", hide=_filled(-1.0), after=as_they_are),
+    _wrong("mask added as 0 and 1", "A mask that is added needs 0 and -inf.", hide=lambda s, a: s + a, after=as_they_are),
+    _fragile("NaN where a query sees nothing", _BLIND, after=as_they_are),
     _number_for_hidden("padding mask of −1e9 averages hidden values", _filled(-1e9)),
     _number_for_hidden("hidden scores of −1e4", _filled(-1e4)),
     _number_for_hidden("hidden scores of −1e10", _filled(-1e10)),
@@ -337,16 +338,16 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong("softmax over the heads", _OF_KEYS, softmax=lambda s: s.softmax(1).nan_to_num(0.0)),
     _wrong("softmax over the batch", _OF_KEYS, softmax=lambda s: s.softmax(0).nan_to_num(0.0)),
     _wrong("softmax over all scores", _OF_KEYS, softmax=lambda s: s.flatten(-2).softmax(-1).view(s.shape)),
-    _wrong("softmax twice", "Hidden keys get weight from the second softmax.", softmax=lambda s: s.softmax(-1).softmax(-1), after=_as_they_are),
-    _wrong("no softmax", "Use softmax(dim=-1).", softmax=_as_they_are),
+    _wrong("softmax twice", "Hidden keys get weight from the second softmax.", softmax=lambda s: s.softmax(-1).softmax(-1), after=as_they_are),
+    _wrong("no softmax", "Use softmax(dim=-1).", softmax=as_they_are),
     _wrong("log-softmax", "Use softmax in place of log_softmax.", softmax=lambda s: s.log_softmax(-1)),
     _wrong("sigmoid", "Use softmax(dim=-1).", softmax=torch.sigmoid),
     _fragile("exp without the maximum", _EXTREME, softmax=_exponentials()),
     _fragile("eps in the denominator", "Low scores lose weight: use torch.softmax.", softmax=_exponentials(1e-6)),
     _fragile("one maximum for all rows", _EXTREME, softmax=_one_maximum),
-    _wrong("scale after the softmax", "Scale the scores, not the weights.", scale=_as_they_are, after=lambda w, a, q: w * q.shape[-1] ** -0.5),
+    _wrong("scale after the softmax", "Scale the scores, not the weights.", scale=as_they_are, after=lambda w, a, q: w * q.shape[-1] ** -0.5),
     _wrong("scale before and after the softmax", "Scale once, before the softmax.", after=lambda w, a, q: w * q.shape[-1] ** -0.5),
-    _wrong("mask after the softmax", "Mask the scores: these weights do not add up to 1.", hide=_as_they_are, after=lambda w, a, q: w * a),
+    _wrong("mask after the softmax", "Mask the scores: these weights do not add up to 1.", hide=as_they_are, after=lambda w, a, q: w * a),
     _fragile("eps after the softmax", "Hidden keys get the weight eps.", after=lambda w, a, q: (w + 1e-8) / (w + 1e-8).sum(-1, keepdim=True)),
     _wrong("weights without gradient", "Remove detach or no_grad: query and key do not learn.", after=lambda w, a, q: w.masked_fill(~a, 0.0).detach()),
     _wrong("weights transposed", "Compute weights @ value.", mix=lambda w, q, k, v: (w.mT if _is_square(w) else w) @ v),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from minitx.check.calling import MaskForm
-from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, PLAIN, Experiment, Inputs, Outcome
-from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps
+from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, EXPERIMENTS, PLAIN, Experiment, Inputs, Outcome
+from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, as_they_are, attention_in_steps
 from minitx.check.subjects import NotTriedError, Subject, Way
 
 Mistakes = tuple[Mutant, ...]
@@ -32,14 +34,14 @@ class Trial:
 
     Attributes:
         outcomes: of the experiments that were done.
-        not_tried: why the others were not.
+        not_tried: why the others were not done.
         is_causal: the attention hides later keys although nobody asks it to.
         is_masked: a mask was given, or it takes none.
     """
 
     way: Way
     outcomes: dict[Experiment, Outcome]
-    not_tried: dict[Experiment, str]
+    not_tried: dict[Experiment, NotTriedError]
     is_causal: bool = False
     is_masked: bool = True
 
@@ -61,13 +63,25 @@ class Trial:
         return is_hiding, self.is_causal, -len(self.outcomes)
 
 
-@dataclass(frozen=True)
 class Answer:
-    """Attention by steps: output and gradients. ``fault``: it raised."""
+    """Attention with mistakes: its output, None if it raises, and its gradients, which are computed when they are needed."""
 
-    output: Tensor | None
-    gradients: tuple[Tensor, ...] = ()
-    fault: str = ""
+    def __init__(self, inputs: Inputs, mistakes: Mistakes, is_causal: bool) -> None:
+        steps = replace(DEFINITION, **{name: step for mutant in mistakes for name, step in mutant.instead.items()})
+        self._leaves = [tensor.detach().double().clone().requires_grad_() for tensor in inputs.heads]
+        query, key, value = self._leaves
+        self._output: Tensor | None = None
+        with suppress(RuntimeError):
+            self._output, _ = attention_in_steps(query, key, value, inputs.allowed, is_causal=is_causal, steps=steps)
+        self.output = None if self._output is None else self._output.detach()
+
+    @cached_property
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Return the gradients of the sum of the squared output for query, key and value."""
+        if self._output is None or not self._output.requires_grad:
+            return tuple(torch.zeros_like(leaf) for leaf in self._leaves)
+        total = self._output.square().sum()
+        return torch.autograd.grad(total, self._leaves, allow_unused=True, materialize_grads=True)
 
 
 @dataclass
@@ -79,9 +93,10 @@ class Judge:
 
     def answer(self, inputs: Inputs, mistakes: Mistakes = (), is_causal: bool = False) -> Answer:
         """Return what attention with these mistakes gives."""
-        key = inputs, mistakes, is_causal
+        is_causal = is_causal or inputs.is_causal
+        key = inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs, is_causal)), is_causal
         if key not in self.known:
-            self.known[key] = _computed(inputs, mistakes, is_causal or inputs.is_causal)
+            self.known[key] = Answer(*key)
         return self.known[key]
 
     def fits(self, outcome: Outcome, mistakes: Mistakes = (), is_causal: bool = False) -> bool:
@@ -92,7 +107,7 @@ class Judge:
         is_loose = outcome.experiment.is_extreme or self.dtype != torch.float64
         if not are_close(outcome.output, wanted.output, is_loose):
             return False
-        if not outcome.gradients or outcome.experiment.is_extreme or outcome.output.isnan().any():
+        if not outcome.has_inner_gradients or outcome.experiment.is_extreme or outcome.output.isnan().any():
             return True
         return all(are_close(got, want, is_loose) for got, want in zip(outcome.gradients, wanted.gradients, strict=True))
 
@@ -106,17 +121,14 @@ class Judge:
         return right / len(trial.ordinary)
 
 
-def _computed(inputs: Inputs, mistakes: Mistakes, is_causal: bool) -> Answer:
-    steps = replace(DEFINITION, **{name: step for mutant in mistakes for name, step in mutant.instead.items()})
-    query, key, value = leaves = [tensor.detach().double().clone().requires_grad_() for tensor in inputs.heads]
-    try:
-        output, _ = attention_in_steps(query, key, value, inputs.allowed, is_causal=is_causal, steps=steps)
-    except RuntimeError as error:
-        return Answer(None, fault=str(error))
-    gradients = [torch.zeros_like(leaf) for leaf in leaves]
-    if output.requires_grad:
-        gradients = list(torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True))
-    return Answer(output.detach(), tuple(gradients))
+def _matters(mutant: Mutant, inputs: Inputs, is_causal: bool) -> bool:
+    """Whether a mistake can show with such inputs."""
+    idle = set() if inputs.key.shape[1] < inputs.query.shape[1] else {"group"}
+    idle |= set() if is_causal else {"causal"}
+    idle |= set() if inputs.allowed is not None else {"mask"}
+    if not is_causal and inputs.allowed is None:
+        idle |= {"hide"} | ({"after"} if mutant.instead.get("after") is as_they_are else set())
+    return not set(mutant.instead) <= idle
 
 
 def are_close(got: Tensor, want: Tensor, is_loose: bool = False) -> bool:
@@ -129,36 +141,62 @@ def are_close(got: Tensor, want: Tensor, is_loose: bool = False) -> bool:
 # --- ways of calling
 
 
-def trials(subject: Subject, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
-    """Yield a trial for each way of calling that works. ``faults`` collects why others do not."""
+def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
+    """Yield a trial for each way of calling that works. ``faults`` collects why others do not.
+
+    If the plain experiment is right in some way, other orders of arguments and axes are not tried.
+    """
     for way in subject.ways():
         unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])
-        if PLAIN not in unmasked.outcomes or unmasked.outcomes[PLAIN].output is None:
-            faults[unmasked.outcomes[PLAIN].fault if PLAIN in unmasked.outcomes else unmasked.not_tried[PLAIN]] = None
+        plain = unmasked.outcomes.get(PLAIN)
+        if plain is None or plain.output is None:
+            faults[str(unmasked.not_tried[PLAIN]) if plain is None else plain.fault] = None
             continue
-        is_masked = False
-        if subject.signature.mask is not None:
-            for masked_way in subject.mask_ways(way, tuple(forms)):
-                masked = _tried(subject, masked_way, [e for e in EXPERIMENTS if e.mask])
-                masks = [o for e, o in masked.outcomes.items() if not e.is_extreme and not e.is_causal]
-                if masks and all(outcome.output is not None for outcome in masks):
-                    is_masked = True
-                    # a causal mask may go through this mask
-                    again = _tried(subject, masked_way, [e for e in EXPERIMENTS if not e.mask and e in unmasked.not_tried])
-                    yield from _both(subject, _joined(masked_way, unmasked, again, masked))
-                faults.update({outcome.fault: None for outcome in masks if outcome.fault})
-        if not is_masked:
-            masked = _tried(subject, way, [e for e in EXPERIMENTS if e.mask])
-            yield from _both(subject, replace(_joined(way, unmasked, masked), is_masked=subject.signature.mask is None))
+        if subject.signature.named("causal") and unmasked.outcomes[CAUSAL].output is None:
+            subject.refused["causal"] = unmasked.outcomes[CAUSAL].fault
+            subject.signature = subject.signature.without("causal")
+            unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])
+        masked = [] if subject.signature.mask is None else list(_masked(subject, way, unmasked, forms, faults))
+        if not masked:
+            hidden = _tried(subject, way, [e for e in EXPERIMENTS if e.mask])
+            masked = [replace(_joined(way, unmasked, hidden), is_masked=subject.signature.mask is None)]
+        for trial in masked:
+            yield from _both(subject, trial)
+        if any(judge.fits(plain, (), is_causal) for is_causal in (False, True)):
+            return
+
+
+def _masked(subject: Subject, way: Way, unmasked: Trial, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
+    """A trial for each kind of mask that is accepted."""
+    for masked_way in subject.mask_ways(way, tuple(forms)):
+        masked = _tried(subject, masked_way, [e for e in EXPERIMENTS if e.mask])
+        ordinary = [outcome for e, outcome in masked.outcomes.items() if not e.is_extreme and not e.is_causal]
+        faults.update({outcome.fault: None for outcome in ordinary if outcome.fault})
+        if (
+            ordinary
+            and all(outcome.output is not None for outcome in ordinary)
+            and _means_the_same(subject, masked_way, ordinary[0])
+        ):
+            causal = _tried(subject, masked_way, [e for e in EXPERIMENTS if not e.mask and e in unmasked.not_tried])
+            yield _joined(masked_way, unmasked, causal, masked)
+
+
+def _means_the_same(subject: Subject, way: Way, outcome: Outcome) -> bool:
+    """Whether the other mask of the form gives the same output. A mask of 0 and -inf may hide by accident, as in (1 - mask) · 1e-9."""
+    if way.form is None or way.form.again is None or outcome.output is None:
+        return True
+    other = subject.run(replace(way, form=replace(way.form, make=way.form.again)), outcome.experiment).output
+    return other is not None and are_close(other, outcome.output.double())
 
 
 def _tried(subject: Subject, way: Way, experiments: Iterable[Experiment]) -> Trial:
-    outcomes, not_tried = {}, {}
+    outcomes: dict[Experiment, Outcome] = {}
+    not_tried: dict[Experiment, NotTriedError] = {}
     for experiment in experiments:
         try:
             outcomes[experiment] = subject.run(way, experiment)
         except NotTriedError as reason:
-            not_tried[experiment] = str(reason)
+            not_tried[experiment] = reason
     return Trial(way, outcomes, not_tried)
 
 
@@ -167,7 +205,7 @@ def _joined(way: Way, *parts: Trial) -> Trial:
     outcomes = {e: part.outcomes[e] for e in EXPERIMENTS for part in parts if e in part.outcomes}
     not_tried = {e: reason for part in parts for e, reason in part.not_tried.items() if e not in outcomes}
     for experiment in [e for e in outcomes if e.stage == 0 and outcomes[e].output is None]:
-        not_tried[experiment] = f"it raises {outcomes.pop(experiment).fault}"
+        not_tried[experiment] = NotTriedError(f"it raises {outcomes.pop(experiment).fault}")
     return Trial(way, outcomes, not_tried)
 
 
@@ -175,7 +213,13 @@ def _both(subject: Subject, trial: Trial) -> Iterator[Trial]:
     """The trial, and the same if the attention is causal unasked."""
     yield trial
     if subject.signature.named("causal") is None:
-        yield replace(trial, is_causal=True)
+        unasked = {e: replace(e, is_causal=False) for e in EXPERIMENTS if e.is_causal}
+        causal = _tried(subject, trial.way, unasked.values())
+        asked = {e: replace(causal.outcomes[other], experiment=e) for e, other in unasked.items() if other in causal.outcomes}
+        both = {**trial.outcomes, **asked}
+        outcomes = {e: both[e] for e in EXPERIMENTS if e in both}
+        not_tried = {e: reason for e, reason in trial.not_tried.items() if e not in both}
+        yield replace(trial, outcomes=outcomes, not_tried=not_tried, is_causal=True)
 
 
 # --- mistakes
@@ -212,7 +256,7 @@ def diagnose(judge: Judge, found: Iterable[Trial]) -> Diagnosis | None:
     for candidates, possible in ((tried, _single()), (tried[:MANY], _pairs())):
         explained = [(trial, m) for trial in candidates for m in possible if _explains(judge, m, trial)]
         if explained:
-            best = min(explained, key=lambda entry: (entry[0].oddity, -_hits(judge, entry[1], entry[0])))
+            best = min(explained, key=lambda entry: (entry[0].oddity, -_hits(judge, entry[1], entry[0]), _gravity(entry[1])))
             others = tuple(mistakes for trial, mistakes in explained if trial is best[0] and mistakes is not best[1])
             return Diagnosis(*best, others)
     return Diagnosis(tried[0], None)
@@ -231,6 +275,10 @@ def _explains(judge: Judge, mistakes: Mistakes, trial: Trial) -> bool:
     """Whether the mistakes give all ordinary outcomes. Those that are wrong are compared first: most mistakes end there."""
     ordered = sorted(trial.ordinary, key=lambda outcome: judge.fits(outcome, (), trial.is_causal))
     return judge.fits_all(ordered, mistakes, trial.is_causal)
+
+
+def _gravity(mistakes: Mistakes) -> int:
+    return sum(not mutant.is_extreme for mutant in mistakes)
 
 
 def _hits(judge: Judge, mistakes: Mistakes, trial: Trial) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import permutations, product
@@ -20,6 +21,10 @@ from minitx.check.experiments import BATCH, HEADS, WIDTH, Experiment, Inputs, Ou
 
 class NotTriedError(Exception):
     """An experiment cannot be done in this way of calling. The message is the reason."""
+
+
+class DoesNotApplyError(NotTriedError):
+    """An experiment makes no sense for this subject, so a graded exercise does not ask for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +81,7 @@ class Subject:
     def __init__(self, function: Callable[..., Any], dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
         self.function, self.dtype, self.device, self.seed = function, dtype, device, seed
         self.signature: Signature = calling.read_signature(function)
+        self.refused: dict[str, str] = {}  # arguments that raise, and what
 
     def ways(self) -> Iterator[Way]:
         """Yield ways to call it without a mask."""
@@ -103,7 +109,7 @@ class Subject:
         if experiment.mask and self.signature.mask is None:
             raise NotTriedError("no argument for a mask was found")
         if "x" in way.order and experiment.rows != experiment.keys:
-            raise NotTriedError("it takes one input for queries and keys")
+            raise DoesNotApplyError("it takes one input for queries and keys")
         inputs = draw(experiment, sizes, self.seed)
         if not experiment.is_causal or self.signature.named("causal"):
             return inputs
@@ -113,7 +119,7 @@ class Subject:
             raise NotTriedError("it takes no causal option, and no mask for each query")
         return through_mask(inputs)
 
-    def options(self, way: Way, inputs: Inputs, heads: int) -> dict[str, Any]:
+    def options(self, way: Way, inputs: Inputs, heads: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments besides the inputs."""
         options = dict(way.fixed)
         if inputs.is_causal:
@@ -121,13 +127,23 @@ class Subject:
         if inputs.allowed is not None:
             if way.form is None or way.shape is None:
                 raise NotTriedError("no kind of mask that was tried is accepted")
-            options[self.signature.mask or ""] = way.form.make(way.shape.make(inputs.allowed, heads).to(self.device))
+            mask = way.form.make(way.shape.make(inputs.allowed, heads).to(self.device))
+            options[self.signature.mask or ""] = mask.to(dtype) if mask.is_floating_point() else mask
         return options
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """Call it with arguments by name, those that have no name in order."""
         listed = [arguments.pop(name) for name in self.signature.positional if name in arguments]
-        return self.function(*listed, **arguments)
+        with warnings.catch_warnings():  # ways that do not fit may warn
+            warnings.simplefilter("ignore")
+            return self.function(*listed, **arguments)
+
+    def arguments(self, way: Way) -> list[str]:
+        """Return the arguments that are given in some experiment, in order."""
+        used = {*way.order.values(), *way.fixed, self.signature.named("causal")}
+        if way.form is not None:
+            used.add(self.signature.mask)
+        return [name for name in self.signature.names if name in used]
 
     def dtype_of(self, experiment: Experiment) -> torch.dtype:
         """Return the dtype of the inputs of an experiment."""
@@ -157,7 +173,7 @@ class Function(Subject):
         leaves = [tensor.to(self.device, dtype).requires_grad_() for tensor in inputs.heads]
         given = [leaf * 1 for leaf in leaves]  # a function may change its arguments in place, but not leaves
         before = [tensor.detach().clone() for tensor in given]
-        options = self.options(way, inputs, HEADS)
+        options = self.options(way, inputs, HEADS, dtype)
         try:
             output, weights = self._answer(way, given, options, _shape_of_output(inputs))
         except Exception as error:
@@ -167,9 +183,8 @@ class Function(Subject):
             gradients = torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True)
         is_changed = any(not torch.equal(tensor.detach(), old) for tensor, old in zip(given, before, strict=True))
         kept = None if weights is None else weights.detach().cpu()
-        return Outcome(
-            experiment, inputs, output.detach().cpu(), kept, tuple(g.cpu() for g in gradients), is_changed=is_changed
-        )
+        on_cpu = tuple(gradient.cpu() for gradient in gradients)
+        return Outcome(experiment, inputs, output.detach().cpu(), kept, on_cpu, bool(on_cpu), is_changed=is_changed)
 
     def _answer(
         self, way: Way, given: list[Tensor], options: dict[str, Any], shape: torch.Size
@@ -197,11 +212,10 @@ class Function(Subject):
         return torch.stack(outputs).view(shape), None
 
     def describe(self, way: Way) -> str:
-        arguments = [way.order[role] for role in INPUTS] + [f"{name}={value}" for name, value in way.fixed.items()]
-        said = (
-            f"{_name(self.function)}({', '.join(arguments)}), {', '.join(way.order[role] for role in INPUTS)} {way.layout.name}"
-        )
-        return said + _mask_said(self.signature, way)
+        roles = [f"{role} = {way.order[role]}" for role in INPUTS if way.order[role][:1].lower() != role[:1]]
+        call = f"{_name(self.function)}({_listed(self, way)})"
+        inputs = ", ".join(way.order[role] for role in INPUTS)
+        return "; ".join([f"{call}: {inputs} {way.layout.name}", *roles, _mask_said(self.signature, way)])
 
 
 class Layer(Subject):
@@ -233,11 +247,11 @@ class Layer(Subject):
 
     def run(self, way: Way, experiment: Experiment) -> Outcome:
         if experiment.kv_heads or experiment.value_width or experiment.low is not None:
-            raise NotTriedError("a layer makes its own queries, keys and values")
+            raise DoesNotApplyError("a layer makes its own queries, keys and values")
         if experiment.dtype is not None:
-            raise NotTriedError("a layer is tried in one dtype")
+            raise DoesNotApplyError("a layer is tried in one dtype")
         if experiment.hidden and experiment.mask == "keys" and "x" in way.order:
-            raise NotTriedError("it takes one input for queries and values")
+            raise DoesNotApplyError("it takes one input for queries and values")
         assert way.inner is not None
         inputs = self.inputs(way, experiment, Sizes(way.inner.heads, self.width // way.inner.heads, way.mask_kind))
         products = self._products(way, experiment, inputs)
@@ -247,7 +261,8 @@ class Layer(Subject):
             query, key, value, output = _heads(products, way.inner, self.width, experiment)
         except (RuntimeError, ValueError) as error:
             return Outcome(experiment, inputs, fault=_sentence(error))
-        return Outcome(experiment, Inputs(query, key, value, inputs.allowed, inputs.is_causal), output)
+        gradients = products[-1].gradients
+        return Outcome(experiment, Inputs(query, key, value, inputs.allowed, inputs.is_causal), output, gradients=gradients)
 
     def _products(self, way: Way, experiment: Experiment, inputs: Inputs) -> list[Product] | Exception:
         """The products with parameters in one call. Ways that differ in what is made of them share it."""
@@ -264,22 +279,22 @@ class Layer(Subject):
 
     def _watched(self, way: Way, inputs: Inputs, heads: int, hidden: float) -> list[Product]:
         given = dict(zip(INPUTS, inputs.heads, strict=True)) | {"x": inputs.query + hidden}
-        arguments = self.options(way, inputs, heads)
-        arguments |= {name: way.layout.put(given[role]).to(self.device, self.dtype) for role, name in way.order.items()}
-        with torch.no_grad(), Products(self.module) as watched:
-            found = self.call(arguments)
+        arguments = self.options(way, inputs, heads, self.dtype)
+        leaves = {n: way.layout.put(given[role]).to(self.device, self.dtype).requires_grad_() for role, n in way.order.items()}
+        with Products(self.module) as watched:
+            found = self.call({**arguments, **leaves})
         output = found[0] if isinstance(found, tuple | list) else found
         if not isinstance(output, Tensor):
             raise ValueError(f"it returns {type(output).__name__}")
-        return [*watched.seen, Product("", output, output)]
+        gradients = torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
+        return [*watched.seen, Product("", output, output, tuple(gradient.cpu() for gradient in gradients))]
 
     def describe(self, way: Way) -> str:
         assert way.inner is not None
-        arguments = list(way.order.values()) + [f"{name}={value}" for name, value in way.fixed.items()]
-        said = (
-            f"{type(self.module).__name__}: forward({', '.join(arguments)}), {', '.join(way.order.values())} {way.layout.name}"
-        )
-        return f"{said}, {way.inner.heads} heads{_mask_said(self.signature, way)}"
+        call = f"{type(self.module).__name__}.forward({_listed(self, way)})"
+        heads = f"{way.inner.heads} heads" if way.inner.heads > 1 else "1 head"
+        inputs = ", ".join(way.order.values())
+        return "; ".join([f"{call}: {inputs} {way.layout.name}", heads, _mask_said(self.signature, way)])
 
     def idle_parameters(self, way: Way) -> list[str]:
         """Return the names of the matrices that take no part in a call without a mask."""
@@ -289,11 +304,12 @@ class Layer(Subject):
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A product of an activation with a parameter."""
+    """A product of an activation with a parameter. The last entry of a call is its output, with gradients of the inputs."""
 
     name: str
     factor: Tensor
     result: Tensor
+    gradients: tuple[Tensor, ...] = ()
 
 
 class Products(TorchDispatchMode):
@@ -333,6 +349,8 @@ def _parts(found: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
     """The output, which has this shape, and the first other tensor of a tuple, the weights."""
     parts = [part for part in (found if isinstance(found, tuple | list) else (found,)) if isinstance(part, Tensor)]
     output = next((part for part in parts if part.shape == shape), None)
+    if output is None:  # perhaps with another width
+        output = next((part for part in parts if part.shape[:-1] == shape[:-1]), None)
     if output is None:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts) or type(found).__name__
         raise ValueError(f"it returns {shapes}, and not {tuple(shape)}")
@@ -350,12 +368,18 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+def _listed(subject: Subject, way: Way) -> str:
+    """The arguments of a call, those with a constant value with it."""
+    fixed = {name: value for name, value in way.fixed.items() if value is not None}
+    return ", ".join(f"{name}={fixed[name]}" if name in fixed else name for name in subject.arguments(way))
+
+
 def _mask_said(signature: Signature, way: Way) -> str:
     if signature.mask is None:
-        return "; no mask"
+        return "no mask"
     if way.form is None or way.shape is None:
-        return f"; {signature.mask} not used"
-    return f"; {signature.mask} {way.shape.name}, {way.form.name}"
+        return f"{signature.mask} not given"
+    return f"{signature.mask} {way.shape.name}, {way.form.name}"
 
 
 def _layer_layout(module: nn.Module) -> Layout:
