@@ -84,7 +84,7 @@ THREE_AXES = (
     MaskShape("(L, S)", lambda allowed, heads: allowed[0, 0], "shared"),
     MaskShape("(B, S)", lambda allowed, heads: allowed[:, 0, 0].repeat_interleave(heads, dim=0), "keys"),
 )
-LAYER_AXES = (*FOUR_AXES, MaskShape("(B·H, L, S)", THREE_AXES[0].make))
+LAYER_AXES = (*FOUR_AXES[:3], MaskShape("(B·H, L, S)", THREE_AXES[0].make), *FOUR_AXES[3:])
 MATRICES = (MaskShape("(L, S)", lambda allowed, heads: allowed[:, 0]),)  # one call for each sequence and head
 PADDING = (
     MaskShape("(B, S)", lambda allowed, heads: allowed[:, 0, 0], "keys"),

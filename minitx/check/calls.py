@@ -37,7 +37,7 @@ from minitx.check.search import (
     passes,
     trials,
 )
-from minitx.check.subjects import DoesNotApplyError, Function, Layer, NotTriedError, Subject
+from minitx.check.subjects import DoesNotApplyError, Function, Layer, NotTriedError, Subject, Way
 
 STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain, masks, queries that see nothing, wide values and causal, half precision and large scores."""
@@ -138,16 +138,14 @@ class _Examination:
 
     def report(self) -> Report:
         """Try, compare, and name the mistakes."""
+        if (way := self._random_way()) is not None:
+            fault = "two calls with the same inputs differ"
+            advice = "In evaluation there is no dropout: F.dropout needs training=self.training."
+            return self._made(Trial(way, {}, {}), self._untried(fault), [Finding("random", Severity.WRONG, fault, advice)])
         judge, faults = Judge(self.subject.dtype), dict[str, None]()
         found = diagnose(judge, trials(self.subject, judge, chosen_forms(self.mask), faults))
         if found is None:
             return self._uncalled(list(faults))
-        if self._is_random(found.trial):
-            fault = "two calls with the same inputs differ"
-            finding = Finding(
-                "random", Severity.WRONG, fault, "In evaluation there is no dropout: F.dropout needs training=self.training."
-            )
-            return self._made(found.trial, self._untried(fault), [finding])
         verdicts = _Verdicts(self.subject, judge, found, self.mask)
         checks = [check for experiment in EXPERIMENTS for check in verdicts.checks(experiment)]
         findings = [*verdicts.findings()]
@@ -181,12 +179,15 @@ class _Examination:
         chosen = [e for e in EXPERIMENTS if self.stage in (None, e.stage)]
         return [Check(e.id, Status.NOT_TRIED, reason) for e in chosen]
 
-    def _is_random(self, trial: Trial) -> bool:
-        first = trial.outcomes[PLAIN].output
-        if isinstance(self.subject, Layer):
-            self.subject.products.clear()
-        second = self.subject.run(trial.way, PLAIN).output
-        return first is not None and second is not None and not are_close(second, first.double())
+    def _random_way(self) -> Way | None:
+        """The first way of calling that works, if two calls differ."""
+        for way in self.subject.ways():
+            first = self.subject.outcome(way, PLAIN).output
+            if first is not None:
+                self.subject.forget()
+                second = self.subject.outcome(way, PLAIN).output
+                return way if second is None or not are_close(second, first.double()) else None
+        return None
 
     def _graded(self, trial: Trial, checks: list[Check], findings: list[Placed]) -> tuple[list[Check], list[Placed]]:
         """The checks and findings of the stage. All findings are wrong there, and so is what cannot be tried."""
@@ -323,6 +324,7 @@ class _Verdicts:
         for mutant in ranked:
             outcomes = shown[mutant]
             names = [outcome.experiment.name for outcome in outcomes]
+            names = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
             severity = mutant.severity
             finding = Finding(
                 mutant.id, severity, mutant.name, mutant.advice, f"seen in: {', '.join(names)}{self._by(outcomes)}"

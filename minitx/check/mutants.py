@@ -291,7 +291,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong("causal mask upside down", "Queries see what is later: use tril, not triu.", causal=lambda L, S: _triangle(L, S).flip(0, 1)),
     _wrong("causal ignored", "The causal option has no effect.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool)),
     _wrong("mask inverted", "True means keep: masked_fill(~mask, -inf).", mask=lambda allowed, triangle: ~allowed & triangle),
-    _wrong("mask ignored", "The mask has no effect.", mask=lambda allowed, triangle: triangle),
+    _wrong("mask ignored", "The mask has no effect, or adds almost nothing, such as -1e-9.", mask=lambda allowed, triangle: triangle),
     _wrong(
         "mask ignored when causal",
         "Use both masks: allowed & causal.",
@@ -329,8 +329,6 @@ MUTANTS: tuple[Mutant, ...] = (
     _fragile("NaN where a query sees nothing", _BLIND, after=as_they_are),
     _number_for_hidden("padding mask of −1e9 averages hidden values", _filled(-1e9)),
     _number_for_hidden("hidden scores of −1e4", _filled(-1e4)),
-    _number_for_hidden("hidden scores of −1e10", _filled(-1e10)),
-    _number_for_hidden("hidden scores of −1e20", _filled(-1e20)),
     _number_for_hidden("lowest finite number for hidden scores", _filled(None)),
     _number_for_hidden("−1e9 added to hidden scores", _added(-1e9)),
     _number_for_hidden("−1e4 added to hidden scores", _added(-1e4)),

@@ -21,10 +21,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
+
+WIDTH = 100
+"""The width of a list in the table, in letters."""
 
 VERSION = 1
 """The version of the JSON. A key or an id that changes its meaning raises it."""
@@ -164,7 +168,7 @@ class Report:
             yield from (("", text) for text in (finding.advice, finding.witness, finding.repeat) if text)
         yield from _grouped(self.with_status(Status.NOT_TRIED))
         if passed := self.with_status(Status.PASSED):
-            yield "passed", ", ".join(dict.fromkeys(check.id.partition("/")[0] for check in passed))
+            yield from _wrapped("passed", ", ".join(dict.fromkeys(map(_name, passed))))
         if self.points is not None:
             yield "points", f"{self.points[0]} of {self.points[1]} in stage {self.stage}"
         if self.mend_first is not None and len([f for f in self.findings if f.severity != Severity.NOTE]) > 1:
@@ -189,9 +193,21 @@ def _grouped(checks: Iterable[Check]) -> Iterator[tuple[str, str]]:
     reasons: dict[str, list[str]] = {}
     for check in checks:
         names = reasons.setdefault(check.reason, [])
-        if (name := check.id.partition("/")[0]) not in names:
+        if (name := _name(check)) not in names:
             names.append(name)
-    yield from (("not tried", f"{', '.join(names)}: {reason}") for reason, names in reasons.items())
+    for reason, names in reasons.items():
+        yield from _wrapped("not tried", f"{', '.join(names)}: {reason}")
+
+
+def _name(check: Check) -> str:
+    """The name of a check for people. What stands behind a slash is a part of it."""
+    return check.id.partition("/")[0].replace("-", " ")
+
+
+def _wrapped(heading: str, text: str) -> Iterator[tuple[str, str]]:
+    """A long text in several rows."""
+    for number, line in enumerate(textwrap.wrap(text, WIDTH)):
+        yield ("" if number else heading), line
 
 
 def _finite(value: Any) -> Any:

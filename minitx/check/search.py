@@ -155,6 +155,7 @@ def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: di
         if subject.signature.named("causal") and unmasked.outcomes[CAUSAL].output is None:
             subject.refused["causal"] = unmasked.outcomes[CAUSAL].fault
             subject.signature = subject.signature.without("causal")
+            subject.forget()
             unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])
         masked = [] if subject.signature.mask is None else list(_masked(subject, way, unmasked, forms, faults))
         if not masked:
@@ -254,7 +255,7 @@ def diagnose(judge: Judge, found: Iterable[Trial]) -> Diagnosis | None:
     if judge.fits_all(tried[0].ordinary, (), tried[0].is_causal):
         return Diagnosis(tried[0], ())
     for candidates, possible in ((tried, _single()), (tried[:MANY], _pairs())):
-        explained = [(trial, m) for trial in candidates for m in possible if _explains(judge, m, trial)]
+        explained = [(trial, m) for trial in candidates for m in _explaining(judge, possible, trial)]
         if explained:
             best = min(explained, key=lambda entry: (entry[0].oddity, -_hits(judge, entry[1], entry[0]), _gravity(entry[1])))
             others = tuple(mistakes for trial, mistakes in explained if trial is best[0] and mistakes is not best[1])
@@ -271,10 +272,11 @@ def _pairs() -> list[Mistakes]:
     return [pair for pair in combinations(MUTANTS, 2) if not set(pair[0].instead) & set(pair[1].instead)]
 
 
-def _explains(judge: Judge, mistakes: Mistakes, trial: Trial) -> bool:
-    """Whether the mistakes give all ordinary outcomes. Those that are wrong are compared first: most mistakes end there."""
+def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial) -> list[Mistakes]:
+    """The mistakes that give all ordinary outcomes. Those that are wrong are compared first: most mistakes end there."""
     ordered = sorted(trial.ordinary, key=lambda outcome: judge.fits(outcome, (), trial.is_causal))
-    return judge.fits_all(ordered, mistakes, trial.is_causal)
+    sensible = (m for m in possible if not (trial.is_causal and any(mutant.name == "causal ignored" for mutant in m)))
+    return [mistakes for mistakes in sensible if judge.fits_all(ordered, mistakes, trial.is_causal)]
 
 
 def _gravity(mistakes: Mistakes) -> int:

@@ -100,6 +100,16 @@ class Subject:
         """
         raise NotImplementedError
 
+    def outcome(self, way: Way, experiment: Experiment) -> Outcome:
+        """Do one experiment. If it cannot be done, the fault of the outcome is the reason."""
+        try:
+            return self.run(way, experiment)
+        except NotTriedError as reason:
+            return Outcome(experiment, draw(experiment), fault=str(reason))
+
+    def forget(self) -> None:
+        """Forget earlier calls."""
+
     def describe(self, way: Way) -> str:
         """Return how it is called, for people."""
         raise NotImplementedError
@@ -263,6 +273,9 @@ class Layer(Subject):
             return Outcome(experiment, inputs, fault=_sentence(error))
         gradients = products[-1].gradients
         return Outcome(experiment, Inputs(query, key, value, inputs.allowed, inputs.is_causal), output, gradients=gradients)
+
+    def forget(self) -> None:
+        self.products.clear()
 
     def _products(self, way: Way, experiment: Experiment, inputs: Inputs) -> list[Product] | Exception:
         """The products with parameters in one call. Ways that differ in what is made of them share it."""
