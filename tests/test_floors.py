@@ -21,7 +21,6 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "": (set(), set(), set()),
     "config": (set(), set(), set()),
     "nn": ({"config"}, {"torch"}, set()),
-    "testing": ({"nn"}, {"torch"}, set()),
     "check": (set(), {"torch"}, set()),
     "analysis": ({"config", "nn"}, NUMBERS, PLOTS | {"scipy", "conllu"}),
     "generation": ({"config", "nn"}, NUMBERS, set()),
@@ -129,7 +128,7 @@ CALLS_OF_CODE = {
     *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler"),
     *("marshal.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "runpy.run_path", "shelve.open", "joblib.load"),
     *("pandas.read_pickle", "shutil.unpack_archive", "torch.hub.load", "torch.jit.load", "hydra.utils.instantiate"),
-    *("importlib.import_module", "jinja2.Environment", "jinja2.Template"),
+    *("importlib.import_module", "importlib.util.spec_from_file_location", "jinja2.Environment", "jinja2.Template"),
 }
 IMPORTS_OF_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "tarfile", "zipfile", "runpy", "joblib"}
 NEEDED_BECAUSE = {
@@ -142,7 +141,10 @@ NEEDED_BECAUSE = {
     ("training.build", "importlib.import_module"): "of what a user's config names, and of classes in OURS",
     ("training.nodes", "hydra.utils.instantiate"): "of a user's config; nodes of a checkpoint pass check_trusted first",
     ("cli", "importlib.import_module"): "of our own programs, which the code names",
-    ("testing", "importlib.import_module"): "a program that checks code which its user names on the command line",
+    (
+        "cli.check",
+        "importlib.util.spec_from_file_location",
+    ): "a program that checks code which its user names on the command line",
 }
 
 

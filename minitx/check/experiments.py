@@ -78,8 +78,8 @@ EXPERIMENTS = (
     Experiment("grouped heads", kv_heads=2),
     Experiment("large scores", 5, spread=300.0, is_extreme=True),
     Experiment("low scores", 5, low=-42.0, is_extreme=True),
-    Experiment("scores of -1e5 beside a mask", 5, mask="keys", low=-1e5, is_extreme=True),
-    Experiment("scores of -3e10 beside a mask", 5, mask="keys", low=-3e10, is_extreme=True),
+    Experiment("low scores beside a mask", 5, mask="keys", low=-1e5, is_extreme=True),
+    Experiment("very low scores beside a mask", 5, mask="keys", low=-3e10, is_extreme=True),
     *HALF,
 )
 """All experiments, in the order in which mistakes are mended."""

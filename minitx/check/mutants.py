@@ -32,46 +32,57 @@ Attention = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _unchanged(heads: Tensor) -> Tensor:
+    """Leave the heads as they are."""
     return heads
 
 
 def _each_head_repeated(heads: Tensor, count: int) -> Tensor:
+    """Repeat each head of keys or values for its group of queries."""
     return heads.repeat_interleave(count // heads.shape[1], dim=1)
 
 
 def _dot_product(query: Tensor, key: Tensor) -> Tensor:
+    """Return q · k."""
     return query @ key.mT
 
 
 def _divided_by_root(scores: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Divide by √d_k."""
     return scores * query.shape[-1] ** -0.5
 
 
 def _triangle(rows: int, keys: int) -> Tensor:
+    """Show keys up to the query. The last query sees all keys."""
     return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
 
 
 def _both(allowed: Tensor, triangle: Tensor) -> Tensor:
+    """Show what both masks show."""
     return allowed & triangle
 
 
 def _minus_infinity(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Set hidden scores to -inf."""
     return scores.masked_fill(~allowed, -torch.inf)
 
 
 def _softmax_over_keys(scores: Tensor) -> Tensor:
+    """Normalize each row."""
     return scores.softmax(-1)
 
 
 def _zero_where_hidden(weights: Tensor, allowed: Tensor, query: Tensor) -> Tensor:
+    """Set hidden weights to 0, also where a query sees nothing and the softmax is NaN."""
     return weights.masked_fill(~allowed, 0.0)
 
 
 def _mean_of_values(weights: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the weighted mean of the values."""
     return weights @ value
 
 
 def _output(output: Tensor, query: Tensor) -> Tensor:
+    """Leave the output as it is."""
     return output
 
 
@@ -165,6 +176,7 @@ def _added(number: float) -> Step:
 
 
 def as_they_are(x: Tensor, *rest: Any) -> Tensor:
+    """Leave scores or weights as they are: a step that is left out."""
     return x
 
 
@@ -322,8 +334,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Remove the index or squeeze of the batch.",
         mask=lambda allowed, triangle: allowed[:1] & triangle,
     ),
-    _wrong("hidden scores of 0", "A score of 0 is not hidden: masked_fill(~mask, -inf).", hide=lambda s, a: s * a, after=as_they_are),
-    _wrong("hidden scores of 1e-9", "The number, not the exponent, is negative: use -inf.", hide=_filled(1e-9), after=as_they_are),
+    _wrong("hidden scores of 0", "A score of 0, or of 1e-9, is not hidden: masked_fill(~mask, -inf).", hide=lambda s, a: s * a, after=as_they_are),
     _wrong("hidden scores of −1", "Use -inf for hidden scores.", hide=_filled(-1.0), after=as_they_are),
     _wrong("mask added as 0 and 1", "A mask that is added needs 0 and -inf.", hide=lambda s, a: s + a, after=as_they_are),
     _fragile("NaN where a query sees nothing", _BLIND, after=as_they_are),

@@ -169,7 +169,10 @@ def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: di
 
 def _masked(subject: Subject, way: Way, unmasked: Trial, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
     """A trial for each kind of mask that is accepted."""
+    is_full = False  # a mask for each query of each sequence is accepted
     for masked_way in subject.mask_ways(way, tuple(forms)):
+        if is_full and masked_way.mask_kind != "cells":
+            return
         masked = _tried(subject, masked_way, [e for e in EXPERIMENTS if e.mask])
         ordinary = [outcome for e, outcome in masked.outcomes.items() if not e.is_extreme and not e.is_causal]
         faults.update({outcome.fault: None for outcome in ordinary if outcome.fault})
@@ -179,6 +182,7 @@ def _masked(subject: Subject, way: Way, unmasked: Trial, forms: Sequence[MaskFor
             and _means_the_same(subject, masked_way, ordinary[0])
         ):
             causal = _tried(subject, masked_way, [e for e in EXPERIMENTS if not e.mask and e in unmasked.not_tried])
+            is_full |= masked_way.mask_kind == "cells"
             yield _joined(masked_way, unmasked, causal, masked)
 
 
@@ -299,8 +303,9 @@ def further_mistakes(judge: Judge, trial: Trial, mistakes: Mistakes) -> Mistakes
     more += [pair for pair in combinations(mild, 2) if not set(pair[0].instead) & set(pair[1].instead)]
     more = [m for m in more if judge.fits_all(trial.ordinary, mistakes + m, trial.is_causal)]
     hits = [sum(judge.fits(o, mistakes + m, trial.is_causal) for o in failed) for m in more]
-    best = max(hits, default=0)
-    return more[hits.index(best)] if best else ()
+    kept = [sum(judge.fits(o, mistakes + m, trial.is_causal) for o in trial.extreme) for m in more]
+    best = max(zip(hits, kept, strict=True), default=(0, 0))
+    return more[list(zip(hits, kept, strict=True)).index(best)] if best[0] else ()
 
 
 def passes(judge: Judge, trial: Trial, outcome: Outcome) -> bool:
