@@ -69,7 +69,7 @@ plain more-keys-than-queries mask mask-that-hides-keys large-hidden-values a-que
 other-hidden-values-where-a-query-sees-nothing gradients-where-a-query-sees-nothing wide-values causal causal-with-a-cache
 mask-and-causal grouped-heads large-scores low-scores low-scores-beside-a-mask very-low-scores-beside-a-mask
 float16 float16-with-a-mask bfloat16 bfloat16-with-a-mask
-""".split()
+"""
 MISTAKES = """
 no-scale scale-by-d-k scores-multiplied-by-d-k scale-by-embed-dim scale-by-the-number-of-heads scale-by-the-number-of-keys
 scale-by-d-v fourth-root-of-d-k cosine-of-query-and-key cosine-without-scale query-unused key-unused scores-transposed
@@ -83,15 +83,15 @@ softmax-over-all-scores softmax-twice no-softmax log-softmax sigmoid exp-without
 one-maximum-for-all-rows scale-after-the-softmax scale-before-and-after-the-softmax mask-after-the-softmax
 eps-after-the-softmax weights-without-gradient weights-transposed keys-mixed queries-mixed query-added-to-the-output
 grouped-heads-tiled first-key-head-for-all heads-by-view heads-merged-by-view zeros-like-q-for-d-v-d-k
-""".split()
+"""
 
 
 def test_the_ids_that_graders_read_stay_the_same():
     """A change here changes the version of the JSON."""
-    assert {experiment.id for experiment in EXPERIMENTS} | {BLIND_GRADIENT} == set(IDS)
-    assert [entry.id for entry in MUTANTS] == MISTAKES
+    assert {experiment.id for experiment in EXPERIMENTS} | {BLIND_GRADIENT} == set(IDS.split())
+    assert [entry.id for entry in MUTANTS] == MISTAKES.split()
     checks = check_attention(mutant("no scale")).checks
-    assert {check.id for check in checks} == set(IDS)
+    assert {check.id for check in checks} == set(IDS.split())
 
 
 def test_ids_have_small_letters_digits_and_hyphens():
