@@ -537,7 +537,7 @@ def the_gradients_are_slopes(call: Call) -> None:
     steps = {name: torch.randn(g.shape, generator=draw, dtype=torch.float64) for name, g in gradients.items()}
     slope = 0.0
     for name, step in steps.items():
-        slope += float((gradients[name] * (call.laid_out(step) if name in call.shapes() else step)).sum())
+        slope += float((gradients[name].detach() * (call.laid_out(step) if name in call.shapes() else step)).sum())
 
     def total(length: float) -> float:
         other = Call(call.point, moved={name: length * step for name, step in steps.items()})

@@ -713,9 +713,7 @@ ORACLES = (
         [{"mode": "eval", **where} for where in CANNOT_FOLD],
         [OTHER_WEIGHTS],
     ),
-    Oracle(
-        a_merged_adapter_computes_the_same, [{"mode": "eval", "wrapper": "lora", "precision": "f64|f32", "look": "nothing"}]
-    ),
+    Oracle(a_merged_adapter_computes_the_same, [{"mode": "eval", "wrapper": "lora"}]),
     Oracle(
         adopted_equals_transformers_and_so_does_released,
         [{"mode": "eval", "model": HF}],

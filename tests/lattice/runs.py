@@ -147,6 +147,7 @@ AXES: dict[str, dict[str, str]] = {
     "log_every": {"1": "trainer.log_every=1", "3": "trainer.log_every=3"},
     "validation": {"2": "trainer.val_every=2", "3": "trainer.val_every=3", "end": "trainer.val_every=0"},
     "option": OPTIONS,
+    "rehearse": {"no": "trainer.rehearse=false", "yes": "trainer.rehearse=true"},
 }
 
 
@@ -764,11 +765,14 @@ def stopped_and_resumed_is_bit_equal(run: Run) -> None:
 
 def a_run_that_is_over_changes_no_file(run: Run) -> None:
     """It is resumed from its last checkpoint, and has nothing to do."""
-    whole, folder = run.whole(), _new_folder()
-    shutil.copytree(whole.folder, folder)
+    folder, kept = run.whole().folder, _new_folder()
+    before = left_by(folder)
+    shutil.copytree(folder, kept)
     inside.train_by([*run.words(), "ckpt_path=last"], folder)
-    difference = first_difference(left_by(folder), left_by(whole.folder))
-    shutil.rmtree(folder.parent)
+    difference = first_difference(left_by(folder), before)
+    shutil.rmtree(folder)
+    shutil.move(kept, folder)
+    shutil.rmtree(kept.parent)
     assert difference is None, f"resumed after its end, and before: {difference}"
 
 
@@ -823,9 +827,9 @@ def workers_change_nothing(run: Run) -> None:
 
 
 def looking_changes_no_bit(run: Run) -> None:
-    """Probes, samples, a film, an evaluation, rows, validations, checkpoints and a profiler leave the weights as they are."""
+    """Probes, samples, a film, an evaluation, rows, validations, checkpoints, a profiler and a rehearsal leave the weights as they are."""
     point = run.point
-    changes = {"asked": "none"} if point["asked"] in LOOKS else {}
+    changes = {"rehearse": "no", **({"asked": "none"} if point["asked"] in LOOKS else {})}
     if point["schedule"] != "plateau" and point["asked"] != "early":  # which read the validations
         changes["validation"] = "2"
         changes["option"] = "none" if point["option"] in IDLE else point["option"]
@@ -925,7 +929,13 @@ ORACLES = (
     Oracle(workers_change_nothing, where=({"workers": "2|spawn"},), unless=(ONE, {"data": "stream"})),
     Oracle(
         looking_changes_no_bit,
-        where=({"asked": "|".join(LOOKS)}, {"log_every": "3"}, {"validation": "3|end"}, {"option": "|".join(IDLE)}),
+        where=(
+            {"asked": "|".join(LOOKS)},
+            {"log_every": "3"},
+            {"validation": "3|end"},
+            {"option": "|".join(IDLE)},
+            {"rehearse": "yes"},
+        ),
         unless=(ONE,),
     ),
     Oracle(a_start_from_weights_is_the_same_function, where=({"start": "init_from|folded"},), unless=(ONE,)),
