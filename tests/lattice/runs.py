@@ -732,7 +732,7 @@ def every_file_has_the_last_step(run: Run) -> None:
         written = [record["step"] for record in found["samples.jsonl"]]
         assert sorted(set(written)) == sorted(every_second | {last}), f"samples.jsonl has steps {written}"
     if point["asked"] == "film":
-        assert f"attention/step_{last - last % 2}.safetensors" in found, f"no weights of the last step in {sorted(found)}"
+        assert f"attention/step_{last - last % 2:08}.safetensors" in found, f"no weights of the last step in {sorted(found)}"
     if point["asked"] == "evaluated":
         assert "evaluation.json" in found
     if point["asked"] in TESTED.split("|"):
@@ -804,21 +804,17 @@ def micro_batches_change_no_row(run: Run) -> None:
         assert all(int(part["num_targets"]) == int(batch["num_targets"]) for part in slices), f"step {step + 1}: num_targets"
         for name in batch.keys() - {"num_targets"}:
             rows = [row for part in slices for row in part[name]]
-            difference = first_difference([_bare(row) for row in rows], [_bare(row) for row in batch[name]])
-            assert difference is None, f"step {step + 1}: {name} of a slice and of the whole batch differ: {difference}"
+            same = [_is_padded(row, other) for row, other in zip(rows, batch[name], strict=True)]
+            assert all(same), f"step {step + 1}: {name} of a slice and of the whole batch differ in row {same.index(False)}"
 
 
-def _bare(row: Tensor) -> Any:
-    """A row of tokens without the padding at its end: a slice is padded to its own longest row."""
-    values = row.tolist()
-    if row.dim() == 1 and not row.is_floating_point():
-        while values and values[-1] in PADDING:
-            values.pop()
-    return values
-
-
-PADDING = (-100, -1, 0)
-"""What fills up labels, numbers of documents, and ids and masks."""
+def _is_padded(row: Tensor, other: Tensor) -> bool:
+    """Whether two rows of tokens are equal but for the padding at the end: a slice is padded to its own longest row."""
+    if row.dim() != 1:
+        return torch.equal(row, other)
+    length = min(len(row), len(other))
+    rest = torch.cat([row[length:], other[length:]])
+    return torch.equal(row[:length], other[:length]) and len(rest.unique()) <= 1
 
 
 def workers_change_nothing(run: Run) -> None:
@@ -945,6 +941,7 @@ ORACLES = (
 OURS_ALONE = {"network": "own|hf|lora"}
 MEANINGLESS: tuple[dict[str, str], ...] = (
     {"asked": "early", "ends": "int|crash_after"},  # it ends before
+    {"option": "instruments", "ends": "nonfinite"},  # anomaly detection raises first
     {**OURS_ALONE, "checkpointing": "yes"},  # keys of our models
     {**OURS_ALONE, "rules": "frozen|factor"},
     {**OURS_ALONE, "start": "folded"},
