@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import sys
-import time
 from pathlib import Path
 
 import pytest
