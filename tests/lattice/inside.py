@@ -21,6 +21,14 @@ def train_by(words: list[str], folder: Path) -> dict[str, Any]:
         return run_training(compose_config(words), folder, "train.py")
 
 
+def train_or_refuse(words: list[str], folder: Path) -> dict[str, Any] | str:
+    """``train_by``, or the message of a refusal, which can travel between processes."""
+    try:
+        return train_by(words, folder)
+    except ValueError as error:
+        return str(error)
+
+
 def network_of(module: Any) -> nn.Module:
     """The network of Lightning's module in a callback."""
     return module.network
