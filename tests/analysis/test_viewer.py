@@ -54,7 +54,7 @@ def page(traces):
     return viewer_page(traces)
 
 
-LARGEST = {"viewer": 80_000, "playground": 130_000}
+LARGEST = {"viewer": 110_000, "playground": 130_000}
 """Bytes of a page without the data that it shows."""
 
 

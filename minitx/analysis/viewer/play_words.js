@@ -441,5 +441,3 @@ const WORDS = {
     },
   },
 };
-
-const words = () => WORDS[state.lang];
