@@ -180,7 +180,7 @@ def playground(*, pages: str | None = None, height: int = 1000) -> View:
     Scene 1 computes one row of softmax(q Kᵀ / √d_k) V by hand, for the reader's tokens and numbers (d_k = 3). Scene 2 draws random
     queries and keys, and shows what d_k (1 to 1,024) and a factor on q·k do to logits, weights, the softmax's Jacobian and numbers
     of 16 bits. With seed 0, its numbers are those of ``examples/why_scale.py``. Scene 3 shows a solved model that was trained
-    further with and without the scale, as ``examples/falls_apart.py`` recorded it. Scene 4 asks for the wrong line of five pieces
+    further with and without the scale, as ``examples/falls_apart.py`` recorded it. Scene 4 asks for the wrong line of nine pieces
     of code.
 
     Args:
