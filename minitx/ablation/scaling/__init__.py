@@ -15,6 +15,8 @@ from minitx.ablation.report import Picture, Section, text
 from minitx.analysis.canvas import label, log_ticks, panels
 
 ARMS = ("inv_sqrt", "unscaled")
+WINDOW = 8
+"""Steps in a mean of the accuracy that the first figure shows."""
 """The arms with and without the scale, of every grid about it."""
 
 
@@ -54,8 +56,8 @@ def figure(findings: Findings) -> list[Picture]:
         return []
     drawn, axes = panels(1, columns, width=12.5 / columns, height=2.6)
     for ax, (name, runs) in zip(axes[0], shown.items(), strict=False):
-        curves.curves(ax, grid, runs, "accuracy")
-        label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", "accuracy")
+        curves.curves(ax, grid, runs, "accuracy", WINDOW)
+        label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", f"accuracy, mean of the last {WINDOW}")
     for ax, (name, of_study) in zip(axes[0, len(shown) :], stable.items(), strict=False):
         curves.draw_thresholds(ax, grid, of_study)
         label(ax, f"largest rate without a collapse,\n{name}", "d_k", "learning rate")
