@@ -64,7 +64,7 @@ function answerParts(trace, isNamed) {
   const without = state.out ? answerOf(trace, state.layer, state.head) : null;
   const question = element("p", "asked");
   if (isNamed) question.append(element("b", "model", NAMES[trace]), " ");
-  question.append(element("bdi", "", row.text.replace(/[^ ]+/g, shown)));
+  question.append(element("bdi", "", words().told(row.text).replace(/[^ ]+/g, shown)));
   if (row.right !== null) {
     question.append(" ", element("span", "soft", words().right), tokenOf(row.right));
     const key = wantedKey(trace);

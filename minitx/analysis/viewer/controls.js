@@ -121,12 +121,14 @@ function showMore(on) {
   byId("controls").classList.toggle("all", on);
 }
 
+const TITLE = byId("title").textContent;
 let shownLanguage = null;
 
 function showControls() {
   showTheme();
   if (state.lang !== shownLanguage) {
     showLanguage();
+    byId("title").textContent = words().told(TITLE);
     buildChoices();
     showPlaying();
     [shownLanguage, builtThumbs, views] = [state.lang, "", []]; // everything else is built again

@@ -1,8 +1,22 @@
 // What the viewer says, in both languages.
 
+// Questions and titles come with the data, in English.
+const TOLD = [
+  [/^Which value has key (.*)\?$/s, "键 $1 的值是什么？"],
+  [/^Which token follows “(.*)”\?$/s, "“$1”后面是哪个词元？"],
+  [/^Which token is hidden at position (\d+)\?$/, "位置 $1 遮住的是哪个词元？"],
+  [/^What came after (.*) before\?$/s, "$1 上一次出现时，后面是什么？"],
+  [/^Which class\?$/, "哪一类？"],
+  [/^Attention on recorded sentence (\d+)$/, "记录的第 $1 行上的注意力"],
+  [/^Attention on validation row (\d+)$/, "第 $1 行验证数据上的注意力"],
+  [/^Attention on “(.*)”$/s, "“$1”上的注意力"],
+  [/^Attention$/, "注意力"],
+];
+
 const WORDS = {
   en: {
     language: ["中文", "Show this page in Chinese"],
+    told: (text) => text,
     theme: { light: ["Light", "Light colours"], dark: ["Dark", "Dark colours"] },
     // --- controls
     controls: "What is shown",
@@ -119,6 +133,7 @@ const WORDS = {
   },
   zh: {
     language: ["English", "用英文显示本页"],
+    told: (text) => TOLD.reduce((said, [english, chinese]) => said.replace(english, chinese), text),
     theme: { light: ["浅色", "浅色界面"], dark: ["深色", "深色界面"] },
     controls: "显示什么",
     group: "注意力",
