@@ -456,7 +456,14 @@ def draw(path: str) -> None:
             xs = [column + 0.3 * (i - 0.5) + 0.03 * (k - len(heights) / 2) for k in range(len(heights))]
             for x, height in zip(xs, heights, strict=True):
                 ended = height >= CAP  # at its cap, before it had learned the task
-                axes[3].plot(x, height, "^" if ended else marker, color=color, markersize=5 if ended else 3, fillstyle="none" if ended else "full")
+                axes[3].plot(
+                    x,
+                    height,
+                    "^" if ended else marker,
+                    color=color,
+                    markersize=5 if ended else 3,
+                    fillstyle="none" if ended else "full",
+                )
     log_ticks(axes[3])
     axes[3].set_xlim(-0.5, 1.5)
     axes[3].set_xticks([0, 1], ["LeCun's", "GPT-2's"])
