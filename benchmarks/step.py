@@ -164,9 +164,10 @@ def fitted(blocks: Turns, *words: str) -> Row:
 def batches(*words: str) -> tuple[Iterator[dict[str, Tensor]], int]:
     """(the training batches of the small character model, its vocabulary)."""
     from minitx.cli.compose import compose_config
-    from minitx.training.build import open_data
+    from minitx.data.datamodule import open_data
 
-    data = open_data(compose_config([*words, f"trainer.max_steps={10**9}"]))
+    config = compose_config([*words, f"trainer.max_steps={10**9}"])
+    data = open_data(config.data, config.trainer, seed=config.seed)
     return iter(data.train_dataloader()), data.task.tokenizer.vocab_size  # type: ignore[union-attr]
 
 

@@ -12,7 +12,6 @@ import torch
 
 from minitx.analysis import Snapshot, head_scores, heads_figure, read_conllu, save_figure, syntax_scores, take_snapshot
 from minitx.data.datamodule import DataModule
-from minitx.training.build import Caller
 from minitx.training.checkpoints import load_stored
 
 
@@ -29,7 +28,7 @@ def main(checkpoint: str, treebank: str | None = None, num_rows: int = 64, path:
 
     syntax = None
     if treebank is None:
-        batch = Caller(model).inputs(
+        batch = stored.net.inputs(
             DataModule(stored.task(), batch_size=num_rows).probe_batch(num_rows)
         )  # the keys that the model reads
         count = len(next(iter(batch.values())))

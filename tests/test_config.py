@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Literal
 
 import pytest
 
-from minitx.config import ConfigError, TransformerConfig, evaluate_factor, from_dict, node, to_dict
+from minitx.config import ConfigError, Part, TransformerConfig, evaluate_factor, from_dict, node, to_dict
+from minitx.config.part import Takes
 from minitx.config.schema import Count, defaults, read_call, takes_fields_of
 from minitx.config.training import NODES, CallbacksConfig, ParameterRule, RunConfig, SamplesConfig, StopAtConfig, TrainerConfig
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
+LINEAR = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
 
 
 def test_a_config_survives_the_way_through_plain_data():
     config = RunConfig(
         model={"_target_": "minitx.nn.build_model", "scale": 0.5, "num_heads": 8, "qk_norm": "rms"},
         data={"_target_": "minitx.data.kv_lookup", "num_pairs": 5},
-        optimizer={"_target_": "x", "rules": [to_dict(ParameterRule(match="q_proj", lr="head_dim^-0.25"))]},
-        trainer=TrainerConfig(stop_at=StopAtConfig(value=0.5), plugins=(SGD,), extra={"detect_anomaly": True}),
-        callbacks=CallbacksConfig(parts={"mine": {"_target_": "my.Callback"}, "off": None}),
-        logger={"wandb": {"_target_": "x", "tags": ["a"]}},
-        schedule=SGD,
+        optimizer={
+            "_target_": "minitx.training.optimizers.adamw",
+            "rules": [to_dict(ParameterRule(match="q_proj", lr="head_dim^-0.25"))],
+        },
+        trainer=TrainerConfig(stop_at=StopAtConfig(value=0.5), plugins=(LINEAR,), extra={"detect_anomaly": True}),
+        callbacks=CallbacksConfig(parts={"mine": {"_target_": "lightning.pytorch.callbacks.Timer"}, "off": None}),
+        logger={"wandb": {"_target_": "lightning.pytorch.loggers.WandbLogger", "tags": ["a"]}},
+        schedule={"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 3},
     )
     plain = json.loads(json.dumps(to_dict(config)))
-    assert plain["callbacks"]["mine"] == {"_target_": "my.Callback"}
+    assert plain["callbacks"]["mine"] == {"_target_": "lightning.pytorch.callbacks.Timer"}
     assert from_dict(RunConfig, plain) == config
+    assert pickle.loads(pickle.dumps(config)) == config  # it is sent to workers of a grid
 
 
 @pytest.mark.parametrize(("make", "said"), [
@@ -40,14 +47,15 @@ def test_a_config_survives_the_way_through_plain_data():
     (lambda: TransformerConfig(scale=True), "scale=true must be one of inv_sqrt"),
 ])  # fmt: skip
 def test_a_value_of_another_type_or_a_word_that_its_field_does_not_know_is_named_from_python_too(make, said):
-    TransformerConfig(qk_norm=None, attention={"_target_": "mine.Core"})
+    TransformerConfig(qk_norm=None, attention={"_target_": "torch.nn.Identity"})
     with pytest.raises(ConfigError, match=f"^{said}"):
         make()
 
 
 @pytest.mark.parametrize("group", NODES)
-def test_a_part_of_a_run_is_a_node_which_is_left_as_it_is(group):
-    assert getattr(from_dict(RunConfig, {group: SGD}), group) == SGD
+def test_a_node_of_a_run_becomes_a_part_with_its_path_and_its_target(group):
+    part = getattr(from_dict(RunConfig, {group: {"_target_": "builtins.dict", "config": 3}}), group)
+    assert (part.path, part.name, part.target, part.get("config")) == (group, "builtins.dict", dict, 3)
     with pytest.raises(ConfigError, match=f"^{group} has no _target_"):
         from_dict(RunConfig, {group: {"target": "torch.optim.SGD"}})
 
@@ -63,7 +71,8 @@ def of_shape(shape, core=None):
 
 def test_a_target_may_take_the_fields_of_a_dataclass():
     made = node(of_shape, embed_dim=12, num_heads=3)
-    assert made == {"_target_": f"{__name__}.of_shape", "embed_dim": 12, "num_heads": 3}
+    assert (made.name, made.target, made.arguments) == (f"{__name__}.of_shape", of_shape, {"embed_dim": 12, "num_heads": 3})
+    assert Part.read(made, "model").fields == Shape(embed_dim=12, num_heads=3)
     assert read_call(of_shape, {"embed_dim": 12, "num_heads": 3}) == {"shape": Shape(embed_dim=12, num_heads=3)}
     assert defaults(of_shape)["embed_dim"] == TransformerConfig().embed_dim
     with pytest.raises(ConfigError, match=r"^model.num_head is not a key \(did you mean model.num_heads\?\)"):
@@ -71,9 +80,36 @@ def test_a_target_may_take_the_fields_of_a_dataclass():
 
 
 def test_a_node_names_the_shortest_module_that_has_its_target():
-    assert node(from_dict) == {"_target_": "minitx.config.from_dict"}
-    assert node(read_call)["_target_"] == "minitx.config.schema.read_call"
-    assert node(from_dict, rule=ParameterRule(match="a"))["rule"]["match"] == "a"  # plain data
+    assert node(from_dict).name == "minitx.config.from_dict"
+    assert node(read_call).name == "minitx.config.schema.read_call"
+    assert node(from_dict, rule=ParameterRule(match="a")).plain()["rule"]["match"] == "a"
+
+
+def scaled(values, seed: int = 7, *, by: Count = 2, kind: Literal["a", "b"] = "a"):
+    """Stands for a part."""
+    return [by * value for value in values], seed, kind
+
+
+def test_a_part_is_built_with_what_the_run_offers_to_the_arguments_that_it_names():
+    part = Part.read(node(scaled, by=3), "data", Takes(first=1, offers=("seed", "size")))
+    assert part.build([1, 2], seed=5, size=4) == ([3, 6], 5, "a")
+    assert part.with_(seed=1).build([1], seed=5) == ([3], 1, "a")  # the config comes before the run
+    assert part.plain() == {"_target_": f"{__name__}.scaled", "by": 3, "kind": "a"}  # the seed is the run's
+    assert part == Part.read(node(scaled, by=3.0, kind="a"), "other", Takes(first=1)) != part.with_(kind="b")
+    assert part.differences({"_target_": f"{__name__}.scaled", "by": 4}) == ["data.by 4 != 3"]
+    with pytest.raises(ConfigError, match=r"^data\.by=x must be a whole number"):
+        part.with_(by="x")
+
+
+def test_a_function_of_python_without_a_name_in_a_module_is_a_part_too():
+    part = Part.read(node(lambda size=3, *, inner=None: (size, inner)), "data")
+    assert part.with_(size=4, inner=node(lambda: 5)).build() == (4, 5)
+
+
+def test_a_part_may_be_a_partial_function_and_take_arguments_by_position():
+    nodes = {"_target_": "builtins.list", "_args_": [[{"_target_": "functools.reduce", "_partial_": True, "_args_": [max]}]]}
+    (made,) = Part.of(nodes, "data").build()
+    assert made([3, 7, 5]) == 7
 
 
 def test_defaults_that_depend_on_other_fields():
@@ -85,9 +121,9 @@ def test_defaults_that_depend_on_other_fields():
 
 
 FITS = {
-    "trainer": {"max_steps": 5, "accumulate": 3, "devices": 4, "strategy": "sharded", "plugins": [SGD]},
-    "callbacks": {"probe": {"every": 3}, "mine": SGD, "off": None},
-    "logger": {"a": SGD, "b": None},
+    "trainer": {"max_steps": 5, "accumulate": 3, "devices": 4, "strategy": "sharded", "plugins": [LINEAR]},
+    "callbacks": {"probe": {"every": 3}, "mine": LINEAR, "off": None},
+    "logger": {"a": LINEAR, "b": None},
 }
 
 

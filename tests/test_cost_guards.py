@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minitx
 from minitx.analysis.canvas import panels
 from minitx.analysis.counting import allocations
-from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
+from minitx.config import CallbacksConfig, Part, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.nn import Causal, DecoderLM, Padding, build_model
 from minitx.nn.backends import chunked, sdpa
 from minitx.training.module import TrainingModule
@@ -54,12 +54,14 @@ def config(steps, *, layers=1, **groups):
         "data": {"_target_": "minitx.data.kv_lookup", "batch_size": 12, "val_size": 5},
         "optimizer": node(adamw, weight_decay=0.1),
         "objective": node(CrossEntropy),
-        "trainer": TrainerConfig(max_steps=steps, clip=1.0, accelerator="cpu", val_every=0, log_every=1000, ckpt_every=0),
+        "trainer": TrainerConfig(
+            max_steps=steps, clip=1.0, accelerator="cpu", val_every=0, log_every=1000, ckpt_every=0, rehearse=False
+        ),
         "callbacks": CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=3)),
     }
     for name, keys in groups.items():
         of = values[name]
-        values[name] = {**of, **keys} if isinstance(of, dict) else dataclasses.replace(of, **keys)
+        values[name] = node(of.target, **keys) if isinstance(of, Part) else dataclasses.replace(of, **keys)
     return RunConfig(**values)
 
 

@@ -25,20 +25,22 @@ from torch import nn
 
 from minitx.ablation.design import AblationConfig
 from minitx.analysis.counting import flop_counter
-from minitx.config import ConfigError, InitFrom, RunConfig, TransformerConfig, from_dict
-from minitx.config.schema import require
-from minitx.config.training import MODEL
+from minitx.config import ConfigError, EvaluationConfig, InitFrom, TransformerConfig, from_dict
+from minitx.config.schema import read, require
+from minitx.config.training import MODEL, Data, Model
 from minitx.data.datamodule import DataModule
-from minitx.data.task import Batch
+from minitx.data.loaders import load_task
+from minitx.data.task import Batch, without_targets
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, network_of, open_data
 from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoints import load_model, load_start
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import finite, read_metrics, read_probes
+from minitx.training.net import Net, network_of
+from minitx.training.trust import check_trusted
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
 TOLERANCE = 1e-5
@@ -76,7 +78,7 @@ class SameStart(L.Callback):
         batch = {name: tensor.to(module.device) for name, tensor in trainer.datamodule.probe_batch(_ROWS).items()}  # type: ignore[attr-defined]
         before, now = (_network_at(self.path, trainer, module).to(next(module.network.parameters())), module.network)
         with evaluating(before), evaluating(now):
-            expected, got = Caller(before)(batch), Caller(now)(batch)
+            expected, got = Net.of(before)(batch), module.net(batch)
         error = float((got - expected).abs().max() / expected.abs().max())
         Path(trainer.default_root_dir, START_FILE).write_text(json.dumps({"error": error}) + "\n", encoding="utf-8")
         wrong = f"the outputs differ from those of {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed"
@@ -85,10 +87,10 @@ class SameStart(L.Callback):
 
 def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
     """The network whose weights the run starts from. A head that the folder does not have is drawn as the run draws it."""
-    if Path(path).is_file():  # a model of the user's own has no scale to fold
-        is_own = config_of(module.network) is None and not is_of_transformers(module.network)
-        return load_model(path, copy.deepcopy(module.network) if is_own else None)[0]
-    if is_of_transformers(module.network):
+    if Path(path).is_file():
+        builds_itself = module.net.stored_node is not None
+        return load_model(path, None if builds_itself else copy.deepcopy(module.network))[0]
+    if module.net.config is None:
         from minitx.interop import pretrained_hf
 
         kind, labels = trainer.datamodule.task.kind, module.network.config.num_labels  # type: ignore[attr-defined]
@@ -98,7 +100,9 @@ def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
     weights, shape, _ = load_start(InitFrom(path=path))
     if shape is None:
         raise ConfigError(f"init_from.fold_scale=true needs one of our models at {path}")
-    network = network_of({"_target_": MODEL, **shape})
+    node = {"_target_": MODEL, **shape}
+    check_trusted(node, "model")
+    network = network_of(read(Model, node, "model"))
     network.load_state_dict(weights)
     return network
 
@@ -127,7 +131,7 @@ class Measures(L.Callback):
         self.lengths, self.attention = tuple(lengths), attention
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        model, data = config_of(module.network), trainer.datamodule  # type: ignore[attr-defined]
+        model, data = module.net.config, trainer.datamodule  # type: ignore[attr-defined]
         if model is None:
             raise ConfigError("callbacks: Measures needs one of our models")
         if self.attention:
@@ -138,14 +142,15 @@ class Measures(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         data, network = trainer.datamodule, module.network  # type: ignore[attr-defined]
         stored = next(each.state for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
-        config = from_dict(RunConfig, stored["config"])
+        config = stored["config"]
+        options = from_dict(EvaluationConfig, config["evaluation"])
         found = {}
         for length in self.lengths:
-            rows = config.evaluation.num_rows and max(1, config.evaluation.num_rows * data.task.longest // length)
-            options = dataclasses.replace(config.evaluation, num_rows=rows)
-            longer = dataclasses.replace(config, data={**config.data, "context_len": length})
-            opened = open_data(longer, tokenizer=data.task.tokenizer)
-            measured = evaluate(network, opened.task, options, batch_size=opened.val_batch_size(1))
+            rows = options.num_rows and max(1, options.num_rows * data.task.longest // length)
+            part = read(Data, {**config["data"], "context_len": length}, "data")
+            longer, _ = load_task(part, seed=config["seed"], tokenizer=data.task.tokenizer)
+            asked = dataclasses.replace(options, num_rows=rows)
+            measured = evaluate(network, longer, asked, batch_size=data.val_batch_size(1))
             found[f"loss_at_{length}"] = measured.metrics["loss"].value
         if self.attention:
             found |= _attention(network, data.probe_batch(_ROWS))
@@ -177,7 +182,7 @@ def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
                 if isinstance(module, MultiHeadAttention):
                     hook = module.core.register_forward_pre_hook(lambda core, args: calls.append((core, args[0])))
                     hooks.enter_context(hook)
-            network(**{name: tensor.to(device) for name, tensor in network_inputs(batch).items()})
+            network(**{name: tensor.to(device) for name, tensor in without_targets(batch).items()})
         errors, flops, exact = zip(*(_beside_exact(core, call) for core, call in calls), strict=True)
     return {"attention_error": mean(errors), "attention_cost": sum(flops) / sum(exact)}
 

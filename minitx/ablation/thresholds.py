@@ -22,13 +22,13 @@ from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.grid import read_records
 from minitx.ablation.measures import START_FILE, read_json, short
 from minitx.config import ConfigError, RunConfig
-from minitx.training.build import build_network, in_steps, open_data
+from minitx.data.datamodule import in_steps, open_data
 from minitx.training.callbacks import StepCallback, step_means
 from minitx.training.checkpoints import start_from, tokenizer_of
 from minitx.training.devices import machine
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
-from minitx.training.nodes import build_all
-from minitx.training.run import build_trainer, quiet_lightning
+from minitx.training.net import build_network
+from minitx.training.run import build_all, build_trainer, quiet_lightning
 
 RUNS_FILE = "runs.jsonl"
 """The runs of a threshold that is not finished, one per line, in the folder of its cell."""
@@ -140,7 +140,7 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
             return bool(known[rate]["stable"])
 
         return {
-            **vars(search(is_stable, config.optimizer["lr"], rule.bisections)),
+            **vars(search(is_stable, config.optimizer.get("lr"), rule.bisections)),
             "start": short(runs.start),
             "cap": runs.config.trainer.max_steps,
             "parameters": sum(p.numel() for p in runs.network.parameters()),
@@ -153,17 +153,20 @@ class Runs:
     """The training runs of one cell. They differ only in the rate."""
 
     def __init__(self, config: RunConfig, folder: Path, rule: ThresholdConfig) -> None:
-        self.data = open_data(config, None, tokenizer_of(config.init_from, config.data))
-        self.config, self.folder, self.rule = in_steps(config, self.data), folder, rule
-        self.network = start_from(config.init_from, build_network(config, self.data))
+        tokenizer, trainer = tokenizer_of(config.init_from, config.data), config.trainer
+        self.data = open_data(config.data, trainer, seed=config.seed, tokenizer=tokenizer)
+        self.config, self.folder, self.rule = dataclasses.replace(config, trainer=in_steps(trainer, self.data)), folder, rule
+        network = build_network(config.model, self.data, precision=trainer.precision, seed=config.seed)
+        self.network = start_from(config.init_from, network)
         self.weights = {name: value.clone() for name, value in self.network.state_dict().items()}
         self.start = self._loss() if rule.metric == "train_loss" else math.nan
 
     def module(self, rate: float) -> TrainingModule:
         """Return the module of a run, with the weights at the start and a fresh optimizer."""
         self.network.load_state_dict(self.weights)
-        config = dataclasses.replace(self.config, optimizer={**self.config.optimizer, "lr": rate})
-        return build_module(config, self.data, self.network)
+        config, optimizer = self.config, self.config.optimizer.with_(lr=rate)
+        parts = config.objective, optimizer, config.schedule
+        return build_module(self.network, self.data, *parts, config.trainer, config.seed)
 
     def run(self, rate: float) -> dict[str, Any]:
         """Train at ``rate`` until the run ends or fails, and return its record."""
@@ -189,7 +192,7 @@ class Runs:
 
     def trainer(self, callbacks: list[L.Callback]) -> L.Trainer:
         """Return a trainer with these callbacks alone, without Lightning's own checkpoints, and without validation."""
-        trainer = build_trainer(self.config, self.folder, [], callbacks, 0)
+        trainer = build_trainer(self.config.trainer, self.folder, [], callbacks, 0)
         trainer.limit_val_batches = 0
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         return trainer
@@ -197,7 +200,7 @@ class Runs:
     @torch.no_grad()
     def _loss(self) -> float:
         """The mean loss of the starting weights on the first ``window`` batches, on the device and in the precision of training."""
-        module, losses = self.module(self.config.optimizer["lr"]), []
+        module, losses = self.module(self.config.optimizer.get("lr")), []
         strategy = self.trainer([]).strategy
         module.to(strategy.root_device)
         with strategy.precision_plugin.forward_context():

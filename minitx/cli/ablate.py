@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -109,7 +110,7 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
             said = f"{place}.{key}.window={rule and rule.window} is longer than its runs, of {steps} steps"
             require(rule is None or rule.window <= steps, said)
         parts = compose_cell(of_study[0].overrides).callbacks.parts.values() if study.measures else ()
-        writers = [node for node in parts if node is not None and str(node["_target_"]).endswith(".Measures")]
+        writers = [node for node in parts if node is not None and node.name.endswith(".Measures")]
         written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
         written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
         own = [measure for measure in study.measures if writers and not measure.startswith(("loss_at_", "attention_"))]
@@ -163,7 +164,11 @@ def run_cell(
         shutil.rmtree(place)
         return found
     shutil.rmtree(place, ignore_errors=True)  # what a killed run left
-    trained = run_training(compose_cell(words), place, command_of(words))
+    config = compose_cell(words)
+    config = dataclasses.replace(
+        config, trainer=dataclasses.replace(config.trainer, rehearse=False)
+    )  # ``check`` has tried one of each study
+    trained = run_training(config, place, command_of(words))
     result = result_of(place, trained, cap, keep_attention=keep_attention)
     if not keep_weights:
         shutil.rmtree(place, ignore_errors=True)

@@ -25,11 +25,11 @@ from omegaconf.errors import InterpolationKeyError
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.mistakes import explained, is_of_hydra, names_of
-from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_part
-from minitx.config.schema import defaults, require, to_dict
+from minitx.config import CONFIG_DIR, ConfigError, EvaluationConfig, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
+from minitx.config.part import find_target, required, unknown_keys, usual
+from minitx.config.schema import config_class_of, defaults, require, to_dict
 from minitx.config.shipped import shipped_configs
-from minitx.config.training import MODEL, NODES
-from minitx.training.nodes import check_nodes, completed, foreign_keys, parameter_names, target_of, with_defaults
+from minitx.config.training import LOADING, MODEL, NODES, CallbacksConfig
 
 log = logging.getLogger(__name__)
 
@@ -86,19 +86,17 @@ def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     if (values.get("init_from") or {}).get("path") and values["model"].get("_target_") == MODEL:
         from minitx.training.checkpoints import stored_shape
 
-        shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."))
+        shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."), values.get("trust") is True)
         chosen = {name.partition(".")[2] for name in typed if name.startswith("model.")}
         values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
     if isinstance(values["trainer"], Mapping):
         check_trainer(values["trainer"])
-    config = from_dict(RunConfig, values)
-    if config.experiment == "finetune" and config.init_from.path is None and config.model["_target_"] == MODEL:
+    values |= {name: _as_chosen(values[name], name, typed) for name in NODES if name in typed and is_node(values[name])}
+    config = _with_fitting_warmup(from_dict(RunConfig, values), typed)
+    if config.experiment == "finetune" and config.init_from.path is None and config.model.name == MODEL:
         raise ConfigError("experiment=finetune goes on with a model: add init_from.path=FOLDER, or model=hf model.path=FOLDER")
-    nodes: dict[str, Any] = {name: _as_chosen(config, name, typed) for name in NODES if name in typed}
-    config = dataclasses.replace(config, **nodes)
-    check_nodes(config)
     _check_loading(config, typed)
-    return with_defaults(_with_fitting_warmup(config, typed))
+    return config
 
 
 def check_trainer(node: Mapping[str, Any]) -> None:
@@ -117,7 +115,7 @@ def check_trainer(node: Mapping[str, Any]) -> None:
         check_arguments(extra)
 
 
-def _as_chosen(config: RunConfig, group: str, typed: Mapping[str, str]) -> dict[str, Any]:
+def _as_chosen(node: Mapping[str, Any], group: str, typed: Mapping[str, str]) -> dict[str, Any]:
     """Return the node of a group of which ``group=OPTION`` was typed, without the keys that an experiment sets for its own option.
 
     These keys belong to another option of ours. Any other key that the target does not know is kept, and refused later.
@@ -125,14 +123,14 @@ def _as_chosen(config: RunConfig, group: str, typed: Mapping[str, str]) -> dict[
     Raises:
         ConfigError: keys of an experiment make the group something else than the option.
     """
-    word, node, targets = typed[group], getattr(config, group), _targets(group)
+    word, targets = typed[group], _targets(group)
     target = targets.get(word.partition("=")[2], node["_target_"])
     said = f"{word} was typed, but the config also says {group}._target_={node['_target_']}, which comes later"
     require(node["_target_"] == target, f"{said}: leave out {word}, or these keys of {group}")
     if group == "data":
         return dict(node)
-    known = {key for target in set(targets.values()) for key in defaults(target_of({"_target_": target}, group))}
-    left = [key for key in foreign_keys(node, group) if key in known and f"{group}.{key}" not in typed]
+    known = {key for target in set(targets.values()) for key in defaults(find_target(target, group))}
+    left = [key for key in unknown_keys(node, group) if key in known and f"{group}.{key}" not in typed]
     if left:
         log.info("%s: without %s, which the experiment sets for another option", group, ", ".join(left))
     return {key: value for key, value in node.items() if key not in left}
@@ -149,17 +147,17 @@ def _targets(group: str) -> dict[str, str]:
 def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConfig:
     """Cut the warm-up of an experiment that exceeds ``trainer.max_steps`` to a tenth of the steps. A typed one stays, and is refused later."""
     steps, warmup = config.trainer.max_steps, config.schedule.get("warmup_steps", 0)
-    is_ours = str(config.schedule["_target_"]).startswith("minitx.training.optimizers.")
+    is_ours = config.schedule.name.startswith("minitx.training.optimizers.")
     if steps is None or not is_ours or warmup <= steps or "schedule.warmup_steps" in typed:
         return config
     log.info("schedule.warmup_steps=%s of the experiment exceeds trainer.max_steps=%d: cut to %d", warmup, steps, steps // 10)
-    return dataclasses.replace(config, schedule={**config.schedule, "warmup_steps": steps // 10})
+    return dataclasses.replace(config, schedule=config.schedule.with_(warmup_steps=steps // 10))
 
 
 def _check_loading(config: RunConfig, typed: Mapping[str, str]) -> None:
     """Raise a ConfigError if a key of loading was typed that a LightningDataModule does not take: its loaders have their own value."""
-    target = target_of(config.data, "data")
-    names = [name for name in ("batch_size", "num_workers") if f"data.{name}" in typed and name not in parameter_names(target)]
+    target = config.data.target
+    names = [name for name in LOADING if f"data.{name}" in typed and name not in config.data.names]
     if names and isinstance(target, type) and hasattr(target, "train_dataloader"):
         raise ConfigError(
             f"{typed[f'data.{names[0]}']} does not apply to {target.__name__}, a LightningDataModule without that argument: its "
@@ -169,8 +167,8 @@ def _check_loading(config: RunConfig, typed: Mapping[str, str]) -> None:
 
 def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
     """Yield a sentence for each value that was typed, is not the default, and is read only beside another key."""
-    callbacks, data = config.callbacks, config.data if str(config.data["_target_"]).startswith("minitx.") else {}
-    targets = [str(node["_target_"]) for node in (*config.logger.values(), *callbacks.parts.values()) if node]
+    callbacks, data = config.callbacks, config.data.plain() if config.data.name.startswith("minitx.") else {}
+    targets = [part.name for part in (*config.logger.values(), *callbacks.parts.values()) if part is not None]
     own = [name for name in targets if not name.startswith(("lightning.", "minitx.training."))]  # may read any key
     paths = [Path(data[name]).expanduser() for name in ("path", "val_path", "test_path") if data.get(name)]
     held_out = data.get("val_path") or data.get("val_split")
@@ -185,8 +183,9 @@ def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
         (r"data\.val_fraction", not held_out, "data.val_path=null and data.val_split=null"),
         (r"data\.subset", not data or not all(path.is_file() for path in paths), "a name on the hub as data.path"),
     )
-    usual = with_defaults(RunConfig(data={"_target_": config.data["_target_"]}))
-    given, default = (OmegaConf.create(to_dict(each)) for each in (config, usual))
+    usual = {"evaluation": defaults(EvaluationConfig), "callbacks": defaults(CallbacksConfig)}
+    usual["data"] = _completed({"_target_": config.data.name}, "data")
+    given, default = (OmegaConf.create(each) for each in (to_dict(config), usual))
     for (name, word), (pattern, is_read, needed) in itertools.product(by_key(words).items(), rules):
         if not is_read and re.fullmatch(pattern, name) and OmegaConf.select(given, name) != OmegaConf.select(default, name):
             yield f"{word} has no effect without {needed}"
@@ -268,7 +267,7 @@ def unlisted(words: Sequence[str]) -> list[str]:
     """Return overrides that add the keys of nodes which are at the defaults of their targets, for ``--help`` and ``--cfg``."""
     found = composed(words)
     whole: Any = OmegaConf.to_container(_with_defaults(found))
-    nodes = {group: whole[group] for group in NODES if is_part(whole.get(group))}
+    nodes = {group: whole[group] for group in NODES if is_node(whole.get(group))}
     added = [(group, name, node[name]) for group, node in nodes.items() for name in node if name not in found[group]]
     return [f"+{group}.{name}={json.dumps(value)}" for group, name, value in added if not isinstance(value, dict)]
 
@@ -276,7 +275,21 @@ def unlisted(words: Sequence[str]) -> list[str]:
 def _with_defaults(composed: DictConfig) -> DictConfig:
     """Return a config with every key of its nodes. Interpolations are kept."""
     values: Any = OmegaConf.to_container(composed)
-    return OmegaConf.create({name: completed(node, name) if is_part(node) else node for name, node in values.items()})
+    return OmegaConf.create({name: _completed(node, name) if is_node(node) else node for name, node in values.items()})
+
+
+def _completed(node: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """A node with the defaults of its target. A key of data that must be given is ``???``. A model of the user's stays as it is."""
+    try:
+        target = find_target(str(node["_target_"]), group)
+    except ConfigError:
+        return dict(node)
+    if group == "model" and config_class_of(target) is None:
+        return dict(node)
+    found = usual(target)
+    if group == "data":
+        found |= dict.fromkeys(required(target), "???") | {name: default for name, (_, default) in LOADING.items()}
+    return {**node, **{name: value for name, value in found.items() if name not in node}}
 
 
 def compose_config(words: Sequence[str]) -> RunConfig:

@@ -43,7 +43,6 @@ def main() -> int:
 
 def _evaluate(config: EvaluateConfig) -> None:
     from minitx.cli.inputs import open_stored
-    from minitx.training.build import loading_of
     from minitx.training.checkpoints import place
     from minitx.training.devices import onednn_products
     from minitx.training.evaluation import evaluate
@@ -57,7 +56,9 @@ def _evaluate(config: EvaluateConfig) -> None:
         task = stored.task()
         answers = config.num_beams == 1 or task.kind == "seq2seq"
         require(answers, f"num_beams={config.num_beams} has no effect: it is for answers that an encoder-decoder writes")
-        rows = config.batch_size or stored.config.trainer.val_batch_size or loading_of(stored.config.data)["batch_size"]
+        rows = (
+            config.batch_size or stored.state["config"]["trainer"]["val_batch_size"] or stored.part("data").beside["batch_size"]
+        )
         network = place(stored.network, config.device)
         found = evaluate(network, task, options, stored.objective(), batch_size=rows, split=config.split)
     write("\n".join(found.lines()) + "\n")

@@ -59,17 +59,16 @@ def main() -> int:
 def _generate(config: GenerateConfig) -> None:
     import torch
 
-    from minitx.cli.inputs import chat_format, encode_text, open_stored, reader_of_ids, shape_of
-    from minitx.training.build import config_of
+    from minitx.cli.inputs import chat_format, encode_text, open_stored
     from minitx.training.checkpoints import place
 
     stored = open_stored(config.checkpoint, trust=config.trust)
-    tokenizer, shape, kind = stored.tokenizer, config_of(stored.network), shape_of(stored.network).architecture
+    tokenizer, shape, kind = stored.tokenizer, stored.net.config, stored.net.shape.architecture
     said = f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text"
     require(kind in ("decoder", "encoder_decoder"), said)
     if tokenizer is None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds no tokenizer: its model was not trained on text")
-    model = place(stored.network if shape is not None else reader_of_ids(stored), config.device)
+    model = place(stored.net.writer(tokenizer.vocab_size, stored.path), config.device)
     bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # the mark with which texts begin
     options = _options(config, model, tokenizer, shape)
     generator = torch.Generator().manual_seed(config.seed)

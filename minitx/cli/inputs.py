@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Asked, next_tokens
-from minitx.analysis.capture import Layers, attention_cores, chosen_modules
+from minitx.analysis.capture import Layers, chosen_modules
 from minitx.analysis.intervene import with_knock_outs
 from minitx.analysis.snapshot import Snapshot, take_snapshot
 from minitx.cli.command_line import refusing
@@ -24,13 +23,13 @@ from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
 from minitx.data.conversations import ChatFormat, template_of
-from minitx.data.task import Task, as_split, key_value_texts, position_texts
+from minitx.data.task import Task, as_split, key_value_texts, position_texts, without_targets
 from minitx.data.tokenizers import Tokenizer, fingerprint, token_texts
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
 from minitx.interop.finetune import load_folder, quiet
-from minitx.training.build import Caller, config_of, is_of_transformers, network_inputs, title_of, unwrapped
 from minitx.training.checkpoints import Stored, load_stored
+from minitx.training.net import Net
 from minitx.training.questions import questions_of, token_namer
 
 SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
@@ -65,15 +64,9 @@ def with_attention(stored: Stored) -> nn.Module:
         ConfigError: it has no attention that can be shown.
     """
     with refusing(f"ckpt_path={stored.path} cannot be shown: "):
-        if is_of_transformers(unwrapped(stored.network)) and not attention_cores(stored.network):
-            adopt_hf(stored.network)
+        stored.net.show_attention()
         chosen_modules(stored.network, "weights", None)
     return stored.network
-
-
-def shape_of(model: nn.Module) -> TransformerConfig:
-    """Return the config of one of our models. A model of the user's is treated as a decoder of any length."""
-    return config_of(model) or TransformerConfig(max_len=2**31)
 
 
 def attention_of(
@@ -87,9 +80,9 @@ def attention_of(
     Raises:
         ConfigError: the model has no attention of ours, or cannot read the row; or with ``knock_out``, there is nothing to answer.
     """
-    device, read = next(model.parameters()).device, Caller(model).inputs(inputs.tensors)
-    tensors = {name: tensor.to(device) for name, tensor in read.items() if tensor.dim()}
-    told: dict[str, Any] = {"tokens": inputs.texts, "asked": inputs.asked, "title": title_of(model)}
+    net, device = Net.of(model), next(model.parameters()).device
+    tensors = {name: tensor.to(device) for name, tensor in net.inputs(inputs.tensors).items() if tensor.dim()}
+    told: dict[str, Any] = {"tokens": inputs.texts, "asked": inputs.asked, "title": net.title}
     with refusing("", (ValueError, RuntimeError, IndexError)):
         snapshot = take_snapshot(model, tensors, layers=layers, step=step, **told)
         return with_knock_outs(snapshot, model, tensors, inputs.asked) if knock_out else snapshot
@@ -100,38 +93,10 @@ def check_reads_alike(
 ) -> None:
     """Raise a ConfigError unless the model ``theirs`` of ``said`` reads the same inputs as ``ours`` of ``first``."""
     for name in ("architecture", "vocab_size", "type_vocab_size", "image_size", "num_channels", "patch_size"):
-        mine, other = (getattr(shape_of(model), name) for model in (ours, theirs))
+        mine, other = (getattr(Net.of(model).shape, name) for model in (ours, theirs))
         require(mine == other, f"{said} has model.{name}={other}, but {first} has {mine}: they cannot read the same")
     mine, other = (None if tokenizer is None else fingerprint(tokenizer) for tokenizer in tokenizers)
     require(mine == other, f"{said} reads text with another tokenizer than {first}: their tokens differ")
-
-
-def reader_of_ids(stored: Stored) -> Any:
-    """Wrap a model of the user's for ``generate``: ids (B, L) in, logits (B, L, V) out. It ends a text as transformers would.
-
-    Raises:
-        ConfigError: in a call, if the model does not return such logits for ``input_ids``.
-    """
-    assert stored.tokenizer is not None
-    size = stored.tokenizer.vocab_size
-
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network, self.caller = stored.network, Caller(stored.network)
-            network: Any = unwrapped(stored.network)
-            ends = stated(getattr(network, "generation_config", None), "eos_token_id")
-            known = [id for id in (ends if isinstance(ends, list) else [ends]) if id in range(size)]
-            self.config = SimpleNamespace(eos_id=known)  # GPT-2's config names 50256 for every vocabulary
-
-        def forward(self, input_ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
-            logits = self.caller({"input_ids": input_ids})
-            if logits.shape[:-1] != input_ids.shape:
-                shapes = f"{tuple(logits.shape)} for input_ids of {tuple(input_ids.shape)}"
-                raise ConfigError(f"ckpt_path={stored.path}: to write text a model must give logits (B, L, V), got {shapes}")
-            return logits
-
-    return Reads().eval()
 
 
 def chat_format(stored: Stored) -> ChatFormat | None:
@@ -140,7 +105,7 @@ def chat_format(stored: Stored) -> ChatFormat | None:
     Raises:
         ConfigError: the template cannot be read, or the tokenizer has no end mark.
     """
-    template = template_of(stored.config.data, stored.tokenizer)
+    template = template_of(stored.nodes["data"], stored.tokenizer)
     if template is None or stored.tokenizer is None:
         return None
     return ChatFormat(template, stored.tokenizer, "the chat template of the checkpoint")
@@ -155,7 +120,7 @@ def row_inputs(task: Task, row: int) -> Inputs:
     source = ValSource(as_split(task, "val"), batch_size=1, world=1)
     require(row < source.num_rows, f"row={row} must lie in [0, {source.num_rows}), the validation rows")
     batch = source.rows(range(row, row + 1))
-    tensors = network_inputs(batch)
+    tensors = without_targets(batch)
     return Inputs(tensors, position_texts(task, tensors), questions_of(task, batch))
 
 
@@ -172,7 +137,7 @@ def text_inputs(
         ConfigError: the text is empty, has more than ``max_len`` tokens, or contains a character or an id that the model does
             not know.
     """
-    config = shape_of(model)
+    config = Net.of(model).shape
     require(config.architecture != "vision", "text is for models of text: an image is chosen by row=N")
     if tokenizer is None:
         return _id_inputs(config, text)

@@ -253,9 +253,9 @@ def _open(config: ViewConfig, name: str, file: str) -> tuple[Any, Any, Stored | 
 
 def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | None) -> tuple[list[Inputs], str]:
     """What the models read, one text or two or a row, and the page's title."""
-    from minitx.cli.inputs import hf_inputs, paired, row_inputs, shape_of, text_inputs
+    from minitx.cli.inputs import hf_inputs, paired, row_inputs, text_inputs
 
-    kind = type(model).__name__ if stored is None else shape_of(model).architecture
+    kind = type(model).__name__ if stored is None else stored.net.shape.architecture
     is_pair = model.config.is_encoder_decoder if stored is None else kind == "encoder_decoder"
     require(is_pair or config.target is None, f"target is for encoder-decoders, and the model is a {kind}")
     needed = is_pair and config.compare_text is not None and config.target is None

@@ -1,11 +1,13 @@
 """All configs, as frozen dataclasses, with checks of their fields.
 
 A config is plain data (``dict``, ``list``, ``str``, numbers) in YAML files, on the command line and in checkpoints;
-``from_dict`` turns it into these classes. The arguments of a node with ``_target_`` are read by the signature of its target
-(``read_call``), or as the fields of a dataclass. Only the standard library is used. Messages begin with ``key=value``.
+``from_dict`` turns it into these classes. A node with ``_target_`` becomes a ``Part``: its target is looked up, and its arguments are
+read by the signature of the target (``read_call``), or as the fields of a dataclass. Only the standard library is used. Messages begin
+with ``key=value``.
 """
 
-from minitx.config.schema import ConfigError, Part, from_dict, is_part, node, to_dict
+from minitx.config.part import Part, node
+from minitx.config.schema import ConfigError, from_dict, is_node, to_dict
 from minitx.config.training import (
     CONFIG_DIR,
     IGNORED,

@@ -10,9 +10,9 @@ import difflib
 import inspect
 import math
 import re
-import sys
 import types
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,9 +24,6 @@ T = TypeVar("T")
 UNIONS = (typing.Union, types.UnionType)
 PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list", Mapping: "a mapping"}
 """Python types in words."""
-
-Part = Mapping[str, Any]
-"""A node of a config: ``_target_`` and arguments for it."""
 
 _FIELDS_OF = "__config_class__"
 
@@ -41,6 +38,19 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+class Readable(ABC):
+    """A class whose values read themselves from plain data, and write themselves as plain data. It can be a hint."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, value: Any, key: str, *annotations: Any) -> Any:
+        """Return ``value`` as an instance, or raise a ConfigError that names ``key``. ``annotations`` are those of ``Annotated``."""
+
+    @abstractmethod
+    def plain(self) -> Any:
+        """Return plain data."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """A condition on a value, in words and as a function. ``Annotated[int, Bound(...)]`` is a hint."""
@@ -49,16 +59,35 @@ class Bound:
     holds: Callable[[Any], bool]
 
 
-_POSITIVE = Bound("be positive and finite", lambda number: 0 < number < math.inf)
-_NOT_NEGATIVE = Bound("be zero or more, and finite", lambda number: 0 <= number < math.inf)
+# functions with names, because a config is sent to other processes
+
+
+def _is_positive(number: float) -> bool:
+    return 0 < number < math.inf
+
+
+def _is_not_negative(number: float) -> bool:
+    return 0 <= number < math.inf
+
+
+def _is_share(number: float) -> bool:
+    return 0 <= number < 1
+
+
+def _is_fraction(number: float) -> bool:
+    return 0 < number < 1
+
+
+_POSITIVE = Bound("be positive and finite", _is_positive)
+_NOT_NEGATIVE = Bound("be zero or more, and finite", _is_not_negative)
 
 Count = Annotated[int, _POSITIVE]
 Positive = Annotated[float, _POSITIVE]
 Natural = Annotated[int, _NOT_NEGATIVE]
 NotNegative = Annotated[float, _NOT_NEGATIVE]
 Finite = Annotated[float, Bound("be finite", math.isfinite)]
-Share = Annotated[float, Bound("lie in [0, 1)", lambda number: 0 <= number < 1)]
-Fraction = Annotated[float, Bound("lie in (0, 1)", lambda number: 0 < number < 1)]
+Share = Annotated[float, Bound("lie in [0, 1)", _is_share)]
+Fraction = Annotated[float, Bound("lie in (0, 1)", _is_fraction)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +122,6 @@ def config_class_of(target: Any) -> type | None:
     return getattr(target, _FIELDS_OF, None)
 
 
-def node(target: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return the node that calls ``target`` with ``arguments``. It names the shortest module that has the target.
-
-    >>> node(Bound, wanted="be even")
-    {'_target_': 'minitx.config.schema.Bound', 'wanted': 'be even'}
-    """
-    parts = target.__module__.split(".")
-    modules = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
-    public = [name for name in modules if getattr(sys.modules.get(name), target.__name__, None) is target]
-    return {"_target_": f"{[*public, modules[-1]][0]}.{target.__qualname__}", **to_dict(arguments)}
-
-
 @cache
 def hints_of(target: Any) -> dict[str, Any]:
     """Return the hints of the fields of a dataclass, or of the parameters of a function or class. {} if they cannot be resolved."""
@@ -127,7 +144,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     hints, rest = hints_of(cls), None  # type: ignore[arg-type]
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         said = f"{path}{field.name} has a _target_, but nothing is built there: give its keys or its value alone"
-        require(not is_part(values.get(field.name)) or not _is_closed(hints[field.name]), said)
+        require(not is_node(values.get(field.name)) or not _is_closed(hints[field.name]), said)
         rest = field.name if field.metadata.get("rest") else rest  # takes every further key
     more = {key: value for key, value in values.items() if rest is not None and key not in hints}
     given = read_call(cls, {key: value for key, value in values.items() if key not in more}, path)
@@ -141,6 +158,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 
 def _is_closed(hint: Any) -> bool:
     """Whether a hint is of plain values and groups alone, so that a node has no place in it."""
+    if _is_readable(hint):
+        return False
     parts = [part for part in get_args(hint) if not isinstance(part, Bound)]
     if get_origin(hint) in (Annotated, tuple, *UNIONS):
         return all(map(_is_closed, parts))
@@ -158,8 +177,8 @@ def read_call(
 ) -> dict[str, Any]:
     """Read ``values`` as arguments of ``target``, a function or class, by its signature.
 
-    A parameter without a hint takes any value. A value that is a node (``_target_``) is left as it is. ``values`` of a target with
-    ``takes_fields_of`` become one argument, its dataclass.
+    A parameter without a hint takes any value. A node (``_target_``) becomes a part where the hint names ``Part``, and is left as it
+    is elsewhere. ``values`` of a target with ``takes_fields_of`` become one argument, its dataclass.
 
     Args:
         path: the beginning of keys in messages.
@@ -188,7 +207,8 @@ def read_call(
     for name, one in named.items():
         known = given is None or one.default is not one.empty or name in values or name in given
         require(known, f"{path}{name} is missing")
-    return {name: read(hints.get(name, Any), value, f"{path}{name}") for name, value in values.items()}
+    names = sorted(values, key=lambda name: _has_node(values[name]))  # a target may import torch: typing errors are said before
+    return {name: read(hints.get(name, Any), values[name], f"{path}{name}") for name in names}
 
 
 def _is_passed(one: inspect.Parameter, given: Collection[str] | None) -> bool:
@@ -199,6 +219,9 @@ def _is_passed(one: inspect.Parameter, given: Collection[str] | None) -> bool:
 def read(hint: Any, value: Any, key: str) -> Any:
     """Return ``value`` as the type ``hint``, or raise a ConfigError that names ``key``. A hint of another kind takes any value."""
     origin, parts = get_origin(hint), get_args(hint)
+    if _is_readable(hint):
+        own, *annotations = parts if origin is Annotated else (hint,)
+        return own.read(value, key, *annotations)
     if origin is Annotated:
         return _read_bounded(parts[0], parts[1], value, key)
     if origin in UNIONS:
@@ -206,7 +229,7 @@ def read(hint: Any, value: Any, key: str) -> Any:
     if origin is Literal:
         check_choice(key, value, parts)
         return value
-    if (is_part(value) and origin is not Mapping) or hint is Any:  # a nested node is built later
+    if isinstance(value, Readable) or (is_node(value) and origin is not Mapping) or hint is Any:  # a nested node is built later
         return value
     if hint is tuple or origin is tuple:
         return _read_tuple(parts or (Any, ...), value, key)
@@ -239,9 +262,9 @@ def _read_bounded(hint: Any, bound: Any, value: Any, key: str) -> Any:
 def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
     if value is None and types.NoneType in parts:
         return None
-    nodes = [part for part in parts if get_origin(part) is Mapping]
-    if nodes and is_part(value):
-        return value
+    nodes = [part for part in parts if get_origin(part) is Mapping or _is_readable(part)]
+    if nodes and (is_node(value) or isinstance(value, Readable)):
+        return read(nodes[0], value, key)
     options = [part for part in parts if part not in (*nodes, types.NoneType)] or nodes
     groups = [option for option in options if dataclasses.is_dataclass(option)]
     if len(options) == 1 or (groups and isinstance(value, Mapping)):
@@ -333,13 +356,28 @@ def first_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines[:2])[:200]  # torch names the tensors in the second line
 
 
-def is_part(value: Any) -> bool:
+def is_node(value: Any) -> bool:
     """Return whether a value is a node: a mapping with ``_target_``."""
     return isinstance(value, Mapping) and "_target_" in value
 
 
+def _has_node(value: Any) -> bool:
+    """Whether a value is or contains a node."""
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(map(_has_node, value.values()))
+    return isinstance(value, list | tuple) and any(map(_has_node, value))
+
+
+def _is_readable(hint: Any) -> bool:
+    """Whether a hint names a class that reads its values."""
+    inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return isinstance(inner, type) and issubclass(inner, Readable)
+
+
 def to_dict(config: Any) -> Any:
     """Return a config as plain data (dicts, lists, strings, numbers), as in YAML files and checkpoints."""
+    if isinstance(config, Readable):
+        return config.plain()
     if dataclasses.is_dataclass(config):
         found: dict[str, Any] = {}
         for field in dataclasses.fields(config):

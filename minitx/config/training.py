@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from minitx.config.part import FROM_THE_RUN, Part, Takes
 from minitx.config.schema import (
     Config,
     ConfigError,
@@ -15,10 +16,7 @@ from minitx.config.schema import (
     Finite,
     Natural,
     NotNegative,
-    Part,
     Positive,
-    is_part,
-    nearest,
     needs,
     require,
     shown,
@@ -41,6 +39,35 @@ NODES = {
     "schedule": "minitx.training.optimizers.cosine",
 }
 """The parts of a run, and the ``_target_`` of each that is the default."""
+
+LOADING = {"batch_size": (Count, 32), "num_workers": (Natural, 0)}
+"""Keys of ``data`` that belong to every data set, with hint and default. The trainer reads them."""
+
+
+def _of_group(name: str, **takes: Any) -> Takes:
+    return Takes(wanted=f"what to build: choose an option, {name}=OPTION", **takes)
+
+
+def _of_entries(group: str, default: str, *keys: str) -> Takes:
+    """What a callback or a logger takes. ``keys`` are the keys of the group that are not entries."""
+    wanted = f"a class: choose its option, as in '{group}=[{default},{{name}}]', or give {group}.{{name}}._target_"
+    return Takes(offers=None, completes=False, wanted=wanted, keys=keys, passed_on={"WandbLogger": "wandb.init"})
+
+
+_OF_TRAINER = Takes(offers=("dirpath", "filename"), completes=False, wanted="a class")
+
+Model = Annotated[Part, _of_group("model", offers=None, completes=False)]
+Data = Annotated[Part, _of_group("data", offers=FROM_THE_RUN, beside=LOADING)]
+Objective = Annotated[Part, _of_group("objective", offers=None)]
+Optimizer = Annotated[Part, _of_group("optimizer", first=1, offers=FROM_THE_RUN)]
+Schedule = Annotated[Part, _of_group("schedule", first=1, offers=FROM_THE_RUN)]
+Callback = Annotated[Part, _of_entries("callbacks", "default", "progress", "probe", "samples", "wandb")]
+Logger = Annotated[Part, _of_entries("logger", "csv")]
+
+
+def _default(name: str, **arguments: Any) -> Any:
+    """The field of a part with its default as a node, which the reader turns into a part."""
+    return field(default_factory=lambda: {"_target_": NODES[name], **arguments})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +168,8 @@ class TrainerConfig(Config):
         monitor_mode: whether best.ckpt has the smallest (min) or the largest (max) value of monitor.
         stop_at: end the run early, for example {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: off.
         overfit: train on the batch of the first step in every step.
+        rehearse: before the run has a folder, try on two rows everything that it is asked for. Runs that resume, have several
+            processes or belong to a grid are not rehearsed, and callbacks and loggers of your own take no part.
         compile: compile network and loss with torch.compile. torch keeps the kernels for the next run, in $TORCHINDUCTOR_CACHE_DIR.
         deterministic: use only deterministic kernels. An error names a kernel that is not.
         threads: CPU threads per process; null: torch's default.
@@ -171,18 +200,17 @@ class TrainerConfig(Config):
     monitor_mode: Literal["min", "max"] = "min"
     stop_at: StopAtConfig | None = None
     overfit: bool = False
+    rehearse: bool = True
     compile: bool = False
     deterministic: bool = False
     threads: Count | None = None
     flush_denormal: bool = False
     peak_tflops: Positive | None = None
-    plugins: tuple[Part, ...] = ()
-    profiler: Part | None = None
+    plugins: tuple[Annotated[Part, _OF_TRAINER], ...] = ()
+    profiler: Annotated[Part, _OF_TRAINER] | None = None
     extra: Mapping[str, object] = field(default_factory=dict)
 
     def check(self) -> None:
-        for name, node in {"profiler": self.profiler, **{f"plugins[{i}]": node for i, node in enumerate(self.plugins)}}.items():
-            require(not isinstance(node, Mapping) or is_part(node), f"{name}={node} has no _target_, which names a class")
         needs(self, "shard", "strategy", "sharded")
         if self.max_epochs is None:
             object.__setattr__(self, "max_steps", self.max_steps or 1000)
@@ -289,15 +317,7 @@ class CallbacksConfig(Config):
     probe: ProbeConfig = ProbeConfig()
     samples: SamplesConfig = SamplesConfig()
     wandb: WandbConfig = WandbConfig()
-    parts: Mapping[str, Part | None] = field(default_factory=dict, metadata={"rest": True})
-
-
-def check_parts(group: Mapping[str, Any], path: str, known: tuple[str, ...] = ()) -> None:
-    """Raise a ConfigError for a callback or logger that is not ``{_target_: …}``. null switches one off."""
-    for name, node in group.items():
-        option = f"choose its option, as in '{path}=[{'default' if known else 'csv'},{name}]', or give {path}.{name}._target_"
-        near = nearest(name, known, f"{path}.") or f": {option}"
-        require(node is None or is_part(node), f"{path}.{name} has no _target_, which names a class{near}")
+    parts: Mapping[str, Callback | None] = field(default_factory=dict, metadata={"rest": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,8 +350,8 @@ class InitFrom(Config):
 class RunConfig(Config):
     """One training run.
 
-    ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` are nodes: ``_target_`` names a function or class, and the
-    other keys are its arguments (``minitx.config.node`` makes a node in Python). ``batch_size`` and ``num_workers`` belong to every
+    ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` are parts: ``_target_`` names a function or class, and the
+    other keys are its arguments (``minitx.config.node`` makes a part in Python). ``batch_size`` and ``num_workers`` belong to every
     data set. ``output_dir`` is relative to the current folder.
 
     Attributes:
@@ -361,13 +381,13 @@ class RunConfig(Config):
     experiment: str = "default"
     tags: tuple[str, ...] = ()
     optimized_metric: str = "val_loss"
-    model: Part = field(default_factory=lambda: {"_target_": NODES["model"]})
-    data: Part = field(default_factory=lambda: {"_target_": NODES["data"], "batch_size": 12})
-    objective: Part = field(default_factory=lambda: {"_target_": NODES["objective"]})
-    optimizer: Part = field(default_factory=lambda: {"_target_": NODES["optimizer"]})
-    schedule: Part = field(default_factory=lambda: {"_target_": NODES["schedule"]})
+    model: Model = _default("model")
+    data: Data = _default("data", batch_size=12)
+    objective: Objective = _default("objective")
+    optimizer: Optimizer = _default("optimizer")
+    schedule: Schedule = _default("schedule")
     trainer: TrainerConfig = TrainerConfig()
-    logger: Mapping[str, Part | None] = field(default_factory=dict)
+    logger: Mapping[str, Logger | None] = field(default_factory=dict)
     callbacks: CallbacksConfig = CallbacksConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     seed: int = 0
@@ -385,10 +405,5 @@ class RunConfig(Config):
             path = getattr(self, name)
             require(path != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
             object.__setattr__(self, name, path and os.path.expanduser(path))
-        for name in NODES:
-            is_node = is_part(getattr(self, name))
-            require(is_node, f"{name} has no _target_, which names what to build: choose an option, {name}=OPTION")
-        check_parts(self.logger, "logger")
-        check_parts(self.callbacks.parts, "callbacks", ("progress", "probe", "samples", "wandb"))
         best = self.evaluation.test == "best" and not self.trainer.ckpt_every
         require(not best, "evaluation.test=best needs best.ckpt, which trainer.ckpt_every=0 does not write")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+from minitx.config.part import Part, Takes
 from minitx.config.schema import Bound, Config, ConfigError, Count, Finite, Natural, Positive, Share, needs, read, require
 from minitx.config.training import evaluate_factor
 
@@ -36,6 +37,9 @@ def check_scale(scale: object) -> None:
     """Raise a ConfigError unless ``scale`` is a ``Scale``."""
     read(Scale, scale, "scale")
 
+
+Core = Annotated[Part, Takes(offers=("head_dim", "num_heads", "max_len"), completes=False)]
+"""An attention core: a function or class that returns a module."""
 
 _BELONG_TO = {
     ("architecture", "encoder", "vision"): ["head"],
@@ -207,7 +211,7 @@ class TransformerConfig(Config):
     ffn_dim: Count | None = None
     max_len: Count = 256
     dropout: Share = 0.0
-    attention: Literal["exact", "additive", "linear", "performer", "linformer"] | Mapping[str, Any] = "exact"
+    attention: Literal["exact", "additive", "linear", "performer", "linformer"] | Core = "exact"
     window: Count | tuple[Count | None, ...] | None = None
     num_features: Count | None = None
     num_slots: Count | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from minitx.config import ConfigError, Part
+from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
 from minitx.data.tables import column_of, divided, load_tables, share_of
@@ -260,12 +260,12 @@ def chat(
     return task_of(name, train, val, made_by, ends, bucket, left_out={"train": of_train, "val": of_val})
 
 
-def is_chat(node: Part) -> bool:
+def is_chat(node: Mapping[str, Any]) -> bool:
     """Return whether a node of data is ``data=chat``."""
     return str(node.get("_target_")).rpartition(".")[2] == "chat"
 
 
-def template_of(node: Part, tokenizer: Tokenizer | None) -> str | None:
+def template_of(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
     """Return the chat template of a run, given its node of data: with ``data=chat`` the template of the rows, else the template in the
     tokenizer's folder, or None."""
     known = None if tokenizer is None else tokenizer.chat_template

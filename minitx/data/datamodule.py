@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 from lightning.pytorch import LightningDataModule
 
+from minitx.config import Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
 from minitx.data.documents import DocumentStream, StreamSource
+from minitx.data.loaders import load_task
 from minitx.data.task import Batch, Split, Task, as_split, position_texts
+from minitx.data.tokenizers import Tokenizer
 
 
 class DataModule(LightningDataModule):
@@ -81,6 +85,12 @@ class DataModule(LightningDataModule):
         source = self.val_source()
         return source.rows(range(min(num_rows, source.num_rows)))
 
+    def first_rows(self, num_rows: int) -> Batch:
+        """Return the first ``num_rows`` rows of the first training step, or of validation if the training rows are a stream."""
+        if isinstance(self._train, DocumentStream):
+            return self.probe_batch(num_rows)
+        return self.train_source().batch(0, range(min(num_rows, self.batch_size)))
+
     def texts(self, inputs: Batch) -> dict[str, list[list[str]]]:
         """Return a text for each position of a batch; see ``position_texts``."""
         return position_texts(self.task, inputs)
@@ -122,3 +132,32 @@ class DataModule(LightningDataModule):
         accelerator = torch.accelerator.current_accelerator()
         pins = accelerator is not None and kind == accelerator.type != "mps"  # torch's DataLoader refuses Apple's GPU
         return AddressedLoader(source, addresses, num_workers=self.num_workers, pin_memory=pins)
+
+
+def open_data(part: Part, trainer: TrainerConfig, *, seed: int = 0, tokenizer: Tokenizer | None = None) -> DataModule:
+    """Return the data of a run. See ``load_task``.
+
+    Raises:
+        ConfigError: the data cannot be read, or the rows of a step cannot be divided among processes and micro-batches.
+    """
+    task, loading = load_task(part, seed=seed, tokenizer=tokenizer, trainer=trainer)
+    trainer.check_rows(loading["batch_size"])
+    return DataModule(
+        task,
+        **loading,
+        seed=seed,
+        max_steps=trainer.max_steps or 1,  # or ``in_steps``
+        accumulate=trainer.accumulate,
+        val_batch_size=trainer.val_batch_size,
+        repeat_first=trainer.overfit,
+    )
+
+
+def in_steps(trainer: TrainerConfig, data: DataModule) -> TrainerConfig:
+    """Return the options with epochs turned into optimizer steps, by the number of training rows."""
+    if trainer.max_epochs is None:
+        return trainer
+    steps = data.steps_of(trainer.max_epochs)
+    data.max_steps = min(steps, trainer.max_steps or steps)
+    val_every = data.steps_of(1) if trainer.val_every is None else trainer.val_every
+    return dataclasses.replace(trainer, max_epochs=None, max_steps=data.max_steps, val_every=val_every)

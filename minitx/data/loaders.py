@@ -1,4 +1,4 @@
-"""Make a ``Task`` of the loaders of a ``LightningDataModule``: its data sets and ``collate_fn`` stay, minitx chooses the rows of a step."""
+"""Load the data of a run as a ``Task``. Of a ``LightningDataModule`` the data sets and ``collate_fn`` stay, and minitx chooses the rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from minitx.config import Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.task import Batch, Draw, Split, Task, kept_generators, seed_device
+from minitx.data.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -138,3 +140,29 @@ def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
     fields = dict(getattr(data, "model_fields", {}))
     task = Task(name=name, model_fields=fields, tokenizer=getattr(data, "tokenizer", None), **splits)
     return task, {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
+
+
+def load_task(
+    part: Part, *, seed: int = 0, tokenizer: Tokenizer | None = None, trainer: TrainerConfig | None = None
+) -> tuple[Task, dict[str, int]]:
+    """Return the data of a part as a task, with ``batch_size``, the rows of a step, and ``num_workers``.
+
+    A target that names ``batch_size``, ``num_workers``, ``seed`` or ``tokenizer`` gets them. A batch of the training loader of a
+    ``LightningDataModule`` is a micro-batch of one process, as in Lightning.
+
+    Args:
+        tokenizer: a tokenizer to use instead of the one in ``part``, for example the tokenizer of a checkpoint.
+        trainer: the options of the run, for the number of processes and micro-batches. Default: one.
+
+    Raises:
+        ConfigError: the data cannot be read, or are neither a ``Task`` nor a ``LightningDataModule``.
+    """
+    seed_device(seed)
+    if tokenizer is not None and "tokenizer" in part.names:
+        part = part.with_(tokenizer=tokenizer)
+    data = part.build(**part.beside, seed=seed)
+    if isinstance(data, Task):
+        return data, dict(part.beside)
+    world, accumulate = (trainer.world_size, trainer.accumulate) if trainer is not None else (1, 1)
+    task, loading = task_of_loaders(data, world)
+    return task, {**loading, "batch_size": loading["batch_size"] * accumulate * world}

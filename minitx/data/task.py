@@ -257,6 +257,18 @@ def num_targets(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
+def without_targets(batch: Batch) -> Batch:
+    """Return the keys of a batch that are inputs of a network."""
+    return {name: tensor for name, tensor in batch.items() if name not in ("labels", "num_targets")}
+
+
+def select_rows(batch: Batch, rows: slice | list[int]) -> Batch:
+    """Return some rows of every tensor that has as many rows as ``labels``, with their ``num_targets`` if the batch has it."""
+    size = len(batch["labels"])
+    chosen = {name: x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == size else x for name, x in batch.items()}
+    return chosen | ({"num_targets": num_targets(chosen["labels"])} if "num_targets" in chosen else {})
+
+
 def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:
     """Pad 1-D rows to the longest with ``fill``: (B, L).
 

@@ -46,7 +46,8 @@ class Fold:
     def apply(self, *, undo: bool = False) -> None:
         """Multiply the queries or keys by ``ratio``, or divide them by it."""
         for parameter in self.module.parameters(recurse=False):
-            factor = torch.where(self.rows, 1 / self.ratio if undo else self.ratio, 1.0).to(parameter)
+            factor = torch.ones(self.rows.shape, dtype=parameter.dtype, device=parameter.device)
+            factor.masked_fill_(self.rows.to(parameter.device), 1 / self.ratio if undo else self.ratio)
             outputs = parameter.movedim(self.axis, -1)
             outputs.copy_((outputs + self.shift) * factor - self.shift)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.config import ConfigError, TransformerConfig, from_dict, to_dict
+from minitx.config import ConfigError, Part, TransformerConfig, from_dict, is_node, to_dict
 from minitx.config.schema import first_line
 from minitx.interop.files import TOKENIZER, WEIGHTS, CanSave, find_folder, read_json, read_tensors, write_json, write_tensors
 from minitx.interop.finetune import adapted_ties
@@ -89,17 +89,17 @@ def from_pretrained(
         raise ValueError(f"{folder / WEIGHTS} was not saved by save_pretrained: its metadata has no sha256")
     if metadata["sha256"] != _digest(tensors, values.get("model")):
         raise ValueError(f"{folder}: {WEIGHTS} is damaged, or config.json has changed since it was saved")
+    if ("own_core" in values) != (core is not None):
+        how = "with core=, a function that builds an attention core: pass it" if core is None else "without core=: leave it out"
+        raise ValueError(f"{folder}: the model was built {how}")
     try:
-        found = from_dict(TransformerConfig, values["model"])
+        found = _config_of(values["model"], core)
     except ConfigError as error:
         raise ValueError(f"{folder}: the config was written by another version of minitx: {error}") from None
     if config is not None and found != config:
         ours, theirs = to_dict(config), to_dict(found)
         differing = (f"{name}={theirs[name]}, not {ours[name]}" for name in sorted(ours) if theirs[name] != ours[name])
         raise ValueError(f"{folder} does not have the expected config: {'; '.join(differing)}")
-    if ("own_core" in values) != (core is not None):
-        how = "with core=, a function that builds an attention core: pass it" if core is None else "without core=: leave it out"
-        raise ValueError(f"{folder}: the model was built {how}")
     with torch.random.fork_rng(devices=[]):
         model = build_model(found, core)
     try:
@@ -107,6 +107,17 @@ def from_pretrained(
     except RuntimeError as error:
         raise ValueError(f"{folder}: the weights do not fit this version of minitx: {first_line(error)}") from None
     return model.eval()
+
+
+def _config_of(values: Mapping[str, Any], core: Core | None) -> TransformerConfig:
+    """The config in a file. A file may name no code: an ``attention`` with ``_target_`` keeps its name, and is ``core``."""
+    attention: Any = values.get("attention")
+    if is_node(attention):
+        if core is None:
+            raise ConfigError(f"attention._target_={attention['_target_']} would run code that a file names")
+        arguments = {name: value for name, value in attention.items() if name != "_target_"}
+        values = {**values, "attention": Part("model.attention", attention["_target_"], lambda **_: core(), arguments)}
+    return from_dict(TransformerConfig, values)
 
 
 def check_unchanged(model: nn.Module, caller: str) -> None:

@@ -153,9 +153,8 @@ def build_head(config: TransformerConfig, token: nn.Embedding | None = None) -> 
 def build_attention_core(config: TransformerConfig) -> nn.Module:
     """Build the attention core that ``config.attention`` names."""
     if not isinstance(config.attention, str):
-        raise ValueError(
-            f"attention={dict(config.attention)} is not one of this package: pass core=, a function that builds it"
-        )
+        sizes = {"head_dim": config.width_per_head, "num_heads": config.num_heads, "max_len": config.max_len}
+        return config.attention.build(**sizes)
     if config.attention == "exact":
         return DotProductAttention(backend=config.backend)
     sizes = {name: getattr(config, name) for name in ("max_len", "num_features", "num_slots")}

@@ -68,7 +68,7 @@ class TransformerModel(nn.Module):
             name, wanted = type(self).__name__, self.architecture
             raise ValueError(f"{name} needs a config with architecture={wanted!r}, got {config.architecture!r}")
         self.config, self.causal, self.embeddings = config, causal, embeddings
-        self.has_own_core = core is not None  # a config cannot say which
+        self.has_own_core = core is not None or not isinstance(config.attention, str)  # a file cannot say which
         num_layers = config.decoder_layers if causal else config.num_layers
         self.blocks = nn.ModuleList(
             build_block(config, layer, num_layers, causal=causal, cross=cross, core=core) for layer in range(num_layers)

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
 from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, SamplesConfig, TrainerConfig, TransformerConfig
@@ -30,10 +30,10 @@ from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
-from minitx.training.build import config_of
 from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import add_records, drop_records, unit_of
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, hash_seed
+from minitx.training.net import Net
 
 log = logging.getLogger(__name__)
 
@@ -245,6 +245,7 @@ def place_averages(trainer: L.Trainer, module: L.LightningModule) -> None:
 
     On the CPU, the average would cost a download of all weights in every step.
     """
+    # the average and the argument ``device`` have no public name; lightning is bounded in pyproject.toml
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging) and callback._device is None and callback._average_model is not None:
             callback._average_model.to(module.device)
@@ -385,9 +386,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         if step >= trainer.max_steps:
             trainer.should_stop = True
-        loop: Any = trainer.fit_loop.epoch_loop
-        # Lightning's question after the callbacks, which has no public name: is a validation due?
-        if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # else after the validation
+        if not is_validated_after(trainer, step):  # else after the validation
             self._save_or_stop(trainer, agree=step % self.agree_every == 0 or trainer.world_size == 1)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -400,7 +399,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
         stop = agree and any_process(self._received is not None)
         if self.path is not None:
             due = trainer.global_step // self.every > self._steps_before // self.every
-            ends = trainer.should_stop and trainer.fit_loop._can_stop_early
+            ends = trainer.should_stop and may_end(trainer)
             if due or late or stop or ends:
                 self._save(trainer, self.path)
         if stop:
@@ -416,6 +415,17 @@ class LastCheckpoint(StepCallback, Checkpoint):
     def _save(self, trainer: L.Trainer, path: Path) -> None:
         trainer.save_checkpoint(path)
         self.saved_at, self.saved_step = time.monotonic(), trainer.global_step
+
+
+def may_end(trainer: L.Trainer) -> bool:
+    """Return whether Lightning would end the run now if ``trainer.should_stop`` is set: ``trainer.extra.min_steps`` may delay it."""
+    return trainer.global_step >= (trainer.min_steps or 0)
+
+
+def is_validated_after(trainer: L.Trainer, step: int) -> bool:
+    """Return whether Lightning validates after ``step``. The data of a task have one epoch, so that steps alone decide."""
+    due = step * trainer.accumulate_grad_batches % trainer.val_check_interval == 0
+    return trainer.enable_validation and (due or (trainer.should_stop and may_end(trainer)))
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -484,7 +494,7 @@ class Samples(StepCallback):
         self._ids: list[list[int]] = []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        self._check(trainer, module.network)
+        self._check(trainer, module.net)
         self._written = trainer.global_step
         if trainer.is_global_zero:
             drop_records(self.path, trainer.global_step)
@@ -510,10 +520,10 @@ class Samples(StepCallback):
         if self._written != trainer.global_step:  # the last step, also of a run that is stopped before max_steps
             self._write(trainer, module, trainer.global_step)
 
-    def _check(self, trainer: L.Trainer, network: nn.Module) -> None:
-        config: Any = config_of(network)
-        kind = type(network).__name__ if config is None else config.architecture
-        if kind not in ("decoder", "encoder_decoder") or self.tokenizer is None:
+    def _check(self, trainer: L.Trainer, net: Net) -> None:
+        config = net.config
+        kind = net.kind if config is None else config.architecture
+        if config is None or kind not in ("decoder", "encoder_decoder") or self.tokenizer is None:
             raise ConfigError(f"callbacks.samples needs text and a decoder or encoder-decoder of ours, got {kind}")
         if isinstance(trainer.strategy, Sharded):
             raise ConfigError("callbacks.samples needs whole weights on one device, got trainer.strategy=sharded")
@@ -531,9 +541,9 @@ class Samples(StepCallback):
             raise ConfigError(f"callbacks.samples.prompts cannot be read by the tokenizer: {error}") from error
 
     def _write_texts(self, module: TrainingModule, step: int) -> list[str]:
-        network: Any = module.network
-        assert self.tokenizer is not None
-        context = None if hasattr(network, "encode") else network.config.max_len
+        network, config = module.network, module.net.config
+        assert self.tokenizer is not None and config is not None  # see ``_check``
+        context = None if config.architecture == "encoder_decoder" else config.max_len
         options: dict[str, Any] = {"max_new_tokens": self.options.max_new_tokens, "context": context}
         generator = torch.Generator().manual_seed(hash_seed(self.seed, step))
         options |= {"sampler": Sampler(temperature=self.options.temperature), "generator": generator}

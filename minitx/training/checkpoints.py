@@ -18,28 +18,27 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
-from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, from_dict, is_part, to_dict
-from minitx.config.schema import first_line, require, stated
-from minitx.config.training import MODEL
+from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, is_node, to_dict
+from minitx.config.part import GIVEN, differences, import_modules
+from minitx.config.schema import defaults, first_line, read, require
+from minitx.config.training import MODEL, Data, Model
+from minitx.config.training import Objective as ObjectivePart
 from minitx.data import tokenizers
-from minitx.data.loaders import task_of_loaders
+from minitx.data.loaders import load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.nn.scale import fold_scale, set_scale
 from minitx.training import rank
-from minitx.training.build import GIVEN, check_trusted, config_of, import_modules, load_data, network_of
 from minitx.training.devices import device_of
-from minitx.training.nodes import arguments_of, completed, named_by
+from minitx.training.net import Net, decided_fields, network_of
 from minitx.training.objectives import Objective, build_objective
-
-if TYPE_CHECKING:
-    pass
+from minitx.training.trust import check_trusted
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(state, Mapping) or not isinstance(written := state.get("format"), int):
         raise ConfigError("another program wrote it: it has no minitx.format")
     require(written <= FORMAT, f"a newer minitx wrote it (format {written}, this one reads up to {FORMAT}): update minitx")
-    require(is_part(state.get("model")), "an unreleased minitx before 0.1 wrote it, which this one does not read: train again")
+    require(is_node(state.get("model")), "an unreleased minitx before 0.1 wrote it, which this one does not read: train again")
     return dict(found)
 
 
@@ -164,6 +163,18 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def stored_state(config: RunConfig, task: Task, net: Net) -> dict[str, Any]:
+    """Return the plain data about a run that every checkpoint holds: its config, its model, its tokenizer and the names of its labels."""
+    tokenizer = task.tokenizer
+    return {
+        "config": to_dict(config),
+        "model": net.node(config.model, decided_fields(task)),
+        "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
+        "labels": list(task.label_names),
+        "format": FORMAT,
+    }
 
 
 def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +254,8 @@ def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
     require(not (json.loads(overrides) or ignore), said)
     checkpoint = read_checkpoint(place, key="init_from.path", verb="start from")
     state = checkpoint["minitx"]
-    shape = arguments_of(state["model"]) if state["model"]["_target_"] == MODEL else None
+    model = dict(state["model"])
+    shape = model if model.pop("_target_") == MODEL else None
     return network_weights(checkpoint), shape, tokenizers.from_dict(state["tokenizer"]) if state["tokenizer"] else None
 
 
@@ -269,7 +281,7 @@ def tokenizer_of(init_from: InitFrom, data: Part) -> Tokenizer | None:
     """
     if init_from.path is None:
         return None
-    tokenizer, asked = load_start(init_from)[2], completed(data, "data").get("tokenizer")
+    tokenizer, asked = load_start(init_from)[2], data.get("tokenizer")
     if tokenizer is None and asked in ("char", "bpe"):
         raise ConfigError(
             f"data.tokenizer={asked} would be a new tokenizer, whose ids the weights of init_from.path={init_from.path} do "
@@ -278,9 +290,16 @@ def tokenizer_of(init_from: InitFrom, data: Part) -> Tokenizer | None:
     return tokenizer
 
 
-def stored_shape(init_from: InitFrom) -> dict[str, Any]:
-    """Return the fields of the model's config in a checkpoint or folder, or {} if the model is not one of ours."""
-    return dict(load_start(init_from)[1] or {})
+def stored_shape(init_from: InitFrom, trust: bool = True) -> dict[str, Any]:
+    """Return the fields of the model's config in a checkpoint or folder, or {} if the model is not one of ours.
+
+    Raises:
+        ConfigError: without ``trust``, they name a class that a checkpoint may not name.
+    """
+    shape = dict(load_start(init_from)[1] or {})
+    if not trust:
+        check_trusted({"_target_": MODEL, **shape}, "model")
+    return shape
 
 
 def check_scale_of(init_from: InitFrom, model: TransformerConfig) -> None:
@@ -309,7 +328,7 @@ def start_from(init_from: InitFrom, network: Network) -> Network:
     """
     if init_from.path is None:
         return network
-    wanted = config_of(network)
+    wanted = Net.of(network).config
     if wanted is not None:
         check_scale_of(init_from, wanted)
     try:
@@ -337,10 +356,11 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     checkpoint, named = read_checkpoint(config.ckpt_path), f"ckpt_path={config.ckpt_path}"
     stored = checkpoint["minitx"]
     saved, wanted = stored["config"], state["config"]
-    other = "; ".join(changes_of(stored["model"], state["model"], "model"))
+    usual = defaults(TransformerConfig) if stored["model"]["_target_"] == MODEL else {}
+    other = "; ".join(differences({**usual, **stored["model"]}, state["model"], "model"))
     require(not other, f"{named} holds another model than the config asks for: {other}")
-    for name in ("optimizer", "schedule"):  # their state in the checkpoint would win over the config
-        changed = "; ".join(changes_of(saved[name], wanted[name], name))
+    for name, part in {"optimizer": config.optimizer, "schedule": config.schedule}.items():
+        changed = "; ".join(part.differences(saved[name]))  # its state in the checkpoint would win over the config
         said = f"{named} goes on with its own {name}, and the config asks for another: {changed}"
         require(not changed, f"{said}. Leave it as it was, or start a new run from the weights with init_from.path")
     lambdas = ["lr_lambdas" in each for each in checkpoint["lr_schedulers"]]
@@ -353,7 +373,7 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
             "or start a new run from the weights with init_from.path, which brings the tokenizer"
         )
     others = [f"seed {saved['seed']} != {wanted['seed']}"] if saved["seed"] != wanted["seed"] else []
-    changes = changes_of(saved["data"], wanted["data"], "data")
+    changes = config.data.differences(saved["data"])
     others += [change for change in changes if not change.startswith(("data.cache_dir ", "data.num_workers "))]
     if others:
         said = "%s goes on with another seed or other data, so rows may come twice or not at all: %s"
@@ -369,40 +389,61 @@ def check_length(config: RunConfig, saved: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: ``trainer.max_steps`` or ``max_epochs`` is another, and the target of the schedule gets the number of steps.
     """
-    takes_steps = config.schedule.get("max_steps") is None and "max_steps" in named_by(config.schedule, "schedule")
+    takes_steps = "max_steps" in config.schedule.names - {*config.schedule.arguments}
     for name in ("max_steps", "max_epochs") if takes_steps else ():
         said = f"ckpt_path={config.ckpt_path} goes on with its own schedule, which is that of trainer.{name}={saved[name]}"
         advice = "leave it as it was, or start a new run from the weights with init_from.path"
         require(saved[name] == getattr(config.trainer, name), f"{said}: {advice}")
 
 
-def changes_of(saved: Mapping[str, Any], wanted: Mapping[str, Any], key: str) -> list[str]:
-    """Return the keys in which two nodes differ, with both values. A key that is missing is at the default of the target."""
-    if saved and saved.get("_target_") == wanted.get("_target_"):
-        saved, wanted = completed(saved, key), completed(wanted, key)
-    names = {**wanted, **saved}
-    return [f"{key}.{name} {saved.get(name)} != {wanted.get(name)}" for name in names if saved.get(name) != wanted.get(name)]
-
-
 # --- building the contents of a checkpoint again
+
+
+HINTS: dict[str, Any] = {"model": Model, "data": Data, "objective": ObjectivePart}
+"""The parts of a stored config that can be built again."""
 
 
 @dataclasses.dataclass
 class Stored:
-    """A trained network, in evaluation mode on the CPU, and the config, data and objective of its training.
+    """A trained network, in evaluation mode on the CPU, and the data and objective of its training, which are built when asked for.
 
     Attributes:
-        config: the config of the run, without loggers, callbacks and grid.
         state: the plain data that the run stored: ``config``, ``model`` and ``tokenizer``.
-        untrusted: nodes from the checkpoint. They may name only classes of torch and minitx.
+        nodes: the nodes of ``data`` and ``objective``, with changes.
+        untrusted: those that come from the checkpoint. They may name only classes of torch and minitx.
     """
 
     path: str
     network: nn.Module
     tokenizer: Tokenizer | None
-    config: RunConfig
     state: dict[str, Any]
-    untrusted: dict[str, Any]
+    nodes: dict[str, dict[str, Any]]
+    untrusted: frozenset[str]
+    _parts: dict[str, Part] = dataclasses.field(default_factory=dict)
+
+    @property
+    def net(self) -> Net:
+        """The network, as training knows it."""
+        return Net.of(self.network)
+
+    def part(self, name: str) -> Part:
+        """Return ``model``, ``data`` or ``objective``. Nothing is imported for it before it is trusted.
+
+        Raises:
+            ConfigError: it was given from Python, is not trusted, or does not exist.
+        """
+        if name in self._parts:
+            return self._parts[name]
+        node = self.nodes[name]
+        if node.get("_target_") == GIVEN:
+            raise ConfigError(
+                f"ckpt_path={self.path} was trained with {name} given from Python, which no checkpoint holds: give evaluate.py "
+                f"{name}._target_=MODULE.NAME (the viewer reads text=TEXT), or call evaluate() from Python"
+            )
+        if name in self.untrusted:
+            check_trusted(node, name)
+        self._parts[name] = read(HINTS[name], node, name)
+        return self._parts[name]
 
     def task(self) -> Task:
         """Load the data of the run.
@@ -410,33 +451,17 @@ class Stored:
         Raises:
             ConfigError: the data do not exist, or no longer fit the model's vocabulary or its learned positions.
         """
-        self._check("data")
-        data = load_data(self.config, self.tokenizer)
-        task = data if isinstance(data, Task) else task_of_loaders(data)[0]
-        size = stated(getattr(self.network, "config", None), "vocab_size", int)
-        if size is not None and task.model_fields.get("vocab_size", 0) > size:
+        task, _ = load_task(self.part("data"), seed=self.state["config"]["seed"], tokenizer=self.tokenizer)
+        net = self.net
+        if net.vocab_size is not None and task.model_fields.get("vocab_size", 0) > net.vocab_size:
             raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
-        if (shape := config_of(self.network)) is not None:
-            shape.check_length(task.longest or 0)
+        if net.config is not None:
+            net.config.check_length(task.longest or 0)
         return task
-
-    def _check(self, name: str) -> None:
-        """Refuse a part that was given from Python, or that is not trusted."""
-        if getattr(self.config, name)["_target_"] == GIVEN:
-            raise ConfigError(
-                f"ckpt_path={self.path} was trained with {name} given from Python, which no checkpoint holds: give evaluate.py "
-                f"{name}._target_=MODULE.NAME (the viewer reads text=TEXT), or call evaluate() from Python"
-            )
-        check_trusted(self.untrusted.get(name), name)
 
     def objective(self) -> Objective:
         """Build the objective of the run."""
-        self._check("objective")
-        return build_objective(self.config.objective)
-
-
-_OF_TRAINING = ("logger", "callbacks", "ckpt_path", "init_from", "output_dir", "optimizer", "schedule")
-"""Keys of a stored config that only its training needs."""
+        return build_objective(self.part("objective"))
 
 
 def load_stored(
@@ -462,33 +487,30 @@ def load_stored(
     """
     checkpoint = read_checkpoint(path, verb="read")
     state = checkpoint["minitx"]
-    values = {name: value for name, value in state["config"].items() if name not in _OF_TRAINING}
-    trainer = {key: value for key, value in values["trainer"].items() if key not in ("plugins", "profiler", "extra")}
-    values |= {"trainer": trainer, "model": state["model"]}
-    changes = dict(changes or {})
-    untrusted = {}
-    for name in ("model", "data", "objective"):
-        change, given = changes.get(name) or {}, values[name].get("_target_") == GIVEN
-        if not trust and "_target_" not in change and not given:
-            # without cache_dir: a checkpoint does not say where files are written
-            untrusted[name] = values[name] = {key: value for key, value in values[name].items() if key != "cache_dir"}
-        values[name] = dict(change) if "_target_" in change or (given and change) else {**values[name], **change}
-    own = () if model is not None else ("model",)
-    for name in own if model_only else (*own, "data", "objective"):
-        check_trusted(untrusted.get(name), name)
-    if not trust:
-        values["imports"] = []
-    import_modules(values.get("imports", ()))
+    nodes, untrusted = {name: dict(state["config"][name]) for name in HINTS} | {"model": dict(state["model"])}, set()
+    for name in HINTS:
+        change, is_given = (changes or {}).get(name) or {}, nodes[name].get("_target_") == GIVEN
+        if "_target_" in change or (is_given and change):
+            nodes[name] = dict(change)
+            continue
+        if not trust and not is_given:
+            untrusted.add(name)
+            nodes[name].pop("cache_dir", None)  # a checkpoint does not say where files are written
+        nodes[name].update(change)
+    stored = Stored(str(path), nn.Identity(), None, state, nodes, frozenset(untrusted))
+    for name in untrusted - ({"data", "objective"} if model_only else set()) - ({"model"} if model is not None else set()):
+        check_trusted(nodes[name], name)
+    import_modules(state["config"].get("imports", ()) if trust else ())
     try:
-        tokenizer = None if state["tokenizer"] is None else tokenizers.from_dict(state["tokenizer"])
-        if model is None:
-            model = network_of(values["model"])
-        load_weights(model, network_weights(checkpoint))
+        stored.tokenizer = None if state["tokenizer"] is None else tokenizers.from_dict(state["tokenizer"])
+        network = network_of(stored.part("model")) if model is None else model
+        load_weights(network, network_weights(checkpoint))
     except ConfigError:
         raise
     except Exception as error:  # an unknown field, weights of other shapes, a tokenizer of another kind
         raise ConfigError(f"ckpt_path={path} holds a model that cannot be built: {first_line(error)}") from error
-    return Stored(str(path), model.eval(), tokenizer, from_dict(RunConfig, values), state, untrusted)
+    stored.network = network.eval()
+    return stored
 
 
 def load_model(

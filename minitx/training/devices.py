@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.task import kept_generators
-from minitx.nn.blocks import is_block
 from minitx.nn.precision import widest_float
 from minitx.training import kept_environment
 
@@ -314,34 +313,12 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
     return total
 
 
-def sharded_parts(network: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
-    """Return the modules that FSDP shards one by one, inner ones first: those of ``classes``, or the layers of the network.
-
-    Raises:
-        ConfigError: there are none.
-    """
-
-    def is_cut(module: nn.Module) -> bool:
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        own = "GradientCheckpointingLayer" in kinds  # the layers of transformers, which is not imported here
-        return type(module).__name__ in classes if classes else is_block(module) or own
-
-    found = [module for module in network.modules() if is_cut(module)]
-    if missing := sorted(set(classes) - {type(module).__name__ for module in found}):
-        raise ConfigError(f"trainer.shard={missing[0]} is the class of no module of {type(network).__name__}")
-    if not found:
-        raise ConfigError(
-            f"trainer.strategy=sharded does not know the layers of {type(network).__name__}: name their classes, trainer.shard=[CLASS]"
-        )
-    return found[::-1]
-
-
-def parallelize(network: nn.Module, mesh: DeviceMesh, classes: Sequence[str] = ()) -> None:
-    """Shard the layers of ``network`` and the rest of it in place by FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
+def parallelize(network: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module]) -> None:
+    """Shard ``layers``, inner ones first, and the rest of ``network`` in place by FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
     from torch.distributed.fsdp import fully_shard
 
-    for part in sharded_parts(network, classes):
-        fully_shard(part, mesh=mesh)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
     fully_shard(network, mesh=mesh)
 
 

@@ -21,17 +21,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, EvaluationConfig, RunConfig
-from minitx.config.schema import require
+from minitx.config import IGNORED, EvaluationConfig
+from minitx.config.schema import read, require
+from minitx.config.training import Model
 from minitx.data.batches import Address, ValSource
 from minitx.data.loaders import task_of_loaders
 from minitx.data.tables import share_of
-from minitx.data.task import Batch, Task, as_split, num_targets
+from minitx.data.task import Batch, Task, as_split, num_targets, select_rows
 from minitx.generation import beam_search, generate
 from minitx.generation.decoding import longest_of
 from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, in_own_dtype, network_of, rows_of_batch
 from minitx.training.devices import whole_state
+from minitx.training.net import Net, in_own_dtype, network_of
 from minitx.training.objectives import CrossEntropy, Objective, checked_sums
 
 if TYPE_CHECKING:
@@ -181,18 +182,18 @@ def evaluate(
     require(split == "val" or task.test is not None, f"split={split}: the data have no test split")
     source = ValSource(as_split(task, split), batch_size=batch_size)
     baselines = task.baselines if split == "val" else dict
-    read = min(options.num_rows or source.num_rows, source.num_rows)
-    rows: dict[str, Any] = {"rows": read, "of_rows": source.num_rows, "left_out": [*task.left_out.get(split, ())]}
+    count, net = min(options.num_rows or source.num_rows, source.num_rows), Net.of(network)
+    rows: dict[str, Any] = {"rows": count, "of_rows": source.num_rows, "left_out": [*task.left_out.get(split, ())]}
     with objective_on(_device_of(network), objective), evaluating(network), torch.inference_mode():
         answers = task.kind == "seq2seq" and len(task.val_examples if split == "val" else task.test_examples) == source.num_rows
         has_metrics = task.kind in KINDS and (answers or task.kind != "seq2seq")
         if not has_metrics or not isinstance(objective, CrossEntropy):
-            return Evaluation(_of_sums(network, source, options, objective), dict(baselines()), **rows)
-        nll, counts, right = _losses(network, source, options)
+            return Evaluation(_of_sums(net, source, options, objective), dict(baselines()), **rows)
+        nll, counts, right = _losses(net, source, options)
         if task.kind == "seq2seq":
             found = _of_answers(network, task, split, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
             return replace(found, **rows)
-        rows["left_out"] += share_of(read - len(counts), read, "rows are left out: none of their labels counts")
+        rows["left_out"] += share_of(count - len(counts), count, "rows are left out: none of their labels counts")
         return Evaluation(_of_labels(task, nll, counts, right), baselines(), **{**rows, "rows": len(counts)})
 
 
@@ -213,30 +214,29 @@ def _device_of(network: nn.Module) -> torch.device:
     return next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
 
 
-def _batches(network: nn.Module, source: ValSource, options: EvaluationConfig) -> Iterator[Batch]:
+def _batches(net: Net, source: ValSource, options: EvaluationConfig) -> Iterator[Batch]:
     """Validation batches on the network's device, ``num_rows`` rows at most."""
-    device = _device_of(network)
-    left, caller = options.num_rows or math.inf, Caller(network)
+    device, left = _device_of(net.network), options.num_rows or math.inf
     for step in range(len(source)):
         batch = source[Address(step)]
-        caller.check(batch, source.split.key_masks.values())
+        net.check(batch, source.split.key_masks.values())
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         rows = int(min(left, len(batch["labels"])))
-        yield rows_of_batch(batch, slice(rows))
+        yield select_rows(batch, slice(rows))
         left -= rows
         if left == 0:
             return
 
 
-def _of_sums(network: nn.Module, source: ValSource, options: EvaluationConfig, objective: Objective) -> dict[str, Metric]:
+def _of_sums(net: Net, source: ValSource, options: EvaluationConfig, objective: Objective) -> dict[str, Metric]:
     """The mean of every sum that the objective gives."""
-    caller, found, counts = Caller(network), defaultdict[str, list[Tensor]](list), list[Tensor]()
+    found, counts = defaultdict[str, list[Tensor]](list), list[Tensor]()
     by_row = True
-    for batch in _batches(network, source, options):
-        logits, size = caller(batch), len(batch["labels"])
+    for batch in _batches(net, source, options):
+        logits, size = net(batch), len(batch["labels"])
         by_row = by_row and len(logits) == size
         for rows in [slice(i, i + 1) for i in range(size)] if by_row else [slice(None)]:
-            sums = checked_sums(objective(logits[rows], rows_of_batch(batch, rows)))
+            sums = checked_sums(objective(logits[rows], select_rows(batch, rows)))
             sums["loss"] = sums.pop("nll", sums["loss"])
             for name, value in sums.items():
                 found[name].append(value.cpu().double())
@@ -250,12 +250,12 @@ def _of_sums(network: nn.Module, source: ValSource, options: EvaluationConfig, o
     return metrics
 
 
-def _losses(network: nn.Module, source: ValSource, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _losses(net: Net, source: ValSource, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
     """For every row: -Σ ln p, the number of labels, and of labels with the highest logit."""
-    caller, columns = Caller(network), list[tuple[Tensor, Tensor, Tensor]]()
-    for batch in _batches(network, source, options):
+    columns = list[tuple[Tensor, Tensor, Tensor]]()
+    for batch in _batches(net, source, options):
         labels = batch["labels"].view(len(batch["labels"]), -1)
-        logits = caller(batch)
+        logits = net(batch)
         flat = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
         nll = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="none").view_as(labels)
         counted = labels != IGNORED
@@ -307,7 +307,7 @@ def _answers(network: nn.Module, task: Task, source: ValSource, options: Evaluat
     assert task.tokenizer is not None
     answer_to = generate if options.num_beams == 1 else partial(beam_search, num_beams=options.num_beams)
     longest = min(longest, longest_of(network))
-    for batch in _batches(network, source, options):
+    for batch in _batches(Net.of(network), source, options):
         answers = answer_to(network, batch["input_ids"], key_mask=batch.get("key_mask"), max_new_tokens=longest)
         yield from (task.tokenizer.decode(answer.tolist()) for answer in answers)
 
@@ -358,21 +358,24 @@ def evaluate_splits(
     trainer: L.Trainer,
     module: TrainingModule,
     data: DataModule,
-    config: RunConfig,
+    options: EvaluationConfig,
     folder: Path,
-    state: Mapping[str, Any],
+    node: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Evaluate the finished network as ``config.evaluation`` says, and return the metrics that were logged at the end of the run.
+    """Evaluate the finished network as ``options`` ask, and return the metrics that were logged at the end of the run.
+
+    Args:
+        node: the node that builds the network again, if it is sharded.
 
     Raises:
         ConfigError: the best weights are to be tested, and there are none.
     """
     from lightning.pytorch.callbacks import WeightAveraging
 
-    options, metrics = config.evaluation, dict(trainer.callback_metrics)
+    metrics = dict(trainer.callback_metrics)
 
     def print_metrics(split: Literal["val", "test"]) -> None:
-        network = unsharded(module.network, config, state)
+        network = unsharded(module, node)
         if trainer.is_global_zero:
             rows = data.val_batch_size(1)
             evaluation = partial(evaluate, network, data.task, options, module.objective, batch_size=rows, split=split)
@@ -382,11 +385,11 @@ def evaluate_splits(
         print_metrics("val")
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
-        said = f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={config.trainer.monitor} was never logged"
+        said = f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={module.options.monitor} was never logged"
         require(best is None or best.exists(), said)  # without a validation, or none was left of the run that goes on
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging):  # it would load the weights that were trained beside the averaged ones
-                callback._average_model = None
+                callback._average_model = None  # has no public name; lightning is bounded in pyproject.toml
         trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
         found, whole = dict(trainer.callback_metrics), len(as_split(data.task, "test"))
         rows = min(whole, sum(map(int, trainer.num_test_batches)) * data.val_batch_size(trainer.world_size))
@@ -413,10 +416,10 @@ def evaluate_on(device: torch.device, network: nn.Module, evaluation: Callable[[
     return evaluation()
 
 
-def unsharded(network: nn.Module, config: RunConfig, state: Mapping[str, Any]) -> nn.Module:
-    """Return a network with whole weights. With ``trainer.strategy=sharded`` it is a copy on the CPU, made by all processes together."""
-    if config.trainer.strategy != "sharded":
-        return network
-    weights, whole = whole_state(network), network_of(state["model"])
+def unsharded(module: TrainingModule, node: Mapping[str, Any]) -> nn.Module:
+    """Return the network with whole weights. With ``trainer.strategy=sharded`` it is a copy on the CPU, made by all processes together."""
+    if module.options.strategy != "sharded":
+        return module.network
+    weights, whole = whole_state(module.network), network_of(read(Model, node, "model"))
     in_own_dtype(whole.to(next(iter(weights.values())).dtype)).load_state_dict(weights)
     return whole

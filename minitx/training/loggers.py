@@ -23,15 +23,13 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from minitx.config import ConfigError, Part, RunConfig
+from minitx.config import ConfigError, Part
 from minitx.config.schema import check_choice
 from minitx.data.datamodule import DataModule
 from minitx.training import rank
-from minitx.training.build import config_of
 from minitx.training.checkpoints import clean_up
 from minitx.training.devices import device_name
 from minitx.training.module import TrainingModule
-from minitx.training.nodes import completed
 
 # --- the folder of a run, with the log of each process
 
@@ -259,64 +257,51 @@ def read_probes(path: Path | str) -> list[dict[str, Any]]:
 # --- the lines before the first step
 
 
-def summary(trainer: L.Trainer, config: RunConfig, module: TrainingModule, data: DataModule, folder: Path) -> str:
+def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part, folder: Path) -> str:
     """Return the lines to log before the first step: model, device, data, training, steps and folder.
 
     Args:
         trainer: the run's trainer. module: the run's module, with the unsharded model. data: the run's data. folder: the run's folder.
+        optimizer, schedule: these parts of the run.
     """
-    options, tokenizer = config.trainer, data.task.tokenizer
+    options, tokenizer = module.options, data.task.tokenizer
     every = f"every {options.val_every:,}" if options.val_every else "at the end"
     lines = {
-        "model": describe_model(module.network),
+        "model": module.net.describe(),
         "device": describe_device(trainer),
-        "data": describe_data(data, config.trainer.val_batches),
+        "data": describe_data(data, options.val_batches),
         **{f"  {split}": "; ".join(said) for split, said in data.task.left_out.items() if said},
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
-        "training": describe_training(config, module.objective, data),
+        "training": describe_training(module, data, optimizer, schedule),
         "steps": f"{options.max_steps:,}, validation {every}",
         "folder": str(folder),
     }
     return "\n".join(f"{name:9}  {line}" for name, line in lines.items() if line is not None)
 
 
-def describe_model(network: nn.Module) -> str:
-    """Return the class and the number of parameters of a model, and the sizes of one of ours.
-
-    >>> describe_model(nn.Linear(2, 3))
-    'Linear, 9 parameters'
-    """
-    total = sum(p.numel() for p in network.parameters())
-    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    text = f"{type(network).__name__}, {total:,} parameters" + (f" ({trained:,} trained)" if trained != total else "")
-    model = config_of(network)
-    if model is None:
-        return text
-    return f"{text}: num_layers {model.num_layers}, num_heads {model.num_heads}, embed_dim {model.embed_dim}"
-
-
-def describe_training(config: RunConfig, objective: Any, data: DataModule) -> str:
+def describe_training(module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part) -> str:
     """Return the objective with the divisor of its sum, the optimizer with what it excludes, the schedule and the clipping."""
+    objective, clip = module.objective, module.options.clip
     loss = getattr(objective, "loss", getattr(objective, "func", objective))  # a loss of torch, or a partial function
     divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
-    clip = config.trainer.clip
     name = getattr(loss, "__name__", type(loss).__name__)
-    said = [describe_node(completed(getattr(config, part), part)) for part in ("optimizer", "schedule")]
-    parts = (f"{name}, {divisor}", *said, f"clip {clip:g}" if clip else "no clip")
+    parts = (f"{name}, {divisor}", describe_part(optimizer), describe_part(schedule), f"clip {clip:g}" if clip else "no clip")
     return " · ".join(parts)
 
 
-def describe_node(node: Part) -> str:
-    """Return the last name of the target of a node, its arguments that are words or numbers but 0, and what its rules freeze.
+def describe_part(part: Part) -> str:
+    """Return the last name of the target of a part, its arguments that are words or numbers but 0, and what its rules freeze.
 
-    >>> describe_node({"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0, "nesterov": False})
+    >>> from minitx.config.part import Takes
+    >>> describe_part(Part.of({"_target_": "torch.optim.SGD", "lr": 0.1}, "optimizer", Takes(first=1)))
     'SGD, lr 0.1'
     """
-    given = {name: value for name, value in node.items() if name[0] != "_" and value and not isinstance(value, bool)}
-    said = [f"{name} {value:g}" for name, value in given.items() if isinstance(value, int | float)]
-    said += [f"{name} {value}" for name, value in given.items() if isinstance(value, str)]
-    said += [f"without {rule['match']}" for rule in node.get("rules", ()) if not rule.get("trainable", True)]
-    return ", ".join([str(node["_target_"]).rpartition(".")[2], *said])
+    plain = part.plain()
+    shown = {name: value for name, value in plain.items() if name[0] != "_" and value and not isinstance(value, bool)}
+    said = [f"{name} {value:g}" for name, value in shown.items() if isinstance(value, int | float)]
+    said += [f"{name} {value}" for name, value in shown.items() if isinstance(value, str)]
+    said += [f"without {rule['match']}" for rule in plain.get("rules", ()) if not rule.get("trainable", True)]
+    return ", ".join([part.name.rpartition(".")[2], *said])
 
 
 def describe_data(data: DataModule, val_batches: int | None = None) -> str:
@@ -362,10 +347,9 @@ def summarise(
     folder: Path,
     steps: int,
     nonfinite_step: int | None,
-    *,
     metrics: Mapping[str, Any],
     floors: Mapping[str, float],
-    num_parameters: int,
+    network: nn.Module,
 ) -> dict[str, Any]:
     """Return the result of a run as plain data without NaN.
 
@@ -388,7 +372,7 @@ def summarise(
         "nonfinite_step": nonfinite_step,
         **{name: found.get(name) for name in ("train_loss", "val_loss", "val_accuracy")},
         "floors": dict(floors),
-        "num_parameters": num_parameters,
+        "num_parameters": sum(p.numel() for p in network.parameters()),
         "metrics": found,
     }
 

@@ -13,10 +13,12 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -24,26 +26,22 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from minitx.config import IGNORED, ConfigError, RunConfig, TrainerConfig, to_dict
-from minitx.config.schema import first_line, require
+from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
+from minitx.config.schema import require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, num_targets, seed_device
-from minitx.data.tokenizers import Tokenizer
-from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
-from minitx.training.build import GIVEN, MASKS, Caller, config_of, decided_fields, node_of
-from minitx.training.checkpoints import FORMAT, network_weights, read_checkpoint
+from minitx.training.checkpoints import network_weights, read_checkpoint, write_checkpoint
 from minitx.training.devices import (
-    device_of,
     local_parts,
     parallelize,
     set_gradient_sync,
     sum_over_rows,
     total_norm,
 )
-from minitx.training.nodes import named_by
-from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, check_sum, checked_sums
-from minitx.training.optimizers import Muon, build_optimizer, build_schedule, skips_on_device
+from minitx.training.net import MASKS, Net
+from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, checked_sums
+from minitx.training.optimizers import Muon, build_optimizer, skips_on_device
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +91,12 @@ class TrainingModule(L.LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.net = network, Net.of(network)
         self.objective, self.make_optimizer, self.make_schedule = objective, make_optimizer, make_schedule
         self.options, self.seed = options or TrainerConfig(), seed
-        self.caller = caller = Caller(network)
+        net = self.net
         maybe_compiled = torch.compile if self.options.compile else lambda function: function
-        self._sums_of = maybe_compiled(lambda batch: self.objective(caller(batch), batch))
+        self._sums_of = maybe_compiled(lambda batch: self.objective(net(batch), batch))
         self._hidden_of = maybe_compiled(lambda inputs: network(**inputs, return_hidden=True))
         self.latch = Latch()
         self.step_loss: Tensor | float = 0.0
@@ -107,12 +105,12 @@ class TrainingModule(L.LightningModule):
         self.grad_norm: Tensor | float = 0.0
         self._micro = 0  # micro-batches of this step so far
         self._validation: Sums = {}
-        self._said_dropped = self._checked_sum = False
+        self._said_dropped = False
         self._resumed: dict[str, Any] | None = None  # the checkpoint, until training starts
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not any(isinstance(p, DTensor) for p in self.network.parameters()):
-            parallelize(self.network, self.device_mesh["data_parallel"], self.options.shard)
+            parallelize(self.network, self.device_mesh["data_parallel"], self.net.layers(self.options.shard))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.network)
@@ -130,10 +128,10 @@ class TrainingModule(L.LightningModule):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits of a batch."""
-        return self.caller(batch)
+        return self.net(batch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.caller.check(batch)  # here, where reading a mask does not wait for the device
+        self.net.check(batch)  # here, where reading a mask does not wait for the device
         return batch
 
     def on_train_start(self) -> None:
@@ -156,18 +154,18 @@ class TrainingModule(L.LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # a mask that is not passed hides nothing, or ``check`` refuses it
-        dropped = [name for name in self.caller.dropped(batch) if name not in (*MASKS, *MASKS.values())]
+        dropped = [name for name in self.net.dropped(batch) if name not in (*MASKS, *MASKS.values())]
         if dropped and not self._said_dropped:
-            log.info("model: %s.forward does not take %s of a batch", self.caller.kind, ", ".join(dropped))
+            log.info("model: %s.forward does not take %s of a batch", self.net.kind, ", ".join(dropped))
         self._said_dropped = True
-        self._checked_sum = self._checked_sum or check_sum(self.objective, self.caller, batch)
 
     def sums(self, batch: Batch) -> Sums:
         """Return the objective's sums over a batch."""
         if not isinstance(self.objective, CrossEntropy) or self.objective.chunk_tokens is None:
             return checked_sums(self._sums_of(batch))
-        hidden = self._hidden_of(self.caller.inputs(batch))
-        weight, *bias = local_parts(list(self.network.get_submodule("head").parameters()))
+        hidden, head = self._hidden_of(self.net.inputs(batch)), self.net.head
+        assert head is not None  # see ``check_head``
+        weight, *bias = local_parts(list(head.parameters()))
         return self.objective.of_hidden(hidden, weight, bias[0] if bias else None, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -296,64 +294,36 @@ def hash_seed(*numbers: int) -> int:
 
 
 def build_module(
-    config: RunConfig, data: DataModule, network: nn.Module, objective: Callable[..., Any] | None = None
+    network: nn.Module,
+    data: DataModule,
+    objective: Part,
+    optimizer: Part,
+    schedule: Part,
+    options: TrainerConfig,
+    seed: int = 0,
 ) -> TrainingModule:
     """Return a ``TrainingModule`` with network, objective, optimizer and schedule.
 
     Raises:
         ConfigError: the model cannot run, or the objective or the optimizer rules do not fit it.
     """
-    seed_device(config.seed)
-    ours = config_of(network)
-    built = build_objective(config.objective if objective is None else objective)
-    if isinstance(built, CrossEntropy):
-        check_head(built, network, ours.head if ours else "none")
-    head_dim = ours.width_per_head if ours else 1
-    first = build_optimizer(network, config.optimizer, head_dim)  # what they refuse is said before the run has a folder
-    build_schedule(first, config.schedule, config.trainer.max_steps or sys.maxsize)
-    if isinstance(first, Muon) and config.trainer.strategy == "sharded":
-        raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
-    if isinstance(built, CrossEntropy):
+    seed_device(seed)
+    net, sums, row = Net.of(network), build_objective(objective), data.probe_batch(1)
+    if isinstance(sums, CrossEntropy):
+        check_head(sums, net)
         check_labels(data.task)
-    caller, row = Caller(network), data.probe_batch(1)
-    caller.check(row, data.task.key_masks.values())
-    if device_of(config.trainer.accelerator).type == "cpu":
-        try_once(network, built, data)
-    if caller.packs and "document_ids" in row:
-        caller.check_documents(row["input_ids"].to(next(network.parameters()).device))
-    return TrainingModule(
-        network,
-        built,
-        partial(build_optimizer, node=config.optimizer, head_dim=head_dim),
-        lambda optimizer, steps: build_schedule(optimizer, config.schedule, steps),
-        config.trainer,
-        config.seed,
-    )
+    make_optimizer = partial(build_optimizer, optimizer, head_dim=net.head_dim)
 
+    def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+        return schedule.build(optimizer, max_steps=steps)
 
-def stored_state(config: RunConfig, data: DataModule, network: nn.Module) -> dict[str, Any]:
-    """Return the plain data about a run that every checkpoint holds: its config, its model, its tokenizer and the names of its labels."""
-    tokenizer = data.task.tokenizer
-    return {
-        "config": to_dict(config),
-        "model": stored_node(config, data, network),
-        "tokenizer": tokenizer.to_dict() if isinstance(tokenizer, Tokenizer) else None,
-        "labels": list(data.task.label_names),
-        "format": FORMAT,
-    }
-
-
-def stored_node(config: RunConfig, data: DataModule, network: nn.Module) -> dict[str, Any]:
-    """Return the node of a model in a checkpoint: that of one of ours, the attribute ``stored_node`` of the network, the user's node
-    with the fields that the data decided, or, for a model that was given from Python, its class."""
-    if (ours := config_of(network)) is not None:
-        return node_of(ours)
-    if isinstance(own := getattr(network, "stored_node", None), Mapping):
-        return dict(own)
-    if config.model["_target_"] != GIVEN:
-        names = named_by(config.model, "model")
-        return {**{name: value for name, value in decided_fields(data).items() if name in names}, **config.model}
-    return {"_target_": f"{type(network).__module__}.{type(network).__qualname__}"}
+    first = make_optimizer(network)  # what they refuse is said before the run has a folder
+    make_schedule(first, options.max_steps or sys.maxsize)
+    if isinstance(first, Muon) and options.strategy == "sharded":
+        raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
+    net.check(row, data.task.key_masks.values())
+    net.check_documents(row)
+    return TrainingModule(network, sums, make_optimizer, make_schedule, options, seed)
 
 
 def check_labels(task: Task) -> None:
@@ -374,26 +344,22 @@ def check_labels(task: Task) -> None:
             require(not is_wrong or number == IGNORED, f"{said}, got {number}")
 
 
-def try_once(network: nn.Module, objective: Callable[..., Any], data: DataModule) -> None:
-    """Run one row through network and objective to find errors early. No random number is drawn.
-
-    Raises:
-        ConfigError: the backend does not exist or does not support the options, or a key is missing in the batch.
-    """
-    device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
-    batch = {name: tensor.to(device) for name, tensor in data.probe_batch(1).items()}
-    try:
-        with evaluating(network), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            checked_sums(objective(Caller(network)(batch), batch))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"model cannot be run: {first_line(error)}") from error
-
-
-# --- sharding it
+# --- checkpoints, and sharding it
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes and reads Lightning's checkpoints with ``read_checkpoint`` and ``write_checkpoint``: complete or not at all, and without code."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        write_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        return read_checkpoint(path)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
 
 
 class Sharded(ModelParallelStrategy):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
@@ -12,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, ConfigError, is_part
+from minitx.config import IGNORED, ConfigError, Part
 from minitx.config.schema import Count, Share, require
 from minitx.data.task import Batch
-from minitx.nn.modes import evaluating
-from minitx.training.build import Caller, rows_of_batch
-from minitx.training.nodes import build_callable
+from minitx.training.net import Net
 
 log = logging.getLogger(__name__)
 
@@ -208,8 +205,8 @@ def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor,
         d_bias += d_logits.sum(0, dtype=d_bias.dtype)
 
 
-def build_objective(node: Any) -> Objective:
-    """Build the objective of ``node``: a node with ``_target_``, or a callable.
+def build_objective(part: Part) -> Objective:
+    """Build the objective of a part.
 
     A loss of torch with ``reduction="sum"`` is called as (logits, labels), one over classes as (targets, classes) and (targets,).
 
@@ -217,7 +214,7 @@ def build_objective(node: Any) -> Objective:
         ConfigError: the target cannot be built, the loss averages, ignores another label than -100, or has weights that are to be
             trained.
     """
-    found = build_callable(node, "objective", arguments=2) if is_part(node) else node
+    found = part.build_function(2)
     kind = type(found).__name__
     require(callable(found), f"objective={kind} must be callable: (logits, batch) to a sum over the targets")
     if not isinstance(found, nn.Module):
@@ -271,55 +268,6 @@ class TorchLoss(nn.Module):
 
 
 @torch.no_grad()
-def check_sum(objective: Objective, caller: Caller, batch: Batch) -> bool:
-    """Check that an objective of the user's sums over rows: two rows, each twice, must give twice the sum of the two alone.
-
-    The network runs in evaluation mode on two rows. If it begins with a loss of zero, random logits take the place of its own.
-
-    Returns:
-        False if no row of the batch has a label that counts, so that nothing was checked.
-
-    Raises:
-        ConfigError: the objective does not add up, for example because it returns a mean.
-    """
-    if isinstance(objective, CrossEntropy | TorchLoss):
-        return True
-    labels = batch["labels"].flatten(1) if batch["labels"].dim() > 1 else batch["labels"][:, None]
-    counted = (labels != IGNORED).any(1).nonzero().flatten().tolist()
-    if not counted:
-        return False
-    first = counted[0]
-    second = next((row for row in counted if not labels[row].equal(labels[first])), counted[-1])
-
-    def sums(logits: Tensor, *chosen: int) -> dict[str, float]:
-        return {
-            name: float(value) for name, value in checked_sums(objective(logits, rows_of_batch(batch, list(chosen)))).items()
-        }
-
-    with evaluating(caller.network), torch.random.fork_rng(devices=[]):
-        one, other = (caller(rows_of_batch(batch, [row])) for row in (first, second))
-        draw = torch.Generator().manual_seed(0)
-        for _ in range(2):
-            both = torch.cat([one, one, other, other])
-            alone = sums(one, first), sums(other, second)
-            together, again = (sums(both, first, first, second, second) for _ in range(2))
-            if not all(math.isclose(x, again[name], rel_tol=1e-3) for name, x in together.items() if math.isfinite(x)):
-                log.info("objective: it draws random numbers, so whether it is a sum over the rows was not checked")
-                return True
-            for name, value in together.items():
-                parts = [2 * found.get(name, math.nan) for found in alone]
-                if abs(value - sum(parts)) > 0.05 * sum(map(abs, parts)):
-                    raise ConfigError(
-                        "objective must return sums over the targets, because the run divides them by the number of targets: "
-                        f"{name} of four rows together is {value:.4g}, but those of the rows alone add up to {sum(parts):.4g}"
-                    )
-            if together["loss"] and math.isfinite(together["loss"]):
-                return True
-            one, other = (torch.randn(x.shape, generator=draw).to(x) for x in (one, other))
-    log.info("objective: its loss of the first rows is 0 or not finite, so whether it is a sum over the rows was not checked")
-    return True
-
-
 def checked_sums(found: Tensor | Mapping[str, Tensor]) -> Sums:
     """Return the result of an objective as sums by name.
 
@@ -338,18 +286,15 @@ def _said(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def check_head(objective: CrossEntropy, network: nn.Module, kind: str) -> None:
+def check_head(objective: CrossEntropy, net: Net) -> None:
     """Raise a ConfigError for ``chunk_tokens`` unless the head is a single linear map.
-
-    Args:
-        kind: ``model.head``.
 
     Raises:
         ConfigError: the head is not ``lm``, or has another layer.
     """
     if objective.chunk_tokens is None:
         return
-    head = network.get_submodule("head") if kind == "lm" else None
+    kind, head = net.config.head if net.config is not None else "none", net.head
     softcap = getattr(head, "softcap", None)
     more = "model.head_transform=True" if softcap is None else f"model.logit_softcap={softcap}"
     found = f"model.head={kind}" + (f" with {more}" if kind == "lm" else "")

@@ -17,7 +17,6 @@ from minitx.config import ConfigError, ParameterRule, Part, evaluate_factor
 from minitx.config.schema import Bound, Count, NotNegative, Positive, Share, require
 from minitx.nn.precision import widest_float
 from minitx.training.devices import is_sharded
-from minitx.training.nodes import build, named_by
 
 Rules = tuple[ParameterRule, ...]
 
@@ -158,18 +157,17 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
     return factor
 
 
-def build_optimizer(network: nn.Module, node: Part, head_dim: int = 1) -> torch.optim.Optimizer:
-    """Build the optimizer of a node. A target that names ``network`` gets the network, any other the trainable parameters.
+def build_optimizer(part: Part, network: nn.Module, head_dim: int = 1) -> torch.optim.Optimizer:
+    """Build the optimizer of a part. A target that names ``network`` gets the network, any other the trainable parameters.
 
     Raises:
         ConfigError: the target cannot be built, or does not return a ``torch.optim.Optimizer``.
     """
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    first = network if "network" in named_by(node, "optimizer") else trained
-    found = build(node, "optimizer", {"head_dim": head_dim}, first)
-    said = f"optimizer._target_={node['_target_']} must give a torch.optim.Optimizer"
-    require(isinstance(found, torch.optim.Optimizer), f"{said}, got {type(found).__name__}")
-    return found
+    optimizer = part.build(network if "network" in part.names else trained, head_dim=head_dim)
+    said = f"optimizer._target_={part.name} must give a torch.optim.Optimizer"
+    require(isinstance(optimizer, torch.optim.Optimizer), f"{said}, got {type(optimizer).__name__}")
+    return optimizer
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -275,15 +273,6 @@ def _after_warmup(
         return curve(min(1.0, max(0.0, (step - first) / max(1, max_steps - first))))
 
     return LambdaLR(optimizer, factor)
-
-
-def build_schedule(optimizer: torch.optim.Optimizer, node: Part, max_steps: int) -> Any:
-    """Build the schedule of ``optimizer``, which is stepped once per update. A target that names ``max_steps`` gets the number of steps.
-
-    Raises:
-        ConfigError: the target cannot be built.
-    """
-    return build(node, "schedule", {"max_steps": max_steps}, optimizer)
 
 
 # --- Muon

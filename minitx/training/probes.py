@@ -24,7 +24,6 @@ from minitx.data.task import Batch
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
-from minitx.training.build import Caller, title_of
 from minitx.training.callbacks import StepCallback
 from minitx.training.loggers import MetricsFile, add_records, drop_records, naming, over_heads
 from minitx.training.module import TrainingModule
@@ -136,7 +135,7 @@ class Probe(StepCallback):
                 if statistics and is_block(block):
                     hook = block.register_forward_hook(lambda _, args, out, at=name: hidden.update({at: _first(out), **hidden}))
                     hooks.enter_context(hook)
-            Caller(network)(self._on(device))
+            module.net(self._on(device))
             warn_of_calls(seen, "first")
             looks = {name: records[0] for name, records in seen.items() if records}
             layers = {name: _statistics(name, look, hidden) for name, look in looks.items()} if statistics else {}
@@ -164,7 +163,7 @@ class Probe(StepCallback):
 
     def _loss(self, module: TrainingModule, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss of a part, and the queries that count: those with a target, where targets stand at queries."""
-        loss = checked_sums(module.objective(Caller(module.network)(part), part))["loss"]
+        loss = checked_sums(module.objective(module.net(part), part))["loss"]
         axis = TARGET if TARGET in part else SOURCE
         has_target = axis in part and part["labels"].shape == part[axis].shape
         return loss, {axis: part["labels"] != IGNORED} if has_target else {}
@@ -182,9 +181,9 @@ class Probe(StepCallback):
 
     def _keep_weights(self, module: TrainingModule, step: int) -> None:
         rows = {name: tensor[: self.options.weights_rows] for name, tensor in self._on(module.device).items() if tensor.dim()}
-        inputs = Caller(module.network).inputs(rows)
+        inputs = module.net.inputs(rows)
         told: dict[str, Any] = {"tokens": self.texts(inputs), "asked": self.asked(rows)}
-        snapshot = take_snapshot(module.network, inputs, step=step, title=title_of(module.network), **told)
+        snapshot = take_snapshot(module.network, inputs, step=step, title=module.net.title, **told)
         with naming(self.folder / "attention"):
             write_snapshot(snapshot, self.folder / "attention")
 

@@ -21,29 +21,30 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
+from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, Part, RunConfig, SamplesConfig, TrainerConfig, to_dict
+from minitx.config.part import import_modules, parameter_names
 from minitx.config.schema import Count, defaults, first_line, read, require
+from minitx.config.training import LOADING
 from minitx.data.conversations import ChatFormat, is_chat, template_of
-from minitx.data.datamodule import DataModule
+from minitx.data.datamodule import DataModule, in_steps, open_data
 from minitx.data.task import Task
-from minitx.training.build import (
-    DEFAULT_BATCH_SIZE,
-    GIVEN,
-    build_network,
-    config_of,
-    import_modules,
-    in_steps,
-    open_data,
-)
+from minitx.training import rank
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
-from minitx.training.checkpoints import check_free, check_resumed, read_checkpoint, start_from, tokenizer_of, write_checkpoint
-from minitx.training.devices import cpu_precision, device_of, machine, sharded_parts
+from minitx.training.checkpoints import (
+    check_free,
+    check_resumed,
+    start_from,
+    stored_state,
+    tokenizer_of,
+)
+from minitx.training.devices import cpu_precision, device_of, machine
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
-from minitx.training.module import NonFiniteError, Sharded, TrainingModule, build_module, stored_state
-from minitx.training.nodes import build, build_all, check_parts, parameter_names
+from minitx.training.module import AtomicCheckpointIO, NonFiniteError, Sharded, TrainingModule, build_module
+from minitx.training.net import build_network
 from minitx.training.probes import Probe
 from minitx.training.questions import questions_of
+from minitx.training.rehearse import is_rehearsed, rehearse
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def train(
     model: nn.Module | None = None,
     data: Task | L.LightningDataModule | None = None,
     objective: Callable[..., Any] | None = None,
-    batch_size: int = DEFAULT_BATCH_SIZE,
+    batch_size: int = LOADING["batch_size"][1],
 ) -> dict[str, Any]:
     """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
 
@@ -77,82 +78,143 @@ def train(
             folder holds a run that is not continued. NonFiniteError: a loss or gradient is not
             finite, with ``on_nonfinite=stop``. StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
     """
-    folder, batch_size = Path(folder), read(Count, batch_size, "batch_size")
-    config = checked(config, folder, model=model, data=data, objective=objective)
+    folder = Path(folder)
+    config = checked(config, folder, model=model, data=data, objective=objective, batch_size=batch_size)
     with quiet_lightning(), machine(config.trainer):
-        opened = open_data(config, data, tokenizer_of(config.init_from, config.data), batch_size)
-        config = in_steps(config, opened)
-        network = start_from(config.init_from, build_network(config, opened, model))
-        module = build_module(config, opened, network, objective)
-        warnings.filterwarnings("ignore", message=".*sync_dist=True")  # metrics are already reduced over ranks
-        state = stored_state(config, opened, network)
-        done = check_resumed(config, state)
-        callbacks = build_callbacks(config, module, opened, folder, state)
-        loggers = build_all(config.logger, "logger", Logger, {"save_dir": str(folder)})
-        check_free(folder, config.ckpt_path)  # once more: another run may have begun here, while this one was built
-        with run_folder(folder, files or {}), finish_wandb():  # every part is built: a mistake in one has changed no file
-            trainer = build_trainer(config, folder, loggers, callbacks, done)
-            nonfinite_step = fit(trainer, module, opened, config, folder)
-            metrics = {} if nonfinite_step else evaluate_splits(trainer, module, opened, config, folder, state)
-    size = sum(p.numel() for p in network.parameters())
-    return summarise(
-        folder, trainer.global_step, nonfinite_step, metrics=metrics, floors=opened.task.floors, num_parameters=size
-    )
+        rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
+        config = dataclasses.replace(config, trainer=in_steps(config.trainer, rows))
+        network = build_network(config.model, rows, precision=config.trainer.precision, seed=config.seed)
+        parts = config.objective, config.optimizer, config.schedule
+        module = build_module(start_from(config.init_from, network), rows, *parts, config.trainer, config.seed)
+        check_asked(module, rows, config.model, config.callbacks, config.evaluation)
+        if is_rehearsed(config):
+            rehearse(config, module, rows, perform)
+        steps, nonfinite_step, metrics = perform(config, module, rows, folder, files)
+    return summarise(folder, steps, nonfinite_step, metrics, rows.task.floors, network)
 
 
-def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective: Any) -> RunConfig:
-    """Check the arguments of ``train``, import the modules of the config, and return the config with what was given from Python marked."""
+def perform(
+    config: RunConfig,
+    module: TrainingModule,
+    rows: DataModule,
+    folder: Path,
+    files: Mapping[str, str] | None = None,
+    checkpoints: CheckpointIO | None = None,
+) -> tuple[int, int | None, dict[str, Any]]:
+    """Train and evaluate in ``folder``. Return the number of steps, the step that was not finite, and the metrics of the end.
+
+    ``checkpoints`` writes and reads the checkpoints, by default complete or not at all.
+
+    Every part is built before the folder is touched, so that a mistake in one changes no file.
+    """
+    state = stored_state(config, rows.task, module.net)
+    done = check_resumed(config, state)
+    callbacks = build_callbacks(config.callbacks, module, rows, folder, state, config.evaluation.test)
+    loggers = build_all(config.logger, "logger", Logger, save_dir=str(folder))
+    check_free(folder, config.ckpt_path)  # once more: another run may have begun here, while this one was built
+    with run_folder(folder, files or {}), finish_wandb():
+        trainer = build_trainer(config.trainer, folder, loggers, callbacks, done, checkpoints)
+        log_on_rank_zero(summary(trainer, module, rows, config.optimizer, config.schedule, folder))
+        nonfinite_step = fit(trainer, module, rows, config.ckpt_path, config.on_nonfinite)
+        metrics = {} if nonfinite_step else evaluate_splits(trainer, module, rows, config.evaluation, folder, state["model"])
+    return trainer.global_step, nonfinite_step, metrics
+
+
+def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective: Any, batch_size: int) -> RunConfig:
+    """Check the arguments of ``train``, import the modules of the config, and return the config with the objects as its parts."""
     require(isinstance(config, RunConfig), f"config must be a RunConfig, got {config!r:.60}")
     require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
+    batch_size = read(Count, batch_size, "batch_size")
     check_arguments(config.trainer.extra)
     check_free(folder, config.ckpt_path)
     import_modules(config.imports)
-    check_parts(config.logger, "logger")
-    check_parts(config.callbacks.parts, "callbacks")
-    parts = {"model": model, "data": data, "objective": objective}
-    given: dict[str, Any] = {name: {"_target_": GIVEN} for name, part in parts.items() if part is not None}
+    changes: dict[str, Any] = {}
+    if model is not None:
+        changes["model"] = Part.given(model, "model")
+    if data is not None:
+        changes["data"] = Part.given(data, "data", batch_size=batch_size)
+    if objective is not None:
+        changes["objective"] = Part.given(objective, "objective")
     if config.ckpt_path == "last":
-        given["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
-    return dataclasses.replace(config, **given)
+        changes["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
+    return dataclasses.replace(config, **changes)
+
+
+def build_all(group: Mapping[str, Part | None], path: str, kind: type, **offered: Any) -> list[Any]:
+    """Build every entry of a group of callbacks or loggers that is not null.
+
+    Raises:
+        ConfigError: see ``Part.build``; or an entry is not of this ``kind``.
+    """
+    entries = []
+    for name, part in group.items():
+        if part is not None:
+            entries.append(part.at(f"{path}.{name}").build(**offered))
+            made = type(entries[-1])
+            said = f"{path}.{name}._target_={part.name} must give a {kind.__name__} of the package lightning"
+            require(isinstance(entries[-1], kind), f"{said}, got {made.__module__}.{made.__qualname__}")
+    return entries
+
+
+def check_asked(
+    module: TrainingModule, data: DataModule, model: Part, callbacks: CallbacksConfig, evaluation: EvaluationConfig
+) -> None:
+    """Check that the run can give what is asked of it.
+
+    Raises:
+        ConfigError: the data have no test split; or with ``trainer.strategy=sharded``, the layers of the model are not known, probes
+            are on, which need whole weights on one device, or a model that was given from Python would have to be built again to be
+            evaluated.
+    """
+    check_test(evaluation.test, data.task)
+    if module.options.strategy != "sharded":
+        return
+    module.net.layers(module.options.shard)
+    if callbacks.probe.every:
+        raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
+    is_built = module.net.stored_node is not None or not model.is_given
+    if evaluation.at_end and not is_built:
+        raise ConfigError("evaluation.at_end needs a model that the config can build again with trainer.strategy=sharded")
 
 
 def build_callbacks(
-    config: RunConfig, module: TrainingModule, data: DataModule, folder: Path, state: dict[str, Any]
+    asked: CallbacksConfig, module: TrainingModule, data: DataModule, folder: Path, state: Mapping[str, Any], test: str | None
 ) -> list[L.Callback]:
-    """Return the callbacks of the run: ours, the configured ones, and ``LastCheckpoint``, which handles signals even without checkpoints."""
-    options = config.trainer
-    check_test(config.evaluation.test, data.task)
-    own = callbacks_of_steps(config, module, data, folder)
-    if config.callbacks.progress:
-        own.append(progress())
-    if options.ckpt_every:
-        needed = config.evaluation.test == "best"
-        own.append(BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode, needed=needed))
-    own.append(WandbExtras(state["config"], folder, **to_dict(config.callbacks.wandb)))
-    last = LastCheckpoint(folder / "checkpoints", options, state)
-    # WeightAveraging puts the average into the model at the end
-    before = LambdaCallback(on_fit_start=place_averages, on_train_end=last.on_train_end)
-    return [before, *own, *build_all(config.callbacks.parts, "callbacks", L.Callback), last]
+    """Return the callbacks of the run: ours, the configured ones, and ``LastCheckpoint``, which handles signals even without checkpoints.
 
-
-def callbacks_of_steps(config: RunConfig, module: TrainingModule, data: DataModule, folder: Path) -> list[L.Callback]:
-    """Return the callbacks that follow the training steps: the rows of ``metrics.csv``, ``stop_at``, probes and samples."""
-    options, asked = config.trainer, config.callbacks
-    check_parallel(config, module.network)
-    own: list[Any] = [StepLog(options.log_every, config_of(module.network), options.peak_tflops)]
+    Args:
+        state: the plain data for every checkpoint (``stored_state``).
+        test: ``evaluation.test``: ``best`` needs ``best.ckpt``.
+    """
+    options = module.options
+    own: list[Any] = [StepLog(options.log_every, module.net.config, options.peak_tflops)]
     if options.stop_at is not None:
         own.append(StopAt(**to_dict(options.stop_at)))
     if asked.probe.every:
-        rows = data.probe_batch(asked.probe.batch_size)
-        own.append(Probe(folder, rows, asked.probe, data.texts, partial(questions_of, data.task)))
+        own.append(
+            Probe(folder, data.probe_batch(asked.probe.batch_size), asked.probe, data.texts, partial(questions_of, data.task))
+        )
     if asked.samples.every:
-        tokenizer, format = data.task.tokenizer, None
-        if asked.samples.prompts and tokenizer is not None and is_chat(config.data):
-            format = ChatFormat(str(template_of(config.data, tokenizer)), tokenizer)
-        prompts = asked.samples.prompts or tuple(default_prompts(data))
-        chosen = dataclasses.replace(asked.samples, prompts=prompts)
-        own.append(Samples(folder, tokenizer, chosen, config.seed, format))
-    return own
+        own.append(build_samples(asked.samples, module.seed, data, folder, state["config"]["data"]))
+    if asked.progress:
+        own.append(progress())
+    if options.ckpt_every:
+        best = BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode, needed=test == "best")
+        own.append(best)
+    own.append(WandbExtras(state["config"], folder, **to_dict(asked.wandb)))
+    last = LastCheckpoint(folder / "checkpoints", options, state)
+    # WeightAveraging puts the average into the model at the end
+    before = LambdaCallback(on_fit_start=place_averages, on_train_end=last.on_train_end)
+    return [before, *own, *build_all(asked.parts, "callbacks", L.Callback), last]
+
+
+def build_samples(options: SamplesConfig, seed: int, data: DataModule, folder: Path, node: Mapping[str, Any]) -> Samples:
+    """Return the callback that writes samples. ``node`` is the node of the data, which names a chat template."""
+    tokenizer, format = data.task.tokenizer, None
+    if options.prompts and tokenizer is not None and is_chat(node):
+        format = ChatFormat(str(template_of(node, tokenizer)), tokenizer)
+    prompts = options.prompts or tuple(default_prompts(data))
+    return Samples(folder, tokenizer, dataclasses.replace(options, prompts=prompts), seed, format)
 
 
 def default_prompts(data: DataModule) -> list[str]:
@@ -167,7 +229,12 @@ def default_prompts(data: DataModule) -> list[str]:
 
 
 def build_trainer(
-    config: RunConfig, folder: Path, loggers: Sequence[Any], callbacks: Sequence[L.Callback], done: int
+    options: TrainerConfig,
+    folder: Path,
+    loggers: Sequence[Any],
+    callbacks: Sequence[L.Callback],
+    done: int,
+    checkpoints: CheckpointIO | None = None,
 ) -> L.Trainer:
     """Build the Lightning trainer, which logs to ``metrics.csv`` from row ``done`` on and to ``loggers``.
 
@@ -176,12 +243,13 @@ def build_trainer(
     Raises:
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
     """
-    options = config.trainer
     check_extra(options.extra)
     check_callbacks(callbacks)
     place = place_of(options)
-    place["plugins"] += [build(node, f"trainer.plugins[{i}]") for i, node in enumerate(options.plugins)]
-    profiler = options.profiler and build(options.profiler, "trainer.profiler", {"dirpath": folder, "filename": "profile"})
+    place["plugins"] += [checkpoints or AtomicCheckpointIO()] + [
+        part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)
+    ]
+    profiler = options.profiler and options.profiler.at("trainer.profiler").build(dirpath=folder, filename="profile")
     arguments = {
         **place,
         "max_steps": options.max_steps,
@@ -297,7 +365,7 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     """Return the arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
     device = device_of(options.accelerator)
     precision: str | None = cpu_precision(options.precision) if device.type == "cpu" else options.precision
-    plugins: list[Any] = [AtomicCheckpointIO()]
+    plugins: list[Any] = []
     if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
         plugins, precision = [*plugins, DoublePrecision()], None
     elif precision == "bf16-mixed":  # Lightning takes CUDA's autocast for a device that it does not know
@@ -311,53 +379,29 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
 
 
-def check_parallel(config: RunConfig, network: nn.Module) -> None:
-    """Check that a model can be sharded.
-
-    Raises:
-        ConfigError: with ``trainer.strategy=sharded``, the layers of the model are not known, probes are on, which need whole
-            weights on one device, or a model that was given from Python would have to be built again to be evaluated.
-    """
-    if config.trainer.strategy != "sharded":
-        return
-    sharded_parts(network, config.trainer.shard)
-    if config.callbacks.probe.every:
-        raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
-    is_built = config_of(network) or hasattr(network, "stored_node") or config.model["_target_"] != GIVEN
-    if config.evaluation.at_end and not is_built:
-        raise ConfigError("evaluation.at_end needs a model that the config can build again with trainer.strategy=sharded")
-
-
-class AtomicCheckpointIO(CheckpointIO):
-    """Writes and reads Lightning's checkpoints with ``read_checkpoint`` and ``write_checkpoint``: complete or not at all, and without code."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        write_checkpoint(checkpoint, path)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        return read_checkpoint(path)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        Path(path).unlink(missing_ok=True)
-
-
 # --- training
 
 
-def fit(trainer: L.Trainer, module: TrainingModule, data: DataModule, config: RunConfig, folder: Path) -> int | None:
+def log_on_rank_zero(text: str) -> None:
+    """Log a text in the first process."""
+    if not rank():
+        log.info("%s", text)
+
+
+def fit(
+    trainer: L.Trainer, module: TrainingModule, data: DataModule, ckpt_path: str | None = None, on_nonfinite: str = "stop"
+) -> int | None:
     """Train, and validate at the last step. With ``on_nonfinite=record``, return the step that was not finite.
 
     Raises:
         ConfigError: Lightning refuses the options. NonFiniteError: with ``on_nonfinite=stop``.
     """
-    if trainer.is_global_zero:
-        log.info("%s", summary(trainer, config, module, data, folder))
     signals = next(each for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
     try:
         with signals:
-            trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path, weights_only=True)
+            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
     except NonFiniteError as error:
-        if config.on_nonfinite == "stop":
+        if on_nonfinite == "stop":
             raise
         return error.step + 1
     except MisconfigurationException as error:
@@ -367,17 +411,18 @@ def fit(trainer: L.Trainer, module: TrainingModule, data: DataModule, config: Ru
 
 
 _NOTICES = (
-    "overridden .on_before_batch_transfer.",  # in the module, and the data module has none
-    "does not have many workers",
-    "Checkpoint directory .* exists and is not empty",
-    "dataloader is not resumable",  # the run says it in its own words
-    "in eval mode at the start of training",  # the run says it in its own words
-    "isinstance.*LeafSpec.*is deprecated",
-    "found in cache.*precision",
-    "FSDP2-wrapped module.*view tensor",  # no block works in place
+    "overridden .on_before_batch_transfer.",  # the module checks masks there, before they are on the device; the data module has none
+    "does not have many workers",  # one process loads faster than our models train
+    "Checkpoint directory .* exists and is not empty",  # it is the folder of the run that is resumed
+    "dataloader is not resumable",  # its batches are addressed by step, so that it is
+    "in eval mode at the start of training",  # build_network logs these parts
+    "isinstance.*LeafSpec.*is deprecated",  # in Lightning's own code, for every batch
+    "sync_dist=True",  # metrics are already reduced over ranks
+    "FSDP2-wrapped module.*view tensor",  # no block changes its output in place
     "WeightAveraging callback with a model that overrides",  # configure_model shards; otherwise it does nothing
     "WeightAveraging callback, but loading a checkpoint outside",  # the averaged weights are tested
 )
+"""Warnings of Lightning and torch that would tell a user nothing, each with the reason."""
 
 
 @contextmanager

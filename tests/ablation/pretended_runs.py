@@ -20,7 +20,7 @@ from tests.waiting import PATIENCE, wait_for
 
 SMALL = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8",
          "data.batch_size=4", "model.embed_dim=32", "model.num_heads=2", "model.ffn_dim=8", "trainer.threads=1",
-         "callbacks.progress=false", "schedule.warmup_steps=0"]  # fmt: skip
+         "trainer.rehearse=false", "callbacks.progress=false", "schedule.warmup_steps=0"]  # fmt: skip
 """Overrides of a small run that does train."""
 ARMS = ("scaled", "unscaled")
 

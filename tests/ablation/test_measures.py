@@ -19,7 +19,7 @@ POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver man
 TEXT = ["data=text", "data.batch_size=12", "data.context_len=7"]
 TINY = ["model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
         "model.ffn_dim=16", "model.max_len=16", "model.init=lecun", "trainer.max_steps=6", "trainer.accelerator=cpu",
-        "trainer.val_every=0", "trainer.log_every=1", "trainer.threads=1", "callbacks.progress=false", "callbacks.probe.every=0"]  # fmt: skip
+        "trainer.val_every=0", "trainer.log_every=1", "trainer.threads=1", "trainer.rehearse=false", "callbacks.progress=false", "callbacks.probe.every=0"]  # fmt: skip
 
 
 def callback(name, **options):

@@ -23,9 +23,10 @@ from minitx.ablation.grid import NEW_DATA, cells
 from minitx.cli.ablate import check, run_cell
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import ConfigError
-from minitx.training.build import network_of, open_data
+from minitx.data.datamodule import open_data
 from minitx.training.checkpoints import network_weights, read_checkpoint
 from minitx.training.loggers import read_metrics
+from minitx.training.net import network_of
 
 ROOT = Path(__file__).parents[2]
 ARMS = compose_grid(["experiment=scaling_ablation", "ablation=smoke"]).arms
@@ -60,7 +61,7 @@ def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(
     result = trained(tmp_path / "run", *words, *from_start(first), steps=5)
     assert 0.0 <= result["start_error"] < 1e-5
     config = compose_config([*SMALL, *words])
-    data = open_data(config)
+    data = open_data(config.data, config.trainer, seed=config.seed)
     model = network_of(config.model, data)
     model.load_state_dict(network_weights(read_checkpoint(first)))
     folded = [(part, p) for part, p in model.named_parameters() if "q_proj" in part or "k_proj" in part]
@@ -68,7 +69,7 @@ def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(
     with torch.no_grad():
         for _, parameter in folded:
             parameter *= 16**-0.25
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=config.optimizer["betas"], weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=config.optimizer.get("betas"), weight_decay=0.0)
     expected = []
     for batch in islice(data.train_dataloader(), 5):
         inputs = {key: batch[key] for key in ("input_ids", "token_type_ids")}

@@ -21,11 +21,18 @@ PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view": 
 TEXT = "In the beginning God created the heaven and the earth.\n你好世界 🎉\n"
 SHORT = (
     *("model.embed_dim=12", "model.num_heads=3", "model.num_layers=2", "model.max_len=64", "data.batch_size=4"),
-    *("trainer.accelerator=cpu", "trainer.threads=1", "trainer.val_batches=1", "trainer.val_every=0", "trainer.max_steps=2"),
+    *(
+        "trainer.accelerator=cpu",
+        "trainer.threads=1",
+        "trainer.val_batches=1",
+        "trainer.val_every=0",
+        "trainer.max_steps=2",
+        "trainer.rehearse=false",
+    ),
     *("schedule.warmup_steps=1", "callbacks.progress=false", "evaluation.at_end=true"),
 )
 TINY = ("data=kv_lookup", "data.val_size=16", "data.batch_size=8", "model.embed_dim=8", "model.num_heads=2", "model.num_layers=1",
-        "trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false")  # fmt: skip
+        "trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "trainer.rehearse=false", "callbacks.progress=false")  # fmt: skip
 """A smaller one, which a test makes for itself."""
 RESULT = {"steps": 1, "nonfinite_step": None, "val_loss": None, "val_accuracy": None, "floors": {}, "metrics": {}}
 """Of a run that is not run."""

@@ -166,7 +166,8 @@ def test_a_mistake_that_only_files_machine_or_model_show_is_named(cli, place, mo
     put(place.parent / "above" / "leaves.py", "raise SystemExit('no such machine')")
     monkeypatch.syspath_prepend(place.parent / "above")
     chosen = {word.partition("=")[0] for word in typed.split()}
-    assert_named(cli(*(word for word in STEP if word.partition("=")[0] not in chosen), *typed.split()), BUILT[typed])
+    step = (word for word in (*STEP, "trainer.rehearse=true") if word.partition("=")[0] not in chosen)
+    assert_named(cli(*step, *typed.split()), BUILT[typed])
     assert [path.name for path in place.iterdir()] == ["short.txt"]
 
 

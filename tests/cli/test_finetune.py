@@ -2,14 +2,12 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import tokenizers
 import torch
 import transformers
 
-from minitx.cli.inputs import reader_of_ids
 from minitx.config import ConfigError, InitFrom, TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
 from minitx.generation.decoding import eos_ids
@@ -17,6 +15,7 @@ from minitx.interop import load_hf, release_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
 from minitx.training.checkpoints import load_model, read_checkpoint, start_from, write_checkpoint
 from minitx.training.loggers import read_metrics
+from minitx.training.net import Net
 from tests.cli.conftest import SHORT, assert_named, copy_example
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
@@ -81,8 +80,8 @@ def test_a_model_as_it_is_is_trained_evaluated_shown_and_writes_text_without_tru
 @pytest.mark.parametrize(("named", "found"), [(3, (3,)), ([2, 99, 5], (2, 5)), (None, ())])
 def test_a_model_of_transformers_ends_a_text_where_its_config_says(named, found):
     config = transformers.GPT2Config(vocab_size=11, n_embd=4, n_layer=1, n_head=1, bos_token_id=None, eos_token_id=named)
-    stored = SimpleNamespace(network=transformers.GPT2LMHeadModel(config), tokenizer=train_tokenizer("char", ["abcdefghij"]))
-    assert eos_ids(reader_of_ids(stored)) == found
+    net = Net.of(transformers.GPT2LMHeadModel(config))
+    assert eos_ids(net.writer(11, "last.ckpt")) == found
 
 
 def test_conversations_are_written_with_the_template_of_the_folder_of_the_model(cli, theirs, place):

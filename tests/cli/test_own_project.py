@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
+from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConfig, to_dict
 from minitx.training.checkpoints import load_model, write_checkpoint
 from minitx.training.loggers import read_metrics
 from minitx.training.run import train
@@ -203,7 +203,7 @@ def test_from_python_a_run_is_not_replaced_but_goes_on(project, monkeypatch):
 
     config = RunConfig(data={"_target_": "own.load_task"}, trainer=TrainerConfig(max_steps=2, accelerator="cpu", log_every=1))
     train(config, "run", model=own.Net(), objective=own.Focal())  # on the data of the config
-    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["minitx"]["config"]["data"] == config.data
+    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["minitx"]["config"]["data"] == config.data.plain()
     before = losses("run")
     with pytest.raises(ConfigError, match=r"^output_dir=run holds a run already; continue it with ckpt_path=last"):
         train(config, "run", model=own.Net(), objective=own.Focal())
@@ -238,6 +238,15 @@ def test_a_checkpoint_that_names_code_is_refused_by_name_and_nothing_runs(cli, p
         assert "trust=true" in said.err
     assert [path.name for path in place.iterdir()] == ["evil.ckpt"]
     assert "antigravity" not in sys.modules
+
+
+def test_the_weights_of_a_checkpoint_bring_no_code_into_a_run(cli, place):
+    """``init_from`` also takes the shape of the model from it."""
+    shape = {**to_dict(TransformerConfig(vocab_size=11)), "attention": SHELL}
+    state = {"config": {}, "model": {"_target_": "minitx.nn.build_model", **shape}, "tokenizer": None, "format": 1}
+    write_checkpoint({"state_dict": {}, "global_step": 1, "minitx": state}, place / "evil.ckpt")
+    assert_named(cli("init_from.path=evil.ckpt", "data=kv_lookup", "trainer.accelerator=cpu"), "os.system")
+    assert [path.name for path in place.iterdir()] == ["evil.ckpt"]
 
 
 # --- a project in the shape of lightning-hydra-template

@@ -7,8 +7,8 @@ import pytest
 
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
+from minitx.config.part import parameter_names
 from minitx.config.schema import defaults
-from minitx.training.nodes import parameter_names
 from minitx.training.run import REPLACED, train
 
 ARGUMENTS = sorted(parameter_names(L.Trainer))
@@ -58,7 +58,7 @@ SAID = {
 
 def test_an_argument_that_has_a_key_or_does_not_exist_is_refused_from_python_before_anything_is_read(tmp_path):
     for name, said in SAID.items():
-        config = RunConfig(trainer=TrainerConfig(extra={name: 3}), data={"_target_": "not.there"})
+        config = RunConfig(trainer=TrainerConfig(extra={name: 3}), data={"_target_": "minitx.data.kjv"})
         with pytest.raises(ConfigError, match=f"^trainer.extra.{name} .*{said}"):
             train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

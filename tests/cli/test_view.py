@@ -17,12 +17,12 @@ from minitx.analysis import take_snapshot
 from minitx.analysis.snapshot import read_snapshots, typical_row
 from minitx.analysis.viewer import playground
 from minitx.cli.inputs import Inputs, attention_of
-from minitx.config import TransformerConfig
+from minitx.config import TransformerConfig, to_dict
+from minitx.config.training import MODEL
 from minitx.data.tokenizers import token_texts, train_tokenizer
 from minitx.generation import generate
 from minitx.nn import MultiHeadAttention
 from minitx.nn.models import build_model
-from minitx.training.build import node_of
 from minitx.training.checkpoints import load_model, write_checkpoint
 from tests.cli.conftest import TEXT
 
@@ -77,7 +77,7 @@ def bare(runs, tmp_path):
         config = TransformerConfig(vocab_size=tokenizer.vocab_size, embed_dim=12, num_heads=3, max_len=64, **model)
         found = torch.load(runs / "text" / "checkpoints" / "last.ckpt", weights_only=True)
         found["state_dict"] = {f"network.{name}": weight for name, weight in build_model(config).state_dict().items()}
-        found["minitx"] |= {"model": node_of(config), "tokenizer": tokenizer.to_dict()}
+        found["minitx"] |= {"model": {"_target_": MODEL, **to_dict(config)}, "tokenizer": tokenizer.to_dict()}
         write_checkpoint(found, tmp_path / f"{name}.ckpt")
         return f"ckpt_path={tmp_path / name}.ckpt"
 

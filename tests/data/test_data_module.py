@@ -5,13 +5,12 @@ import pytest
 import torch
 
 import minitx.data as sets
-from minitx.config import ConfigError
+from minitx.config import ConfigError, Part
 from minitx.data.batches import Address, TrainSource
 from minitx.data.corpus import kjv_text
 from minitx.data.datamodule import DataModule
 from minitx.data.recall import answer_positions
 from minitx.data.task import Task
-from minitx.training.nodes import build
 
 KEY_VALUE = sets.kv_lookup(num_keys=13, num_values=5, num_pairs=7, val_size=41)
 INDUCTION = sets.induction(num_tokens=20, segment_len=5, max_gap=7, val_size=41)
@@ -147,4 +146,4 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "values"), REFUSED)
 def test_arguments_that_cannot_be_used_are_refused_by_their_last_key(name, values):
     with pytest.raises(ConfigError, match=rf"^data\.{list(values)[-1]}[= ]"):
-        build({"_target_": f"minitx.data.{name}", **values}, "data")
+        Part.of({"_target_": f"minitx.data.{name}", **values}, "data").build()

@@ -25,13 +25,13 @@ from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.view import ViewConfig
 from minitx.config import ParameterRule, Part, RunConfig, TransformerConfig, to_dict
+from minitx.config.part import FROM_THE_RUN, find_target
+from minitx.config.training import LOADING
 from minitx.data.tables import load_tables
 from minitx.data.task import tokenizer_of
 from minitx.data.tokenizers import Tokenizer
 from minitx.interop.finetune import Lora, pretrained_hf
 from minitx.training import optimizers
-from minitx.training.build import DEFAULT_BATCH_SIZE
-from minitx.training.nodes import BY_POSITION, FROM_THE_RUN, target_of
 
 ROOT = Path(__file__).parents[2]
 PAGE, HEAD = ROOT / "docs" / "configuring.md", Path(__file__).with_name("configuring_head.md")
@@ -53,7 +53,7 @@ class Key(typing.NamedTuple):
 
 def sections(hint: Any = RunConfig, place: str = "") -> Iterator[tuple[str, type]]:
     """Where keys stand and their dataclass, for every dataclass in a type, the outermost first."""
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) and hint is not Part:
         yield place, typing.cast(type, hint)
         for name, inside in typing.get_type_hints(hint).items():
             yield from sections(inside, f"{place}.{name}".lstrip("."))
@@ -83,8 +83,8 @@ def keys(cls: type) -> list[Key]:
 SHARED = {"load_tables": load_tables, "tokenizer_of": tokenizer_of, "kjv": data.kjv}
 SHARED |= {name: getattr(optimizers, name) for name in ("adamw", "constant", "linear")}
 """What explains arguments of several targets."""
-LOADING = [
-    Key("batch_size", "whole number", f"`{DEFAULT_BATCH_SIZE}`", "rows of a step, over all devices and micro-batches"),
+OF_ALL_DATA = [
+    Key("batch_size", "whole number", f"`{LOADING['batch_size'][1]}`", "rows of a step, over all devices and micro-batches"),
     Key("num_workers", "whole number", "`0`", "processes that load batches; 0: the training process does"),
 ]
 
@@ -92,7 +92,16 @@ LOADING = [
 def targets(*groups: str) -> dict[str, Any]:
     """What the options of these groups name as ``_target_``, by the word that chooses the option."""
     paths = [path for group in groups for path in sorted((ROOT / "configs" / group).glob("*.yaml"))]
-    return {f"{path.parent.name}={path.stem}": target_of(yaml.safe_load(path.read_text()), path.parent.name) for path in paths}
+    return {
+        f"{path.parent.name}={path.stem}": find_target(yaml.safe_load(path.read_text())["_target_"], path.parent.name)
+        for path in paths
+    }
+
+
+def by_position(group: str) -> int:
+    """How many first arguments a run passes to the targets of a group."""
+    hint = typing.get_type_hints(RunConfig, include_extras=True)[group]
+    return hint.__metadata__[0].first
 
 
 def explained(thing: Any) -> dict[str, str]:
@@ -229,7 +238,7 @@ def of_several(title: str, tables: Mapping[str, list[Key]], common: Iterable[Key
 
 def of_targets(group: str, title: str, common: Iterable[Key] = ()) -> list[str]:
     """The arguments of the options of a group."""
-    positional = BY_POSITION.get(group, 0)
+    positional = by_position(group)
     return of_several(title, {option: arguments(target, positional) for option, target in targets(group).items()}, common)
 
 
@@ -252,7 +261,7 @@ def page() -> str:
     for group in ("objective", "optimizer", "schedule"):
         parts += of_targets(group, f"`{group}`, of several options")
     parts.append(section("optimizer.rules[]", ParameterRule))
-    parts += of_targets("data", "`data`, of several data sets", LOADING)
+    parts += of_targets("data", "`data`, of several data sets", OF_ALL_DATA)
     parts += [section(place, cls) for place, cls in sections(AblationConfig, "ablation")]
     parts.append("## The other programs\n\nThey take `key=value` as well, and no files. `--help` prints these keys.")
     parts += of_several("Of several programs", {f"{name}.py": keys(cls) for name, cls in PROGRAMS.items()})

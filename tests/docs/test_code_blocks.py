@@ -135,6 +135,8 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "pairs.tsv": lines(*(f"das ist {n}\tthis is {n}" for n in range(40))),
     "train.de": lines(*(f"das ist {n}" for n in range(40))),
     "train.en": lines(*(f"this is {n}" for n in range(40))),
+    **{f"{split}.de": lines(*(f"das ist {n}" for n in range(40, 49))) for split in ("val", "test")},
+    **{f"{split}.en": lines(*(f"this is {n}" for n in range(40, 49))) for split in ("val", "test")},
     "trees.conllu": lines(TREES * 7),
     "FOLDER": their_gpt2,
     "OTHER": their_gpt2,

@@ -22,7 +22,7 @@ TARGETS = made.targets("objective", "optimizer", "schedule", "data")
 
 @pytest.mark.parametrize("option", TARGETS)
 def test_every_argument_of_a_target_has_a_meaning_and_stands_below_its_option(option):
-    target, positional = TARGETS[option], made.BY_POSITION.get(option.partition("=")[0], 0)
+    target, positional = TARGETS[option], made.by_position(option.partition("=")[0])
     found = {key.name: key.meaning for key in made.arguments(target, positional)}
     part = made.page().partition(f"### `{option}`\n")[2].partition("\n#")[0]
     assert [name for name, meaning in found.items() if not meaning or f"`{name}" not in part] == []

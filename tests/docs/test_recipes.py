@@ -15,8 +15,8 @@ import pytest
 import yaml
 from page_blocks import ROOT, read
 
+from minitx.config.part import find_target
 from minitx.data.task import Task
-from minitx.training.nodes import target_of
 from tests.cli.conftest import TINY as SMALL
 from tests.waiting import PATIENCE
 
@@ -196,7 +196,7 @@ def test_a_data_set_of_ours_and_one_of_a_users_are_the_same_two_files(monkeypatc
     for path in ("configs/data/kv_lookup.yaml", "examples/own_project/conf/data/rows.yaml"):
         node = yaml.safe_load(read(path))
         assert set(node) == {"_target_", "batch_size"}
-        assert inspect.signature(target_of(node, "data")).return_annotation in (Task, "Task")
+        assert inspect.signature(find_target(node["_target_"], "data")).return_annotation in (Task, "Task")
     del sys.modules["own"]
 
 

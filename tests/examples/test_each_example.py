@@ -12,7 +12,6 @@ from minitx.ablation.grid import cells
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import TransformerConfig
 from minitx.nn import MultiHeadAttention, ScoreScale, scale_multiplier
-from minitx.training.build import shape_of_node
 from minitx.training.run import train
 from tests.cli.conftest import SHORT, TEXT
 from tests.examples.conftest import ROOT
@@ -106,7 +105,7 @@ def test_the_arm_of_ones_own_is_what_it_says_at_every_head_dim():
     found = {}
     for cell in cells(grid):
         if cell.place.arm == "power" and cell.place.seed == 0:
-            model = shape_of_node(compose_config(cell.overrides).model)
+            model = compose_config(cell.overrides).model.fields
             found[model.width_per_head] = scale_multiplier(model.scale, model.width_per_head)
     assert found == {8: pytest.approx(8**-0.75), 64: pytest.approx(64**-0.75)}
 

@@ -24,6 +24,7 @@ from minitx.interop import adopt_hf, release_hf
 from minitx.interop.adopt import adopted_cores
 from minitx.nn import MultiHeadAttention, Padding, fold_scale, is_recomputing, set_scale, swap_attention
 from minitx.training.devices import parallelize
+from minitx.training.net import Net
 from tests.interop.families import (
     BESIDE,
     DECODERS,
@@ -374,7 +375,7 @@ def test_fsdp_shards_each_layer_of_a_model_of_transformers(name, is_adopted, pro
     inputs, counts = inputs_of(name, pad="left")
     wanted, _ = gradients(model, inputs, counts)
     model = adopt_hf(model) if is_adopted else model
-    parallelize(model, DeviceMesh("cpu", [0]))
+    parallelize(model, DeviceMesh("cpu", [0]), Net.of(model).layers())
     found, _ = gradients(model, inputs, counts)
     sharded = {key for key, module in model.named_modules() if isinstance(module, FSDPModule)}
     layers = {"Llama": "model.layers.", "Bert": "bert.encoder.layer.", "T5": "coder.block."}
@@ -451,12 +452,11 @@ def test_gradient_checkpointing_gives_the_same_gradients_also_with_attentions_as
         assert_same_gradients(found, wanted)
 
 
-@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
-@pytest.mark.parametrize("pad", ["left", "right", None])
+@pytest.mark.parametrize("backend", ["sdpa", "chunked"])
+@pytest.mark.parametrize("pad", ["left"])  # the others without reentrance: tests/lattice/models.py
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma2", "Bert", "T5"])
+@pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
 def test_gradient_checkpointing_gives_the_same_gradients_with_every_backend_and_padding(name, reentrant, pad, backend):
-    backend = "math" if (name, backend) == ("Gemma2", "sdpa") else backend  # torch's kernels have no soft-cap
     model = without_dropout(adopt_hf(build(name), backend=backend))
     inputs, counts = inputs_of(name, pad=pad)
     _, wanted = gradients(model, inputs, counts)

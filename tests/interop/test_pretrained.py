@@ -1,6 +1,8 @@
 """Our own folders: the same model comes back, and neither a changed byte nor another config passes."""
 
 import dataclasses
+import json
+import sys
 
 import peft
 import pytest
@@ -8,8 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.utils import parametrizations
 
-from minitx.config import TransformerConfig
+from minitx.config import TransformerConfig, node
 from minitx.interop import from_pretrained, save_hf, save_pretrained
+from minitx.interop.files import WEIGHTS, read_tensors, write_tensors
+from minitx.interop.pretrained import _digest
 from minitx.nn import DecoderLM, ScoreScale, fold_scale
 from minitx.nn.efficient import LinearAttention
 from minitx.nn.models import build_model
@@ -89,6 +93,27 @@ def test_a_core_of_ones_own_is_asked_for_and_no_other_class_gets_the_model(tmp_p
     save_pretrained(build(), tmp_path / "exact")
     with pytest.raises(ValueError, match="without core="):
         from_pretrained(tmp_path / "exact", core=LinearAttention)
+
+
+def test_a_core_that_the_config_names_is_not_looked_up_in_a_file(tmp_path):
+    named = node(LinearAttention)
+    model = build_model(TransformerConfig(**SIZES, attention=named)).eval()
+    save_pretrained(model, tmp_path / "named")
+    with pytest.raises(ValueError, match="core="):
+        from_pretrained(tmp_path / "named")
+    ids = torch.tensor([[1, 2, 3]])
+    loaded = from_pretrained(tmp_path / "named", core=LinearAttention)
+    assert loaded.config == model.config and torch.equal(loaded(ids), model(ids))
+    for evil in ({"_target_": "antigravity.fly"}, {"_target_": "os.system", "command": "touch owned"}):
+        save_pretrained(build(), tmp_path / "evil")
+        values = json.loads((tmp_path / "evil" / "config.json").read_text())
+        tensors, _ = read_tensors(tmp_path / "evil" / WEIGHTS)
+        values["model"]["attention"] = evil
+        write_tensors(tensors, tmp_path / "evil" / WEIGHTS, {"sha256": _digest(tensors, values["model"])})
+        (tmp_path / "evil" / "config.json").write_text(json.dumps(values))
+        with pytest.raises(ValueError, match="would run code that a file names"):
+            from_pretrained(tmp_path / "evil")
+    assert "antigravity" not in sys.modules
 
 
 def test_a_config_of_another_model_is_refused_by_field(tmp_path):

@@ -126,6 +126,7 @@ class Lattice:
         known: faults of other libraries.
         meaningless: combinations that are no subject at all.
         strong: axes whose triples are all covered.
+        costly: values by axis, as ``"a|b"``, that a point has only where a pair needs them.
         errors: the types of error that count as a refusal. Any other error is a failure.
     """
 
@@ -137,12 +138,14 @@ class Lattice:
     known: Sequence[KnownFault] = ()
     meaningless: Sequence[Where] = ()
     strong: Sequence[str] = ()
+    costly: Where = field(default_factory=dict)
     errors: tuple[type[BaseException], ...] = (ValueError, TypeError, NotImplementedError)
     _points: dict[tuple[int, int], list[Point]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         tables = [entry.where for entry in (*self.refusals, *self.known)] + list(self.meaningless)
         tables += [where for oracle in self.oracles for where in (*oracle.where, *oracle.unless)]
+        tables.append(self.costly)
         for where in tables:
             for axis, values in where.items():
                 unknown = _listed(values)[0] - set(self.axes.get(axis, ()))
@@ -230,6 +233,7 @@ class Lattice:
         for axis in axes:
             values = list(self.axes[axis])
             draw.shuffle(values)
+            values.sort(key=lambda value: axis in self.costly and matches({axis: self.costly[axis]}, {axis: value}))
             for value in values:
                 point[axis] = value
                 if not any(matches(where, point) for where in entries[axis]):
@@ -308,7 +312,8 @@ class Lattice:
             try:
                 oracle.check(self.make(point))
             except self.errors as error:
-                if not re.search(refusal.message, str(error)):
+                messages = [entry.message for entry in self.refusals if matches(entry.where, point)]
+                if not any(re.search(message, str(error)) for message in messages):
                     told = f"refused with another message than {refusal.message!r}: {type(error).__name__}: {str(error)[:300]}"
                     yield Failure("table", told + place_of(error))
                 return

@@ -49,6 +49,14 @@ def test_all_triples_of_the_strong_axes_meet():
     assert {(p["a"], p["c"], p["d"]) for p in points} == set(itertools.product(AXES["a"], AXES["c"], AXES["d"]))
 
 
+def test_a_costly_value_is_only_in_points_that_a_pair_of_it_needs():
+    subject, cheaper = lattice(refusals=()), lattice(refusals=(), costly={"c": "c3"})
+    counts = [sum(point["c"] == "c3" for point in each.points()) for each in (subject, cheaper)]
+    assert counts[1] == len(AXES["a"]) <= counts[0]
+    pairs = {(point["a"], point["c"]) for point in cheaper.points()}
+    assert pairs == set(itertools.product(AXES["a"], AXES["c"]))
+
+
 def test_strength_3_covers_all_triples():
     subject = lattice(refusals=())
     points = subject.points(strength=3)

@@ -1,13 +1,13 @@
 """Tiny runs: one layer of width 8 on a small text of the test's own."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, node
+from minitx.config import CallbacksConfig, Part, ProbeConfig, RunConfig, TrainerConfig, node
 from minitx.nn import build_model
 
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n"
@@ -21,7 +21,9 @@ def make_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     text.write_text(POEM * 9, encoding="utf-8")
     model = node(build_model, embed_dim=8, num_heads=2, num_layers=1, ffn_dim=16, max_len=16, init="lecun")
     data = {"_target_": "minitx.data.text", "path": str(text), "batch_size": 12, "context_len": 7}
-    trainer = TrainerConfig(max_steps=6, accelerator="cpu", val_every=0, log_every=1, ckpt_every=0, val_batches=2)
+    trainer = TrainerConfig(
+        max_steps=6, accelerator="cpu", val_every=0, log_every=1, ckpt_every=0, val_batches=2, rehearse=False
+    )
 
     def make(**changes: Any) -> RunConfig:
         config = RunConfig(
@@ -38,7 +40,7 @@ def make_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         changed: dict[str, Any] = {}
         for group, keys in groups.items():
             old = getattr(config, group)
-            changed[group] = {**old, **keys} if isinstance(old, Mapping) else dataclasses.replace(old, **keys)
+            changed[group] = old.with_(**keys) if isinstance(old, Part) else dataclasses.replace(old, **keys)
         return dataclasses.replace(config, **changed, **own)
 
     return make

@@ -52,7 +52,7 @@ class Layered(nn.Module):
 
 def of_digits(config: RunConfig, **changes: Any) -> RunConfig:
     """``config`` on pictures of digits."""
-    model = {**config.model, "architecture": "vision", "head": "sequence", "image_size": 8, "patch_size": 4}
+    model = config.model.with_(architecture="vision", head="sequence", image_size=8, patch_size=4)
     return dataclasses.replace(config, data={"_target_": "minitx.data.digits", "batch_size": 12}, model=model, **changes)
 
 
@@ -74,7 +74,7 @@ def fit(
     parts = {"callbacks": CallbacksConfig(progress=False)}
     parts |= {name: value for name, value in options.items() if name in OF_THE_RUN}
     trainer = {name: value for name, value in options.items() if name not in OF_THE_RUN}
-    config = RunConfig(trainer=TrainerConfig(**{"accelerator": "cpu", "log_every": 1, **trainer}), **parts)
+    config = RunConfig(trainer=TrainerConfig(**{"accelerator": "cpu", "log_every": 1, "rehearse": False, **trainer}), **parts)
     return run_module.train(config, folder, model=model, data=data, objective=objective, batch_size=batch_size)
 
 

@@ -12,12 +12,12 @@ from scipy import stats
 from torch.utils.data import DataLoader
 
 from minitx.config import ConfigError, EvaluationConfig, node
-from minitx.data.datamodule import DataModule
+from minitx.data.datamodule import DataModule, open_data
 from minitx.data.task import Task, as_split
 from minitx.nn import build_model
 from minitx.training import evaluation
-from minitx.training.build import network_of, open_data
 from minitx.training.evaluation import Evaluation, evaluate, ratio_interval, share_interval
+from minitx.training.net import network_of
 
 SMALL = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "init": "lecun"}
 DATES = {"_target_": "minitx.data.dates", "locales": ("en", "de"), "train_size": 53, "val_size": 17, "batch_size": 6}
@@ -45,7 +45,7 @@ def ready(make_config, tmp_path):
             (tmp_path / "pairs.tsv").write_text("\n".join(f"{n}\t{'ab' * (n % 5 + 1)}" for n in range(67)))
             data = {**data, "path": str(tmp_path / file)} if file else data
             config = dataclasses.replace(config, data=data, model=node(build_model, **SMALL, **model))
-        data = open_data(config)
+        data = open_data(config.data, config.trainer, seed=config.seed)
         torch.manual_seed(3)
         return network_of(config.model, data).double(), data.task
 
@@ -177,7 +177,7 @@ def test_a_score_counts_every_pair_and_says_of_how_many_rows_it_is(make_config, 
     paths = {"path": str(tmp_path / "pairs.tsv"), "val_path": str(tmp_path / "val.tsv")}
     model = node(build_model, **SMALL, architecture="encoder_decoder", position="learned", max_len=12)
     config = dataclasses.replace(make_config(), data={**PAIRS, **paths}, model=model)
-    data = open_data(config)
+    data = open_data(config.data, config.trainer, seed=config.seed)
     network, task, asked = network_of(config.model, data).double(), data.task, list[list[int]]()
     right = iter([torch.tensor(task.tokenizer.encode(target).tolist()) for _, target in task.val_examples] * 2)
     monkeypatch.setattr(

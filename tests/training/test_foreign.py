@@ -18,16 +18,16 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, RunConfig, node
+from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, RunConfig, TransformerConfig, node
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.generation import generate
 from minitx.nn import build_model
-from minitx.training.build import Caller, build_network, fitted, set_training
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.loggers import read_metrics
 from minitx.training.module import NonFiniteError
+from minitx.training.net import Net, build_network, fitted
 from tests.interop.families import TEXT, build
 
 
@@ -95,10 +95,11 @@ def test_fields_that_the_data_decide_are_fields_of_the_model(tmp_path):
     rows = [{"input_ids": [1, 2], "labels": 1}]
     config = RunConfig(model=node(build_model, architecture="encoder", head="sequence", **sizes))
     assert (
-        build_network(config, DataModule(task_of(rows, model_fields={"num_classes": 3}), batch_size=1)).config.num_labels == 3
+        build_network(config.model, DataModule(task_of(rows, model_fields={"num_classes": 3}), batch_size=1)).config.num_labels
+        == 3
     )
     with pytest.raises(ConfigError, match=r"model\.num_class=3, but a model has no such field"):
-        build_network(config, DataModule(task_of(rows, model_fields={"num_class": 3}), batch_size=1))
+        build_network(config.model, DataModule(task_of(rows, model_fields={"num_class": 3}), batch_size=1))
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -160,7 +161,7 @@ def test_a_model_of_transformers_gets_our_masks_under_its_names_and_neither_labe
             ids |= {"decoder_attention_mask": batch["decoder_key_mask"].long()}
         wanted, without = inner(**ids, **asked).logits, inner(**ids).logits
         inner.register_forward_pre_hook(lambda part, args, kwargs: calls.append(kwargs), with_kwargs=True)
-        found = Caller(model)(batch | {"num_targets": torch.tensor(3)})
+        found = Net.of(model)(batch | {"num_targets": torch.tensor(3)})
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     if name in ("Bert", "T5"):  # padding on the right is in nobody's past
         assert not torch.allclose(found, without)
@@ -224,8 +225,8 @@ def test_what_ends_the_rows_ends_a_text_beside_what_the_weights_say(given, of_da
     task = Task(
         name="mine", train=rows_of_tokens([3]), val=rows_of_tokens([3]), model_fields={"vocab_size": 37, "eos_id": of_data}
     )
-    found = fitted(node(build_model, eos_id=given), DataModule(task, batch_size=1))
-    assert found["eos_id"] == (list(wanted) if isinstance(wanted, tuple) else wanted)
+    found = fitted(TransformerConfig(eos_id=given), DataModule(task, batch_size=1))
+    assert found.eos_id == wanted
 
 
 class Reads(nn.Module):
@@ -295,7 +296,7 @@ def test_a_model_from_pretrained_trains_with_dropout_and_what_its_owner_froze_st
     train_tokens(tmp_path / "bert", given, rows_of_tokens([5, 3, 2]))
     assert modes.count(True) == 2 and "in evaluation mode" not in caplog.text  # the other calls are checks and validation
 
-    class Net(nn.Module):
+    class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
             self.frozen = bert().requires_grad_(False).eval()
@@ -305,14 +306,14 @@ def test_a_model_from_pretrained_trains_with_dropout_and_what_its_owner_froze_st
             logits = self.frozen(input_ids, attention_mask).logits + self.tuned(input_ids, attention_mask).logits
             return self.head(self.norm(logits.mT).mT)
 
-    net = Net()
+    net = Mixed()
     train_tokens(tmp_path / "net", net, rows_of_tokens([5, 3, 2]))
     assert "in evaluation mode, as given: frozen, norm" in caplog.text
     assert not any(part.training for part in [*net.frozen.modules(), net.norm])
     assert all(part.training for part in net.tuned.modules()) and int(net.norm.num_batches_tracked) == 0
 
     adapted = lora(bert(hidden_dropout_prob=0.5).eval(), "query")
-    assert set_training(adapted) == [] and all(part.training for part in adapted.modules())
+    assert Net.of(adapted).train() == [] and all(part.training for part in adapted.modules())
 
 
 def test_what_of_a_model_does_not_take_part_is_said_at_the_start(tmp_path, caplog):

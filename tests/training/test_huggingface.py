@@ -17,10 +17,10 @@ from minitx.ablation.grid import cells
 from minitx.cli.ablate import run_cell
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError
+from minitx.data.datamodule import open_data
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import hf_from_config, pretrained_hf
 from minitx.interop.finetune import Lora
-from minitx.training.build import open_data
 from minitx.training.checkpoints import load_model, load_stored
 from minitx.training.run import train
 from tests.ablation.pretended_runs import Here
@@ -82,7 +82,8 @@ def assert_one_step(words, folders, tmp_path):
         still.save_pretrained(tmp_path / "still")
         shutil.copy(folders / name / "tokenizer.json", tmp_path / "still")
         chosen = words(name, f"model.path={tmp_path / 'still'}", *ONE_STEP, *more, data=data)
-        rows = list(open_data(compose_config(chosen)).task.train)
+        config = compose_config(chosen)
+        rows = list(open_data(config.data, config.trainer, seed=config.seed).task.train)
         train(compose_config([*chosen, f"data.batch_size={len(rows)}"]), tmp_path / "run")
         after = last(tmp_path / "run")["state_dict"]
         plain = kind.from_pretrained(tmp_path / "still", dtype="float64").train()

@@ -63,7 +63,7 @@ def test_what_is_no_matrix_is_updated_by_adamw_bit_for_bit():
     for target in (adamw, muon):
         torch.manual_seed(0)
         network = DecoderLM(SMALL)
-        optimizer = build_optimizer(network, node(target, lr=1e-2, weight_decay=0.1), head_dim=4)
+        optimizer = build_optimizer(node(target, lr=1e-2, weight_decay=0.1), network, head_dim=4)
         for step in range(3):
             give_gradients(list(network.parameters()), step)
             optimizer.step()
@@ -76,7 +76,7 @@ def test_what_is_no_matrix_is_updated_by_adamw_bit_for_bit():
 def test_rates_and_rules_reach_the_matrices_too():
     rules = (ParameterRule(match="q_proj", lr=0.5), ParameterRule(match="head|token", lr=3.0))
     network = DecoderLM(SMALL)
-    optimizer = build_optimizer(network, node(muon, lr=1e-3, matrix_lr=0.04, weight_decay=0.1, rules=rules), head_dim=4)
+    optimizer = build_optimizer(node(muon, lr=1e-3, matrix_lr=0.04, weight_decay=0.1, rules=rules), network, head_dim=4)
     rate = {id(p): (g["matrix"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     found = {name: rate[id(p)] for name, p in network.named_parameters()}
     assert found["blocks.0.attention.q_proj.weight"] == (True, 0.02, 0.1)
@@ -111,7 +111,7 @@ def test_weights_in_bfloat16_are_updated_as_in_float32_but_for_rounding(target):
     for dtype in (torch.bfloat16, torch.float32):
         network = nn.Sequential(nn.Linear(16, 16, bias=False)).to(dtype)
         network[0].weight.data.copy_(torch.arange(256).view(16, 16) / 128)
-        optimizer = build_optimizer(network, node(target, lr=0.3))
+        optimizer = build_optimizer(node(target, lr=0.3), network)
         network[0].weight.grad = torch.linspace(-1, 1, 256).view(16, 16).sin().to(dtype)
         optimizer.step()
         weights.append(network[0].weight.float())
@@ -124,5 +124,5 @@ def test_a_model_without_linear_layers_is_refused():
     network.add_module("head", nn.Linear(4, 5))
     for frozen in ({}, {"rules": [{"match": "3", "trainable": False}]}):
         with pytest.raises(ConfigError, match=r"a torch\.nn\.Linear to train beside heads, and Sequential has none: use"):
-            build_optimizer(network, node(muon, **frozen))
+            build_optimizer(node(muon, **frozen), network)
         network.add_module("3", nn.Linear(4, 4))

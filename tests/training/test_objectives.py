@@ -10,21 +10,20 @@ import torch
 import torch.nn.functional as F
 
 from minitx.analysis.counting import allocations, count_flops
-from minitx.config import ConfigError, ParameterRule, TransformerConfig, node
+from minitx.config import ConfigError, ParameterRule, Part, TransformerConfig, node
 from minitx.data.task import num_targets
 from minitx.nn.models import build_model
 from minitx.training import optimizers
-from minitx.training.build import Caller
+from minitx.training.net import Net
 from minitx.training.objectives import (
     CrossEntropy,
     build_objective,
     check_head,
-    check_sum,
     checked_sums,
     chunked_cross_entropy,
     cross_entropy,
 )
-from minitx.training.optimizers import adamw, build_optimizer, build_schedule, parameter_groups, sgd
+from minitx.training.optimizers import adamw, build_optimizer, parameter_groups, sgd
 
 
 def test_the_loss_is_a_sum_over_the_labels_that_count_and_label_smoothing_leaves_the_likelihood_alone():
@@ -48,6 +47,11 @@ def test_answers_that_training_does_not_count_are_counted_in_a_validation():
         assert int(objective(*given)["correct"]) == 3
 
 
+def objective_of(thing):
+    """The objective of a run, of an object or of a part."""
+    return build_objective(thing if isinstance(thing, Part) else Part.given(thing, "objective"))
+
+
 def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
     logits, labels = torch.randn(2, 3, 7, dtype=torch.float64), torch.tensor([[1, -100, 6], [0, 2, 3]])
     nll = cross_entropy(logits, labels)["loss"].item()
@@ -56,9 +60,9 @@ def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
         (torch.nn.MSELoss, logits, logits + 2, 4.0 * logits.numel()),
     ):
         for objective in (loss(reduction="sum"), node(loss, reduction="sum")):
-            assert build_objective(objective)(given, {"labels": right})["loss"].item() == pytest.approx(wanted)
+            assert objective_of(objective)(given, {"labels": right})["loss"].item() == pytest.approx(wanted)
     own = type("Own", (torch.nn.Module,), {})()
-    assert build_objective(cross_entropy) is cross_entropy and build_objective(own) is own
+    assert objective_of(cross_entropy) is cross_entropy and objective_of(own) is own
 
 
 def test_an_objective_that_is_no_sum_is_refused():
@@ -67,83 +71,7 @@ def test_an_objective_that_is_no_sum_is_refused():
     mean = torch.nn.MSELoss(), "reduction=mean must be"
     for objective, said in ((3, "objective=int must be callable"), weight, mean, zero):
         with pytest.raises(ConfigError, match=said):
-            build_objective(objective)
-
-
-class Halves(torch.nn.Module):
-    """Logits (B, L) that are all zero at first, as those of an output layer that starts at zero."""
-
-    def __init__(self, start=0.0):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((), start, dtype=torch.float64))
-
-    def forward(self, input):
-        return self.weight * input
-
-
-def squares(logits, batch):
-    return (logits - batch["labels"]).square()
-
-
-def rowwise(logits, batch):
-    return squares(logits, batch).sum(1)
-
-
-SUMS = {
-    "a sum": lambda logits, batch: squares(logits, batch).sum(),
-    "some sums": lambda logits, batch: {"loss": squares(logits, batch).sum(), "zero": 0 * logits.sum()},
-    "a sum with noise": lambda logits, batch: (squares(logits, batch) * torch.rand_like(logits)).sum(),
-    "rows that weigh differently": lambda logits, batch: (rowwise(logits, batch) * batch["weight"]).sum(),
-}
-OTHERS = {
-    "a mean": lambda logits, batch: squares(logits, batch).mean(),
-    "a sum over the targets of the step": lambda logits, batch: squares(logits, batch).sum() / batch["num_targets"],
-    "a root": lambda logits, batch: squares(logits, batch).sum().sqrt(),
-    "the worst row": lambda logits, batch: rowwise(logits, batch).amax(),
-    "columns against rows": lambda logits, batch: (logits[:, :1] - batch["labels"][:, 0]).square().sum(),
-    "a mean beside a sum": lambda logits, batch: {"loss": rowwise(logits, batch).sum(), "nll": rowwise(logits, batch).mean()},
-}
-
-
-def numbers(labels):
-    weight = torch.linspace(1, 2, len(labels), dtype=torch.float64)
-    input = torch.linspace(-1, 1, labels.numel(), dtype=torch.float64).view_as(labels)
-    return {"input": input, "labels": labels, "weight": weight, "num_targets": torch.tensor(labels.numel())}
-
-
-LABELS = {"different": torch.arange(15.0).view(5, 3), "zero": torch.zeros(5, 3), "one row": torch.ones(1, 3)}
-
-
-@pytest.mark.parametrize("labels", LABELS)
-@pytest.mark.parametrize("start", [0.0, 0.7])
-@pytest.mark.parametrize("name", [*SUMS, *OTHERS])
-def test_an_objective_that_does_not_add_up_over_rows_is_refused_also_where_its_loss_begins_at_zero(name, start, labels):
-    batch, caller, before = numbers(LABELS[labels].double()), Caller(Halves(start)), torch.get_rng_state()
-    if name in SUMS:
-        assert check_sum(SUMS[name], caller, batch)
-    else:
-        with pytest.raises(ConfigError, match="objective must return sums"):
-            check_sum(OTHERS[name], caller, batch)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_an_objective_whose_loss_stays_zero_is_said_to_be_unchecked(caplog):
-    caplog.set_level("INFO")
-    assert check_sum(lambda logits, batch: F.relu(logits - 1e9).mean(), Caller(Halves(0.7)), numbers(torch.ones(3).double()))
-    assert "was not checked" in caplog.text
-
-
-def test_rows_without_a_target_say_nothing_about_an_objective():
-    labels = torch.tensor([[-100, -100], [-100, -100], [1, -100]])
-    network = torch.nn.Sequential(torch.nn.Embedding(5, 5))
-
-    def mean(logits, batch):
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-
-    caller = Caller(network)
-    assert not check_sum(mean, caller, {"input": torch.zeros(2, 2).long(), "labels": labels[:2]})
-    with pytest.raises(ConfigError, match="objective must return sums"):
-        check_sum(mean, caller, {"input": torch.zeros(3, 2).long(), "labels": labels})
+            objective_of(objective)
 
 
 @pytest.mark.parametrize(("label", "said"), [(3, "3"), (-1, "-1"), (True, "bool"), (1.0, "float32")])
@@ -160,7 +88,7 @@ def test_cross_entropy_refuses_logits_that_do_not_belong_to_the_labels_and_says_
 
 @pytest.mark.parametrize(("logits", "labels"), [((5, 1), (5,)), ((5,), (5, 1)), ((3, 5), (5,))])
 def test_a_loss_of_numbers_needs_logits_in_the_shape_of_the_labels(logits, labels):
-    objective = build_objective(torch.nn.L1Loss(reduction="sum"))
+    objective = objective_of(torch.nn.L1Loss(reduction="sum"))
     with pytest.raises(ConfigError, match=r"^objective: L1Loss compares each logit with its label"):
         objective(torch.zeros(logits), {"labels": torch.zeros(labels)})
     assert float(objective(torch.zeros(logits), {"labels": torch.ones(logits)})["loss"]) == math.prod(logits)
@@ -170,7 +98,7 @@ def test_a_loss_of_numbers_needs_logits_in_the_shape_of_the_labels(logits, label
 def test_a_loss_of_numbers_leaves_out_labels_that_do_not_count(name):
     given, objective = torch.nn.Parameter(torch.randn(2, 3).double()), getattr(torch.nn, name)(reduction="sum")
     labels, counted = torch.rand(2, 3).double(), torch.tensor([[True, False, True], [True, False, False]])
-    loss = build_objective(objective)(given, {"labels": labels.masked_fill(~counted, -100)})["loss"]
+    loss = objective_of(objective)(given, {"labels": labels.masked_fill(~counted, -100)})["loss"]
     wanted = objective(given[counted], labels[counted])
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(*(torch.autograd.grad(x, given)[0] for x in (loss, wanted)))
@@ -185,7 +113,7 @@ def test_a_loss_of_numbers_leaves_out_labels_that_do_not_count(name):
     ],
 )
 def test_a_loss_that_is_not_one_of_each_label_is_refused(loss, logits, said):
-    objective = build_objective(getattr(torch.nn, loss)(reduction="sum"))
+    objective = objective_of(getattr(torch.nn, loss)(reduction="sum"))
     labels = torch.zeros(2, 4).long() if len(logits) == 3 else torch.rand(2, 3)
     with pytest.raises(ConfigError, match=f"^objective: {loss} .*{said}"):
         objective(torch.zeros(logits), {"labels": labels})
@@ -216,11 +144,11 @@ HEADS = {
 
 @pytest.mark.parametrize("found", HEADS)
 def test_a_loss_in_chunks_needs_a_head_that_is_one_linear_map(found):
-    plain, other = network(), network(**HEADS[found])
-    check_head(CrossEntropy(chunk_tokens=3), plain, "lm")
-    check_head(CrossEntropy(), other, other.config.head)
+    plain, other = (Net.of(network(**options)) for options in ({}, HEADS[found]))
+    check_head(CrossEntropy(chunk_tokens=3), plain)
+    check_head(CrossEntropy(), other)
     with pytest.raises(ConfigError, match=rf"^objective\.chunk_tokens=3 needs model\.head=lm .* got model\.head={found}: "):
-        check_head(CrossEntropy(chunk_tokens=3), other, other.config.head)
+        check_head(CrossEntropy(chunk_tokens=3), other)
 
 
 @pytest.mark.parametrize(("chunk_tokens", "labels", "said"), [(0, (3,), "chunk_tokens=0"), (2, (4,), "hidden must be")])
@@ -234,7 +162,7 @@ def lr_factor(name, max_steps, **keys):
     target = getattr(optimizers, name)
     known = {key: value for key, value in keys.items() if key in inspect.signature(target).parameters}
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    return build_schedule(optimizer, node(target, **known), max_steps).lr_lambdas[0]
+    return node(target, **known).build(optimizer, max_steps=max_steps).lr_lambdas[0]
 
 
 @pytest.mark.parametrize(
@@ -304,12 +232,12 @@ RULES = {
 @pytest.mark.parametrize("key", RULES)
 def test_rules_that_cannot_be_followed_are_refused_by_key(key):
     with pytest.raises(ConfigError, match=f"^{re.escape(key)}"):
-        build_optimizer(network(), node(adamw, weight_decay=0.1, rules=RULES[key]), head_dim=16)
+        build_optimizer(node(adamw, weight_decay=0.1, rules=RULES[key]), network(), head_dim=16)
 
 
 def test_sgd_has_momentum_decay_and_the_rates_of_the_rules():
     rules = (ParameterRule(match="q_proj", lr="head_dim^-0.5"),)
-    optimizer = build_optimizer(network(), node(sgd, lr=0.1, momentum=0.75, weight_decay=0.5, rules=rules), head_dim=16)
+    optimizer = build_optimizer(node(sgd, lr=0.1, momentum=0.75, weight_decay=0.5, rules=rules), network(), head_dim=16)
     assert type(optimizer) is torch.optim.SGD
     found = {(group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups}
     assert found == {(lr, 0.75, decay) for lr in (0.1, 0.025) for decay in (0.5, 0.0)}

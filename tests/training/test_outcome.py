@@ -15,9 +15,9 @@ from extra import of_digits, train_with
 import minitx.training.run as run_module
 from minitx.config import ConfigError, EvaluationConfig
 from minitx.training import loggers
-from minitx.training.build import in_own_dtype
 from minitx.training.evaluation import Evaluation, report
 from minitx.training.loggers import MetricsFile, add_records, describe_device, read_metrics, summarise
+from minitx.training.net import in_own_dtype
 from minitx.training.run import train
 
 FLOORS = {"unigram": 3.0, "bigram": 2.5}
@@ -89,7 +89,7 @@ def test_a_full_disk_or_a_crash_leaves_the_files_of_the_run_that_goes_on_as_they
 
 def summary(folder, *rows, **facts):
     write(folder / "metrics.csv", rows)
-    plain = {"steps": 2, "floors": FLOORS, "nonfinite_step": None, "num_parameters": 3, "metrics": {}}
+    plain = {"steps": 2, "floors": FLOORS, "nonfinite_step": None, "network": torch.nn.Linear(2, 1), "metrics": {}}
     return summarise(folder, **{**plain, **facts})
 
 
@@ -175,10 +175,10 @@ def test_of_two_runs_that_start_in_one_folder_at_once_the_second_to_be_built_is_
     """Both find the folder free; the first has begun when the second is built."""
     build, config = run_module.build_network, make_config(trainer__max_steps=2)
 
-    def slowly(*arguments):
+    def slowly(*arguments, **options):
         monkeypatch.setattr(run_module, "build_network", build)
         train(config, tmp_path / "run", files={"command.txt": "first"})
-        return build(*arguments)
+        return build(*arguments, **options)
 
     monkeypatch.setattr(run_module, "build_network", slowly)
     with pytest.raises(ConfigError, match="holds a run already"):

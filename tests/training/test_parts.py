@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.config import ConfigError, node
+import minitx.config.part as part_module
+from minitx.cli.compose import compose_config
+from minitx.config import ConfigError, Part, TransformerConfig, node
+from minitx.config.part import Takes
 from minitx.config.schema import Count, Share
 from minitx.nn import build_model
-from minitx.training.build import check_trusted, data_sets
 from minitx.training.checkpoints import load_model, load_stored
-from minitx.training.nodes import build
 from minitx.training.objectives import build_objective
 from minitx.training.optimizers import Warmup
 from minitx.training.run import train
+from minitx.training.trust import check_trusted, data_sets
 
 BUILT = []
 """What a function of the user's was called for. A mistake is found before."""
@@ -80,8 +82,22 @@ def mine(monkeypatch):
 
 def test_lists_and_nested_parts_arrive_as_plain_python():
     node = {"_target_": "mine_of_parts.make", "items": [{"a": 1}, {"_target_": "mine_of_parts.Mean", "head_dim": 2}]}
-    found = build(node, "data")
+    found = Part.of(node, "data").build()
     assert (type(found), type(found[0]), found[1].head_dim) == (list, dict, 2)
+
+
+def test_a_run_looks_each_part_up_once_and_builds_the_config_of_its_model_twice(monkeypatch, tmp_path):
+    """As it was typed, and as the data decide."""
+    found, built = [], []
+    find, check = part_module.find_target, TransformerConfig.check
+    monkeypatch.setattr(part_module, "find_target", lambda name, path: found.append(path) or find(name, path))
+    monkeypatch.setattr(TransformerConfig, "check", lambda self: built.append(self.vocab_size) or check(self))
+    words = ["experiment=kv_lookup", "trainer.max_steps=2", "trainer.accelerator=cpu", "callbacks.progress=false"]
+    train(
+        compose_config([*words, "callbacks=[default,lr_monitor]", "data.val_size=8", "trainer.val_every=0"]), tmp_path / "run"
+    )
+    assert sorted(found) == ["callbacks.lr_monitor", "data", "model", "objective", "optimizer", "schedule"]
+    assert len(built) == 2 and built[0] is None and built[1] is not None
 
 
 # --- what a checkpoint may name
@@ -100,7 +116,6 @@ def test_lists_and_nested_parts_arrive_as_plain_python():
         {"_target_": "minitx.interop.pretrained_hf", "path": "somebody/model"},
         {"_target_": "minitx.interop.hf_from_config", "config": {"x": {"_target_": "os.system"}}},
         {"_target_": "${x}", "x": "os.system"},
-        {"_target_": "torch.nn.Linear", "in_features": "${oc.env:HOME}"},
     ],
     ids=lambda node: str(node["_target_"]),
 )
@@ -109,6 +124,15 @@ def test_a_checkpoint_may_name_classes_of_torch_and_of_ours_alone(node, tmp_path
     with pytest.raises(ConfigError, match=r"^model.* in the checkpoint .*trust=true"):
         check_trusted(node, "model")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_of_a_checkpoint_that_looks_like_an_interpolation_stays_a_text():
+    node = {
+        "_target_": "torch.nn.Sequential",
+        "_args_": [{"_target_": "torch.nn.Identity", "${oc.env:HOME}": "${oc.env:HOME}"}],
+    }
+    check_trusted(node, "model")
+    assert Part.of(node, "model").args[0].arguments == {"${oc.env:HOME}": "${oc.env:HOME}"}
 
 
 @pytest.mark.parametrize("target", ["torch.nn.modules.linear.Linear", "minitx.nn.DecoderLM"])
@@ -131,13 +155,13 @@ def test_of_data_a_checkpoint_may_name_our_data_sets_alone():
 
 def test_a_checkpoint_does_not_say_where_files_are_written(make_config, tmp_path):
     config = make_config(trainer__max_steps=1, trainer__ckpt_every=1)
-    config = replace(config, data={**config.data, "cache_dir": str(tmp_path / "caches")})
+    config = replace(config, data=config.data.with_(cache_dir=str(tmp_path / "caches")))
     train(config, tmp_path / "run")
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     assert any((tmp_path / "caches").iterdir())
-    assert "cache_dir" not in load_stored(path).config.data
-    assert load_stored(path, changes={"data": {"cache_dir": "mine"}}).config.data["cache_dir"] == "mine"
-    assert load_stored(path, trust=True).config.data == config.data
+    assert load_stored(path).part("data").get("cache_dir") is None
+    assert load_stored(path, changes={"data": {"cache_dir": "mine"}}).part("data").get("cache_dir") == "mine"
+    assert load_stored(path, trust=True).part("data").plain() == config.data.plain()
 
 
 # --- how a node is read: a mistake gives the same sentence for a part of ours and for an annotated function of the user's
@@ -173,13 +197,16 @@ def test_a_missing_key_gives_the_same_sentence(part, refused):
 
 def test_a_function_of_the_users_gets_its_keys_by_type_and_what_it_names_of_the_run():
     node = {"_target_": "mine_of_parts.load", "path": "x", "context_len": 4.0}
-    assert build(node, "data", {"seed": 5, "batch_size": 7}) == 9
+    part = Part.of(node, "data", Takes(offers=("seed", "batch_size")))
+    assert part.build(seed=5, batch_size=7) == 9
 
 
 def test_a_mistake_in_a_nested_node_is_said_of_its_own_key():
     node = {"_target_": "torch.nn.ParameterDict", "parameters": {"inner": {"_target_": "torch.nn.Linear", "in_feature": 3}}}
-    with pytest.raises(ConfigError, match=r"^model\.parameters\.inner cannot be built: TypeError: Linear.*'in_feature'"):
-        build(node, "model")
+    with pytest.raises(
+        ConfigError, match=r"^model\.parameters\.inner\.in_feature is not a key \(did you mean \S+in_features\?\)"
+    ):
+        Part.of(node, "model")
 
 
 def test_a_nested_node_is_not_built_where_another_key_is_wrong(monkeypatch):
@@ -187,7 +214,7 @@ def test_a_nested_node_is_not_built_where_another_key_is_wrong(monkeypatch):
     monkeypatch.setattr(sys.modules["mine_of_parts"], "note", lambda: built.append(1), raising=False)
     node = {"_target_": "mine_of_parts.make", "items": {"_target_": "mine_of_parts.note"}, "item": 3}
     with pytest.raises(ConfigError, match=r"^model\.item is not a key"):
-        build(node, "model")
+        Part.of(node, "model")
     assert built == []
 
 
@@ -195,8 +222,9 @@ def test_a_nested_node_is_not_built_where_another_key_is_wrong(monkeypatch):
 
 
 def test_a_function_of_logits_and_batch_is_the_objective_itself_and_one_that_returns_it_is_called():
-    assert build_objective({"_target_": "mine_of_parts.loss", "power": 1})(torch.tensor([1.0, 2.0]), {}) == 3.0
-    assert build_objective({"_target_": "mine_of_parts.make", "items": len}) is len
+    own = {"_target_": "mine_of_parts.loss", "power": 1}
+    assert build_objective(Part.of(own, "objective", Takes(offers=None)))(torch.tensor([1.0, 2.0]), {}) == 3.0
+    assert build_objective(Part.of({"_target_": "mine_of_parts.make", "items": len}, "objective")) is len
 
 
 class Mean(nn.Module):

@@ -10,10 +10,10 @@ from minitx.analysis import capture, read_snapshots
 from minitx.analysis.gradients import gradient_statistics
 from minitx.analysis.statistics import token_cosine
 from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, TransformerConfig, node
+from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM
-from minitx.training.build import open_data
 from minitx.training.checkpoints import load_model
 from minitx.training.loggers import read_metrics, read_probes, read_records
 from minitx.training.optimizers import constant
@@ -53,7 +53,7 @@ def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path
         config = make_config(trainer__max_steps=steps, trainer__ckpt_every=1, schedule=node(constant), **options)
         train(config, tmp_path / str(steps))
         network = load_model(tmp_path / str(steps) / "checkpoints" / "last.ckpt")[0].eval()
-        ids = open_data(config).probe_batch(3)["input_ids"]
+        ids = open_data(config.data, config.trainer, seed=config.seed).probe_batch(3)["input_ids"]
         with torch.no_grad(), capture(network, what="scores") as seen:
             network(ids)
         scores.append(seen["blocks.0.attention.core"][0])

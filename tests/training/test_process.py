@@ -62,7 +62,7 @@ def test_a_run_leaves_its_process_as_it_was(make_config, tmp_path, monkeypatch, 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     config = make_config(model__dropout=0.1, trainer__deterministic=True, trainer__threads=torch.get_num_threads() + 1)
     if ending == "refused":  # after data and model were made
-        config = dataclasses.replace(config, optimizer={**config.optimizer, "rules": [{"match": "nothing", "lr": 2.0}]})
+        config = dataclasses.replace(config, optimizer=config.optimizer.with_(rules=[{"match": "nothing", "lr": 2.0}]))
     np.random.seed(3)
     before = process()
     if (error := ENDINGS[ending]) is None:

@@ -6,8 +6,8 @@ from extra import QUIET
 
 from minitx.analysis import capture
 from minitx.cli.compose import compose_config
+from minitx.data.datamodule import open_data
 from minitx.data.recall import answer_positions
-from minitx.training.build import open_data
 from minitx.training.checkpoints import load_model
 from minitx.training.run import train
 
@@ -27,7 +27,7 @@ def test_two_layers_solve_the_task_by_looking_at_the_answer_and_one_layer_does_n
     assert train(one, tmp_path / "one")["val_accuracy"] < most
     assert train(two, tmp_path / "two")["val_accuracy"] >= 0.99
     network = load_model(tmp_path / "two" / "checkpoints" / "last.ckpt")[0].eval()
-    batch = open_data(two).probe_batch(64)
+    batch = open_data(two.data, two.trainer, seed=two.seed).probe_batch(64)
     with torch.no_grad(), capture(network, what="weights") as seen:
         network(batch["input_ids"])
     position = answer_positions(batch)

@@ -15,7 +15,7 @@ from extra import last, train_with
 from killing import blows, hit_and_go_on, length_of, result_of, run
 
 from minitx.config import ConfigError, node, to_dict
-from minitx.training.build import open_data
+from minitx.data.datamodule import open_data
 from minitx.training.callbacks import StoppedError
 from minitx.training.loggers import read_metrics, read_probes
 from minitx.training.optimizers import constant, sgd
@@ -63,13 +63,15 @@ def config_of(make_config, tmp_path, dropout, data, accumulate, workers, warmup)
     )  # fmt: skip
     text = tmp_path / "epochs.txt"
     text.write_text(("abcdefg" * 99)[: 60 * 7 * 10 // 9 + 16], encoding="utf-8")
+    shared = {"path": str(config.data.get("path")), "batch_size": 12, "context_len": 7}
     pairs, stream = {"num_keys": 5, "num_values": 3, "num_pairs": 4, "val_size": 8}, {"streaming": True, "val_rows": 3}
     kinds = {
         "rows drawn anew": {"_target_": "minitx.data.kv_lookup", "batch_size": 12, **pairs},
-        "shuffled epochs": {**config.data, "path": str(text), "val_fraction": 0.1},
-        "streaming": {**config.data, "_target_": "minitx.data.hf", "tokenizer": "char", **stream},
+        "shuffled epochs": config.data.with_(path=str(text), val_fraction=0.1),
+        "streaming": {"_target_": "minitx.data.hf", "tokenizer": "char", **shared, **stream},
     }
-    return dataclasses.replace(config, data={**kinds[data], "num_workers": workers})
+    chosen = dataclasses.replace(config, data=kinds[data])
+    return dataclasses.replace(chosen, data=chosen.data.with_(num_workers=workers))
 
 
 # dropout, data, micro-batches, workers, steps of warm-up, where the run stops: by default two, in .ci/run a few, by hand all 32 x 4
@@ -83,7 +85,10 @@ MARKED = [pytest.param(*case, POSITIONS, marks=pytest.mark.slow if case in SOME 
 def test_a_stopped_run_that_goes_on_is_the_run_that_was_never_stopped(make_config, tmp_path, dropout, data, accumulate, workers, warmup, places):  # fmt: skip
     """What the loss, the batches, dropout, optimizer, schedule and validation come to is bit-equal."""
     config = config_of(make_config, tmp_path, dropout, data, accumulate, workers, warmup)
-    assert data != "shuffled epochs" or len(open_data(config).train_source().split) == 12 * POSITIONS["epoch end"]
+    assert (
+        data != "shuffled epochs"
+        or len(open_data(config.data, config.trainer, seed=config.seed).train_source().split) == 12 * POSITIONS["epoch end"]
+    )
     train(config, tmp_path / "whole")
     for name in places:
         folder = tmp_path / name
@@ -156,7 +161,7 @@ def test_a_run_of_sgd_on_shards_goes_on_with_the_fused_kernel_of_whole_weights(m
 def test_a_run_that_goes_on_with_another_seed_or_batch_size_says_that_its_rows_are_others(make_config, tmp_path, caplog):
     config = make_config(trainer__ckpt_every=100, trainer__max_steps=2)
     train(config, tmp_path / "run")
-    for changes in ({}, {"seed": 3, "data": {**config.data, "batch_size": 6}}):
+    for changes in ({}, {"seed": 3, "data": config.data.with_(batch_size=6)}):
         caplog.clear()
         train(dataclasses.replace(resumed(config, tmp_path / "run"), **changes), tmp_path / f"then{len(changes)}")
         assert ("so rows may come twice or not at all: seed 0 != 3; data.batch_size 12 != 6" in caplog.text) == bool(changes)
@@ -168,8 +173,8 @@ def test_a_run_does_not_go_on_where_the_same_ids_are_other_characters(make_confi
     train(config, tmp_path / "run")
     other = tmp_path / "other.txt"
     for letter, said in (("é", "another tokenizer than the data have now"), ("e", None)):
-        other.write_text(Path(config.data["path"]).read_text(encoding="utf-8").replace("e", letter), encoding="utf-8")
-        again = dataclasses.replace(resumed(config, tmp_path / "run"), data={**config.data, "path": str(other)})
+        other.write_text(Path(config.data.get("path")).read_text(encoding="utf-8").replace("e", letter), encoding="utf-8")
+        again = dataclasses.replace(resumed(config, tmp_path / "run"), data=config.data.with_(path=str(other)))
         with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
             train(again, tmp_path / f"then {letter}")
 

@@ -10,11 +10,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 from extra import last, train_with
-from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from minitx.analysis.counting import train_flops
-from minitx.config import ConfigError, TransformerConfig, node
+from minitx.config import ConfigError, Part, TransformerConfig, node
+from minitx.config.part import find_target
 from minitx.config.training import StopAtConfig
 from minitx.training import callbacks
 from minitx.training.callbacks import StepLog, StopAt, batch_flops
@@ -30,14 +30,14 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def preset(name):
     """The callbacks of a preset of the configs, made."""
-    node = OmegaConf.load(CONFIGS / "callbacks" / f"{name}.yaml")
-    return [instantiate(part, _convert_="all") for part in node.values()]
+    nodes = OmegaConf.to_container(OmegaConf.load(CONFIGS / "callbacks" / f"{name}.yaml"))
+    return [Part.of(node, name).build() for name, node in nodes.items()]
 
 
 def test_presets_name_classes_that_exist():
     files = [*CONFIGS.glob("callbacks/*.yaml"), *CONFIGS.glob("logger/*.yaml")]
     names = [name for file in files for name in re.findall(r"_target_: (\S+)", file.read_text())]
-    assert len(names) > 6 and all(isinstance(get_class(name), type) for name in names)
+    assert len(names) > 6 and all(isinstance(find_target(name, "callbacks"), type) for name in names)
 
 
 @pytest.fixture

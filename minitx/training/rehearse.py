@@ -1,0 +1,352 @@
+"""The rehearsal: before a run has a folder, two of its rows go through everything that the run was asked for.
+
+1. Their losses and gradient together and apart must be equal: an objective returns sums, and no row looks at the others.
+2. The run is made once on these rows in a temporary folder: one step with clip, optimizer and schedule, a validation, a probe,
+   samples, a checkpoint that is read again, and the evaluation at the end.
+
+Weights, buffers, attributes and random generators are then as before. The run that follows has the same digits as without a rehearsal.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+
+from minitx.config import IGNORED, CallbacksConfig, ConfigError, Part, RunConfig
+from minitx.config.schema import first_line
+from minitx.data.datamodule import DataModule
+from minitx.data.task import Batch, Draw, Split, kept_generators, num_targets, select_rows
+from minitx.nn.modes import evaluating
+from minitx.training.checkpoints import load_weights, network_weights, read_checkpoint
+from minitx.training.devices import device_of
+from minitx.training.module import AtomicCheckpointIO, NonFiniteError, TrainingModule
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 0.02
+"""The largest relative difference between two rows together and apart: bfloat16 has eight bits."""
+
+NOISE = 0.02
+"""The standard deviation of the noise on the weights: a head that begins at zero would hide what the objective does."""
+
+ROWS = 16
+"""The number of training rows among which the two are chosen."""
+
+LARGE = 50_000_000
+"""From this number of bytes on, the weights in a checkpoint of the rehearsal have only their shapes."""
+
+Perform = Callable[..., Any]
+"""``run.perform``, which makes a run in a folder."""
+
+
+def is_rehearsed(config: RunConfig) -> bool:
+    """Return whether a run is rehearsed: not if ``trainer.rehearse`` is off, and not a run that resumes or has several processes."""
+    trainer = config.trainer
+    return trainer.rehearse and config.ckpt_path is None and trainer.world_size == 1 and trainer.strategy != "sharded"
+
+
+def rehearse(config: RunConfig, module: TrainingModule, data: DataModule, perform: Perform) -> None:
+    """Rehearse a run.
+
+    Args:
+        config: the config of the run. module: the module of the run. data: the data of the run.
+        perform: the function that makes the run.
+
+    Raises:
+        ConfigError: a step, a validation, a checkpoint or anything else that the run was asked for fails, or two rows together are
+            not the sum of the two. The message begins with the path of the part.
+    """
+    batch = data.first_rows(ROWS)
+    two = TwoRows(batch)
+    size = min(len(two), max(1, data.batch_size // config.trainer.accumulate))
+    rows = DataModule(
+        dataclasses.replace(data.task, train=two, bucket=False, baselines=dict),
+        batch_size=size,
+        seed=config.seed,
+        val_batch_size=2,
+    )
+    small = shortened(config)
+    with as_before(module, device_of(config.trainer.accelerator)), blaming(module, config.callbacks):
+        compare(module, two.batch, device_of(config.trainer.accelerator))
+        with tempfile.TemporaryDirectory() as folder:
+            _make(small, module, rows, Path(folder), perform, config.trainer.max_steps)
+
+
+def _make(
+    config: RunConfig, module: TrainingModule, rows: DataModule, folder: Path, perform: Perform, steps: int | None
+) -> None:
+    """Make the run, with the schedule of its ``steps``, and read its checkpoint."""
+
+    def make_schedule(optimizer: torch.optim.Optimizer, own_steps: int) -> Any:
+        return module.make_schedule(optimizer, steps or own_steps)
+
+    parts = module.network, module.objective, module.make_optimizer, make_schedule
+    size = sum(tensor.nbytes for tensor in (*module.network.parameters(), *module.network.buffers()))
+    checkpoints = ShapesOnly() if size > LARGE else AtomicCheckpointIO()
+    try:
+        perform(config, TrainingModule(*parts, config.trainer, config.seed), rows, folder, checkpoints=checkpoints)
+    except NonFiniteError:
+        return  # the run comes to it by itself, and may be asked to record it
+    if config.trainer.ckpt_every:
+        _read_again(module.network, folder / "checkpoints" / "last.ckpt")
+
+
+def _read_again(network: nn.Module, path: Path) -> None:
+    try:
+        checkpoint = read_checkpoint(path)
+    except ConfigError as error:
+        raise ConfigError(
+            "model: a checkpoint of this run cannot be read again, because it holds something else than tensors and plain data, for "
+            "example what get_extra_state returns"
+        ) from error
+    load_weights(network, network_weights(checkpoint))
+
+
+class ShapesOnly(AtomicCheckpointIO):
+    """Writes checkpoints whose tensors are zeros that share one number, so that a file of any model is small."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(_shapes(checkpoint), path)
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.zeros((), dtype=value.dtype).expand(value.shape)
+    if isinstance(value, Mapping):
+        return {key: _shapes(entry) for key, entry in value.items()}
+    return type(value)(map(_shapes, value)) if type(value) in (list, tuple) else value
+
+
+class TwoRows(Split):
+    """Two rows of a batch, padded as they are: of those with a label that counts, the row with the fewest, and one with other labels."""
+
+    def __init__(self, batch: Batch) -> None:
+        labels = batch["labels"].flatten(1) if batch["labels"].dim() > 1 else batch["labels"][:, None]
+        counts = (labels != IGNORED).sum(1)
+        rows = [row for row in counts.argsort(stable=True).tolist() if counts[row]] or [0]
+        other = next((row for row in reversed(rows) if not labels[row].equal(labels[rows[0]])), rows[-1])
+        chosen = select_rows(batch, [rows[0], other])
+        self.batch = {name: value for name, value in chosen.items() if name != "num_targets"}
+
+    def __len__(self) -> int:
+        return 2
+
+    def collate(self, items: Any, draw: Draw) -> Batch:
+        return select_rows(self.batch, items.tolist())
+
+
+# --- two rows together and apart
+
+
+def compare(module: TrainingModule, batch: Batch, device: torch.device) -> None:
+    """Check, in evaluation mode and with noise on the weights, that two rows together give what they give apart.
+
+    Raises:
+        ConfigError: the objective returns a mean, for example, or a row looks at the other.
+    """
+    network = module.network.to(device)
+    batch = {name: value.to(device) for name, value in batch.items()}
+    rows = [select_rows(batch, [row]) for row in range(len(batch["labels"]))]
+    with evaluating(network), torch.enable_grad(), _with_noise(network):
+        together, again, apart = (_sums(module, batches) for batches in ([batch], [batch], rows))
+    for name, value in together.items():
+        other, draws = apart[name], not math.isclose(value, again[name], rel_tol=1e-3, abs_tol=1e-12)
+        if not math.isfinite(value) or draws:
+            continue  # it draws random numbers, or overflows: the run will say so
+        if abs(value - other) > TOLERANCE * max(abs(value), abs(other)):
+            raise ConfigError(
+                f"objective: {name} of two rows together is {value:.4g}, and of the two apart {other:.4g}: it must return sums over "
+                "the targets, and no row may look at the others"
+            )
+
+
+def _sums(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, float]:
+    """The sums of the objective over batches, and the norm of the gradient."""
+    weights = [weight for weight in module.network.parameters() if weight.requires_grad]
+    module.network.zero_grad(set_to_none=True)
+    totals: dict[str, float] = {}
+    for batch in batches:
+        module.net.check(batch)
+        sums = module.sums({**batch, "num_targets": num_targets(batch["labels"])})
+        if sums["loss"].requires_grad:
+            sums["loss"].backward()
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + float(value.detach())
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    return {**totals, "the gradient": float(nn.utils.get_total_norm(gradients))}
+
+
+@contextmanager
+def _with_noise(network: nn.Module) -> Iterator[None]:
+    draw = torch.Generator().manual_seed(0)
+    weights = {weight: weight.detach().clone() for weight in network.parameters() if weight.requires_grad}
+    with torch.no_grad():
+        for weight in weights:
+            weight.add_(NOISE * torch.randn(weight.shape, generator=draw).to(weight))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, value in weights.items():
+                weight.copy_(value)
+
+
+# --- the run, shortened
+
+
+def shortened(config: RunConfig) -> RunConfig:
+    """Return the config of the rehearsal: everything that was asked for, once. Loggers and callbacks of the user may send or write
+    something, so they are left out."""
+    asked = config.trainer
+    once: dict[str, Any] = {
+        "max_steps": 1,
+        "max_epochs": None,
+        "accumulate": 1,
+        "val_every": 0,
+        "val_batches": 1,
+        "log_every": 1,
+    }
+    extra = {**asked.extra, "limit_test_batches": 1}
+    trainer = dataclasses.replace(
+        asked, **once, val_batch_size=2, ckpt_every=int(asked.ckpt_every > 0), compile=False, profiler=None, extra=extra
+    )
+    evaluation = dataclasses.replace(config.evaluation, num_rows=2)
+    return dataclasses.replace(
+        config, trainer=trainer, evaluation=evaluation, callbacks=_once(config.callbacks), logger={}, on_nonfinite="stop"
+    )
+
+
+def _once(callbacks: CallbacksConfig) -> CallbacksConfig:
+    probe, samples = callbacks.probe, callbacks.samples
+    probe = dataclasses.replace(probe, every=int(probe.every > 0), weights_every=int(probe.weights_every > 0))
+    tokens = min(4, samples.max_new_tokens)
+    samples = dataclasses.replace(samples, every=int(samples.every > 0), max_new_tokens=tokens)
+    return dataclasses.replace(callbacks, progress=False, probe=probe, samples=samples, parts=_known(callbacks.parts))
+
+
+def _known(parts: Mapping[str, Part | None]) -> dict[str, Part]:
+    """The callbacks of Lightning and of ours that write nowhere else. Beside a callback of the user, which may log any metric, one
+    that has a monitor is left out."""
+    chosen = {name: part for name, part in parts.items() if part is not None}
+    known = {name: part for name, part in chosen.items() if part.name.startswith(("lightning.", "minitx."))}
+    has_own = len(known) < len(chosen)
+    return {
+        name: part
+        for name, part in known.items()
+        if part.get("dirpath") is None and not (has_own and part.get("monitor") is not None)
+    }
+
+
+# --- what fails, and what is put back
+
+
+@contextmanager
+def blaming(module: TrainingModule, callbacks: CallbacksConfig) -> Iterator[None]:
+    """A context in which any error becomes a ConfigError that begins with the path of the part in which it was raised."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        path = next(filter(None, (_path_of(frame, module, callbacks) for frame in reversed(frames))), "a step of this run")
+        own = [frame for frame in frames if "site-packages" not in frame.f_code.co_filename][-1]
+        place = f"{Path(own.f_code.co_filename).name}:{_line(error, own)}"
+        message = f"{path}: fails in the rehearsal of this run: {type(error).__name__}: {first_line(error)} ({place})"
+        raise ConfigError(message) from error
+
+
+def _line(error: Exception, frame: FrameType) -> int:
+    return next(line for other, line in traceback.walk_tb(error.__traceback__) if other is frame)
+
+
+def _path_of(frame: FrameType, module: TrainingModule, callbacks: CallbacksConfig) -> str:
+    """The path of the part whose method or function a frame is in, or an empty text."""
+    owner = frame.f_locals.get("self")
+    if owner is module.objective or frame.f_code is getattr(module.objective, "__code__", None):
+        return "objective"
+    if isinstance(owner, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(owner, torch.optim.lr_scheduler.LRScheduler):
+        return "schedule"
+    if isinstance(owner, nn.Module) and any(part is owner for part in module.network.modules()):
+        return "model"
+    if isinstance(owner, L.Callback):
+        names = [name for name, part in callbacks.parts.items() if part is not None and part.target is type(owner)]
+        return f"callbacks.{(names or [type(owner).__name__.lower()])[0]}"
+    return ""
+
+
+@contextmanager
+def as_before(module: TrainingModule, device: torch.device) -> Iterator[None]:
+    """A context that restores network and objective, and the random generators. Only errors are logged in it."""
+    level = logging.root.manager.disable
+    with ExitStack() as stack:
+        stack.enter_context(kept_generators(device))
+        stack.callback(logging.disable, level)
+        logging.disable(logging.WARNING)
+        for part in module.network.modules():
+            stack.callback(_kept(part))
+        if isinstance(module.objective, nn.Module):
+            for part in module.objective.modules():
+                stack.callback(_kept(part))
+        elif hasattr(module.objective, "__dict__"):
+            stack.callback(_kept_values(vars(module.objective)))
+        yield
+
+
+def _kept(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores a module without its children: parameters, buffers, hooks and other attributes."""
+    tensors = [tensor for group in (module._parameters, module._buffers) for tensor in group.values() if tensor is not None]
+    values = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
+    attributes = _kept_values(vars(module))
+
+    def restore() -> None:
+        attributes()
+        with torch.no_grad():
+            for tensor, value, requires_grad in values:
+                tensor.requires_grad_(requires_grad)
+                tensor.grad = None
+                tensor.copy_(value)
+
+    return restore
+
+
+def _kept_values(values: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that restores a dict of attributes: the same objects, with containers and tensors as they were."""
+    saved = {name: (value, _copied(value)) for name, value in values.items()}
+
+    def restore() -> None:
+        values.clear()
+        for name, (value, content) in saved.items():
+            values[name] = value
+            if isinstance(value, Tensor):
+                with torch.no_grad():
+                    value.copy_(content)
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(content)
+            elif isinstance(value, list):
+                value[:] = content
+
+    return restore
+
+
+def _copied(value: Any) -> Any:
+    """The content of an attribute that can change in place, or None."""
+    if isinstance(value, Tensor):
+        return None if isinstance(value, nn.Parameter) else value.detach().clone()
+    return copy.copy(value) if isinstance(value, dict | set | list) else None

@@ -1,0 +1,93 @@
+"""Every promise about models, at points where two unusual things meet. ``python tests/lattice/models.py`` runs one point again."""
+
+import dataclasses
+import random
+
+import pytest
+
+from minitx.config import TransformerConfig
+from tests.lattice.engine import FEWEST, matches
+from tests.lattice.models import AXES, MODELS
+from tests.lattice.networks import CHANGES, FAMILIES, OURS, SIZES, joined
+
+SEED = 61
+QUICK = 30
+SLOW_TO_START = {"wrapper": "lora|quantised|compile|inductor"}
+RELEASE = ({"model": joined(FAMILIES)}, {"wrapper": "inductor|ddp|fsdp"})
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of torch and transformers about wrappers, of ours about padding that a model counts
+]
+
+
+def tiers():
+    """The points of the suite's seed: a drawn part of the cheap ones, the other ones of our models, and the rest."""
+    points = MODELS.points(SEED)
+    release = [point for point in points if any(matches(where, point) for where in RELEASE)]
+    others = [point for point in points if point not in release]
+    cheap = [point for point in others if not matches(SLOW_TO_START, point) and MODELS.serves(point)]
+    quick = random.Random(SEED).sample(cheap, QUICK)
+    return quick, [point for point in others if point not in quick], release
+
+
+QUICK_POINTS, SLOW_POINTS, RELEASE_POINTS = tiers()
+
+
+@pytest.mark.parametrize("point", QUICK_POINTS, ids=MODELS.words)
+def test_a_model_has_all_properties_wherever_two_options_meet(point):
+    MODELS.check(point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", SLOW_POINTS, ids=MODELS.words)
+def test_each_pair_of_options_of_our_models_keeps_all_properties(point):
+    MODELS.check(point)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("point", RELEASE_POINTS, ids=MODELS.words)
+def test_families_and_shards_keep_all_properties(point, process_group):
+    MODELS.check(point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OURS)
+def test_every_change_of_a_model_alone_keeps_all_properties(name):
+    costly = (SLOW_TO_START, *RELEASE)
+    for point in MODELS.pairs():
+        if point["model"] == name and not any(matches(where, point) for where in costly):
+            MODELS.check(point)
+
+
+def test_each_oracle_is_asked_often():
+    assert {name for name, count in MODELS.asked(MODELS.points(SEED)).items() if count < FEWEST} == set()
+
+
+def test_every_entry_of_the_tables_meets_a_point():
+    points = [*MODELS.points(SEED), *MODELS.pairs()]
+    served = [point for point in points if MODELS.serves(point)]
+    for oracle in MODELS.oracles:
+        asked = [point for point in served if not oracle.where or any(matches(where, point) for where in oracle.where)]
+        unused = [where for where in oracle.where if not any(matches(where, point) for point in served)]
+        unused += [where for where in oracle.unless if not any(matches(where, point) for point in asked)]
+        assert unused == [], oracle.name
+    assert [entry.where for entry in MODELS.refusals if not any(matches(entry.where, point) for point in points)] == []
+
+
+ON_AN_AXIS = {"backend", "checkpointing", "dropout"}
+NOT_HERE = {
+    "pad_id": "belongs to the data",
+    "bos_id": "begins a target in generation, and models are given one here",
+    "eos_id": "ends a text in generation, and texts have a fixed length here",
+    "init_zero_outputs": "an initial value, and all values that start alike are drawn anew here",
+}
+
+
+def test_every_option_of_a_model_is_on_an_axis_or_in_a_named_configuration():
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    named = [entry for options in (SIZES, *OURS.values(), *CHANGES.values()) for entry in options.items()]
+    set_somewhere = {name for name, value in named if value != defaults[name]}
+    missing = defaults.keys() - set_somewhere - ON_AN_AXIS - NOT_HERE.keys()
+    assert missing == set()
+    assert not (set_somewhere | ON_AN_AXIS) & NOT_HERE.keys()
+    assert ON_AN_AXIS - {"dropout"} <= AXES.keys()
