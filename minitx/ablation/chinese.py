@@ -123,7 +123,7 @@ def _step(found: Match) -> str:
     wide, width, narrow, undo = found.groups()
     said = f"在每一步：一次更新使分数移动得更远。我们从学会的模型里去掉缩放，不改变它算出的结果，再继续训练。不崩溃的最大学习率，{_rates(wide)}"
     if narrow:
-        said += f"；d_k = {width} 时：{_rates(narrow)}".replace("：缩小到", "分别缩小到").replace("，缩小到", "、")
+        said += f"；d_k = {width} 时：{_rates(narrow)}".replace("：缩小到", "分别缩小到").replace("，缩小到 ", "、")
     return f"{said}。" + ("把 W_Q 和 W_K 的学习率调小，就能抵消。" if undo else "")
 
 
