@@ -1,4 +1,4 @@
-"""Write your own attention kernel: check it with ``minitx.testing``, register it as a backend, and use it in a model.
+"""Write your own attention kernel: check it with ``minitx-check``, register it as a backend, and use it in a model.
 
 The kernel computes the softmax in one pass over the keys (Milakov & Gimelshein 2018, arXiv:1805.02867). For each query it keeps the
 largest score m so far, the sum of exp(score - m), and the sum of exp(score - m) · value. It is short and slow, and needs no L x S
@@ -8,7 +8,7 @@ Two of its lines are easy to forget, and the check finds out. Without ``hide_uns
 0 · NaN. Without ``masked_fill`` of the total, the output of a query that sees no key is 0 / 0.
 
     python examples/custom_backend.py
-    python -m minitx.testing examples.custom_backend:attention     # prints the whole table
+    python scripts/check.py examples/custom_backend.py:attention strict=true     # names every case
 
 The first command prints the number of cases that passed, what ``explain_backends`` reports for two calls, and the largest difference
 between the logits of a model with this kernel and with the default one.
@@ -19,10 +19,10 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from minitx.check import check_attention
 from minitx.config import TransformerConfig
 from minitx.nn import AttentionCall, DecoderLM, backend_names, explain_backends, register_backend, scaled_dot_product_attention
 from minitx.nn.functional import hide_unseen
-from minitx.testing import check_kernel
 
 
 def one_pass(call: AttentionCall) -> Tensor:
@@ -69,22 +69,21 @@ if "one_pass" not in backend_names():  # this file may be imported twice: as a p
 
 
 def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None):
-    """The function that ``minitx.testing`` checks. Its parameters are the options that the kernel supports."""
+    """The function that ``minitx-check`` checks. Its parameters are the options that the kernel supports."""
     return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, backend="one_pass")
 
 
 def main() -> dict[str, float]:
     """Print and return the results."""
-    results = check_kernel(attention)
-    found: dict[str, float] = dict(Counter(result.status for result in results))
+    report = check_attention(attention, strict=True)
+    found: dict[str, float] = dict(Counter(check.status.value for check in report.checks))
     print("checks:", ", ".join(f"{count} {status}" for status, count in found.items()))
-    for result in results:
-        if result.status == "failed":
-            print(f"  {result.case}, {result.dtype}: {result.what}")
+    for finding in report.findings:
+        print(f"  {finding.fault}")
     query = torch.randn(1, 2, 5, 8)
     for options in ({}, {"softcap": 30.0}):
-        report = explain_backends(query, query, query, is_causal=True, backend="one_pass", **options)
-        print(options or "causal", "|", next(str(line) for line in report if line.name == "one_pass"))
+        reasons = explain_backends(query, query, query, is_causal=True, backend="one_pass", **options)
+        print(options or "causal", "|", next(str(line) for line in reasons if line.name == "one_pass"))
 
     config = {"vocab_size": 31, "embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
     logits = []

@@ -22,7 +22,6 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "": (set(), set(), set()),
     "config": (set(), set(), set()),
     "nn": ({"config"}, {"torch"}, set()),
-    "testing": ({"nn"}, {"torch"}, set()),
     "check": (set(), {"torch"}, set()),
     "analysis": ({"config", "nn"}, NUMBERS, PLOTS | {"scipy", "conllu"}),
     "generation": ({"config", "nn"}, NUMBERS, set()),
@@ -141,7 +140,7 @@ CALLS_OF_CODE = {
     *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler"),
     *("marshal.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "runpy.run_path", "shelve.open", "joblib.load"),
     *("pandas.read_pickle", "shutil.unpack_archive", "torch.hub.load", "torch.jit.load", "hydra.utils.instantiate"),
-    *("importlib.import_module", "jinja2.Environment", "jinja2.Template"),
+    *("importlib.import_module", "importlib.util.spec_from_file_location", "jinja2.Environment", "jinja2.Template"),
 }
 IMPORTS_OF_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "tarfile", "zipfile", "runpy", "joblib"}
 NEEDED_BECAUSE = {
@@ -154,7 +153,10 @@ NEEDED_BECAUSE = {
     ("config.part", "importlib.import_module"): "of what a user's config names; nodes of a checkpoint pass check_trusted first",
     ("training.trust", "importlib.import_module"): "of classes in OURS",
     ("cli", "importlib.import_module"): "of our own programs, which the code names",
-    ("testing", "importlib.import_module"): "a program that checks code which its user names on the command line",
+    (
+        "cli.check",
+        "importlib.util.spec_from_file_location",
+    ): "a program that checks code which its user names on the command line",
 }
 
 

@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SITE = Path(str(distribution("torch").locate_file("")))
 SHIPPED = {"minitx": "minitx", "configs": "minitx/configs"}  # folder of the checkout: folder of the package
 FOLDERS = ("minitx", "benchmarks", "configs", "data", "docs", "examples", "scripts", "tests")  # at the top of a clone
-PROGRAMS = ("train", "evaluate", "generate", "view", "export")
+PROGRAMS = ("train", "evaluate", "generate", "view", "export", "check")
 slow = pytest.mark.slow
 
 

@@ -31,4 +31,4 @@ def _program(name: str) -> Callable[[], int]:
 
 
 minitx_train, minitx_evaluate, minitx_generate = map(_program, ("train", "evaluate", "generate"))
-minitx_view, minitx_export = map(_program, ("view", "export"))
+minitx_view, minitx_export, minitx_check = map(_program, ("view", "export", "check"))

@@ -180,12 +180,15 @@ def checkpoint_of(path: str) -> str:
     return last if os.path.isfile(last) else path  # False also for a list that is longer than a path may be
 
 
-def run_program(cls: type[T], usage: str, program: Callable[[T], None], *, flag: str = "") -> int:
+def run_program(
+    cls: type[T], usage: str, program: Callable[[T], None], *, flag: str = "", arguments: Sequence[str] | None = None
+) -> int:
     """Run ``program`` with a config of class ``cls`` from the command line. Errors are printed as one sentence. Return the exit code.
 
-    ``flag`` is a word of the command line that chose this program.
+    ``flag`` is a word of the command line that chose this program. ``arguments`` replace those of the command line.
     """
-    arguments = [word for word in sys.argv[1:] if word not in ("traceback=true", "traceback=false", flag)]
+    typed = sys.argv[1:] if arguments is None else arguments
+    arguments = [word for word in typed if word not in ("traceback=true", "traceback=false", flag)]
     if {"--help", "-h"} & set(arguments):
         return exit_code(lambda: write(help_text(cls, usage)))
     if "--version" in arguments:

@@ -20,6 +20,7 @@ import yaml
 
 from minitx import data
 from minitx.ablation.design import AblationConfig
+from minitx.cli.check import CheckConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
@@ -37,7 +38,13 @@ ROOT = Path(__file__).parents[2]
 PAGE, HEAD = ROOT / "docs" / "configuring.md", Path(__file__).with_name("configuring_head.md")
 GROUPS = ("model", "data", "objective", "optimizer", "schedule", "trainer", "callbacks", "logger", "experiment")
 GROUPS += ("ablation", "debug")
-PROGRAMS = {"evaluate": EvaluateConfig, "generate": GenerateConfig, "view_attention": ViewConfig, "export": ExportConfig}
+PROGRAMS = {
+    "evaluate": EvaluateConfig,
+    "generate": GenerateConfig,
+    "view_attention": ViewConfig,
+    "export": ExportConfig,
+    "check": CheckConfig,
+}
 PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "word", type(None): "null"}
 PLAIN |= dict.fromkeys((Any, object), "anything")
 

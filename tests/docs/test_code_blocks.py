@@ -19,15 +19,21 @@ from page_blocks import ROOT, Block, blocks, breaks_when_pasted, commands, pages
 from safetensors.torch import load_file, save_file
 
 from minitx.ablation.grid import cells
-from minitx.cli import evaluate, export, generate, train, view
+from minitx.cli import check, evaluate, export, generate, train, view
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import CONFIG_DIR, TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM, Encoder
-from minitx.testing import main as check_kernels
 
-PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view_attention": view, "export": export}
+PROGRAMS = {
+    "train": train,
+    "evaluate": evaluate,
+    "generate": generate,
+    "view_attention": view,
+    "export": export,
+    "check": check,
+}
 INSTALLED = {f"minitx-{name.partition('_')[0]}": name for name in PROGRAMS}
 
 SMALL = {
@@ -157,6 +163,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
     "mine": yaml_of("docs/ablation.md", "ablation/my_qk_norm.yaml"),
     **{name: partial(shutil.copytree, ROOT / name) for name in COPIED},
+    "mine.py": lines("from minitx.nn import scaled_dot_product_attention as attention"),
     "my_module.py": lines("from minitx.nn import scaled_dot_product_attention as my_attention"),
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""
@@ -203,7 +210,7 @@ class Shelf:
 
 def presumed(words: Sequence[str]) -> list[str]:
     """The names of ``PRESUMED`` that stand in ``words`` as a path or its beginning."""
-    return [name for name in PRESUMED if any(re.search(rf"{NAMING}{re.escape(name)}(?=$|[/,\"])", word) for word in words)]
+    return [name for name in PRESUMED if any(re.search(rf"{NAMING}{re.escape(name)}(?=$|[/,:\"])", word) for word in words)]
 
 
 @pytest.fixture(scope="session")
@@ -282,6 +289,11 @@ def obey(words: list[str], shelf: Shelf, place: Path) -> None:
         assert [word for word in words[1:] if "=" not in word and word not in targets] == []
     elif script is not None and script.startswith("scripts/") and words[0] in ("python", script):
         program, arguments = Path(script).stem, words[words.index(script) + 1 :]
+        if program == "check" and arguments[0].startswith(
+            "examples/"
+        ):  # registers its kernel for the whole process; tests/examples/ runs it
+            assert (ROOT / arguments[0].partition(":")[0]).is_file()
+            return
         if any(re.search(pattern, said([program, *arguments])) for pattern in COMPOSED):
             shelf.bring_all([word for word in arguments if word.startswith("--")], place)
             compose(arguments)
@@ -292,12 +304,6 @@ def obey(words: list[str], shelf: Shelf, place: Path) -> None:
         names = {"torchrun": ("nproc-per-node", "nnodes"), "srun": ("ntasks-per-node", "nodes")}[words[0]]
         assert script == "scripts/train.py"
         compose(words[words.index(script) + 1 :], number(words, names[0]) * number(words, names[1]))
-    elif words[:3] == ["python", "-m", "minitx.testing"]:
-        if words[3].startswith("examples."):  # registers its kernel for the whole process; tests/examples/ runs it
-            assert (ROOT / f"{words[3].partition(':')[0].replace('.', '/')}.py").is_file()
-            return
-        shelf.bring_all([f"{word.partition(':')[0]}.py" for word in words[3:]], place)
-        assert check_kernels(words[3:]) == 0
     elif script is not None:
         assert (ROOT / script).is_file(), script
     else:

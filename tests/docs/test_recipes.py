@@ -91,14 +91,14 @@ def program(name, *words):
 KERNEL = """
 import torch
 from minitx.nn import explain_backends, scaled_dot_product_attention
-from minitx.testing import check_kernel
+from minitx.check import check_attention
 
 def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None):
     return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, backend="plain")
 
 query = torch.randn(1, 2, 5, 8)
 lines = [str(line) for options in ({}, {"softcap": 30.0}) for line in explain_backends(query, query, query, backend="plain", **options)]
-found = sorted({result.status for result in check_kernel(attention)})
+found = sorted({check.status.value for check in check_attention(attention, strict=True).checks})
 Path("kernel.txt").write_text("\\n".join([*lines, " ".join(found)]))
 """
 """What ``explain_backends`` says of the backend of the recipe, and how its results compare with the definition."""

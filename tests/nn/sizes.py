@@ -1,4 +1,4 @@
-"""Sizes and small helpers that several tests of attention share. The judge is ``minitx.testing``."""
+"""Sizes and small helpers that several tests of attention share. The judge is ``minitx.check.reference``."""
 
 import torch
 from torch import nn

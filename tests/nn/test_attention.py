@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from minitx.check.reference import naive_attention
 from minitx.nn import DotProductAttention, MultiHeadAttention, QKNorm, Rotary, SlidingWindow, T5RelativeBias
-from minitx.testing import naive_attention
 
 B, L, S, E, H = 2, 5, 7, 12, 3
 REAL = torch.tensor([[False, True, True, True, True], [True] * 5])

@@ -9,6 +9,7 @@ from torch.nn.utils import prune
 
 import minitx.nn as mx
 from minitx.analysis.counting import fit_exponent
+from minitx.check.reference import DTYPES
 from minitx.nn.efficient import (
     AdditiveAttention,
     EfficientAttention,
@@ -18,7 +19,6 @@ from minitx.nn.efficient import (
     approximation_error,
 )
 from minitx.nn.functional import make_call
-from minitx.testing import DTYPES
 
 B, H, HKV, L, S, D, DV = 2, 6, 3, 11, 13, 5, 7
 BUILD = {

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from minitx.check.reference import DTYPES, naive_attention
 from minitx.nn import Documents, Padding, PrefixLM, SlidingWindow
 from minitx.nn import scaled_dot_product_attention as attention
-from minitx.testing import DTYPES, naive_attention
 
 BACKENDS = ("math", "sdpa", "chunked")
 HEADS = ((1, 1), (4, 4), (4, 2), (6, 1))

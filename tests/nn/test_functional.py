@@ -8,8 +8,8 @@ import torch
 from sizes import B, D, H, L
 
 from minitx import nn as mx
+from minitx.check.reference import DTYPES
 from minitx.nn import AttentionCall, attention_scores, attention_weights, reference_attention
-from minitx.testing import DTYPES
 
 
 def test_two_keys_worked_out_by_hand():

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from minitx.check.reference import naive_attention
 from minitx.config import ConfigError, TransformerConfig
 from minitx.nn import DecoderLM, DotProductAttention, MultiHeadAttention, Padding, ScoreScale, scale_multiplier, set_scale
-from minitx.testing import naive_attention
 
 D, H = 7, 3
 WORDS = {"inv_sqrt": 7**-0.5, "unscaled": 1.0, "inv": 1 / 7, "head_dim^-0.75": 7**-0.75, "head_dim^2": 49.0, 0: 0.0, -2.5: -2.5}

@@ -41,7 +41,7 @@ FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "bias")), 
 FILES += ["minitx/ablation/judge.py", "minitx/data/batches.py", "minitx/training/objectives.py"]
 TESTS = [f"tests/nn/test_{name}.py" for name in (
     "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "drop_in")]  # fmt: skip
-TESTS += ["tests/test_testing.py", "tests/ablation/test_judge.py", "tests/data/test_addressing.py", "tests/data/test_task.py",
+TESTS += ["tests/check/test_strict.py", "tests/ablation/test_judge.py", "tests/data/test_addressing.py", "tests/data/test_task.py",
           "tests/data/test_data_module.py"]  # fmt: skip
 TESTS += ["tests/training/test_objectives.py"]
 MORE = [f"tests/{name}.py" for name in (

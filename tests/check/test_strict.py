@@ -1,4 +1,4 @@
-"""``minitx.testing`` passes what is right, and finds each fault that a library has shipped."""
+"""The strict check of kernels passes what is right, and finds each fault that a library has shipped."""
 
 import inspect
 import math
@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from minitx import testing
+from minitx.check import Status, check_attention, strict
+from minitx.check.reference import tolerance
+from minitx.check.results import stable_id
 from minitx.nn import scaled_dot_product_attention
 from minitx.nn.backends import chunked
 
@@ -55,6 +57,12 @@ FAULTS = {  # a case that must find it, and what in the textbook is replaced by 
     "mask ignored when causal": ("mask and causal", "attn_mask is not None", "attn_mask is not None and not is_causal"),
     "mask as number": ("mask (L, S)", "visible = visible & attn_mask", "attn_bias = attn_mask.to(wide)"),
     "finite fill": ("low scores beside the mask", "-math.inf", "-1e9"),
+    "finite fill without a bias": ("low scores beside the mask, without a bias", "-math.inf", "-1e9"),
+    "mask ignored when causal, equal heads": (
+        "as many key heads, mask and causal",
+        "attn_mask is not None",
+        "attn_mask is not None and not is_causal",
+    ),
     "NaN on empty rows": ("empty rows", "torch.where(some, scores, 0.0)", "scores"),
     "mean on empty rows": ("empty rows", " * some", ""),
     "NaN leaks": ("NaN where no query looks", ".masked_fill(unseen, 0.0)", ""),
@@ -100,91 +108,63 @@ def faulty(fault):
     return names["textbook"]
 
 
-def only(monkeypatch, *names):
-    """Of all cases check these alone."""
-    found = [case for case in testing.cases() if case.name in names]
+def chosen(*names):
+    """These of all cases."""
+    found = [case for case in strict.cases() if case.name in names]
     assert len(found) == len(names)
-    monkeypatch.setattr(testing, "cases", lambda: found)
+    return found
 
 
-def failures(kernel):
-    return {result.case for result in testing.check_kernel(kernel) if result.status == "failed"}
+def failures(kernel, cases):
+    return {check.id.partition("/")[0] for check in strict.check_cases(kernel, cases) if check.status == Status.FAILED}
 
 
-@pytest.mark.parametrize("backend", ["sdpa", pytest.param("chunked", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["math", "sdpa", pytest.param("chunked", marks=pytest.mark.slow)])
 def test_the_backends_pass(backend, monkeypatch):
     monkeypatch.setattr(chunked, "LARGEST", 2)  # several tiles
     monkeypatch.setattr(chunked, "SMALLEST", 2)
-    results = testing.check_kernel(partial(scaled_dot_product_attention, backend=backend))
-    assert [result for result in results if result.status == "failed"] == []
-    refused = {result.case.split()[0] for result in results if result.status == "refused"}
+    report = check_attention(partial(scaled_dot_product_attention, backend=backend), strict=True)
+    assert report.is_right and report.exit_code == 0, report
+    refused = {
+        case for check in report.with_status(Status.NOT_TRIED) for case in ("soft-cap", "sinks") if check.id.startswith(case)
+    }
     assert refused == ({"soft-cap", "sinks"} if backend == "sdpa" else set())
-    assert sum(result.status == "passed" for result in results) >= 110
+    assert len(report.with_status(Status.PASSED)) == 179 - 24 * (backend == "sdpa")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_seeded_fault_is_found(fault, monkeypatch):
-    only(monkeypatch, FAULTS[fault][0])
-    assert failures(textbook) == set()
-    assert failures(faulty(fault)) == {FAULTS[fault][0]}
+def test_each_seeded_fault_is_found(fault):
+    cases = chosen(FAULTS[fault][0])
+    assert failures(textbook, cases) == set()
+    assert failures(faulty(fault), cases) == {stable_id(FAULTS[fault][0])}
 
 
-def test_a_missing_parameter_skips_the_cases_that_need_it_and_a_refusal_is_listed(monkeypatch):
-    only(monkeypatch, "plain", "causal", "scale 0", "bias", "empty rows")
-
+def test_a_missing_parameter_is_not_tried_and_neither_is_what_a_kernel_refuses():
     def small(query, key, value, *, is_causal=False, scale=None):
         if scale is not None and scale <= 0:
             raise NotImplementedError("a positive scale, please")
         return textbook(query, key, value, is_causal=is_causal, scale=scale)
 
-    results = testing.check_kernel(small)
-    status = {result.case: result.status for result in results}
-    assert status["plain"] == status["causal"] == "passed"
-    assert status["scale 0"] == "refused"
-    assert status["bias"] == status["empty rows"] == "skipped"
-    lines = testing.table(results).splitlines()
-    assert "bias, all, skipped: no parameter attn_bias" in lines
-    assert "scale 0, float64, refused: a positive scale, please" in lines
-    assert "0 failed" in lines[-1]
+    checks = strict.check_cases(small, chosen("plain", "causal", "scale 0", "bias", "empty rows"))
+    found = {check.id.partition("/")[0]: (check.status, check.reason) for check in checks}
+    assert found["plain"][0] == found["causal"][0] == Status.PASSED
+    assert found["scale-0"] == (Status.NOT_TRIED, "refused: a positive scale, please")
+    assert found["bias"] == (Status.NOT_TRIED, "no parameter attn_bias")
+    assert found["empty-rows"] == (Status.NOT_TRIED, "no parameter attn_mask")
 
 
-def test_a_kernel_that_raises_or_answers_in_another_shape_fails(monkeypatch):
-    only(monkeypatch, "plain", "causal")
-
+def test_a_kernel_that_raises_or_answers_in_another_shape_fails():
     def broken(query, key, value, *, is_causal=False):
         if is_causal:
             raise IndexError("oops")
         return textbook(query, key, value)[:, :1]
 
-    found = {result.case: result.what for result in testing.check_kernel(broken) if result.status == "failed"}
-    assert found["causal"] == "raised IndexError: oops"
-    assert found["plain"] == "output is float16 of shape (2, 1, 5, 8)"
-
-
-UNREADABLE = "torch.nn.functional:scaled_dot_product_attention"  # its signature
-
-
-@pytest.mark.parametrize("target", ["nowhere:attend", "minitx.nn:nothing", "minitx.nn", "minitx.testing:DTYPES", UNREADABLE])
-def test_a_bad_target_ends_with_one_sentence_and_exit_code_2(target, capsys):
-    with pytest.raises(SystemExit) as ended:
-        testing.main([target])
-    assert ended.value.code == 2
-    shown = capsys.readouterr()
-    assert target in shown.err.splitlines()[-1] and "Traceback" not in shown.err and not shown.out
-
-
-def test_the_program_prints_a_table_and_returns_1_on_a_failure(tmp_path, monkeypatch, capsys):
-    (tmp_path / "mine.py").write_text(
-        "from minitx.nn import scaled_dot_product_attention as good\n"
-        "def right(query, key, value, *, attn_mask=None): return good(query, key, value, attn_mask)\n"
-        "def wrong(query, key, value, *, attn_mask=None): return 1.01 * good(query, key, value, attn_mask)\n"
-    )
-    only(monkeypatch, "plain", "empty rows")
-    monkeypatch.syspath_prepend(tmp_path)  # as python -m does with the current folder
-    for name, code in (("right", 0), ("wrong", 1)):
-        assert testing.main([f"mine:{name}"]) == code
-        shown = capsys.readouterr().out
-        assert "empty rows" in shown and shown.splitlines()[-1].endswith("0 refused")
+    checks = strict.check_cases(broken, chosen("plain", "causal"))
+    assert {check.status for check in checks} == {Status.FAILED}
+    found = {check.id: check.reason for check in checks}
+    assert found["causal/float64"] == "raised IndexError: oops"
+    assert found["plain/float16"] == "output is float16 of shape (2, 1, 5, 8)"
+    assert {finding.id for finding in strict.findings_of(checks)} == {"plain", "causal"}
 
 
 # the reference and the tolerance
@@ -193,7 +173,7 @@ def test_the_program_prints_a_table_and_returns_1_on_a_failure(tmp_path, monkeyp
 def test_the_tolerance_is_twice_the_error_plus_four_units_of_the_largest_term():
     want, low = torch.tensor([0.5, 3.0], dtype=torch.float64), torch.tensor([0.5, 2.75])
     eps = torch.finfo(torch.float32).eps
-    assert testing.tolerance(want, low, torch.float32) == 2 * 0.25 + 4 * eps * 3.0
-    assert testing.tolerance(want, low, torch.float32, 7.0) == 2 * 0.25 + 4 * eps * 7.0
+    assert tolerance(want, low, torch.float32) == 2 * 0.25 + 4 * eps * 3.0
+    assert tolerance(want, low, torch.float32, 7.0) == 2 * 0.25 + 4 * eps * 7.0
     ratio = torch.finfo(torch.float64).eps / eps
-    assert testing.tolerance(want, low, torch.float64) == pytest.approx(ratio * testing.tolerance(want, low, torch.float32))
+    assert tolerance(want, low, torch.float64) == pytest.approx(ratio * tolerance(want, low, torch.float32))

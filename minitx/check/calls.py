@@ -1,0 +1,491 @@
+"""What is wrong with my attention? ``check_attention`` compares a function or a layer with the definition, and names the mistake.
+
+>>> def attention(q, k, v):
+...     return (q @ k.mT).softmax(-1) @ v
+>>> report = check_attention(attention)
+>>> report.mend_first.fault, report.mend_first.advice
+('no scale', 'Divide the scores by √d_k.')
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from minitx.check import strict as kernels
+from minitx.check.calling import chosen_forms, instance_of, read_signature
+from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, PLAIN, Experiment, Outcome
+from minitx.check.mutants import Mutant
+from minitx.check.reference import naive_attention, tolerance
+from minitx.check.results import Check, Finding, Report, Severity, Status
+from minitx.check.search import (
+    Answer,
+    Diagnosis,
+    Judge,
+    Mistakes,
+    Trial,
+    are_close,
+    diagnose,
+    further_mistakes,
+    is_moved,
+    passes,
+    trials,
+)
+from minitx.check.subjects import DoesNotApplyError, Function, Layer, NotTriedError, Subject, Way
+
+STAGES = (1, 2, 3, 4, 5)
+"""The stages of a graded exercise: plain, masks, queries that see nothing, wide values and causal, half precision and large scores."""
+
+BLIND_GRADIENT = "gradients-where-a-query-sees-nothing"
+
+
+def check_attention(
+    function: Any,
+    *,
+    strict: bool = False,
+    stage: int | None = None,
+    mask: Literal["keep", "hide"] | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float64,
+) -> Report:
+    """Find out what is wrong with a function or layer that computes attention.
+
+    How to call it is found by trying: the roles and the order of the arguments, the order of axes, the form of the mask, and what is
+    returned. The results are compared with the definition in float64. A mistake is named if a mutant of ``minitx.check.mutants``, or
+    two of them, give the same numbers.
+
+    Args:
+        function: a function of queries, keys and values, a module with projections, or a class that makes one of them.
+        strict: check a kernel with the parameters of ``scaled_dot_product_attention`` in every case of ``minitx.check.strict``.
+        stage: grade one stage of the exercise, from 1 to 5. A check that cannot be tried earns no point.
+        mask: what True means in the mask, where only its author can know: "keep" or "hide". Default: what fits.
+        seed: of the random inputs. ``strict`` draws the same inputs always.
+        device: where it runs. dtype: of the inputs, float64 or float32.
+
+    Returns:
+        A report. Its ``exit_code`` is 1 if something is wrong.
+
+    Raises:
+        ValueError, TypeError: an argument is not allowed, or ``function`` is not something that computes attention.
+    """
+    if stage is not None and stage not in STAGES:
+        raise ValueError(f"stage={stage} must be one of {', '.join(map(str, STAGES))}")
+    if mask not in (None, "keep", "hide"):
+        raise ValueError(f"mask={mask} must be keep or hide")
+    if strict and stage is not None:
+        raise ValueError("strict and stage exclude each other: a kernel is checked in all cases")
+    name = getattr(function, "__name__", type(function).__name__)
+    if strict:
+        checks = kernels.check_cases(function, device=device)
+        return Report(name, f"{name}(query, key, value, ...)", seed, tuple(checks), tuple(kernels.findings_of(checks)))
+    made = ""
+    if inspect.isclass(function):
+        function, made = instance_of(function)
+    subject = make_subject(function, device, dtype, seed)
+    report = _Examination(subject, mask, stage, name, made).report()
+    if dtype == torch.float64 and not report.called_as:  # perhaps it makes tensors of float32
+        narrow = _Examination(make_subject(function, device, torch.float32, seed), mask, stage, name, made).report()
+        return narrow if narrow.called_as else report
+    return report
+
+
+def make_subject(function: Any, device: torch.device | str, dtype: torch.dtype, seed: int) -> Subject:
+    """Return the function or layer with its arguments read.
+
+    Raises:
+        ValueError, TypeError: it is not something that computes attention. The message says what was seen.
+    """
+    kind = type(function).__name__
+    if isinstance(function, nn.Module):
+        embedding = next((name for name, module in function.named_modules() if isinstance(module, nn.Embedding)), None)
+        if embedding is not None:
+            raise ValueError(
+                f"{kind} is a model with the embedding {embedding}, and check_attention takes a function or a layer"
+            )
+        if not callable(getattr(function, "forward", None)):
+            raise ValueError(f"{kind} has no forward")
+    elif not callable(function):
+        raise TypeError(f"a function, a class or a module is needed, not {kind}")
+    signature = read_signature(function)
+    if not any(True for _ in signature.orders()):
+        names = ", ".join(signature.names) or "none"
+        raise ValueError(f"{kind} has no arguments that look like query, key and value, or x; it has: {names}")
+    has_matrices = isinstance(function, nn.Module) and any(p.ndim > 1 for p in function.parameters())
+    if has_matrices:
+        return Layer(function, dtype, device, seed)
+    called = function.eval() if isinstance(function, nn.Module) else function
+    if next(signature.orders()).keys() == {"x"}:
+        raise ValueError(f"{kind} takes one input and has no projections, so what it attends to cannot be seen")
+    return Function(called, dtype, device, seed)
+
+
+@dataclass(frozen=True, eq=False)
+class _Examination:
+    """One check of one function or layer."""
+
+    subject: Subject
+    mask: str | None
+    stage: int | None
+    name: str
+    made: str
+
+    def report(self) -> Report:
+        """Try, compare, and name the mistakes."""
+        if (way := self._random_way()) is not None:
+            fault = "two calls with the same inputs differ"
+            advice = "In evaluation there is no dropout: F.dropout needs training=self.training."
+            return self._made(Trial(way, {}, {}), self._untried(fault), [Finding("random", Severity.WRONG, fault, advice)])
+        judge, faults = Judge(self.subject.dtype), dict[str, None]()
+        found = diagnose(judge, trials(self.subject, judge, chosen_forms(self.mask), faults))
+        if found is None:
+            return self._uncalled(list(faults))
+        verdicts = _Verdicts(self.subject, judge, found, self.mask)
+        checks = [check for experiment in EXPERIMENTS for check in verdicts.checks(experiment)]
+        findings = [*verdicts.findings()]
+        if self.stage is None:
+            checks += self._arguments(found.trial)
+        else:
+            checks, findings = self._graded(found.trial, checks, findings)
+        return self._made(found.trial, checks, [finding for finding, _ in findings])
+
+    def _made(self, trial: Trial, checks: list[Check], findings: list[Finding]) -> Report:
+        called = self.subject.describe(trial.way) + (", causal unasked" if trial.is_causal else "")
+        called = f"{self.made}; {called}" if self.made else called
+        if self.subject.dtype != torch.float64:
+            called += f", {str(self.subject.dtype).removeprefix('torch.')}"
+        return Report(self.name, called, self.subject.seed, tuple(checks), tuple(findings), self.stage)
+
+    def _arguments(self, trial: Trial) -> list[Check]:
+        """The arguments that no experiment gives."""
+        signature, used = self.subject.signature, self.subject.arguments(trial.way)
+        reasons = {name: f"it raises {fault}" for name, fault in self.subject.refused.items()}
+        unused = [name for name in signature.names if name not in used]
+        return [Check(f"argument {name}", Status.NOT_TRIED, reasons.get(name, "it was not given")) for name in unused]
+
+    def _uncalled(self, faults: list[str]) -> Report:
+        seen = "; ".join(faults[:3])
+        finding = Finding("cannot-be-called", Severity.WRONG, "no way to call it was found", witness=seen)
+        checks = self._untried("no way to call it was found")
+        return Report(self.name, "", self.subject.seed, tuple(checks), (finding,), self.stage)
+
+    def _untried(self, reason: str) -> list[Check]:
+        chosen = [e for e in EXPERIMENTS if self.stage in (None, e.stage)]
+        return [Check(e.id, Status.NOT_TRIED, reason) for e in chosen]
+
+    def _random_way(self) -> Way | None:
+        """The first way of calling that works, if two calls differ."""
+        for way in self.subject.ways():
+            first = self.subject.outcome(way, PLAIN).output
+            if first is not None:
+                self.subject.forget()
+                second = self.subject.outcome(way, PLAIN).output
+                return way if second is None or not are_close(second, first.double()) else None
+        return None
+
+    def _graded(self, trial: Trial, checks: list[Check], findings: list[Placed]) -> tuple[list[Check], list[Placed]]:
+        """The checks and findings of the stage. All findings are wrong there, and so is what cannot be tried."""
+        ids = {e.id for e in EXPERIMENTS if e.stage == self.stage} | ({BLIND_GRADIENT} if self.stage == BLIND.stage else set())
+        ids -= {e.id for e, reason in trial.not_tried.items() if isinstance(reason, DoesNotApplyError)}
+        checks = [check for check in checks if check.id in ids]
+        graded: list[Placed] = []
+        for finding, places in findings:
+            if places & ids:
+                graded.append((replace(finding, severity=Severity.WRONG), places))
+            elif finding.severity == Severity.NOTE:
+                graded.append((finding, places))
+        untried = [check for check in checks if check.status == Status.NOT_TRIED]
+        for check in untried:
+            fault = f"{check.id} could not be tried: {check.reason}"
+            graded.append((Finding(f"untried-{check.id}", Severity.WRONG, fault, f"Stage {self.stage} needs it."), {check.id}))
+        return checks, graded
+
+
+Placed = tuple[Finding, set[str]]
+"""A finding, and the ids of the checks that show it."""
+
+
+class _Verdicts:
+    """What is right and wrong in a trial."""
+
+    def __init__(self, subject: Subject, judge: Judge, found: Diagnosis, mask: str | None) -> None:
+        self.subject, self.judge, self.trial, self.mask = subject, judge, found.trial, mask
+        self.others = found.others
+        self.mistakes: Mistakes | None = found.mistakes
+        if found.mistakes is not None:
+            self.mistakes = found.mistakes + further_mistakes(judge, found.trial, found.mistakes)
+
+    # --- checks
+
+    def checks(self, experiment: Experiment) -> Iterator[Check]:
+        """Yield the checks of one experiment."""
+        if experiment not in self.trial.outcomes:
+            yield Check(experiment.id, Status.NOT_TRIED, str(self.trial.not_tried[experiment]))
+        elif experiment in HALF:
+            yield self._half(self.trial.outcomes[experiment])
+        elif experiment is BLIND_MOVED:
+            yield self._moved()
+        else:
+            yield self._compared(self.trial.outcomes[experiment])
+        if experiment is BLIND_MOVED:
+            yield self._blind_gradient()
+
+    def _compared(self, outcome: Outcome) -> Check:
+        name = outcome.experiment.id
+        if outcome.output is None:
+            return Check(name, Status.FAILED, f"it raises {outcome.fault}")
+        if outcome.experiment is BLIND:
+            is_finite = bool(outcome.output.isfinite().all())
+            return Check(name, Status.PASSED if is_finite else Status.FAILED, "" if is_finite else "the output is NaN")
+        is_right = passes(self.judge, self.trial, outcome)
+        size = self._difference(outcome)
+        return Check(
+            name, Status.PASSED if is_right else Status.FAILED, "" if is_right else "the output or a gradient differs", size
+        )
+
+    def _difference(self, outcome: Outcome) -> float | None:
+        wanted = self.judge.answer(outcome.inputs, (), self.trial.is_causal).output
+        if outcome.output is None or wanted is None or outcome.output.shape != wanted.shape:
+            return None
+        return (outcome.output.double() - wanted).abs().nan_to_num(torch.inf).max().item()
+
+    def _moved(self) -> Check:
+        output = self.trial.outcomes[BLIND_MOVED].output
+        if output is None or not output.isfinite().all():
+            return Check(BLIND_MOVED.id, Status.FAILED, "the output is NaN")
+        moved = is_moved(self.trial)
+        return Check(
+            BLIND_MOVED.id, Status.FAILED if moved else Status.PASSED, "hidden values move the output" if moved else ""
+        )
+
+    def _blind_gradient(self) -> Check:
+        outcome = self.trial.outcomes.get(BLIND)
+        if outcome is None:
+            return Check(BLIND_GRADIENT, Status.NOT_TRIED, str(self.trial.not_tried[BLIND]))
+        if not outcome.gradients:
+            return Check(BLIND_GRADIENT, Status.NOT_TRIED, "there are no gradients")
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in outcome.gradients)
+        return Check(BLIND_GRADIENT, Status.PASSED if is_finite else Status.FAILED, "" if is_finite else "a gradient is NaN")
+
+    def _half(self, outcome: Outcome) -> Check:
+        """Half precision: at most twice the error of the reference in the same dtype."""
+        name, dtype = outcome.experiment.id, outcome.experiment.dtype
+        assert dtype is not None
+        if outcome.output is None:
+            return Check(name, Status.FAILED, f"it raises {outcome.fault}")
+        if outcome.output.dtype != dtype:
+            return Check(name, Status.FAILED, f"the output is {_short(outcome.output.dtype)}")
+        query, key, value = (tensor.to(dtype) for tensor in outcome.inputs.heads)
+        definition = partial(naive_attention, attn_mask=outcome.inputs.allowed, is_causal=self.trial.is_causal)
+        wanted, _ = definition(query.double(), key.double(), value.double())
+        low, _ = definition(query, key, value)
+        allowed = 2 * tolerance(wanted, low, dtype)  # weights and scores are rounded once more in plain torch
+        size = (outcome.output.double() - wanted).abs().nan_to_num(torch.inf).max().item()
+        return Check(
+            name, Status.PASSED if size <= allowed else Status.FAILED, "" if size <= allowed else "it is inexact", size, allowed
+        )
+
+    # --- findings
+
+    def findings(self) -> Iterator[Placed]:
+        """Yield what is wrong. What to mend first comes first."""
+        failed = [
+            o
+            for e, o in self.trial.outcomes.items()
+            if e.dtype is None and e is not BLIND_MOVED and not passes(self.judge, self.trial, o)
+        ]
+        if self.mistakes is not None:
+            yield from self._named(failed)
+            failed = [o for o in failed if not self.judge.fits(o, self.mistakes, self.trial.is_causal)]
+        yield from self._unexplained(failed)
+        yield from self._gradient_of_blind()
+        yield from self._half_findings()
+        yield from self._polarity()
+        yield from self._weights()
+        yield from self._unmasked()
+        if any(outcome.is_changed for outcome in self.trial.outcomes.values()):
+            advice = "Write q = q * scale in place of q *= scale."
+            yield Finding("changes-its-arguments", Severity.FRAGILE, "it changes its arguments in place", advice), {PLAIN.id}
+        if isinstance(self.subject, Layer) and (idle := self.subject.idle_parameters(self.trial.way)):
+            yield Finding("idle-parameters", Severity.WRONG, f"parameters take no part: {', '.join(idle)}"), {PLAIN.id}
+
+    def _named(self, failed: list[Outcome]) -> Iterator[Placed]:
+        """The mistakes with a name, those that show in the simplest experiment first."""
+        assert self.mistakes is not None
+        shown = {mutant: self._shown(mutant, failed) for mutant in self.mistakes}
+        order = {e: place for place, e in enumerate(EXPERIMENTS)}
+        ranked = sorted(shown, key=lambda mutant: min((order[o.experiment] for o in shown[mutant]), default=len(order)))
+        for mutant in ranked:
+            outcomes = shown[mutant]
+            names = [outcome.experiment.name for outcome in outcomes]
+            names = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
+            severity = mutant.severity
+            finding = Finding(
+                mutant.id, severity, mutant.name, mutant.advice, f"seen in: {', '.join(names)}{self._by(outcomes)}"
+            )
+            places = {outcome.experiment.id for outcome in outcomes}
+            yield finding, places | ({BLIND_MOVED.id} if BLIND.id in places else set())
+        others = sorted({m.name for mistakes in self.others for m in mistakes if len(mistakes) == len(self.mistakes)})
+        if others and len(self.others) <= 4:
+            yield Finding("same-numbers", Severity.NOTE, f"the same numbers come from: {', '.join(others)}"), set()
+
+    def _shown(self, mutant: Mutant, failed: list[Outcome]) -> list[Outcome]:
+        """The failed outcomes that this mistake alone makes wrong; all, if it needs another one to show."""
+        shown = []
+        for outcome in failed:
+            alone = self.judge.answer(outcome.inputs, (mutant,), self.trial.is_causal)
+            right = self.judge.answer(outcome.inputs, (), self.trial.is_causal)
+            if _differ(alone, right):
+                shown.append(outcome)
+        return shown or failed
+
+    def _by(self, outcomes: list[Outcome]) -> str:
+        size = self._difference(outcomes[0]) if outcomes else None
+        return "" if size is None or size == torch.inf else f" (the output differs by {size:.2g})"
+
+    def _unexplained(self, failed: list[Outcome]) -> Iterator[Placed]:
+        """What no mutant explains."""
+        raised = [outcome for outcome in failed if outcome.output is None]
+        for outcome in raised:
+            fault = f"it raises in: {outcome.experiment.name}"
+            yield (
+                Finding(f"raises-{outcome.experiment.id}", Severity.FRAGILE, fault, witness=outcome.fault),
+                {outcome.experiment.id},
+            )
+        failed = [outcome for outcome in failed if outcome.output is not None]
+        if not failed:
+            return
+        is_mild = all(outcome.experiment.is_extreme for outcome in failed)
+        sizes = [(outcome.experiment.name, self._difference(outcome)) for outcome in failed]
+        names = ", ".join(name if size is None else f"{name} by {size:.2g}" for name, size in sizes)
+        severity = Severity.FRAGILE if is_mild else Severity.WRONG
+        witness = "; ".join([names, *([] if is_mild else _dependences(self.subject, self.trial))])
+        fault = "it differs from the definition, and no known mistake explains it"
+        places = {outcome.experiment.id for outcome in failed}
+        yield Finding("differs", severity, fault, witness=witness), places | ({BLIND_MOVED.id} if BLIND.id in places else set())
+
+    def _gradient_of_blind(self) -> Iterator[Placed]:
+        outcome = self.trial.outcomes.get(BLIND)
+        if outcome is None or outcome.output is None or not outcome.output.isfinite().all():
+            return
+        if self._blind_gradient().status == Status.FAILED:
+            advice = "Hide with a finite number, and multiply the weights by the mask after the softmax."
+            fault = "NaN in the gradient where a query sees nothing"
+            yield Finding("nan-gradient-where-a-query-sees-nothing", Severity.FRAGILE, fault, advice), {BLIND_GRADIENT}
+
+    def _half_findings(self) -> Iterator[Placed]:
+        """Half precision, once for each reason. If float64 is wrong, nothing is known of it."""
+        if any(not passes(self.judge, self.trial, outcome) for outcome in self.trial.ordinary):
+            return
+        reasons: dict[str, list[Check]] = {}
+        for experiment in HALF:
+            if experiment in self.trial.outcomes:
+                check = self._half(self.trial.outcomes[experiment])
+                if check.status == Status.FAILED:
+                    reasons.setdefault(check.reason, []).append(check)
+        for reason, checks in reasons.items():
+            names = ", ".join(check.id for check in checks)
+            advice = "Compute scores and softmax in float32, and use torch.finfo(dtype).min or -inf for what is hidden."
+            yield (
+                Finding(f"half-{checks[0].id}", Severity.FRAGILE, f"in {names}: {reason}", advice),
+                {check.id for check in checks},
+            )
+
+    def _polarity(self) -> Iterator[Placed]:
+        form, name = self.trial.way.form, self.subject.signature.mask or ""
+        if form is None or self.mask is not None:
+            return
+        is_padding = "padding" in name
+        if form.polarity == "hide" and not is_padding:
+            fault = f"in {name}, True = hide. If True should mean keep: mask inverted"
+            yield Finding("mask-hides", Severity.FRAGILE, fault, "mask=keep or mask=hide says what you mean."), {"mask-hides"}
+        if form.polarity == "keep" and is_padding:
+            fault = f"{name} is True where a key is kept. In torch, an argument of this name is True where there is padding"
+            yield (
+                Finding("padding-mask-keeps", Severity.FRAGILE, fault, "mask=keep or mask=hide says what you mean."),
+                {"mask-hides"},
+            )
+
+    def _weights(self) -> Iterator[Placed]:
+        """Whether the weights that are returned made the output."""
+        if not self.judge.fits_all(self.trial.ordinary, (), self.trial.is_causal):
+            return
+        for outcome in self.trial.ordinary:
+            right = _weights_of(outcome, self.trial.is_causal)
+            if outcome.weights is None or outcome.weights.numel() != right.numel():
+                continue
+            got = outcome.weights.reshape(right.shape).double()
+            if not are_close(got, right, is_loose=True):
+                fault = "the weights that it returns are not those of its output"
+                witness = f"seen in: {outcome.experiment.name} (by {(got - right).abs().max().item():.2g})"
+                yield Finding("other-weights", Severity.WRONG, fault, witness=witness), {outcome.experiment.id}
+                return
+
+    def _unmasked(self) -> Iterator[Placed]:
+        if not self.trial.is_masked:
+            fault = f"no form of mask that was tried is accepted by {self.subject.signature.mask}"
+            yield Finding("mask-not-accepted", Severity.FRAGILE, fault), {e.id for e in EXPERIMENTS if e.mask}
+
+
+def _weights_of(outcome: Outcome, is_causal: bool) -> Tensor:
+    query, key, value = (tensor.double() for tensor in outcome.inputs.heads)
+    inputs = outcome.inputs
+    return naive_attention(query, key, value, inputs.allowed, is_causal=is_causal or inputs.is_causal)[1]
+
+
+def _differ(got: Answer, want: Answer) -> bool:
+    """Whether a mistake shows in the output or a gradient."""
+    if got.output is None or want.output is None or not are_close(got.output, want.output, is_loose=True):
+        return True
+    return not all(are_close(a, b, is_loose=True) for a, b in zip(got.gradients, want.gradients, strict=True))
+
+
+def _dependences(subject: Subject, trial: Trial) -> list[str]:
+    """What the output depends on and must not: sentences for a mistake without a name."""
+    if not isinstance(subject, Function):
+        return []
+    first = trial.outcomes[PLAIN]
+    heads = (
+        ([("the last head", (slice(None), -1), "the other heads", (slice(None), slice(-1)))])
+        if len(trial.way.layout.name) > 10
+        else []
+    )
+    places = [("the second sequence", (1,), "the first sequence", (0,)), *heads]
+    found = []
+    for changed, index, others, rest in places:
+        again = _changed(subject, trial, index)
+        if (
+            first.output is not None
+            and again is not None
+            and not are_close(again[rest], first.output[rest].double(), is_loose=True)
+        ):
+            found.append(f"{changed} changes the output of {others}")
+    return found
+
+
+def _changed(subject: Function, trial: Trial, index: tuple[Any, ...]) -> Tensor | None:
+    """The output of the plain experiment with other numbers at ``index``."""
+
+    def call(original: Callable[..., Any], /, **arguments: Any) -> Any:
+        for name in trial.way.order.values():
+            moved = trial.way.layout.take(arguments[name].clone(), 4)
+            moved[index] = moved[index] + 1.5
+            arguments[name] = trial.way.layout.put(moved)
+        return original(**arguments)
+
+    other = Function(subject.function, subject.dtype, subject.device, subject.seed)
+    other.function = partial(call, subject.function)
+    try:
+        return other.run(trial.way, PLAIN).output
+    except (NotTriedError, RuntimeError, IndexError):
+        return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,183 @@
+"""What is tried with somebody's attention: inputs, a mask, a causal option, large numbers. Each experiment shows some mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from minitx.check.results import stable_id
+
+BATCH, HEADS, WIDTH = 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One call of attention, or a part of it.
+
+    Attributes:
+        name: in plain words.
+        stage: the stage of the graded exercise that it belongs to. 0: none.
+        rows, keys: numbers of queries and of keys.
+        kv_heads: number of heads of keys and values; 0: as many as the query.
+        value_width: the width of the values; 0: the width of the query.
+        mask: "" (none), "cells" (random), "keys" (hides the same keys from all queries) or "nothing" (a query sees no key).
+        is_causal: with the causal option.
+        spread: a factor on the scores.
+        low: the score of visible keys. None: random scores.
+        hidden: a number that is added to hidden values; with the mask "nothing" to all values.
+        is_extreme: a function that is right in theory may fail.
+        dtype: of the inputs. None: the dtype of the whole check.
+    """
+
+    name: str
+    stage: int = 0
+    rows: int = 5
+    keys: int = 5
+    kv_heads: int = 0
+    value_width: int = 0
+    mask: str = ""
+    is_causal: bool = False
+    spread: float = 1.0
+    low: float | None = None
+    hidden: float = 0.0
+    is_extreme: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def id(self) -> str:
+        """Return the stable id."""
+        return stable_id(self.name)
+
+
+PLAIN = Experiment("plain", 1)
+MASKED = Experiment("mask", 2, mask="cells")
+BLIND = Experiment("a query that sees nothing", 3, mask="nothing", is_extreme=True)
+BLIND_MOVED = Experiment("other hidden values where a query sees nothing", 3, mask="nothing", hidden=100.0, is_extreme=True)
+CAUSAL = Experiment("causal", 4, is_causal=True)
+WIDE = Experiment("wide values", 4, value_width=11)
+HALF = tuple(
+    Experiment(f"{name}{' with a mask' if mask else ''}", 5, mask=mask, is_extreme=True, dtype=dtype)
+    for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16))
+    for mask in ("", "cells")
+)
+EXPERIMENTS = (
+    PLAIN,
+    Experiment("more keys than queries", 1, keys=7),
+    MASKED,
+    Experiment("mask that hides keys", 2, mask="keys"),
+    Experiment("large hidden values", 2, mask="keys", hidden=1e7),
+    BLIND,
+    BLIND_MOVED,
+    WIDE,
+    CAUSAL,
+    Experiment("causal with a cache", 4, rows=3, keys=7, is_causal=True),
+    Experiment("mask and causal", mask="cells", is_causal=True),
+    Experiment("grouped heads", kv_heads=2),
+    Experiment("large scores", 5, spread=300.0, is_extreme=True),
+    Experiment("low scores", 5, low=-42.0, is_extreme=True),
+    Experiment("low scores beside a mask", 5, mask="keys", low=-1e5, is_extreme=True),
+    Experiment("very low scores beside a mask", 5, mask="keys", low=-3e10, is_extreme=True),
+    *HALF,
+)
+"""All experiments, in the order in which mistakes are mended."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What goes into the attention of one experiment.
+
+    Attributes:
+        query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), in float64.
+        allowed: bool (B, 1, L, S), True = may attend. None: no mask.
+        is_causal: whether the causal option is used.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    allowed: Tensor | None = None
+    is_causal: bool = False
+
+    @property
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value."""
+        return self.query, self.key, self.value
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a way of calling allows: ``mask`` is "cells", "shared" (by the batch) or "keys" (the same for all queries)."""
+
+    heads: int = HEADS
+    width: int = WIDTH
+    mask: str = "cells"
+
+
+@lru_cache(maxsize=4096)
+def draw(experiment: Experiment, sizes: Sizes = Sizes(), seed: int = 0) -> Inputs:
+    """Return the inputs of an experiment. The same arguments give the same object."""
+    generator = torch.Generator().manual_seed(seed)
+    H, D, L, S = sizes.heads, sizes.width, experiment.rows, experiment.keys
+    kv_heads, value_width = experiment.kv_heads or H, experiment.value_width or D
+    shapes = (BATCH, H, L, D), (BATCH, kv_heads, S, D), (BATCH, kv_heads, S, value_width)
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    query = query * experiment.spread
+    allowed = _mask(experiment, sizes.mask, generator) if experiment.mask else None
+    hidden = torch.zeros(BATCH, 1, S, 1, dtype=torch.bool) if allowed is None else ~allowed.any(2)[..., None]
+    if experiment.low is not None:  # the last coordinate gives the score
+        query[..., -1] = 1.0
+        key[..., -1:] = torch.where(hidden, 0.0, experiment.low * D**0.5)
+    moved = torch.ones_like(hidden) if experiment.mask == "nothing" else hidden  # there, one query is looked at
+    value = value + experiment.hidden * torch.arange(1.0, S + 1)[:, None] * moved
+    return Inputs(query, key, value, allowed, experiment.is_causal)
+
+
+def _mask(experiment: Experiment, kind: str, generator: torch.Generator) -> Tensor:
+    """A mask (B, 1, L, S). In every ordinary experiment, each query sees the first key, and some key is hidden."""
+    L, S = experiment.rows, experiment.keys
+    allowed = torch.rand(BATCH, 1, L, S, generator=generator) < 0.6
+    allowed[..., 0], allowed[:, :, 1, -1] = True, False
+    if experiment.mask == "keys" or kind == "keys":
+        lengths = torch.tensor([3, 4] if kind != "shared" else [3, 3])
+        allowed = (torch.arange(S) < lengths[:, None])[:, None, None].expand(BATCH, 1, L, S).clone()
+    if kind == "shared":
+        allowed[:] = allowed[:1].clone()
+    if experiment.mask == "nothing":
+        blind = (slice(None), 0, 2) if kind == "shared" else (1,)
+        allowed[blind] = False
+    return allowed
+
+
+def through_mask(inputs: Inputs) -> Inputs:
+    """Return the same with the causal mask inside ``allowed``, for functions without a causal option."""
+    L, S = inputs.query.shape[2], inputs.key.shape[2]
+    triangle = torch.ones(BATCH, 1, L, S, dtype=torch.bool).tril(S - L)
+    allowed = triangle if inputs.allowed is None else inputs.allowed & triangle
+    return Inputs(*inputs.heads, allowed)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What came out of an experiment.
+
+    Attributes:
+        inputs: what went into the attention; of a layer, the projected queries, keys and values.
+        output: (B, H, L, Dv). None: the call raised, or the output has another shape.
+        weights: what was returned beside the output.
+        gradients: of the sum of the squared output, for query, key and value; of a layer for its inputs.
+        has_inner_gradients: whether they are for query, key and value.
+        fault: why there is no output.
+        is_changed: the call changed its arguments.
+    """
+
+    experiment: Experiment
+    inputs: Inputs
+    output: Tensor | None = None
+    weights: Tensor | None = None
+    gradients: tuple[Tensor, ...] = ()
+    has_inner_gradients: bool = False
+    fault: str = ""
+    is_changed: bool = False

@@ -1,0 +1,403 @@
+"""Attention in eleven steps, and what people write instead of a step.
+
+``attention_in_steps(query, key, value, allowed)`` is the definition. With another function for one or two steps it is a mutant. The
+table ``MUTANTS`` names the mistake in somebody's function, seeds faults for the tests of the checker, and makes puzzles.
+
+    >>> broken = mutant("no scale")
+    >>> query = torch.full((1, 1, 1, 4), 2.0)
+    >>> key = torch.stack((query[..., 0, :], -query[..., 0, :]), dim=-2)
+    >>> broken(query, key, key)[0][..., 0].item() > 1.9999  # right is 1.9987
+    True
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from minitx.check.results import Severity, stable_id
+
+Step = Callable[..., Any]
+Attention = Callable[..., tuple[Tensor, Tensor]]
+
+
+# --- the definition
+
+
+def _unchanged(heads: Tensor) -> Tensor:
+    """Leave the heads as they are."""
+    return heads
+
+
+def _each_head_repeated(heads: Tensor, count: int) -> Tensor:
+    """Repeat each head of keys or values for its group of queries."""
+    return heads.repeat_interleave(count // heads.shape[1], dim=1)
+
+
+def _dot_product(query: Tensor, key: Tensor) -> Tensor:
+    """Return q · k."""
+    return query @ key.mT
+
+
+def _divided_by_root(scores: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Divide by √d_k."""
+    return scores * query.shape[-1] ** -0.5
+
+
+def _triangle(rows: int, keys: int) -> Tensor:
+    """Show keys up to the query. The last query sees all keys."""
+    return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+
+
+def _both(allowed: Tensor, triangle: Tensor) -> Tensor:
+    """Show what both masks show."""
+    return allowed & triangle
+
+
+def _minus_infinity(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Set hidden scores to -inf."""
+    return scores.masked_fill(~allowed, -torch.inf)
+
+
+def _softmax_over_keys(scores: Tensor) -> Tensor:
+    """Normalize each row."""
+    return scores.softmax(-1)
+
+
+def _zero_where_hidden(weights: Tensor, allowed: Tensor, query: Tensor) -> Tensor:
+    """Set hidden weights to 0, also where a query sees nothing and the softmax is NaN."""
+    return weights.masked_fill(~allowed, 0.0)
+
+
+def _mean_of_values(weights: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the weighted mean of the values."""
+    return weights @ value
+
+
+def _output(output: Tensor, query: Tensor) -> Tensor:
+    """Leave the output as it is."""
+    return output
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of attention, in order. By default they are the definition.
+
+    Attributes:
+        split: heads (B, H, L, D) of the query, and of key and value, as they come from the whole width.
+        group: (heads of key or value, number of query heads) -> as many heads.
+        dot: (query, key) -> scores (B, H, L, S).
+        scale: (scores, query, key, value) -> scores.
+        causal: (rows, keys) -> bool (L, S), True = may attend.
+        mask: (the given mask, the causal mask) -> bool (B, H, L, S). The causal mask is all True if it is absent.
+        hide: (scores, allowed) -> scores.
+        softmax: scores -> weights.
+        after: (weights, allowed, query) -> weights.
+        mix: (weights, query, key, value) -> output (B, H, L, Dv).
+        merge: (output, query) -> output.
+    """
+
+    split: Step = _unchanged
+    group: Step = _each_head_repeated
+    dot: Step = _dot_product
+    scale: Step = _divided_by_root
+    causal: Step = _triangle
+    mask: Step = _both
+    hide: Step = _minus_infinity
+    softmax: Step = _softmax_over_keys
+    after: Step = _zero_where_hidden
+    mix: Step = _mean_of_values
+    merge: Step = _output
+
+
+DEFINITION = Steps()
+
+
+def attention_in_steps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    steps: Steps = DEFINITION,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention step by step.
+
+    Args:
+        query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv).
+        allowed: a bool tensor that broadcasts to (B, H, L, S), True = may attend. Default: nothing is hidden.
+        is_causal: hide later keys. The last query sees all keys.
+        steps: the steps to use.
+
+    Returns:
+        ``(output (B, H, L, Dv), weights (B, H, L, S))``.
+    """
+    heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
+    query = steps.split(query)
+    key, value = (steps.split(steps.group(tensor, heads)) for tensor in (key, value))
+    scores = steps.scale(steps.dot(query, key), query, key, value)
+    everything = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+    given = everything if allowed is None else everything & allowed
+    triangle = steps.causal(rows, keys).to(scores.device) if is_causal else everything
+    seen = triangle if allowed is None else steps.mask(given, triangle).expand(scores.shape)
+    if not seen.all():  # functions do not hide anything if there is nothing to hide
+        scores = steps.hide(scores, seen)
+    weights = steps.after(steps.softmax(scores), seen, query)
+    return steps.merge(steps.mix(weights, query, key, value), query), weights
+
+
+# --- what people write instead
+
+
+def _scaled(factor: Callable[[int, int, int, int], float]) -> Step:
+    """A scale from (d_k, number of heads, number of keys, d_v)."""
+    return lambda scores, query, key, value: scores * factor(query.shape[-1], query.shape[1], key.shape[2], value.shape[-1])
+
+
+def _filled(number: float | None) -> Step:
+    """Hidden scores become a number. None: the lowest of the dtype."""
+
+    def fill(scores: Tensor, allowed: Tensor) -> Tensor:
+        return scores.masked_fill(~allowed, torch.finfo(scores.dtype).min if number is None else number)
+
+    return fill
+
+
+def _added(number: float) -> Step:
+    return lambda scores, allowed: scores + number * (~allowed).to(scores.dtype)
+
+
+def as_they_are(x: Tensor, *rest: Any) -> Tensor:
+    """Leave scores or weights as they are: a step that is left out."""
+    return x
+
+
+def _shifted(shift: int) -> Step:
+    return lambda rows, keys: torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows + shift)
+
+
+def _exponentials(epsilon: float = 0.0) -> Step:
+    return lambda scores: scores.exp() / (scores.exp().sum(-1, keepdim=True) + epsilon)
+
+
+def _one_maximum(scores: Tensor) -> Tensor:
+    exponentials = (scores - scores.max()).exp()
+    return exponentials / exponentials.sum(-1, keepdim=True)
+
+
+def _cosine(query: Tensor, key: Tensor) -> Tensor:
+    return normalize(query, dim=-1) @ normalize(key, dim=-1).mT
+
+
+def _if_alike(is_alike: Callable[..., bool], step: Step, otherwise: Step) -> Step:
+    """A mistake that shows only for some shapes, and the definition for the others."""
+    return lambda *args: step(*args) if is_alike(*args) else otherwise(*args)
+
+
+def _are_as_many(query: Tensor, key: Tensor) -> bool:
+    return query.shape == key.shape
+
+
+def _is_square(weights: Tensor, *rest: Any) -> bool:
+    return weights.shape[-1] == weights.shape[-2]
+
+
+def _by_view(heads: Tensor) -> Tensor:
+    """What ``view(B, H, L, D)`` makes of (B, L, H·D)."""
+    return heads.transpose(1, 2).reshape(heads.shape)
+
+
+def _merged_by_view(output: Tensor, query: Tensor) -> Tensor:
+    B, H, L, D = output.shape
+    return output.reshape(B, L, H, D).transpose(1, 2)
+
+
+def _buffer_like_query(output: Tensor, query: Tensor) -> Tensor:
+    """Raises RuntimeError for wide values."""
+    buffer = torch.zeros_like(query).to(output.dtype)
+    buffer[:] = output
+    return buffer
+
+
+@dataclass(frozen=True, eq=False)
+class Mutant:
+    """A mistake.
+
+    Attributes:
+        name: the mistake in plain words.
+        advice: what to write instead.
+        instead: the replaced steps, one or two.
+        severity: FRAGILE if only some numbers or shapes show it.
+    """
+
+    name: str
+    advice: str
+    instead: Mapping[str, Step]
+    severity: Severity = Severity.WRONG
+
+    @property
+    def id(self) -> str:
+        """Return the stable id."""
+        return stable_id(self.name)
+
+    @property
+    def is_extreme(self) -> bool:
+        """Return whether ordinary numbers do not show it."""
+        return self.severity == Severity.FRAGILE
+
+    @cached_property
+    def steps(self) -> Steps:
+        """Return the definition with the replaced steps."""
+        return replace(DEFINITION, **self.instead)
+
+
+def _wrong(name: str, advice: str, **instead: Step) -> Mutant:
+    return Mutant(name, advice, instead)
+
+
+def _fragile(name: str, advice: str, **instead: Step) -> Mutant:
+    return Mutant(name, advice, instead, Severity.FRAGILE)
+
+
+_BLIND = "Use scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~mask, 0)."
+
+
+def _number_for_hidden(name: str, hide: Step) -> Mutant:
+    return _fragile(name, f"A query that sees nothing gets a mean of hidden values. {_BLIND}", hide=hide, after=as_they_are)
+
+
+_OF_KEYS = "Use softmax(dim=-1), one softmax for each query."
+_EXTREME = "Large or low scores overflow: use torch.softmax, which subtracts the largest score of each row."
+_ALIGNED = "Use tril(diagonal=0) to keep, or triu(diagonal=1) to hide."
+
+MUTANTS: tuple[Mutant, ...] = (
+    _wrong("no scale", "Divide the scores by √d_k.", scale=as_they_are),
+    _wrong("scale by d_k", "Divide by the root, d_k ** 0.5.", scale=_scaled(lambda d_k, H, S, d_v: 1 / d_k)),
+    _wrong("scores multiplied by √d_k", "Divide the scores by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**0.5)),
+    _wrong("scale by embed_dim", "d_k is embed_dim // num_heads.", scale=_scaled(lambda d_k, H, S, d_v: (d_k * H) ** -0.5)),
+    _wrong("scale by the number of heads", "d_k is the width of a head.", scale=_scaled(lambda d_k, H, S, d_v: H**-0.5)),
+    _wrong("scale by the number of keys", "d_k is size(-1), not size(-2).", scale=_scaled(lambda d_k, H, S, d_v: S**-0.5)),
+    _wrong("scale by d_v", "d_k is the width of the keys.", scale=_scaled(lambda d_k, H, S, d_v: d_v**-0.5)),
+    _wrong("fourth root of d_k", "Scale query and key, or divide by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**-0.25)),
+    _wrong("cosine of query and key", "Remove the normalization, or the scale.", dot=_cosine),
+    _wrong("cosine without scale", "This is not dot-product attention: remove the normalization.", dot=_cosine, scale=as_they_are),
+    _wrong("query unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ k.mT, _dot_product)),
+    _wrong("key unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: q @ q.mT, _dot_product)),
+    _wrong("scores transposed", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ q.mT, _dot_product)),
+    _wrong("key reshaped, not transposed", "Use key.transpose(-2, -1).", dot=lambda q, k: q @ k.reshape(k.mT.shape)),
+    _wrong("causal mask hides the token itself", _ALIGNED, causal=_shifted(-1)),
+    _wrong("causal mask shows one later token", _ALIGNED, causal=_shifted(1)),
+    _wrong(
+        "causal mask from the upper left",
+        "With a cache, the last query sees all keys: tril(diagonal=S - L).",
+        causal=lambda rows, keys: torch.ones(rows, keys, dtype=torch.bool).tril(),
+    ),
+    _wrong("causal mask upside down", "Queries see what is later: use tril, not triu.", causal=lambda L, S: _triangle(L, S).flip(0, 1)),
+    _wrong("causal ignored", "The causal option has no effect.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool)),
+    _wrong("mask inverted", "True means keep: masked_fill(~mask, -inf).", mask=lambda allowed, triangle: ~allowed & triangle),
+    _wrong("mask ignored", "The mask has no effect, or adds almost nothing, such as -1e-9.", mask=lambda allowed, triangle: triangle),
+    _wrong(
+        "mask ignored when causal",
+        "Use both masks: allowed & causal.",
+        mask=lambda allowed, triangle: allowed if triangle.all() else triangle,
+    ),
+    _wrong(
+        "causal ignored beside a mask",
+        "Use both masks: allowed & causal.",
+        mask=lambda allowed, triangle: allowed,
+    ),
+    _wrong(
+        "mask or causal",
+        "A key is seen if both masks show it: use & in place of |.",
+        mask=lambda allowed, triangle: allowed if triangle.all() else allowed | triangle,
+    ),
+    _wrong(
+        "padding mask on the queries",
+        "Padding hides keys: mask[:, None, None, :].",
+        mask=lambda allowed, triangle: (allowed[..., :1, :].mT if _is_square(allowed) else allowed) & triangle,
+    ),
+    _wrong(
+        "mask transposed",
+        "Rows are queries, and columns are keys.",
+        mask=lambda allowed, triangle: (allowed.mT if _is_square(allowed) else allowed) & triangle,
+    ),
+    _wrong(
+        "first mask for the whole batch",
+        "Remove the index or squeeze of the batch.",
+        mask=lambda allowed, triangle: allowed[:1] & triangle,
+    ),
+    _wrong("hidden scores of 0", "A score of 0, or of 1e-9, is not hidden: masked_fill(~mask, -inf).", hide=lambda s, a: s * a, after=as_they_are),
+    _wrong("hidden scores of −1", "Use -inf for hidden scores.", hide=_filled(-1.0), after=as_they_are),
+    _wrong("mask added as 0 and 1", "A mask that is added needs 0 and -inf.", hide=lambda s, a: s + a, after=as_they_are),
+    _fragile("NaN where a query sees nothing", _BLIND, after=as_they_are),
+    _number_for_hidden("padding mask of −1e9 averages hidden values", _filled(-1e9)),
+    _number_for_hidden("hidden scores of −1e4", _filled(-1e4)),
+    _number_for_hidden("lowest finite number for hidden scores", _filled(None)),
+    _number_for_hidden("−1e9 added to hidden scores", _added(-1e9)),
+    _number_for_hidden("−1e4 added to hidden scores", _added(-1e4)),
+    _wrong("softmax over the queries", _OF_KEYS, softmax=lambda s: s.softmax(-2).nan_to_num(0.0)),
+    _wrong("softmax over the heads", _OF_KEYS, softmax=lambda s: s.softmax(1).nan_to_num(0.0)),
+    _wrong("softmax over the batch", _OF_KEYS, softmax=lambda s: s.softmax(0).nan_to_num(0.0)),
+    _wrong("softmax over all scores", _OF_KEYS, softmax=lambda s: s.flatten(-2).softmax(-1).view(s.shape)),
+    _wrong("softmax twice", "Hidden keys get weight from the second softmax.", softmax=lambda s: s.softmax(-1).softmax(-1), after=as_they_are),
+    _wrong("no softmax", "Use softmax(dim=-1).", softmax=as_they_are),
+    _wrong("log-softmax", "Use softmax in place of log_softmax.", softmax=lambda s: s.log_softmax(-1)),
+    _wrong("sigmoid", "Use softmax(dim=-1).", softmax=torch.sigmoid),
+    _fragile("exp without the maximum", _EXTREME, softmax=_exponentials()),
+    _fragile("eps in the denominator", "Low scores lose weight: use torch.softmax.", softmax=_exponentials(1e-6)),
+    _fragile("one maximum for all rows", _EXTREME, softmax=_one_maximum),
+    _wrong("scale after the softmax", "Scale the scores, not the weights.", scale=as_they_are, after=lambda w, a, q: w * q.shape[-1] ** -0.5),
+    _wrong("scale before and after the softmax", "Scale once, before the softmax.", after=lambda w, a, q: w * q.shape[-1] ** -0.5),
+    _wrong("mask after the softmax", "Mask the scores: these weights do not add up to 1.", hide=as_they_are, after=lambda w, a, q: w * a),
+    _fragile("eps after the softmax", "Hidden keys get the weight eps.", after=lambda w, a, q: (w + 1e-8) / (w + 1e-8).sum(-1, keepdim=True)),
+    _wrong("weights without gradient", "Remove detach or no_grad: query and key do not learn.", after=lambda w, a, q: w.masked_fill(~a, 0.0).detach()),
+    _wrong("weights transposed", "Compute weights @ value.", mix=lambda w, q, k, v: (w.mT if _is_square(w) else w) @ v),
+    _wrong("keys mixed", "Compute weights @ value.", mix=lambda w, q, k, v: w @ k),
+    _wrong("queries mixed", "Compute weights @ value.", mix=lambda w, q, k, v: w @ (q if q.shape == v.shape else v)),
+    _wrong("query added to the output", "The residual connection is outside of attention.", mix=lambda w, q, k, v: w @ v + (q if q.shape[-1] == v.shape[-1] else 0)),
+    _wrong("grouped heads tiled", "Use repeat_interleave(H // Hkv, dim=1).", group=lambda x, H: x.repeat(1, H // x.shape[1], 1, 1)),
+    _wrong("first key head for all", "Use repeat_interleave(H // Hkv, dim=1).", group=lambda x, H: x[:, :1].expand(-1, H, -1, -1) if x.shape[1] < H else x),
+    _wrong("heads by view", "Use view(B, L, H, D).transpose(1, 2).", split=_by_view),
+    _wrong("heads merged by view", "Use transpose(1, 2) before reshape(B, L, E).", merge=_merged_by_view),
+    _fragile("zeros_like(Q) for d_v ≠ d_k", "The output has the width of the values: new_zeros(*query.shape[:-1], value.shape[-1]).", merge=_buffer_like_query),
+)  # fmt: skip
+"""The mistakes. Those with the severity FRAGILE show for some numbers or shapes only."""
+
+
+def mutant(name: str) -> Attention:
+    """Return a broken attention function, to puzzle over.
+
+    Args:
+        name: the name of an entry of ``MUTANTS``.
+
+    Returns:
+        A function of query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), ``mask`` (bool, True = may attend) and
+        ``is_causal`` that returns (output, weights).
+
+    Raises:
+        ValueError: no mutant has this name. The message suggests similar names.
+    """
+    names = [entry.name for entry in MUTANTS]
+    if name not in names:
+        similar = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:3]
+        raise ValueError(f"no mutant is named {name!r}; similar names: {', '.join(similar)}")
+    steps = MUTANTS[names.index(name)].steps
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, is_causal: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return attention_in_steps(query, key, value, mask, is_causal=is_causal, steps=steps)
+
+    return attention
+
+
+STEP_NAMES = tuple(field.name for field in fields(Steps))
+"""The names of the steps, in order."""

@@ -1,0 +1,326 @@
+"""Searches for the way of calling, and for the mistakes, that explain what somebody's attention returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from minitx.check.calling import MaskForm
+from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, EXPERIMENTS, PLAIN, Experiment, Inputs, Outcome
+from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, as_they_are, attention_in_steps
+from minitx.check.subjects import NotTriedError, Subject, Way
+
+Mistakes = tuple[Mutant, ...]
+
+LOOSE = 1e-4
+"""The tolerance of extreme experiments, and of float32, relative to the largest number."""
+
+TIGHT = 2e-6
+"""The tolerance of ordinary experiments in float64."""
+
+MANY = 6
+"""So many ways of calling are searched for two mistakes at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """All experiments in one way of calling.
+
+    Attributes:
+        outcomes: of the experiments that were done.
+        not_tried: why the others were not done.
+        is_causal: the attention hides later keys although nobody asks it to.
+        is_masked: a mask was given, or it takes none.
+    """
+
+    way: Way
+    outcomes: dict[Experiment, Outcome]
+    not_tried: dict[Experiment, NotTriedError]
+    is_causal: bool = False
+    is_masked: bool = True
+
+    @property
+    def ordinary(self) -> list[Outcome]:
+        """Return the outcomes that a function which is right in theory gets right."""
+        return [outcome for experiment, outcome in self.outcomes.items() if not experiment.is_extreme]
+
+    @property
+    def extreme(self) -> list[Outcome]:
+        """Return the outcomes with large or low numbers, and of a query that sees nothing. Half precision is judged elsewhere."""
+        chosen = (e for e in self.outcomes if e.is_extreme and e.dtype is None and e is not BLIND_MOVED)
+        return [self.outcomes[experiment] for experiment in chosen]
+
+    @property
+    def oddity(self) -> tuple[bool, bool, int]:
+        """Return a sort key: usual ways of calling come first."""
+        is_hiding = self.way.form is not None and self.way.form.polarity == "hide"
+        return is_hiding, self.is_causal, -len(self.outcomes)
+
+
+class Answer:
+    """Attention with mistakes: its output, None if it raises, and its gradients, which are computed when they are needed."""
+
+    def __init__(self, inputs: Inputs, mistakes: Mistakes, is_causal: bool) -> None:
+        steps = replace(DEFINITION, **{name: step for mutant in mistakes for name, step in mutant.instead.items()})
+        self._leaves = [tensor.detach().double().clone().requires_grad_() for tensor in inputs.heads]
+        query, key, value = self._leaves
+        self._output: Tensor | None = None
+        with suppress(RuntimeError):
+            self._output, _ = attention_in_steps(query, key, value, inputs.allowed, is_causal=is_causal, steps=steps)
+        self.output = None if self._output is None else self._output.detach()
+
+    @cached_property
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Return the gradients of the sum of the squared output for query, key and value."""
+        if self._output is None or not self._output.requires_grad:
+            return tuple(torch.zeros_like(leaf) for leaf in self._leaves)
+        total = self._output.square().sum()
+        return torch.autograd.grad(total, self._leaves, allow_unused=True, materialize_grads=True)
+
+
+@dataclass
+class Judge:
+    """Compares outcomes with attention by steps, and remembers what it computed."""
+
+    dtype: torch.dtype
+    known: dict[tuple[Inputs, Mistakes, bool], Answer] = field(default_factory=dict)
+
+    def answer(self, inputs: Inputs, mistakes: Mistakes = (), is_causal: bool = False) -> Answer:
+        """Return what attention with these mistakes gives."""
+        is_causal = is_causal or inputs.is_causal
+        key = inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs, is_causal)), is_causal
+        if key not in self.known:
+            self.known[key] = Answer(*key)
+        return self.known[key]
+
+    def fits(self, outcome: Outcome, mistakes: Mistakes = (), is_causal: bool = False) -> bool:
+        """Return whether attention with these mistakes gives this outcome."""
+        wanted = self.answer(outcome.inputs, mistakes, is_causal)
+        if outcome.output is None or wanted.output is None:
+            return outcome.output is None and wanted.output is None and outcome.fault.startswith("RuntimeError")
+        is_loose = outcome.experiment.is_extreme or self.dtype != torch.float64
+        if not are_close(outcome.output, wanted.output, is_loose):
+            return False
+        if not outcome.has_inner_gradients or outcome.experiment.is_extreme or outcome.output.isnan().any():
+            return True
+        return all(are_close(got, want, is_loose) for got, want in zip(outcome.gradients, wanted.gradients, strict=True))
+
+    def fits_all(self, outcomes: Iterable[Outcome], mistakes: Mistakes = (), is_causal: bool = False) -> bool:
+        """Return whether attention with these mistakes gives all outcomes."""
+        return all(self.fits(outcome, mistakes, is_causal) for outcome in outcomes)
+
+    def share(self, trial: Trial) -> float:
+        """Return the share of ordinary outcomes that are right."""
+        right = sum(self.fits(outcome, (), trial.is_causal) for outcome in trial.ordinary)
+        return right / len(trial.ordinary)
+
+
+def _matters(mutant: Mutant, inputs: Inputs, is_causal: bool) -> bool:
+    """Whether a mistake can show with such inputs."""
+    idle = set() if inputs.key.shape[1] < inputs.query.shape[1] else {"group"}
+    idle |= set() if is_causal else {"causal"}
+    idle |= set() if inputs.allowed is not None else {"mask"}
+    if not is_causal and inputs.allowed is None:
+        idle |= {"hide"} | ({"after"} if mutant.instead.get("after") is as_they_are else set())
+    return not set(mutant.instead) <= idle
+
+
+def are_close(got: Tensor, want: Tensor, is_loose: bool = False) -> bool:
+    """Return whether two results are equal but for rounding. NaN equals NaN."""
+    size = max(1.0, want.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()) if want.numel() else 1.0
+    share = LOOSE if is_loose else TIGHT
+    return got.shape == want.shape and torch.allclose(got.double(), want, rtol=share, atol=size * share, equal_nan=True)
+
+
+# --- ways of calling
+
+
+def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
+    """Yield a trial for each way of calling that works. ``faults`` collects why others do not.
+
+    If the plain experiment is right in some way, other orders of arguments and axes are not tried.
+    """
+    for named in subject.ways():
+        way = named
+        unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])
+        plain = unmasked.outcomes.get(PLAIN)
+        if plain is None or plain.output is None:
+            faults[str(unmasked.not_tried[PLAIN]) if plain is None else plain.fault] = None
+            continue
+        if (causal := subject.causal(way)) and unmasked.outcomes[CAUSAL].output is None:
+            subject.refused[causal] = unmasked.outcomes[CAUSAL].fault
+            way = replace(way, gives_causal=False)
+            unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])
+        masked = [] if subject.signature.mask is None else list(_masked(subject, way, unmasked, forms, faults))
+        if not masked:
+            hidden = _tried(subject, way, [e for e in EXPERIMENTS if e.mask])
+            masked = [replace(_joined(way, unmasked, hidden), is_masked=subject.signature.mask is None)]
+        for trial in masked:
+            yield from _both(subject, trial)
+        if any(judge.fits(plain, (), is_causal) for is_causal in (False, True)):
+            return
+
+
+def _masked(subject: Subject, way: Way, unmasked: Trial, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
+    """A trial for each kind of mask that is accepted."""
+    is_full = False  # a mask for each query of each sequence is accepted
+    for masked_way in subject.mask_ways(way, tuple(forms)):
+        if is_full and masked_way.mask_kind != "cells":
+            return
+        masked = _tried(subject, masked_way, [e for e in EXPERIMENTS if e.mask])
+        ordinary = [outcome for e, outcome in masked.outcomes.items() if not e.is_extreme and not e.is_causal]
+        faults.update({outcome.fault: None for outcome in ordinary if outcome.fault})
+        if (
+            ordinary
+            and all(outcome.output is not None for outcome in ordinary)
+            and _means_the_same(subject, masked_way, ordinary[0])
+        ):
+            causal = _tried(subject, masked_way, [e for e in EXPERIMENTS if not e.mask and e in unmasked.not_tried])
+            is_full |= masked_way.mask_kind == "cells"
+            yield _joined(masked_way, unmasked, causal, masked)
+
+
+def _means_the_same(subject: Subject, way: Way, outcome: Outcome) -> bool:
+    """Whether the other mask of the form gives the same output. A mask of 0 and -inf may hide by accident, as in (1 - mask) · 1e-9."""
+    if way.form is None or way.form.again is None or outcome.output is None:
+        return True
+    other = subject.run(replace(way, form=replace(way.form, make=way.form.again)), outcome.experiment).output
+    return other is not None and are_close(other, outcome.output.double())
+
+
+def _tried(subject: Subject, way: Way, experiments: Iterable[Experiment]) -> Trial:
+    outcomes: dict[Experiment, Outcome] = {}
+    not_tried: dict[Experiment, NotTriedError] = {}
+    for experiment in experiments:
+        try:
+            outcomes[experiment] = subject.run(way, experiment)
+        except NotTriedError as reason:
+            not_tried[experiment] = reason
+    return Trial(way, outcomes, not_tried)
+
+
+def _joined(way: Way, *parts: Trial) -> Trial:
+    """The parts of one trial, in the order of the experiments. What raises because it is not supported was not tried."""
+    outcomes = {e: part.outcomes[e] for e in EXPERIMENTS for part in parts if e in part.outcomes}
+    not_tried = {e: reason for part in parts for e, reason in part.not_tried.items() if e not in outcomes}
+    for experiment in [e for e in outcomes if e.stage == 0 and outcomes[e].output is None]:
+        not_tried[experiment] = NotTriedError(f"it raises {outcomes.pop(experiment).fault}")
+    return Trial(way, outcomes, not_tried)
+
+
+def _both(subject: Subject, trial: Trial) -> Iterator[Trial]:
+    """The trial, and the same if the attention is causal unasked."""
+    yield trial
+    if subject.causal(trial.way) is None:
+        unasked = {e: replace(e, is_causal=False) for e in EXPERIMENTS if e.is_causal}
+        causal = _tried(subject, trial.way, unasked.values())
+        asked = {e: replace(causal.outcomes[other], experiment=e) for e, other in unasked.items() if other in causal.outcomes}
+        both = {**trial.outcomes, **asked}
+        outcomes = {e: both[e] for e in EXPERIMENTS if e in both}
+        not_tried = {e: reason for e, reason in trial.not_tried.items() if e not in both}
+        yield replace(trial, outcomes=outcomes, not_tried=not_tried, is_causal=True)
+
+
+# --- mistakes
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """The way of calling, and the mistakes that explain all ordinary outcomes.
+
+    Attributes:
+        mistakes: () if all is right. None: nothing explains them.
+        others: other mistakes that give the same numbers.
+    """
+
+    trial: Trial
+    mistakes: Mistakes | None
+    others: tuple[Mistakes, ...] = ()
+
+
+def diagnose(judge: Judge, found: Iterable[Trial]) -> Diagnosis | None:
+    """Return the diagnosis with the fewest mistakes. None: there are no trials."""
+    tried: list[Trial] = []
+    for trial in found:
+        if trial.is_masked and judge.fits_all(trial.ordinary, (), trial.is_causal):
+            return Diagnosis(trial, ())
+        tried.append(trial)
+    if not tried:
+        return None
+    if any(trial.is_masked for trial in tried):
+        tried = [trial for trial in tried if trial.is_masked]
+    tried.sort(key=lambda trial: (-judge.share(trial), trial.oddity))
+    if judge.fits_all(tried[0].ordinary, (), tried[0].is_causal):
+        return Diagnosis(tried[0], ())
+    for candidates, possible in ((tried, _single()), (tried[:MANY], _pairs())):
+        explained = [(trial, m) for trial in candidates for m in _explaining(judge, possible, trial)]
+        if explained:
+            best = min(explained, key=lambda entry: (entry[0].oddity, -_hits(judge, entry[1], entry[0]), _gravity(entry[1])))
+            others = tuple(mistakes for trial, mistakes in explained if trial is best[0] and mistakes is not best[1])
+            return Diagnosis(*best, others)
+    return Diagnosis(tried[0], None)
+
+
+def _single() -> list[Mistakes]:
+    return [(mutant,) for mutant in MUTANTS]
+
+
+def _pairs() -> list[Mistakes]:
+    """Two mistakes in different steps. The graver pairs come first."""
+    return [pair for pair in combinations(MUTANTS, 2) if not set(pair[0].instead) & set(pair[1].instead)]
+
+
+def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial) -> list[Mistakes]:
+    """The mistakes that give all ordinary outcomes. Those that are wrong are compared first: most mistakes end there."""
+    ordered = sorted(trial.ordinary, key=lambda outcome: judge.fits(outcome, (), trial.is_causal))
+    sensible = (m for m in possible if not (trial.is_causal and any(mutant.name == "causal ignored" for mutant in m)))
+    return [mistakes for mistakes in sensible if judge.fits_all(ordered, mistakes, trial.is_causal)]
+
+
+def _gravity(mistakes: Mistakes) -> int:
+    return sum(not mutant.is_extreme for mutant in mistakes)
+
+
+def _hits(judge: Judge, mistakes: Mistakes, trial: Trial) -> int:
+    """How many extreme outcomes the mistakes explain, too."""
+    return sum(judge.fits(outcome, mistakes, trial.is_causal) for outcome in trial.extreme)
+
+
+def further_mistakes(judge: Judge, trial: Trial, mistakes: Mistakes) -> Mistakes:
+    """Return the mistakes in other steps that explain the extreme outcomes: all of them, or as many as possible."""
+    failed = [o for o in trial.extreme if not passes(judge, trial, o) and not judge.fits(o, mistakes, trial.is_causal)]
+    if not failed:
+        return ()
+    taken = {step for mutant in mistakes for step in mutant.instead}
+    mild = [mutant for mutant in MUTANTS if mutant.is_extreme and not taken & set(mutant.instead)]
+    more: list[Mistakes] = [(mutant,) for mutant in mild]
+    more += [pair for pair in combinations(mild, 2) if not set(pair[0].instead) & set(pair[1].instead)]
+    more = [m for m in more if judge.fits_all(trial.ordinary, mistakes + m, trial.is_causal)]
+    hits = [sum(judge.fits(o, mistakes + m, trial.is_causal) for o in failed) for m in more]
+    kept = [sum(judge.fits(o, mistakes + m, trial.is_causal) for o in trial.extreme) for m in more]
+    best = max(zip(hits, kept, strict=True), default=(0, 0))
+    return more[list(zip(hits, kept, strict=True)).index(best)] if best[0] else ()
+
+
+def passes(judge: Judge, trial: Trial, outcome: Outcome) -> bool:
+    """Return whether an outcome is right. A query that sees nothing may get anything finite that no hidden value moves."""
+    if outcome.experiment is BLIND:
+        return outcome.output is not None and bool(outcome.output.isfinite().all()) and not is_moved(trial)
+    return judge.fits(outcome, (), trial.is_causal)
+
+
+def is_moved(trial: Trial) -> bool:
+    """Return whether hidden values change the output of a query that sees nothing."""
+    pair = [trial.outcomes[e].output if e in trial.outcomes else None for e in (BLIND, BLIND_MOVED)]
+    allowed = trial.outcomes[BLIND].inputs.allowed if BLIND in trial.outcomes else None
+    if pair[0] is None or pair[1] is None or allowed is None:
+        return False
+    blind = ~allowed.any(-1)[:, 0]  # (B, L)
+    still, moved = (output.transpose(1, 2)[blind] for output in pair if output is not None)
+    return not are_close(moved, still.double(), is_loose=True)

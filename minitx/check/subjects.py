@@ -1,0 +1,478 @@
+"""A function or a layer, called in one way in one experiment: what went into its attention, and what came out."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import permutations, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending it
+
+from minitx.check import calling
+from minitx.check.calling import INPUTS, Layout, MaskForm, MaskShape, Signature
+from minitx.check.experiments import BATCH, HEADS, WIDTH, Experiment, Inputs, Outcome, Sizes, draw, through_mask
+
+
+class NotTriedError(Exception):
+    """An experiment cannot be done in this way of calling. The message is the reason."""
+
+
+class DoesNotApplyError(NotTriedError):
+    """An experiment makes no sense for this subject, so a graded exercise does not ask for it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way of calling.
+
+    Attributes:
+        order: the argument for each input: query, key and value, or x.
+        fixed: values of other required arguments.
+        layout: the order of axes.
+        form, shape: of the mask. None: the function takes no mask, or it is not given.
+        inner: of a layer, how its projections become heads.
+        gives_causal: whether the causal option is given. It is not if it raises.
+    """
+
+    order: Mapping[str, str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    layout: Layout = calling.HEADS_FIRST
+    form: MaskForm | None = None
+    shape: MaskShape | None = None
+    inner: Inner | None = None
+    gives_causal: bool = True
+
+    @property
+    def mask_kind(self) -> str:
+        """Return which masks it can hold."""
+        return "cells" if self.shape is None else self.shape.kind
+
+
+@dataclass(frozen=True)
+class Inner:
+    """How the projections of a layer become heads.
+
+    Attributes:
+        heads: their number.
+        is_batch_first: whether the rows of a product are (B, L), not (L, B).
+        is_per_head: whether a fused projection holds query, key and value of each head side by side.
+        order: the place of query, key and value among the projections. None: by their names, else in order.
+    """
+
+    heads: int
+    is_batch_first: bool = True
+    is_per_head: bool = False
+    order: tuple[int, ...] | None = None
+
+
+class Subject:
+    """Something that computes attention.
+
+    Args:
+        function: what to call.
+        dtype: of the inputs. device: where it runs.
+        seed: of the inputs.
+    """
+
+    def __init__(self, function: Callable[..., Any], dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
+        self.function, self.dtype, self.device, self.seed = function, dtype, device, seed
+        self.signature: Signature = calling.read_signature(function)
+        self.refused: dict[str, str] = {}  # arguments that raise, and what
+
+    def ways(self) -> Iterator[Way]:
+        """Yield ways to call it without a mask."""
+        raise NotImplementedError
+
+    def mask_ways(self, way: Way, forms: tuple[MaskForm, ...]) -> Iterator[Way]:
+        """Yield a way for each form and shape of a mask."""
+        shapes = calling.PADDING if self.signature.is_padding else way.layout.shapes
+        yield from (replace(way, form=form, shape=shape) for shape, form in product(shapes, forms))
+
+    def run(self, way: Way, experiment: Experiment) -> Outcome:
+        """Do one experiment.
+
+        Raises:
+            NotTriedError: it cannot be done in this way of calling.
+        """
+        raise NotImplementedError
+
+    def outcome(self, way: Way, experiment: Experiment) -> Outcome:
+        """Do one experiment. If it cannot be done, the fault of the outcome is the reason."""
+        try:
+            return self.run(way, experiment)
+        except NotTriedError as reason:
+            return Outcome(experiment, draw(experiment), fault=str(reason))
+
+    def forget(self) -> None:
+        """Forget earlier calls."""
+
+    def describe(self, way: Way) -> str:
+        """Return how it is called, for people."""
+        raise NotImplementedError
+
+    def inputs(self, way: Way, experiment: Experiment, sizes: Sizes) -> Inputs:
+        """Return the inputs of an experiment, with the causal mask inside the mask if there is no option for it."""
+        if experiment.mask and self.signature.mask is None:
+            raise NotTriedError("no argument for a mask was found")
+        if "x" in way.order and experiment.rows != experiment.keys:
+            raise DoesNotApplyError("it takes one input for queries and keys")
+        inputs = draw(experiment, sizes, self.seed)
+        if not experiment.is_causal or self.causal(way):
+            return inputs
+        if self.signature.mask is None:
+            raise NotTriedError("it takes neither a causal option nor a mask")
+        if self.signature.is_padding or sizes.mask != "cells":
+            raise NotTriedError("it takes no causal option, and no mask for each query")
+        return through_mask(inputs)
+
+    def options(self, way: Way, inputs: Inputs, heads: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the arguments besides the inputs."""
+        options = dict(way.fixed)
+        if inputs.is_causal:
+            options[self.causal(way) or ""] = True
+        if inputs.allowed is not None:
+            if way.form is None or way.shape is None:
+                raise NotTriedError("no kind of mask that was tried is accepted")
+            mask = way.form.make(way.shape.make(inputs.allowed, heads).to(self.device))
+            options[self.signature.mask or ""] = mask.to(dtype) if mask.is_floating_point() else mask
+        return options
+
+    def call(self, arguments: dict[str, Any]) -> Any:
+        """Call it with arguments by name, those that have no name in order."""
+        listed = [arguments.pop(name) for name in self.signature.positional if name in arguments]
+        with warnings.catch_warnings():  # ways that do not fit may warn
+            warnings.simplefilter("ignore")
+            return self.function(*listed, **arguments)
+
+    def causal(self, way: Way) -> str | None:
+        """Return the argument for the causal option, if it is given."""
+        return self.signature.named("causal") if way.gives_causal else None
+
+    def arguments(self, way: Way) -> list[str]:
+        """Return the arguments that are given in some experiment, in order."""
+        used = {*way.order.values(), *way.fixed, self.causal(way)}
+        if way.form is not None:
+            used.add(self.signature.mask)
+        return [name for name in self.signature.names if name in used]
+
+    def dtype_of(self, experiment: Experiment) -> torch.dtype:
+        """Return the dtype of the inputs of an experiment."""
+        return experiment.dtype or self.dtype
+
+
+class Function(Subject):
+    """A function of query, key and value."""
+
+    def ways(self) -> Iterator[Way]:
+        for order in self.signature.orders():
+            layouts = [*calling.LAYOUTS, calling.WHOLE_WIDTH] if self.signature.named("heads") else calling.LAYOUTS
+            for layout in layouts:
+                fixed = self.signature.fixed(order, HEADS, WIDTH)
+                if fixed is not None:
+                    heads = self.signature.named("heads")
+                    given = {heads: HEADS} if heads and layout is calling.WHOLE_WIDTH else {}
+                    yield Way(order, {**fixed, **given}, layout)
+
+    def run(self, way: Way, experiment: Experiment) -> Outcome:
+        if "x" in way.order:
+            raise NotTriedError("a function of one input has no projections")
+        if experiment.kv_heads and way.layout not in (calling.HEADS_FIRST, calling.LENGTH_FIRST):
+            raise NotTriedError(f"the layout {way.layout.name} has no heads")
+        inputs = self.inputs(way, experiment, Sizes(mask=way.mask_kind))
+        dtype = self.dtype_of(experiment)
+        leaves = [tensor.to(self.device, dtype).requires_grad_() for tensor in inputs.heads]
+        given = [leaf * 1 for leaf in leaves]  # a function may change its arguments in place, but not leaves
+        before = [tensor.detach().clone() for tensor in given]
+        options = self.options(way, inputs, HEADS, dtype)
+        try:
+            output, weights = self._answer(way, given, options, _shape_of_output(inputs))
+        except Exception as error:
+            return Outcome(experiment, inputs, fault=_sentence(error))
+        gradients: tuple[Tensor, ...] = ()
+        if output.requires_grad:
+            gradients = torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+        is_changed = any(not torch.equal(tensor.detach(), old) for tensor, old in zip(given, before, strict=True))
+        kept = None if weights is None else weights.detach().cpu()
+        on_cpu = tuple(gradient.cpu() for gradient in gradients)
+        return Outcome(experiment, inputs, output.detach().cpu(), kept, on_cpu, bool(on_cpu), is_changed=is_changed)
+
+    def _answer(
+        self, way: Way, given: list[Tensor], options: dict[str, Any], shape: torch.Size
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output (B, H, L, Dv), and the weights if it returns some."""
+        if way.layout is calling.AXES_2:
+            return self._matrices(way, given, options, shape)
+        names = [way.order[role] for role in INPUTS]
+        found = self.call({**options, **dict(zip(names, map(way.layout.put, given), strict=True))})
+        wanted = way.layout.put(torch.empty(shape, device="meta")).shape
+        output, weights = _parts(found, wanted)
+        return way.layout.take(output, shape[1]), weights
+
+    def _matrices(
+        self, way: Way, given: list[Tensor], options: dict[str, Any], shape: torch.Size
+    ) -> tuple[Tensor, Tensor | None]:
+        """One call for each sequence and each head."""
+        names, mask = [way.order[role] for role in INPUTS], self.signature.mask
+        outputs = []
+        for b, h in product(range(BATCH), range(shape[1])):
+            arguments = {**options, **{name: tensor[b, h] for name, tensor in zip(names, given, strict=True)}}
+            if mask in arguments and isinstance(arguments[mask], Tensor):
+                arguments[mask] = arguments[mask][b]
+            outputs.append(_parts(self.call(arguments), shape[2:])[0])
+        return torch.stack(outputs).view(shape), None
+
+    def describe(self, way: Way) -> str:
+        roles = [f"{role} = {way.order[role]}" for role in INPUTS if way.order[role][:1].lower() != role[:1]]
+        call = f"{_name(self.function)}({_listed(self, way)})"
+        inputs = ", ".join(way.order[role] for role in INPUTS)
+        return "; ".join([f"{call}: {inputs} {way.layout.name}", *roles, _mask_said(self.signature, way)])
+
+
+class Layer(Subject):
+    """A module with projections of queries, keys and values. Its attention is seen between its products with parameters."""
+
+    def __init__(self, function: nn.Module, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
+        module = copy.deepcopy(function).to(device, dtype).eval()
+        super().__init__(module, dtype, device, seed)
+        self.module = module
+        self.width = _width(module)
+        self.products: dict[Any, list[Product] | Exception] = {}
+
+    def ways(self) -> Iterator[Way]:
+        counts = _head_counts(self.module, self.width)
+        matrices = {name: p for name, p in self.module.named_parameters() if p.ndim > 1}
+        is_fused = any(size == len(INPUTS) * self.width for p in matrices.values() for size in p.shape)
+        places: list[tuple[int, ...] | None] = [None]
+        if not is_fused and _by_names(list(matrices)) is None:
+            places = list(permutations(range(len(INPUTS))))
+        for order in self.signature.orders():
+            fixed = self.signature.fixed(order, counts[0], self.width // counts[0])
+            if fixed is not None:
+                inners = (Inner(*parts) for parts in product(counts, (True, False), (False, True)[: 1 + is_fused], places))
+                yield from (Way(order, fixed, _layer_layout(self.module), inner=inner) for inner in inners)
+
+    def mask_ways(self, way: Way, forms: tuple[MaskForm, ...]) -> Iterator[Way]:
+        shapes = calling.PADDING if self.signature.is_padding else calling.LAYER_AXES
+        yield from (replace(way, form=form, shape=shape) for shape, form in product(shapes, forms))
+
+    def run(self, way: Way, experiment: Experiment) -> Outcome:
+        if experiment.kv_heads or experiment.value_width or experiment.low is not None:
+            raise DoesNotApplyError("a layer makes its own queries, keys and values")
+        if experiment.dtype is not None:
+            raise DoesNotApplyError("a layer is tried in one dtype")
+        if experiment.hidden and experiment.mask == "keys" and "x" in way.order:
+            raise DoesNotApplyError("it takes one input for queries and values")
+        assert way.inner is not None
+        inputs = self.inputs(way, experiment, Sizes(way.inner.heads, self.width // way.inner.heads, way.mask_kind))
+        products = self._products(way, experiment, inputs)
+        if isinstance(products, Exception):
+            return Outcome(experiment, inputs, fault=_sentence(products))
+        try:
+            query, key, value, output = _heads(products, way.inner, self.width, experiment)
+        except (RuntimeError, ValueError) as error:
+            return Outcome(experiment, inputs, fault=_sentence(error))
+        gradients = products[-1].gradients
+        return Outcome(experiment, Inputs(query, key, value, inputs.allowed, inputs.is_causal), output, gradients=gradients)
+
+    def forget(self) -> None:
+        self.products.clear()
+
+    def _products(self, way: Way, experiment: Experiment, inputs: Inputs) -> list[Product] | Exception:
+        """The products with parameters in one call. Ways that differ in what is made of them share it."""
+        heads = inputs.query.shape[1]
+        key = experiment, heads, tuple(way.order.items()), way.form, way.shape, way.gives_causal
+        if key not in self.products:
+            try:
+                self.products[key] = self._watched(way, inputs, heads, experiment.hidden)
+            except NotTriedError:
+                raise
+            except Exception as error:
+                self.products[key] = error
+        return self.products[key]
+
+    def _watched(self, way: Way, inputs: Inputs, heads: int, hidden: float) -> list[Product]:
+        given = dict(zip(INPUTS, inputs.heads, strict=True)) | {"x": inputs.query + hidden}
+        arguments = self.options(way, inputs, heads, self.dtype)
+        leaves = {n: way.layout.put(given[role]).to(self.device, self.dtype).requires_grad_() for role, n in way.order.items()}
+        with Products(self.module) as watched:
+            found = self.call({**arguments, **leaves})
+        output = found[0] if isinstance(found, tuple | list) else found
+        if not isinstance(output, Tensor):
+            raise ValueError(f"it returns {type(output).__name__}")
+        gradients = torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
+        return [*watched.seen, Product("", output, output, tuple(gradient.cpu() for gradient in gradients))]
+
+    def describe(self, way: Way) -> str:
+        assert way.inner is not None
+        call = f"{type(self.module).__name__}.forward({_listed(self, way)})"
+        heads = f"{way.inner.heads} heads" if way.inner.heads > 1 else "1 head"
+        inputs = ", ".join(way.order.values())
+        return "; ".join([f"{call}: {inputs} {way.layout.name}", heads, _mask_said(self.signature, way)])
+
+    def idle_parameters(self, way: Way) -> list[str]:
+        """Return the names of the matrices that take no part in a call without a mask."""
+        used = {product.name for key, seen in self.products.items() if isinstance(seen, list) for product in seen}
+        return [name for name, p in self.module.named_parameters() if p.ndim > 1 and name not in used]
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A product of an activation with a parameter. The last entry of a call is its output, with gradients of the inputs."""
+
+    name: str
+    factor: Tensor
+    result: Tensor
+    gradients: tuple[Tensor, ...] = ()
+
+
+class Products(TorchDispatchMode):
+    """Record the products of activations with parameters of a module.
+
+    They are seen below autograd, because ``nn.MultiheadAttention`` and layers with bare parameters call no submodule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.ndim > 1}
+        self.seen: list[Product] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear):
+            self._record([x for x in args if isinstance(x, Tensor) and x.ndim > 1], result)
+        return result
+
+    def _record(self, factors: list[Tensor], result: Tensor) -> None:
+        names = [self.names.get(factor.untyped_storage().data_ptr()) for factor in factors]
+        activation = next((factor for factor, name in zip(factors, names, strict=True) if name is None), None)
+        parameter = next((name for name in names if name is not None), None)
+        if parameter is not None and activation is not None:
+            self.seen.append(Product(parameter, activation, result))
+
+
+# --- helpers
+
+
+def _shape_of_output(inputs: Inputs) -> torch.Size:
+    return torch.Size((*inputs.query.shape[:3], inputs.value.shape[-1]))
+
+
+def _parts(found: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
+    """The output, which has this shape, and the first other tensor of a tuple, the weights."""
+    parts = [part for part in (found if isinstance(found, tuple | list) else (found,)) if isinstance(part, Tensor)]
+    output = next((part for part in parts if part.shape == shape), None)
+    if output is None:  # perhaps with another width
+        output = next((part for part in parts if part.shape[:-1] == shape[:-1]), None)
+    if output is None:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts) or type(found).__name__
+        raise ValueError(f"it returns {shapes}, and not {tuple(shape)}")
+    return output, next((part for part in parts if part is not output), None)
+
+
+def _sentence(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return (
+        first if isinstance(error, ValueError) and first.startswith("it returns") else f"{type(error).__name__}: {first[:160]}"
+    )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _listed(subject: Subject, way: Way) -> str:
+    """The arguments of a call, those with a constant value with it."""
+    fixed = {name: value for name, value in way.fixed.items() if value is not None}
+    return ", ".join(f"{name}={fixed[name]}" if name in fixed else name for name in subject.arguments(way))
+
+
+def _mask_said(signature: Signature, way: Way) -> str:
+    if signature.mask is None:
+        return "no mask"
+    if way.form is None or way.shape is None:
+        return f"{signature.mask} not given"
+    return f"{signature.mask} {way.shape.name}, {way.form.name}"
+
+
+def _layer_layout(module: nn.Module) -> Layout:
+    if getattr(module, "batch_first", True):
+        return replace(calling.WHOLE_WIDTH, name="(B, L, E)")
+    take = calling.WHOLE_WIDTH.take
+    return Layout(
+        "(L, B, E)", lambda x: calling.WHOLE_WIDTH.put(x).transpose(0, 1), lambda x, heads: take(x.transpose(0, 1), heads)
+    )
+
+
+def _attributes(module: nn.Module, role: str) -> list[int]:
+    names = (name for name in vars(module) if re.fullmatch(calling.ROLES[role], name.lower()))
+    return [value for name in names if isinstance(value := getattr(module, name), int) and not isinstance(value, bool)]
+
+
+def _width(module: nn.Module) -> int:
+    """The width of the inputs: an attribute of such a name that fits, else the smallest size of a parameter."""
+    sizes = [size for p in module.parameters() if p.ndim > 1 for size in p.shape]
+    return next((width for width in _attributes(module, "embed") if width in sizes), min(sizes))
+
+
+def _head_counts(module: nn.Module, width: int) -> list[int]:
+    counts = [count for count in _attributes(module, "heads") if count > 0 and width % count == 0]
+    return counts[:1] or [count for count in (1, 2, 3, 4, 6, 8, 12, 16) if width % count == 0]
+
+
+def _heads(products: list[Product], inner: Inner, width: int, experiment: Experiment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value and the mixed heads, from the products with parameters and the output."""
+    *before, last, output = products
+    pieces = _pieces(before, inner, width)
+    mixed = last.factor
+    if len(pieces) != len(INPUTS):  # perhaps without a projection of the output
+        pieces, mixed = _pieces([*before, last], inner, width), output.result
+    if len(pieces) != len(INPUTS):
+        seen = ", ".join(f"{product.name} {tuple(product.result.shape)}" for product in products[:-1])
+        raise ValueError(f"not three projections and an output, but: {seen or 'no product with a parameter'}")
+    order = inner.order or _by_names([name for name, _ in pieces]) or tuple(range(len(INPUTS)))
+    lengths = (experiment.rows, experiment.keys, experiment.keys)
+    heads = [_split(pieces[place][1], inner, length, width) for place, length in zip(order, lengths, strict=True)]
+    is_output = mixed is output.result
+    return (
+        heads[0],
+        heads[1],
+        heads[2],
+        _split(mixed, replace(inner, is_batch_first=True) if is_output else inner, experiment.rows, width),
+    )
+
+
+def _pieces(products: list[Product], inner: Inner, width: int) -> list[tuple[str, Tensor]]:
+    """The projections, with fused ones taken apart."""
+    pieces = []
+    for name, result in ((entry.name, entry.result) for entry in products):
+        count = result.shape[-1] // width
+        if inner.is_per_head and count == len(INPUTS):
+            split = result.unflatten(-1, (inner.heads, count, -1)).unbind(-2)
+            pieces += [(name, part.flatten(-2)) for part in split]
+        elif count > 1 and result.shape[-1] % width == 0:
+            pieces += [(name, part) for part in result.split(width, dim=-1)]
+        else:
+            pieces.append((name, result))
+    return pieces
+
+
+def _by_names(names: list[str]) -> tuple[int, ...] | None:
+    """The places of query, key and value among parameters, if their names decide."""
+    patterns = [rf"(^|[^a-z]){letter}($|[^a-z])|{word}" for letter, word in (("q", "quer"), ("k", "key"), ("v", "val"))]
+    places = [[place for place, name in enumerate(names) if re.search(pattern, name.lower())] for pattern in patterns]
+    flat = tuple(found[0] for found in places if len(found) == 1)
+    return flat if len(set(flat)) == len(INPUTS) else None
+
+
+def _split(piece: Tensor, inner: Inner, length: int, width: int) -> Tensor:
+    """Heads (B, H, length, D), of a projection with rows (B, length) or (length, B)."""
+    size = width // inner.heads
+    rows = piece.reshape(BATCH, length, -1) if inner.is_batch_first else piece.reshape(length, BATCH, -1).transpose(0, 1)
+    return rows.unflatten(-1, (-1, size)).transpose(1, 2).detach().cpu()
