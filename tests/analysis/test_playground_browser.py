@@ -417,7 +417,7 @@ def test_a_map_has_other_colours_in_the_dark(play):
 
 
 def test_the_numbers_in_the_words_of_scene_3_are_those_of_the_record(play, record):
-    """What is written out in words.js, in both languages."""
+    """What is written out in play_words.js, in both languages."""
     ratios = {name: {row[0]: row[3] for row in rows} for name, rows in record["limits"].items()}
     for lang in ("en", "zh"):
         page = play(f"scene=3&lang={lang}")

@@ -46,7 +46,7 @@ SMALL = {
     r"^train .*experiment=vit_digits": "model.patch_size=4",
     r"^train .*(ckpt_path=last|seed=1)": "trainer.max_steps=3",
     r"^train .*(data=hf|translate_text)": "data.bpe_vocab_size=300",
-    r"^train .*callbacks=probe": "callbacks.probe.every=1 callbacks.probe.batch_size=4",
+    r"^train .*callbacks=probe": "callbacks.probe.every=1 callbacks.probe.batch_size=4 callbacks.probe.weights_rows=4",
     r"^train .*callbacks=film": "callbacks.probe.every=1 callbacks.probe.batch_size=4 callbacks.probe.weights_every=1 callbacks.probe.weights_rows=4",
     r"^train .*weights_every=": "callbacks.probe.weights_every=1",
     r"^train .*data=chat": "data.context_len=64",
