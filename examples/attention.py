@@ -6,7 +6,7 @@ Text cells come in pairs, English and Chinese. It also runs as a program.
 # %% [markdown] en
 # # Attention: by hand, trained, and changed
 #
-# $$\mathrm{Attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{d_k}}\right) V$$
+# > **Attention(Q, K, V) = softmax(QKᵀ / √d_k) V**
 #
 # This notebook computes this formula by hand, with a mask and with several heads. It trains a small model that cannot do without attention,
 # looks at it, removes the factor 1/√d_k, and shows what happens. At the end it finds the heads that do the work, in a model with two
@@ -18,7 +18,7 @@ Text cells come in pairs, English and Chinese. It also runs as a program.
 # %% [markdown] zh
 # # 注意力：手算、训练、改动
 #
-# $$\mathrm{Attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{d_k}}\right) V$$
+# > **Attention(Q, K, V) = softmax(QKᵀ / √d_k) V**
 #
 # 这个笔记本先手算这个公式，再加上掩码和多个头。然后训练一个离不开注意力的小模型，查看它的注意力，去掉系数 1/√d_k，看看会发生什么。最后，先在一个两层模型里、再在一个真实的语言模型里，找出真正起作用的注意力头。其中有五处请你先预测结果，再运行代码。
 #
@@ -294,7 +294,7 @@ def make_model(scale, num_heads=1):
     return DecoderLM(config)
 
 
-film = {}  # by name, attention on four validation rows every 10 steps
+film = {}  # by name, attention on 256 validation rows every 10 steps
 
 
 def learn(model, task, steps, lr, seed=0, name="film"):
@@ -302,7 +302,7 @@ def learn(model, task, steps, lr, seed=0, name="film"):
     config = RunConfig(
         seed=seed,
         optimizer=node(adamw, lr=lr),
-        callbacks=CallbacksConfig(probe=ProbeConfig(every=10, weights_every=10)),
+        callbacks=CallbacksConfig(probe=ProbeConfig(every=10, batch_size=256, weights_every=10, weights_rows=256)),
         schedule=node(constant, warmup_steps=steps // 10),
         trainer=TrainerConfig(max_steps=steps, val_every=10, clip=1.0, accelerator="cpu"),
     )
@@ -365,10 +365,10 @@ for scale in ("inv_sqrt", "unscaled"):
     print(f"{scale:9} before training, largest weight of the last row: {largest_weight(scale, 1):.2f} on average")
 
 # %% [markdown] en
-# **Play.** Both trainings, on a validation row: press Play above the maps. The framed key holds the answer. Above each map stands what the model says.
+# **Play.** Both trainings, on a validation row: press Play above the maps. The framed key holds the answer. Above each map stands what the model says. One row can mislead: the curves count 256 rows.
 
 # %% [markdown] zh
-# **播放。** 在一行验证数据上看两次训练的全过程：按图上方的播放键。框出的键带有答案，每张图上方是模型当时给出的回答。
+# **播放。** 在一行验证数据上看两次训练的全过程：按图上方的播放键。框出的键带有答案，每张图上方是模型当时给出的回答。只看一行可能会误导，所以曲线统计 256 行。
 
 # %%
 view({name: film[name] for name in ("scaled", "unscaled")})
@@ -665,6 +665,7 @@ if source is not None:
 # %% [markdown] en
 # ## Where to go on
 #
+# - [The rest of the Transformer](../docs/transformer.md): positions, norms, feed-forward, patches, what a long row costs, a cache.
 # - [Why √d_k](../docs/why_scale.md): every claim computed.
 # - [The ablation](../docs/ablation.md): the same question with controls, and how to ask one of your own.
 # - [A real language model](../docs/real_models/README.md): its induction heads and attention sinks, measured.
@@ -673,7 +674,8 @@ if source is not None:
 # %% [markdown] zh
 # ## 接下来
 #
+# - [Transformer 的其余部分（英文）](../docs/transformer.md)：位置、归一化、前馈、图像块、长序列的代价、缓存。
 # - [为什么是 √d_k](../docs/why_scale.zh.md)：每个论断都经过计算验证。
-# - [消融实验](../docs/ablation.md)：同一个问题，带对照；也讲怎样提出自己的问题。
-# - [真实的语言模型](../docs/real_models/README.md)：对归纳头和注意力汇（attention sink）的测量。
+# - [消融实验（英文）](../docs/ablation.md)：同一个问题，带对照；也讲怎样提出自己的问题。
+# - [真实的语言模型（英文）](../docs/real_models/README.md)：对归纳头和注意力汇（attention sink）的测量。
 # - [examples/gpt.py](gpt.py)：一个文件里的 GPT。

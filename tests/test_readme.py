@@ -8,7 +8,7 @@ from unicodedata import east_asian_width
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "README.zh.md", "docs/why_scale.md", "docs/why_scale.zh.md")
+PAGES = ("README.md", "README.zh.md", "docs/start.md", "docs/start.zh.md", "docs/why_scale.md", "docs/why_scale.zh.md")
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 OWN = re.compile(r"## 从一个中文文本文件开始\n.*?(?=^## )", re.DOTALL | re.MULTILINE)
 assert len(OWN.findall(TEXTS["README.zh.md"])) == 1

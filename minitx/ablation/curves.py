@@ -149,11 +149,15 @@ def dots(ax: Axes, grid: AblationConfig, finding: Finding, x: Callable[[float], 
             ax.plot([at], [middle(known)], marker if known == span else "^", color=color, markersize=4.5, gid="runs")
 
 
-def curves(ax: Axes, grid: AblationConfig, runs: Sequence[Run], name: str = "loss") -> None:
-    """Draw the loss or accuracy of every run as a line over its steps, with a cross where it ended because a number was not finite."""
+def curves(ax: Axes, grid: AblationConfig, runs: Sequence[Run], name: str = "loss", window: int = 1) -> None:
+    """Draw the loss or accuracy of every run as a line over its steps, with a cross where it ended because a number was not finite.
+
+    Each step shows the mean of the last ``window`` steps, at first of fewer.
+    """
     for run in runs:
         color, _ = style(grid, run.arm)
-        values = [math.nan if value is None else value for value in run.result[name] or []]
+        each = [math.nan if value is None else value for value in run.result[name] or []]
+        values = [math.fsum(part) / len(part) for end in range(1, len(each) + 1) if (part := each[max(0, end - window) : end])]
         ax.plot(range(1, len(values) + 1), values, "-", color=color, linewidth=0.9, alpha=0.75, gid="runs")
         finite = [(step, value) for step, value in enumerate(values, 1) if math.isfinite(value)]
         if run.result["nonfinite_step"] is not None and finite:

@@ -26,6 +26,7 @@ from urllib.parse import quote
 
 from minitx.ablation import curves
 from minitx.ablation import wording as say
+from minitx.ablation.chinese import chinese
 from minitx.ablation.design import AblationConfig, ComparisonConfig
 from minitx.ablation.intervals import mean_interval, median
 from minitx.ablation.judge import RATIOS, Finding, Findings, answers, slopes
@@ -159,7 +160,7 @@ def _template(name: str) -> Any:
     loader = jinja2.PackageLoader("minitx.ablation", "templates")
     environment = jinja2.Environment(loader=loader, autoescape=name.endswith(".html"), trim_blocks=True, lstrip_blocks=True)
     environment.filters["markdown"] = _markdown
-    environment.globals["say"] = say
+    environment.globals |= {"say": say, "chinese": chinese}
     return environment.get_template(f"{name}.j2")
 
 

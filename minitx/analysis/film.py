@@ -1,9 +1,10 @@
-"""A recorded training as an animated picture: one head's map at each step, and above it what the model is asked and answers."""
+"""A recorded training as an animated picture: one head's map at each step, what the model answers, and the accuracy on all rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +25,25 @@ FILM_DPI, FRAMES_PER_SECOND, LAST_FRAMES = 100, 4, 8
 """``LAST_FRAMES``: how often the last frame is shown before the film begins again."""
 MOST_LABELS = 30
 """Of an axis: more tokens have one label for several."""
+SIGNS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼"}
+"""Of the markers of the curves."""
+SURE = 0.9
+"""The least weight on the right key with which a wrong answer is no fault of the weights."""
 
 
-def write_film(traces: Sequence[Trace], path: Path | str, *, head: int = 0) -> int:
+def write_film(traces: Sequence[Trace], path: Path | str, *, head: int = 0, note: str = "") -> int:
     """Write a film of one head of one layer, or of two models side by side, and return the number of its steps.
 
     A frame shows for each model the map, and of the last question whose right answer is known: the question, the right answer, the
-    most probable answer and its probability, right or wrong in colour and sign, and below the maps the probability of the right
-    answer at all steps so far. The question's row and the key that holds the answer are framed.
+    most probable answer and its probability, right or wrong in colour and sign. The question's row and the key that holds the answer
+    are framed. Below the maps, curves show at all steps so far, over all rows that were recorded, the share of right answers and the
+    share of questions whose largest weight lies on the right key. Of a single row they show the probability of its right answer.
 
     Args:
         traces: as in ``viewer_page``; each snapshot has one layer.
         path: a file that ends in .gif, .png (APNG) or .webp.
         head: the index of the head.
+        note: a line below the film, such as the rule that chose the row.
 
     Raises:
         ValueError: another ending; fewer than two steps; several layers; the head does not exist; or weights are not finite.
@@ -59,16 +66,28 @@ def write_film(traces: Sequence[Trace], path: Path | str, *, head: int = 0) -> i
     for name, one in every:
         if not one.maps[0].weights.isfinite().all():
             raise ValueError(f"{name} has weights at step {one.step} that are not finite: there is nothing to draw")
-    figure = Figure(figsize=(4.1 * len(traces) + 0.2, 5.9), dpi=FILM_DPI, layout="constrained")
-    rows = figure.add_gridspec(2, len(traces), height_ratios=(5, 1))
-    shown = [_Pane(figure.add_subplot(rows[0, i]), (i + 0.02) / len(traces), trace, head) for i, trace in enumerate(traces)]
-    curve = _Curve(figure.add_subplot(rows[1, :]), traces, steps)
+    figure = Figure(figsize=(4.1 * len(traces) + 0.2, 6.1), dpi=FILM_DPI, layout="constrained")
+    measures = _measures(traces, head)
+    columns = len(traces) * len(measures)
+    rows = figure.add_gridspec(2, columns, height_ratios=(5, 1.15))
+    panes = [rows[0, i * len(measures) : (i + 1) * len(measures)] for i in range(len(traces))]
+    shown = [
+        _Pane(figure.add_subplot(place), (i + 0.02) / len(traces), traces[i], head, PALETTE[i]) for i, place in enumerate(panes)
+    ]
+    places = [rows[1, i * len(traces) : (i + 1) * len(traces)] for i in range(len(measures))]
+    curves = [
+        _Curve(figure.add_subplot(place), title, measure, traces, steps)
+        for place, (title, measure) in zip(places, measures.items(), strict=True)
+    ]
+    if note:
+        figure.supxlabel(_in_one_line(note)[0], fontsize=8, color=INK, family=_in_one_line(note)[1], parse_math=False)
     writer = PillowWriter(fps=FRAMES_PER_SECOND)
     with writer.saving(figure, str(path), FILM_DPI):
         for step in steps:
             for pane in shown:
                 pane.show(step)
-            curve.show(step)
+            for curve in curves:
+                curve.show(step)
             if step == steps[0]:
                 figure.draw_without_rendering()
                 figure.set_layout_engine("none")  # later frames stay where the first one is
@@ -97,18 +116,21 @@ def _in_one_line(text: str) -> tuple[str, list[str]]:
 class _Pane:
     """The map of one model, and above it its answer, from ``left`` (a fraction of the figure's width)."""
 
-    def __init__(self, ax: Axes, left: float, trace: Trace, head: int) -> None:
+    def __init__(self, ax: Axes, left: float, trace: Trace, head: int, look: tuple[str, str]) -> None:
         self.ax, self.left, self.trace, self.head = ax, left, trace, head
         first = trace.snapshots[0]
         asked = _asked(first)
         self.image = self._map(first, first.maps[0])
         if asked and asked.at is not None and first.answers and first.answers.axis == first.maps[0].queries:
             self._frame(asked, first.maps[0].weights.shape[-1])
-        ax.set_title("\n\n\n\n", fontsize=9)  # room for the lines above the map
-        self.name = f"{trace.name}, head {head}" if first.maps[0].weights.shape[1] > 1 else trace.name
-        self.title = self._line(self.name, 40, 10, weight="bold")
-        self._line(f"{asked.text}  Right: {asked.right}" if asked else "", 23, 9)
-        self.verdict = self._line("", 7, 9, weight="bold")
+        ax.set_title("\n\n\n\n\n", fontsize=9)  # room for the lines above the map
+        colour, marker = look  # of its curves, which have no legend
+        self.name = f"{SIGNS.get(marker, '')} {trace.name}" + (f", head {head}" if first.maps[0].weights.shape[1] > 1 else "")
+        self.title = self._line(self.name, 54, 10, weight="bold")
+        self.title.set_color(colour)
+        self._line(f"{asked.text}  Right: {asked.right}" if asked else "", 38, 9)
+        self.verdict = self._line("", 22, 9, weight="bold")
+        self.reason = self._line("", 8, 8)
 
     def _map(self, snapshot: Snapshot, layer: AttentionMap) -> AxesImage:
         _, _, L, S = layer.weights.shape
@@ -150,29 +172,76 @@ class _Pane:
             sign, said = ("✓", "right") if answer.is_right else ("✗", "wrong")
             shown, families = _in_one_line(f"{sign} {said}: the model says {word:.20}, probability {p:.2f}")
             self.verdict.set(text=shown, color=GOOD if answer.is_right else BAD, family=families)
+            self.reason.set_text("" if answer.is_right else self._why(snapshot, answer))
+
+    def _why(self, snapshot: Snapshot, answer: Answer) -> str:
+        """Why a wrong answer is wrong, where this head alone decides what the model reads."""
+        [layer] = snapshot.maps
+        if (
+            answer.key is None
+            or answer.at is None
+            or not layer.queries == layer.keys == (snapshot.answers and snapshot.answers.axis)
+        ):
+            return ""
+        weights = layer.weights[0, self.head, answer.at]
+        if int(weights.argmax()) != answer.key:
+            return "the largest weight lies on a wrong key"
+        alone = layer.weights.shape[1] == len(snapshot.layers) == 1
+        if weights[answer.key] < SURE or not alone:
+            return f"found the key (weight {float(weights[answer.key]):.2f})"
+        return "found the key, the answer is still wrong: W_V and the head have not learned"
+
+
+Measure = Callable[[Snapshot], float | None]
+
+
+def _measures(traces: Sequence[Trace], head: int) -> dict[str, Measure]:
+    """What the curves show of a snapshot, by their titles."""
+    tallies = [one.tally for trace in traces for one in trace.snapshots]
+    counted = [tally for tally in tallies if tally is not None]
+    if len(counted) < len(tallies) or min(tally.rows for tally in counted) < 2:
+        return {"probability of the right answer": _chance}
+    rows = f"{min(tally.rows for tally in counted)} rows"
+    measures: dict[str, Measure] = {f"right answers, share of {rows}": _accuracy}
+    if all(tally.on_key for tally in counted):
+        measures[f"largest weight on the right key, share of {rows}"] = partial(_on_key, head=head)
+    return measures
+
+
+def _chance(snapshot: Snapshot) -> float | None:
+    answer = _asked(snapshot)
+    return None if answer is None or answer.loss is None else math.exp(-answer.loss)
+
+
+def _accuracy(snapshot: Snapshot) -> float:
+    assert snapshot.tally is not None
+    return snapshot.tally.right / snapshot.tally.asked
+
+
+def _on_key(snapshot: Snapshot, head: int) -> float:
+    assert snapshot.tally is not None
+    return snapshot.tally.on_key[snapshot.maps[0].name][head] / snapshot.tally.keyed
 
 
 class _Curve:
-    """The probability of the right answer, step by step."""
+    """A measure of each model, step by step."""
 
-    def __init__(self, ax: Axes, traces: Sequence[Trace], steps: Sequence[int]) -> None:
-        self.traces, self.steps, self.ax = traces, steps, ax
+    def __init__(self, ax: Axes, title: str, measure: Measure, traces: Sequence[Trace], steps: Sequence[int]) -> None:
+        self.measure, self.traces, self.steps, self.ax = measure, traces, steps, ax
         self.lines = []
-        names, families = drawable([trace.name.replace("$", r"\$") for trace in traces])
-        for name, (colour, marker) in zip(names, PALETTE, strict=False):
-            (line,) = ax.plot([], [], color=colour, marker=marker, markersize=3.5, linewidth=1.4, label=name)
+        for _, (colour, marker) in zip(traces, PALETTE, strict=False):
+            (line,) = ax.plot([], [], color=colour, marker=marker, markersize=3.5, linewidth=1.4)
             self.lines.append(line)
         ax.set(xlim=(steps[0], steps[-1]), ylim=(-0.04, 1.04))
-        ax.set_ylabel("p of the\nright answer", fontsize=8, color=INK)
+        ax.set_title(title, fontsize=8, color=INK, loc="left")
         ax.tick_params(labelsize=7.5, colors=INK)
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(True, color="#E6E6E6", linewidth=0.6)
-        ax.legend(handles=self.lines, loc="center right", frameon=False, prop={"family": families, "size": 8})
-        self.label = ax.set_xlabel("", fontsize=9, color=INK)
+        self.label = ax.set_xlabel("", fontsize=8, color=INK)
 
     def show(self, step: int) -> None:
         for line, trace in zip(self.lines, self.traces, strict=True):
-            told = [(one.step, _asked(one)) for one in trace.snapshots if one.step is not None and one.step <= step]
-            points = [(at, math.exp(-answer.loss)) for at, answer in told if answer is not None and answer.loss is not None]
-            line.set_data([at for at, _ in points], [p for _, p in points])
+            told = [(one.step, self.measure(one)) for one in trace.snapshots if one.step is not None and one.step <= step]
+            points = [(at, value) for at, value in told if value is not None]
+            line.set_data([at for at, _ in points], [value for _, value in points])
         self.label.set_text(f"training step {step} of {self.steps[-1]}")

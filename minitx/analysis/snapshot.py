@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
@@ -69,6 +70,25 @@ class AttentionMap:
 
 
 @dataclass(frozen=True)
+class Tally:
+    """What a model answers, and where its heads look, on all rows of a batch.
+
+    Attributes:
+        row: the number of the row that is shown. rows: the number of rows.
+        asked: the number of questions whose right answer is known. right: how many of them the model answers right.
+        keyed: the number of questions with a key that holds the answer.
+        on_key: by the name of a layer's core and for each head, for how many of them this key has the largest weight.
+    """
+
+    row: int
+    rows: int
+    asked: int
+    right: int
+    keyed: int
+    on_key: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The attention of all layers on one batch.
 
@@ -80,6 +100,7 @@ class Snapshot:
         step: the training step, or None. title: a title for the viewer and the figures.
         answers: what the model answers, or None.
         layers: the names of all layers of the model, also of those without a map: their places are the numbers of the layers.
+        tally: of a row that was cut out of a batch (``sentence``), the answers on all rows of the batch, or None.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import Encoder
@@ -98,6 +119,7 @@ class Snapshot:
     title: str = ""
     answers: Answers | None = None
     layers: tuple[str, ...] = ()
+    tally: Tally | None = None
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis} {self.num_rows} x {len(rows[0])}" for axis, rows in self.tokens.items())
@@ -119,7 +141,7 @@ class Snapshot:
         return chosen_names(names, layers, places, LACKS["weights"])
 
     def sentence(self, row: int) -> Snapshot:
-        """Return one row of the batch without its padding (B = 1).
+        """Return one row of the batch without its padding (B = 1), with the tally of all rows.
 
         Raises:
             ValueError: the row does not exist, or the layers read different tokens (Swin).
@@ -142,7 +164,57 @@ class Snapshot:
         ids = {axis: tensor[row : row + 1, real[axis]] for axis, tensor in self.ids.items()}
         answers = self.answers and self.answers.of_row(row, real[self.answers.axis].tolist())
         one = {axis: mask[mask].unsqueeze(0) for axis, mask in real.items()}
-        return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real=one, answers=answers)
+        tally = self.tally if self.num_rows == 1 else self._tally(row)
+        return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real=one, answers=answers, tally=tally)
+
+    def _tally(self, row: int) -> Tally | None:
+        """Count answers and favourite keys over all rows; None if no right answer is known."""
+        if self.answers is None:
+            return None
+        questions = [(b, one) for b, ones in enumerate(self.answers.rows) for one in ones if one.right is not None]
+        keyed = [(b, one) for b, one in questions if one.key is not None]
+        on_key = {
+            layer.name: [sum(found) for found in zip(*(_heads_on_key(layer, b, one) for b, one in keyed), strict=True)]
+            for layer in self.maps
+            if keyed and layer.queries == layer.keys == self.answers.axis
+        }
+        right = sum(bool(one.is_right) for _, one in questions)
+        return Tally(row, self.num_rows, len(questions), right, len(keyed), on_key) if questions else None
+
+
+def _heads_on_key(layer: AttentionMap, row: int, answer: Answer) -> list[bool]:
+    """For each head, whether the key that holds the answer has the largest weight of the question's row."""
+    return [bool(favourite == answer.key) for favourite in layer.weights[row, :, answer.at].argmax(-1)]
+
+
+def typical_row(runs: Sequence[Sequence[Snapshot]]) -> int | None:
+    """Return the first row that ends as most rows do in every run, or None if there is none.
+
+    How a row ends: whether the answer to its last question is right at the last step, and whether a head's largest weight lies on the
+    key that holds the answer, where there is one.
+
+    Args:
+        runs: the snapshots of each run, of the same rows.
+    """
+    ends = [_ends(snapshots[-1]) for snapshots in runs if snapshots[-1].answers is not None]
+    usual = [Counter(found).most_common(1)[0][0] for found in ends]
+    rows = range(min(map(len, ends), default=0))
+    return next((row for row in rows if all(found[row] == most for found, most in zip(ends, usual, strict=True))), None)
+
+
+def _ends(snapshot: Snapshot) -> list[tuple[bool, bool] | None]:
+    """For each row, whether the answer to its last question is right, and whether a head found the key."""
+    assert snapshot.answers is not None
+    found: list[tuple[bool, bool] | None] = []
+    for row, answers in enumerate(snapshot.answers.rows):
+        known = [one for one in answers if one.right is not None]
+        if not known:
+            found.append(None)
+            continue
+        maps = [layer for layer in snapshot.maps if layer.queries == layer.keys == snapshot.answers.axis]
+        has_key = known[-1].key is not None and any(any(_heads_on_key(layer, row, known[-1])) for layer in maps)
+        found.append((bool(known[-1].is_right), has_key))
+    return found
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from minitx.config.schema import Config, Count, Natural, require
 
 if TYPE_CHECKING:
     from minitx.analysis.snapshot import Snapshot
-    from minitx.analysis.viewer import Trace
+    from minitx.analysis.viewer import RowRule, Trace
     from minitx.cli.inputs import Inputs
     from minitx.training.checkpoints import Stored
 
@@ -90,6 +90,12 @@ class ViewConfig(StoredConfig):
 
 
 PLAY = "--play"
+RULES: dict[RowRule, str] = {
+    "typical": "the first on which each model ends with its most common outcome (right or wrong, key found or missed)",
+    "first": "no row has the most common outcome of each model",
+    "chosen": "chosen with row=",
+}
+"""Why a film shows this row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,20 +136,26 @@ def _view(config: ViewConfig) -> None:
     folders = [not asks_model and os.path.isdir(path) for path in paths.values()]
     kind = "run folder" if folders[0] else "checkpoint"
     require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind} as ckpt_path is")
-    title, traces = (_recorded if folders[0] else _taken)(config, paths)
+    rule: RowRule | None = None
+    if folders[0]:
+        title, traces, rule = _recorded(config, paths)
+    else:
+        title, traces = _taken(config, paths)
     if config.is_film:
-        _write_film(config, traces)
+        _write_film(config, traces, rule)
         return
     with refusing():
-        page = viewer_page(traces, title=title)
+        page = viewer_page(traces, title=title, rule=rule)
     _write_page(page, config.output, f"{_say(traces, 'model' if config.compare_text is None else 'text')}\n")
 
 
-def _write_film(config: ViewConfig, traces: list[Trace]) -> None:
+def _write_film(config: ViewConfig, traces: list[Trace], rule: RowRule | None) -> None:
     from minitx.analysis.film import write_film
 
+    tally = traces[0].snapshots[0].tally
+    note = f"Row {tally.row} of {tally.rows}, counted from 0: {RULES[rule]}" if tally and rule else ""
     with writing(config.output), refusing(f"output={config.output}: "):
-        steps = write_film(traces, config.output, head=config.head)
+        steps = write_film(traces, config.output, head=config.head, note=note)
     write(f"{steps} steps\n{config.output}  {Path(config.output).stat().st_size / 1e6:.2f} MB\n")
 
 
@@ -158,14 +170,18 @@ def _say(traces: list[Trace], side: str) -> str:
 # --- what a run recorded
 
 
-def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
-    from minitx.analysis.snapshot import read_snapshots
+def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace], RowRule]:
+    from minitx.analysis.snapshot import read_snapshots, typical_row
     from minitx.analysis.viewer import Trace
 
-    row, traces = config.row or 0, []
-    for path, shown in zip(paths.values(), _names(list(paths.values())), strict=True):
+    runs: list[list[Snapshot]] = []
+    for path in paths.values():
         with refusing("without text= or a checkpoint file, the page shows what a run recorded: "):
-            snapshots = read_snapshots(Path(path))
+            runs.append(read_snapshots(Path(path)))
+    typical = typical_row(runs) if config.row is None else None
+    row, traces = config.row or typical or 0, []
+    rule: RowRule = "chosen" if config.row is not None else "first" if typical is None else "typical"
+    for path, snapshots, shown in zip(paths.values(), runs, _names(list(paths.values())), strict=True):
         count = snapshots[0].num_rows
         require(row < count, f"row={row} must lie in [0, {count}), the sentences that {path} holds")
         with refusing():
@@ -174,7 +190,7 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
         shots = [dataclasses.replace(shot, maps=tuple(layer for layer in shot.maps if layer.name in kept)) for shot in shots]
         traces.append(Trace(shown, shots))
         _check_size(traces[-1].snapshots[0], sum(len(trace.snapshots) for trace in traces))
-    return f"Attention on recorded sentence {row}", traces
+    return f"Attention on recorded sentence {row}", traces, rule
 
 
 # --- what models do with texts or a row

@@ -3,11 +3,13 @@
 import html
 import random
 import re
+from pathlib import Path
 
 import pandas
 import pytest
 
 from minitx.ablation import curves
+from minitx.ablation.chinese import chinese
 from minitx.ablation.grid import Runs, cells, solved_step
 from minitx.ablation.judge import judge
 from minitx.ablation.report import _slopes, study_pictures, write_report
@@ -16,6 +18,8 @@ from minitx.analysis.canvas import DPI
 from tests.ablation import made_up
 from tests.ablation.made_up import META, RATES, SCALED, SEEDS, UNSCALED, WORDS, Truth
 
+ROOT = Path(__file__).parents[2]
+
 
 def drawn(ax):
     """The (x, y) of every dot of a run."""
@@ -23,8 +27,8 @@ def drawn(ax):
 
 
 def text_of(page):
-    """What a reader sees of a page."""
-    body = page.split("<body>")[1]
+    """What a reader sees of a page in English."""
+    body = re.sub(r'<span lang="zh-Hans">.*?</span>', "", page.split("<body>")[1])
     return html.unescape(re.sub(r"<[^>]*>", " ", re.sub(r'src="data:[^"]*"', "", body)))
 
 
@@ -54,7 +58,7 @@ def test_the_page_loads_nothing_from_elsewhere(page):
 
 
 def test_the_page_has_its_parts_in_order_what_made_it_and_words_for_names(page):
-    titles = re.findall(r"<h2[^>]*>([^<]*)</h2>", page)
+    titles = [text_of(f"<body>{title}").strip() for title in re.findall(r"<h2[^>]*>(.*?)</h2>", page)]
     assert titles == ["Numbers", "Figures", "Controls", "Predictions", "Limits", "What was run, and how to run it again"]
     shown, _, reproduced = text_of(page).rpartition("What was run")
     facts = [META[name] for name in ("commit", "command", "date", "hardware")]
@@ -201,7 +205,8 @@ def test_no_more_needs_a_range_that_ends_at_one():
 def test_the_first_figure_shows_every_seed_and_names_the_bounds_and_the_optimizers(whole):
     (picture,) = figure(whole)
     names = [text.get_text() for text in picture.figure.legends[0].get_texts()]
-    assert names[2:] == ["without the scale, predicted", "predicted at the lowest: ÷ d_k^¼ or √d_k"]
+    laws = ["without the scale, predicted", "predicted at the lowest: ÷ d_k^¼ or √d_k"]
+    assert names[2:] == [*laws, "ended at its cap of steps, not solved"]
     assert "A collapse: the accuracy falls below 0.9 (mean of 8 steps)." in picture.caption
     titles = [ax.get_title() for ax in picture.figure.axes]
     assert ["AdamW" in title for title in titles] == [False, True, False, True]
@@ -235,3 +240,23 @@ def test_the_page_of_the_scale_shows_attention_curves_and_limits(whole, tmp_path
 def test_that_matters_twice_is_said_where_both_follow(studies, twice):
     said = sentences(made_up.of_the_scale(*studies))
     assert said[0].endswith("Two effects follow.") == twice and len(said) == 2 + twice
+
+
+PUBLISHED = sorted((ROOT / "docs" / "scaling_ablation").glob("*/summary.md"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parent.name)
+def test_the_sentences_sections_and_columns_of_a_published_report_have_the_same_numbers_in_chinese(path):
+    text = re.sub(r"\\([\\|_*`\[\]$])", r"\1", html.unescape(path.read_text(encoding="utf-8")))
+    head = text.partition("\n## ")[0].split("\n\n")[1:]
+    said = [part.strip() for part in head if part.strip() and not part.startswith("!")]
+    titles = re.findall(r"^## (.*)", text, re.MULTILINE)
+    columns = {name.strip() for row in re.findall(r"^\|(.*)\|\s*\n\| ---", text, re.MULTILINE) for name in row.split("|")}
+    own = {name for name in columns if name.startswith("exponent over")}  # of the grid
+    unknown = [one for one in (*titles, *columns - own) if chinese(one) is None]
+    assert unknown == []
+    for sentence in said:
+        if (twin := chinese(sentence)) is not None:  # "3 times smaller" is 缩小到 1/3
+            ours, theirs = (sorted(re.findall(r"\d[\d.,]*\d|\d", one.replace("1/", ""))) for one in (twin, sentence))
+            assert ours == theirs, sentence
+    assert sum(chinese(sentence) is not None for sentence in said) >= len(said) - 1  # the note of a grid is its own

@@ -14,8 +14,9 @@ from pages import random_snapshot, with_answers
 from PIL import Image, ImageSequence
 
 from minitx.analysis.answers import Answer
-from minitx.analysis.canvas import drawable
-from minitx.analysis.film import BAD, GOOD, _Curve, _Pane, write_film
+from minitx.analysis.canvas import PALETTE, drawable
+from minitx.analysis.film import BAD, GOOD, _measures, _Pane, write_film
+from minitx.analysis.snapshot import Tally
 from minitx.analysis.viewer import Trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
@@ -63,8 +64,8 @@ def test_right_and_wrong_have_their_own_colour(tmp_path):
 
 
 def test_a_map_of_another_step_than_the_frames_says_so():
-    pane = _Pane(Figure().add_subplot(), 0.0, TRACES[0], 1)
-    for step, wanted in ((5, "scaled, head 1"), (10, "scaled, head 1, step 5"), (0, "scaled, head 1")):
+    pane = _Pane(Figure().add_subplot(), 0.0, TRACES[0], 1, PALETTE[0])
+    for step, wanted in ((5, "● scaled, head 1"), (10, "● scaled, head 1, step 5"), (0, "● scaled, head 1")):
         pane.show(step)
         assert pane.title.get_text() == wanted
 
@@ -74,10 +75,11 @@ def test_names_and_tokens_of_any_text_are_shown_as_they_are():
     asked = replace(one.answers.rows[0][0], text="Which follows “\n”?", right="\n", top=(("\n", 0.9),))
     traces = [Trace(name, [with_answers(one, [asked])]) for name in names]
     figure = Figure()
-    legend = _Curve(figure.add_subplot(2, 1, 2), traces, [0, 5]).ax.get_legend()
-    assert [text.get_text().replace("\\$", "$")[:2] for text in legend.get_texts()] == ["$\\", "_b", drawable(["有"])[0][0][:2]]
-    pane = _Pane(figure.add_subplot(2, 1, 1), 0.0, traces[0], 0)
-    pane.show(0)
+    panes = [_Pane(figure.add_subplot(1, 3, i + 1), 0.0, trace, 0, PALETTE[i]) for i, trace in enumerate(traces)]
+    for pane in panes:
+        pane.show(0)
+    assert [pane.title.get_text()[2:4] for pane in panes] == ["$\\", "_b", drawable(["有"])[0][0][:2]]
+    pane = panes[0]
     assert "the model says ↵, probability 0.90" in pane.verdict.get_text()
     assert not any("\n" in text.get_text() for text in pane.ax.texts)
     figure.draw_without_rendering()
@@ -105,3 +107,38 @@ def test_what_no_film_can_be_made_of_is_refused_and_writes_nothing(tmp_path):
         with pytest.raises(ValueError, match=re.escape(message)):
             write_film(traces, tmp_path / name, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def counted(snapshot, right, on_key):
+    """The snapshot as a row of a batch of 8, with answers right and the key found on so many of them."""
+    name, H = snapshot.maps[0].name, snapshot.maps[0].weights.shape[1]
+    return replace(snapshot, tally=Tally(2, 8, asked=8, right=right, keyed=8, on_key={name: [0] * (H - 1) + [on_key]}))
+
+
+def test_curves_count_all_rows_where_a_batch_was_recorded():
+    rows = [Trace("a", [counted(recorded(1, 0, False), 1, 2), counted(recorded(1, 5, True), 6, 7)])]
+    measures = _measures(rows, head=2)
+    assert list(measures) == ["right answers, share of 8 rows", "largest weight on the right key, share of 8 rows"]
+    assert [[measure(one) for one in rows[0].snapshots] for measure in measures.values()] == [[1 / 8, 6 / 8], [2 / 8, 7 / 8]]
+    assert list(_measures(TRACES, head=2)) == ["probability of the right answer"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "H", "is_right", "reason"),
+    [
+        (0.95, 1, False, "found the key, the answer is still wrong: W_V and the head have not learned"),
+        (0.6, 1, False, "found the key (weight 0.60)"),
+        (0.3, 1, False, "the largest weight lies on a wrong key"),
+        (0.95, 2, False, "found the key (weight 0.95)"),  # another head may be at fault
+        (0.3, 1, True, ""),
+    ],
+)
+def test_a_wrong_answer_has_its_reason_where_the_head_shows_it(weight, H, is_right, reason):
+    one = recorded(1, 0, is_right, H=H)
+    weights = one.maps[0].weights.clone()
+    weights[0, :, 6] = 0
+    weights[0, :, 6, 3], weights[0, :, 6, 1] = weight, 1 - weight
+    one = replace(one, maps=(replace(one.maps[0], weights=weights),), layers=("blocks.0",))
+    pane = _Pane(Figure().add_subplot(), 0.0, Trace("a", [one]), 0, PALETTE[0])
+    pane.show(0)
+    assert pane.reason.get_text() == reason

@@ -417,7 +417,7 @@ def test_a_map_has_other_colours_in_the_dark(play):
 
 
 def test_the_numbers_in_the_words_of_scene_3_are_those_of_the_record(play, record):
-    """What is written out in words.js, in both languages."""
+    """What is written out in play_words.js, in both languages."""
     ratios = {name: {row[0]: row[3] for row in rows} for name, rows in record["limits"].items()}
     for lang in ("en", "zh"):
         page = play(f"scene=3&lang={lang}")
@@ -442,7 +442,7 @@ def attention_by(lines):
     """The function that the lines of a trap define."""
     names = {"torch": torch, "F": torch.nn.functional}
     exec("\n".join(lines), names)
-    return names["attention"]
+    return names[lines[0].split("(")[0].removeprefix("def ")]
 
 
 def calls_of_traps():
@@ -456,6 +456,8 @@ def calls_of_traps():
         return reference_attention(call).to(q.dtype)
 
     some = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    no_last, large = torch.tensor([[True, True, False]] * 3), v.clone()
+    large[:, :, 2] = 1e8  # a hidden value
     low = torch.full((1, 1, 3, 4), -10.0)
     layer = torch.nn.MultiheadAttention(4, 1, batch_first=True)
     x, real = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([[1, 1, 0]])
@@ -465,6 +467,10 @@ def calls_of_traps():
         ((q, k, v, some), exactly(q, k, v, some)),
         ((q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], k[:, :, :2], v[:, :, :2]), exactly(q[:, :, 2:], k, v)),
         ((layer, x, real), layer(x[:, :2], x[:, :2], x[:, :2])[0]),
+        ((q, k, large, no_last), exactly(q, k, large, no_last)),
+        ((q, k, v[..., :1]), exactly(q, k, v[..., :1])),
+        ((q, k, v, some), exactly(q, k, v, some)),
+        ((q[0], 2), torch.stack(q[0].chunk(2, dim=-1), dim=1)),
     ]
 
 
@@ -476,7 +482,7 @@ def equal(ours, wanted):
 def test_each_trap_goes_wrong_by_the_line_that_is_to_be_found_and_by_no_other(play, lang):
     page = play(f"scene=4&lang={lang}")
     traps = page.locator(".trap").all()
-    assert len(traps) == 5
+    assert len(traps) == 9
     for trap, (arguments, wanted) in zip(traps, calls_of_traps(), strict=True):
         lines = trap.locator(".code code").all_text_contents()
         assert not equal(attention_by(lines)(*arguments)[..., :2, :], wanted[..., :2, :])
@@ -499,6 +505,16 @@ def test_each_trap_goes_wrong_by_the_line_that_is_to_be_found_and_by_no_other(pl
         page.locator("#language").click()  # the answer stays, in the other language
         assert answer.inner_text().startswith("✓")
         page.locator("#language").click()
+
+
+def test_why_a_training_falls_apart_is_hidden_until_the_reader_has_predicted_and_seen_one(play):
+    page = play("scene=3")
+    assert not page.locator("#why").is_visible()
+    page.locator("#predict label").nth(1).click()
+    assert not page.locator("#why").is_visible()
+    page.locator("#at").focus()
+    page.keyboard.press("End")
+    assert page.locator("#why p").first.is_visible()
 
 
 def test_the_gradient_of_the_values_is_nan_although_the_loss_ignores_the_row_and_the_mended_line_has_it_right(play):

@@ -1,11 +1,14 @@
 """A snapshot holds what attention did, and comes back from its file as it was."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from minitx.analysis import read_snapshots, take_snapshot
-from minitx.analysis.snapshot import read_snapshot, write_snapshot
+from minitx.analysis.answers import Answer, Answers
+from minitx.analysis.snapshot import Tally, read_snapshot, snapshot_of_weights, typical_row, write_snapshot
 from minitx.nn import MultiHeadAttention, Padding
 from tests.analysis.models import model_of, translation_of
 
@@ -121,3 +124,34 @@ def test_what_is_no_snapshot_is_refused_by_name(tmp_path):
     (tmp_path / "step_00000001.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"step_00000001\.safetensors is not a snapshot of attention"):
         read_snapshots(tmp_path)
+
+
+def recall_of(found, right):
+    """A snapshot of rows of two queries over three keys; each row asks for key 2, whether it is found and answered right as told."""
+    B = len(found)
+    weights = torch.zeros(B, 2, 3, 3)
+    weights[:, :, :, 0] = 1.0
+    for b, has_key in enumerate(found):
+        if has_key:
+            weights[b, 1, 1] = torch.tensor([0.2, 0.3, 0.5])
+    answers = [[Answer("?", 1, 2, "16", is_right, 0.5, (("16", 0.6),))] for is_right in right]
+    whole = snapshot_of_weights([weights])
+    return replace(whole, answers=Answers("query", answers))
+
+
+def test_a_row_that_is_cut_out_keeps_the_counts_of_all_rows():
+    whole = recall_of(found=[True, True, False, True], right=[True, False, False, False])
+    tally = whole.sentence(2).sentence(0).tally
+    assert tally == Tally(row=2, rows=4, asked=4, right=1, keyed=4, on_key={"0": [0, 3]})
+    assert replace(whole, answers=None).sentence(2).tally is None
+
+
+def test_the_typical_row_ends_in_every_run_as_most_rows_do():
+    learned = recall_of(found=[False, True, True, True], right=[False, True, True, True])
+    lost = recall_of(found=[False, True, False, False], right=[False, False, False, False])
+    early = recall_of(found=[True] * 4, right=[False] * 4)
+    assert typical_row([[early, learned], [early, lost]]) == 2
+    assert typical_row([[learned]]) == 1
+    near = recall_of(found=[True, True, False, False], right=[True, True, False, True])
+    far = recall_of(found=[False, True, True, True], right=[False, False, True, True])
+    assert typical_row([[near], [far]]) is None

@@ -7,6 +7,7 @@ import hashlib
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ import torch
 from pages import SOURCE, data_of, random_snapshot, weights_of
 from torch import nn
 
-from minitx.analysis import intervene, take_snapshot
+from minitx.analysis import intervene, take_snapshot, viewer
 from minitx.analysis.viewer import Trace, playground, view, viewer_page
+from minitx.check.mutants import MUTANTS
 from minitx.config import TransformerConfig
 from minitx.nn import Block, Encoder, FeedForward, MultiHeadAttention
 from tests.analysis.models import SIZES, model_of
@@ -54,7 +56,7 @@ def page(traces):
     return viewer_page(traces)
 
 
-LARGEST = {"viewer": 80_000, "playground": 130_000}
+LARGEST = {"viewer": 110_000, "playground": 130_000}
 """Bytes of a page without the data that it shows."""
 
 
@@ -272,3 +274,10 @@ def test_a_layer_its_weights_and_its_snapshot_are_shown_alike():
     assert view(take_snapshot(layer, x[:1])).page == view(layer, x[:1]).page
     two = data_of(view({"a": weights[:1], "b": weights[:1] / 2}).page)
     assert [trace["name"] for trace in two["traces"]] == ["a", "b"]
+
+
+def test_each_trap_of_the_playground_names_a_mutant_of_the_checker():
+    source = (Path(viewer.__file__).parent / "traps.js").read_text(encoding="utf-8")
+    named = re.findall(r'mutant: "(.*)"', source)
+    assert len(named) == source.count("lines: [") == 9
+    assert set(named) <= {entry.name for entry in MUTANTS}

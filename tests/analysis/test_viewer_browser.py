@@ -11,6 +11,7 @@ import torch
 from pages import SOURCE, TARGET, choose, is_dark, random_snapshot, shows_focus, unnamed, weak_texts, with_answers
 
 from minitx.analysis.answers import Answer
+from minitx.analysis.snapshot import Tally
 from minitx.analysis.viewer import Trace, View, view, viewer_page
 from tests.waiting import wait_for
 
@@ -497,3 +498,57 @@ def test_two_views_in_a_notebook_are_independent(visit):
     first.locator("#theme").click()
     thumb(first, 1, 2).click()
     assert [a == b for a, b in zip(before, themes(), strict=True)] == [False, True]
+
+
+def counted(snapshot, right, on_key):
+    """The snapshot as row 2 of 8, with so many right answers, and so many favourite keys of the only layer's heads."""
+    name, H = snapshot.maps[0].name, snapshot.maps[0].weights.shape[1]
+    return replace(snapshot, tally=Tally(2, 8, asked=8, right=right, keyed=8, on_key={name: [on_key] * H}))
+
+
+COUNTED = [
+    Trace("scaled", [counted(asked(0, 0.02, "4"), 1, 0), counted(asked(50, 0.9), 6, 7)]),
+    Trace("unscaled", [counted(asked(0, 0.03, "4"), 1, 1), counted(asked(50, 0.03, "4"), 2, 1)]),
+]
+
+
+def test_curves_of_all_rows_move_with_the_map_and_the_page_says_which_row_it_shows(visit):
+    page = visit(View(viewer_page(COUNTED, rule="typical")), "#step=0")
+    captions = page.locator("#tally figcaption")
+    assert "A 12.5 % B 12.5 %" in captions.nth(0).inner_text() and "A 0.0 % B 12.5 %" in captions.nth(1).inner_text()
+    page.locator("#step").press("End")
+    assert "A 75.0 % B 25.0 %" in captions.nth(0).inner_text() and "A 87.5 % B 12.5 %" in captions.nth(1).inner_text()
+    points = page.locator("#tally polyline").evaluate_all("lines => lines.map(line => line.points.length)")
+    assert points == [2, 2, 2, 2]
+    assert (
+        page.locator("#tally .note")
+        .inner_text()
+        .startswith("The map shows row 2 of the 8, counted from 0: the first row on which")
+    )
+    assert not visit("film").locator("#tally").is_visible()
+
+
+def test_the_page_speaks_chinese_by_its_button_and_by_its_address_and_names_everything(visit):
+    page = visit(View(viewer_page(COUNTED, rule="chosen")))
+    page.locator("#language").click()
+    assert page.locator("html").get_attribute("lang") == "zh-Hans" and "lang=zh" in address(page)
+    assert "键 7 的值是什么？" in page.locator(".answer").first.inner_text()
+    assert page.locator("#tally .note").inner_text() == "图中是 8 行里的第 2 行（从 0 数起）：由 row= 指定。"
+    assert unnamed(page) == []
+    words = page.locator("main").inner_text()
+    assert not re.search(r"\b(query|weight|entropy|visible|step|layer|right)\b", words), words
+    page.locator("#language").click()
+    assert page.locator("html").get_attribute("lang") == "en" and "Right: " in page.locator(".answer").first.inner_text()
+
+
+def test_a_wrong_answer_beside_a_found_key_is_explained_where_one_head_decides(visit):
+    one = with_answers(random_snapshot(0, kinds=("self",), H=1), [answer(0.02, "4")])
+    weights = one.maps[0].weights.clone()
+    for weight, said in (
+        (0.95, "Found the key, the answer is still wrong"),
+        (0.3, "The largest weight of this head lies on a wrong key"),
+    ):
+        weights[0, 0, 6] = 0
+        weights[0, 0, 6, 3], weights[0, 0, 6, 1] = weight, 1 - weight
+        page = visit([Trace("a", [replace(one, maps=(replace(one.maps[0], weights=weights.clone()),))])])
+        assert said in page.locator(".answer").inner_text()

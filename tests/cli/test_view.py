@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from minitx.analysis import take_snapshot
+from minitx.analysis.snapshot import read_snapshots, typical_row
 from minitx.analysis.viewer import playground
 from minitx.cli.inputs import Inputs, attention_of
 from minitx.config import TransformerConfig, to_dict
@@ -154,7 +155,12 @@ def test_a_run_that_recorded_its_attention_needs_no_text_and_has_its_answers_and
         assert one["text"] == f"Which value has key {tokens[-1]}?"
         assert tokens[one["key"]] == f"{tokens[-1]}:{page['words'][one['right']]}"
     assert shots[0]["answers"]["rows"][0]["answer"] != shots[-1]["answers"]["rows"][0]["answer"]
-    assert [layer["name"] for layer in data(run, "layers=-1")["layers"]] == ["blocks.1.attention.core"]
+    tallies, whole = [shot["tally"] for shot in shots], read_snapshots(runs / "lookup")
+    assert page["rule"] == "chosen" and {(one["row"], one["rows"]) for one in tallies} == {(1, whole[0].num_rows)}
+    assert [one["right"] for one in tallies] == [sum(row[-1].is_right for row in shot.answers.rows) for shot in whole]
+    page = data(run, "layers=-1")
+    assert [layer["name"] for layer in page["layers"]] == ["blocks.1.attention.core"]
+    assert page["rule"] == "typical" and page["traces"][0]["snapshots"][0]["tally"]["row"] == typical_row([whole])
     said = output("view", run, "row=1", "layers=1", "head=2", "output=film.webp")
     assert re.fullmatch(r"3 steps\nfilm\.webp  0\.\d\d MB\n", said)
     with Image.open(place / "film.webp") as film:

@@ -9,7 +9,10 @@ from tests.examples.conftest import ROOT, scripts
 
 RECORDS = "(?s)<!-- from the records -->.*?<!-- end of the records -->"  # tests/tools/test_answer.py has these
 TEXTS = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("why_scale.md", "why_scale.zh.md")}
-PAGES = {name: re.sub(RECORDS, "", text) for name, text in TEXTS.items()}
+PERCENT = re.compile(r"(\d+\.\d) %")  # of what the script prints as a share
+PAGES = {
+    name: PERCENT.sub(lambda share: f"{float(share[1]) / 100:.3f}", re.sub(RECORDS, "", text)) for name, text in TEXTS.items()
+}
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 FIGURES = ROOT / "docs" / "why_scale"
 TABLES = (FIGURES / "tables.md").read_text(encoding="utf-8")

@@ -68,6 +68,11 @@ def means(curve: Sequence[float], window: int) -> Iterator[float]:
     return (math.fsum(curve[end - window : end]) / window for end in range(window, len(curve) + 1))
 
 
+def last_means(curve: Sequence[float], window: int) -> Iterator[float]:
+    """The mean of the last ``window`` steps at each step, of fewer at first. At step 0 nothing has been learned yet."""
+    return (statistics.fmean(curve[max(0, end - window) : end]) for end in range(1, len(curve) + 1))
+
+
 def median(values: Iterable[float]) -> Ratio:
     """The median of ratios and its range."""
     found = sorted(values)
@@ -296,28 +301,39 @@ def numbers() -> dict[str, Any]:
     return result
 
 
-def answer(found: dict[str, Any]) -> dict[str, str]:
-    """README's answer, by the name of the page. The words "no more" need a range that ends at 1 or below."""
+def answer(found: dict[str, Any]) -> dict[str, list[str]]:
+    """The lines of README's answer, by the name of the page. The words "no more" need a range that ends at 1 or below."""
     assert found["steps gpt2"].high <= 1
-    adamw, sgd, start, lost = (found[name] for name in ("adamw 128", "sgd 128", "steps lecun", "text loss gpt2"))
-    low, text = [f"{found[f'{study} 8']:.1f}" for study in BOTH], [f"{found[f'text {study}']:.1f}" for study in BOTH]
+    start, lost = found["steps lecun"], found["text loss gpt2"]
+    places = ("{} 8", "{} 128", "text {}")
+    rows = {study: [found[place.format(study)] for place in places] for study in BOTH}
+    plain = [
+        " | ".join([f"| {name}", *(f"{one:.{0 if one.median > 10 else 1}f} ({one:range})" for one in rows[study])]) + " |"
+        for study, name in zip(BOTH, ("AdamW", "SGD"), strict=True)
+    ]
     return {
-        "README.md": (
-            "Without the scale, attention scores are √d_k times larger. **At the start**, if initial weights are large: with variance "
-            f"1/width (LeCun), a one-head model (d_k = 128) needs {start:.1f} times the steps of AdamW ({start:range}) to learn a "
-            f"lookup; with GPT-2's weights, our default, no more, but text models lose {lost:.2f} nats. **At every step** updates move "
-            "scores further. We removed the scale from trained models, keeping what they compute, and trained on. The largest rate without a "
-            f"collapse was {adamw:.1f} times smaller with AdamW ({adamw:range}) and {sgd:.0f} times with SGD ({sgd:range}); "
-            f"d_k = 8: {low[0]} and {low[1]}; text: {text[0]} and {text[1]}. Smaller rates for W_Q and W_K undo this."
-        ),
-        "README.zh.md": (
-            "没有缩放，每个注意力分数都是原来的 √d_k 倍。这在两处起作用。**在起点**，当初始权重较大时：权重的方差取 1/宽度（LeCun）时，"
-            f"一个头（d_k = 128）的模型要学会查值，AdamW 需要 {start:.1f} 倍的步数（{start:range}）；用 GPT-2 较小的初始权重（minitx 的默认值），并不需要更多，但在文本上损失高 {lost:.2f} nat。"
-            "**在每一步**：一次更新使分数移动得更远。我们从已经学会的模型里去掉缩放，不改变它们算出的结果，再继续训练。不崩溃的最大学习率，"
-            f"AdamW 下缩小到 1/{adamw:.1f}（倍数的范围 {adamw:range}），SGD 下缩小到 1/{sgd:.0f}（{sgd:range}）；"
-            f"d_k = 8 时分别是 1/{low[0]} 和 1/{low[1]}；在文本上是 1/{text[0]} 和 1/{text[1]}。"
-            "把 W_Q 和 W_K 的学习率调小，就能抵消这一切。"
-        ),
+        "README.md": [
+            "Scores are √d_k times larger, and updates move them further. We removed the scale from trained models, keeping what they "
+            "compute. *Collapse*: accuracy below 90 % over 8 steps; text: loss up 0.3 nats.",
+            "",
+            "| largest rate without collapse: times smaller | d_k 8 | d_k 128 | text, d_k 128 |",
+            "|---|---|---|---|",
+            *plain,
+            "",
+            f"From LeCun's initial weights (d_k 128), AdamW needs {start:.1f} times the steps ({start:range}); from GPT-2's, our default, "
+            f"no more, but text loses {lost:.2f} nats.",
+        ],
+        "README.zh.md": [
+            "没有缩放，分数是原来的 √d_k 倍，每次更新也使分数移动得更远。我们从训练好的模型里去掉缩放，不改变它算出的结果，再继续训练。"
+            "*崩溃*：连续 8 步的准确率低于 90 %；在文本上，是损失上升超过 0.3 nat。",
+            "",
+            "| 不崩溃的最大学习率缩小的倍数 | d_k = 8 | d_k = 128 | 文本，d_k = 128 |",
+            "|---|---|---|---|",
+            *plain,
+            "",
+            f"从头训练（d_k = 128）：用 LeCun 的初始权重，AdamW 需要 {start:.1f} 倍的步数（{start:range}）；用 GPT-2 的初始权重（minitx 的默认值），"
+            f"并不需要更多，但在文本上损失高 {lost:.2f} nat。",
+        ],
     }
 
 
@@ -417,8 +433,8 @@ def draw(path: str) -> None:
     arms, widths = dict(zip(("inv_sqrt", "unscaled"), PALETTE, strict=False)), [int(d_k) for d_k in WIDTHS]
     for (arm, rate, _), curve in curves(before, "stability_adamw", head_dim="128").items():
         if rate == 0.01 and arm in arms:
-            axes[0].plot(list(means(curve, 8)), color=arms[arm][0], linewidth=0.9, alpha=0.8)
-    label(axes[0], "A solved model, trained on\n(AdamW, rate 0.01, d_k 128)", "step", "accuracy (mean of 8 steps)")
+            axes[0].plot(list(last_means(curve, 8)), color=arms[arm][0], linewidth=0.9, alpha=0.8)
+    label(axes[0], "A solved model, trained on\n(AdamW, rate 0.01, d_k 128)", "step", "accuracy (mean of the last 8)")
     for ax, study, name, power in zip(axes[1:3], ("adamw", "sgd"), ("AdamW", "SGD"), (0.25, 0.5), strict=False):
         for i, (arm, (color, marker)) in enumerate(arms.items()):
             for d_k in widths:
@@ -438,14 +454,25 @@ def draw(path: str) -> None:
         for i, (arm, (color, marker)) in enumerate(arms.items()):
             heights = [steps_of(counts, arm, seed) for seed in seeds]
             xs = [column + 0.3 * (i - 0.5) + 0.03 * (k - len(heights) / 2) for k in range(len(heights))]
-            axes[3].plot(xs, heights, marker, color=color, markersize=3)
+            for x, height in zip(xs, heights, strict=True):
+                ended = height >= CAP  # at its cap, before it had learned the task
+                axes[3].plot(
+                    x,
+                    height,
+                    "^" if ended else marker,
+                    color=color,
+                    markersize=5 if ended else 3,
+                    fillstyle="none" if ended else "full",
+                )
     log_ticks(axes[3])
     axes[3].set_xlim(-0.5, 1.5)
     axes[3].set_xticks([0, 1], ["LeCun's", "GPT-2's"])
     label(axes[3], "Steps to learn the task\n(AdamW, d_k 128)", "initial weights", "steps")
     names = {"inv_sqrt": "with the scale 1/√d_k", "unscaled": "without the scale"}
     lines = [("without it, predicted", INK, "", "-"), ("its bound: d_k^¼ or √d_k", INK, "", "--")]
-    legend(figure, [*((names[arm], *look, "-") for arm, look in arms.items()), *lines])
+    capped = (f"ended at its cap of {CAP:,} steps, not learned", INK, "^", "")
+    legend(figure, [*((names[arm], *look, "-") for arm, look in arms.items()), *lines, capped])
+    figure.legends[0].legend_handles[-1].set_fillstyle("none")
     save_figure(figure, path)
 
 
@@ -457,7 +484,7 @@ if __name__ == "__main__":
     for name, one in found.items():
         told = f"{one:.3f} ({one.low:.3f} to {one.high:.3f}; {one.seeds})" if isinstance(one, Ratio) else one
         print(f"{name:22}", told)
-    for page, text in answer(found).items():
-        print(f"\n{page}, {len(text.split())} words\n{text}")
+    for page, lines in answer(found).items():
+        print(f"\n{page}", *lines, sep="\n")
     for name, lines in {**tables(found), **sentences(found)}.items():
         print(f"\n{name}", *lines, sep="\n")

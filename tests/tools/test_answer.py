@@ -18,10 +18,15 @@ def found():
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
-def test_the_answer_of_a_readme_is_made_from_the_records_and_has_no_parenthesis_in_a_parenthesis(found, page):
-    text = answer.answer(found)[page]
-    assert text in (ROOT / page).read_text(encoding="utf-8").splitlines()
-    assert len(text.split()) <= 110 and not re.search(r"\([^)]*\(", text)
+def test_the_answer_of_a_readme_is_made_from_the_records_and_is_a_table_with_few_words_around_it(found, page):
+    lines = answer.answer(found)[page]
+    assert "\n".join(lines) in (ROOT / page).read_text(encoding="utf-8")
+    around = " ".join(line for line in lines if not line.startswith("|"))
+    assert len(around.split()) <= 60 and not re.search(r"\([^)]*\(", around)
+
+
+def test_a_mean_of_the_last_steps_stands_at_its_last_step_and_the_first_at_step_0():
+    assert list(answer.last_means([1.0, 0.0, 0.5, 0.25], 2)) == [1.0, 0.5, 0.25, 0.375]
 
 
 @pytest.mark.parametrize("page", ["why_scale.md", "why_scale.zh.md"])

@@ -12,10 +12,12 @@ from minitx.ablation import wording as say
 from minitx.ablation.grid import Run
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.report import Picture, Section, text
-from minitx.analysis.canvas import label, log_ticks, panels
+from minitx.analysis.canvas import INK, label, log_ticks, panels
 
 ARMS = ("inv_sqrt", "unscaled")
 """The arms with and without the scale, of every grid about it."""
+WINDOW = 8
+"""Steps in a mean of the accuracy that the first figure shows."""
 
 
 def sentences(findings: Findings) -> list[str]:
@@ -54,14 +56,16 @@ def figure(findings: Findings) -> list[Picture]:
         return []
     drawn, axes = panels(1, columns, width=12.5 / columns, height=2.6)
     for ax, (name, runs) in zip(axes[0], shown.items(), strict=False):
-        curves.curves(ax, grid, runs, "accuracy")
-        label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", "accuracy")
+        curves.curves(ax, grid, runs, "accuracy", WINDOW)
+        label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", f"accuracy, mean of the last {WINDOW}")
     for ax, (name, of_study) in zip(axes[0, len(shown) :], stable.items(), strict=False):
         curves.draw_thresholds(ax, grid, of_study)
         label(ax, f"largest rate without a collapse,\n{name}", "d_k", "learning rate")
     if started:
         _draw_times(axes[0, -1], findings, started)
     lines = curves.law_lines(grid, [f for listed in stable.values() for f in listed]) if stable else []
+    if started:
+        lines.append(("ended at its cap of steps, not solved", INK, "^", ""))
     curves.arms_legend(drawn, grid, ARMS, lines, line="-")
     threshold = next((grid.studies[listed[0].comparison.study].threshold for listed in stable.values()), None)
     caption = text("scaling.txt", "caption", started, threshold)

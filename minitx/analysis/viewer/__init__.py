@@ -14,11 +14,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,9 +41,11 @@ from minitx.config.schema import stated
 
 __all__ = ["Trace", "View", "playground", "view", "viewer_page"]
 
-SCRIPTS = ("common.js", "data.js", "ramps.js", "colours.js", "controls.js", "answers.js", "map.js", "lines.js", "page.js")
+SCRIPTS = (
+    "page_words.js", "common.js", "data.js", "ramps.js", "colours.js", "controls.js", "tally.js", "answers.js", "map.js", "lines.js", "page.js",
+)  # fmt: skip
 PLAY_SCRIPTS = (
-    "common.js", "ramps.js", "words.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "training.js", "traps.js", "play.js",
+    "play_words.js", "common.js", "ramps.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "training.js", "traps.js", "play.js",
 )  # fmt: skip
 FULL = 65534
 """The 16-bit number for a weight of 1. The next larger one means NaN."""
@@ -178,7 +180,7 @@ def playground(*, pages: str | None = None, height: int = 1000) -> View:
     Scene 1 computes one row of softmax(q Kᵀ / √d_k) V by hand, for the reader's tokens and numbers (d_k = 3). Scene 2 draws random
     queries and keys, and shows what d_k (1 to 1,024) and a factor on q·k do to logits, weights, the softmax's Jacobian and numbers
     of 16 bits. With seed 0, its numbers are those of ``examples/why_scale.py``. Scene 3 shows a solved model that was trained
-    further with and without the scale, as ``examples/falls_apart.py`` recorded it. Scene 4 asks for the wrong line of five pieces
+    further with and without the scale, as ``examples/falls_apart.py`` recorded it. Scene 4 asks for the wrong line of nine pieces
     of code.
 
     Args:
@@ -248,7 +250,11 @@ def _snapshots(given: Any, tokens: Mapping[str, Sequence[Sequence[str]]] | None)
     return given
 
 
-def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:
+RowRule = Literal["typical", "first", "chosen"]
+"""How the row of a batch was chosen: it ends as most rows do (``typical_row``); it is the first; or the user chose it."""
+
+
+def viewer_page(traces: Sequence[Trace], *, title: str = "Attention", rule: RowRule | None = None) -> str:
     """Return the page of the viewer as HTML. It shows all heads, one head in detail, training steps, and two models side by side.
 
     Weights from 0 to 1 are rounded to multiples of 1/65534, an error below 8e-6. If a layer has others (``intervene``), the multiples
@@ -258,6 +264,10 @@ def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:
         traces: one model, or two to compare. The second is B, and differences are A − B. All snapshots must have the same
             tokens and layers. Padding is left out.
         title: the title of the page.
+        rule: how the row was chosen, for a sentence on the page.
+
+    Where the row was cut out of a batch whose right answers are known, curves show at each step the share of right answers on all
+    rows, and of questions whose largest weight lies on the right key.
 
     Raises:
         ValueError: no trace or more than two; a trace without snapshots, or with steps that do not increase; a snapshot with
@@ -289,6 +299,7 @@ def viewer_page(traces: Sequence[Trace], *, title: str = "Attention") -> str:
         "masks": [base64.b64encode(bits).decode() for bits in masks],
         "words": list(words),
         "full": FULL,
+        "rule": rule,
     }
     return _page(title, data)
 
@@ -328,6 +339,9 @@ def _snapshot(snapshot: Snapshot, masks: dict[bytes, int], words: dict[str, int]
     found: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "layers": layers}
     if snapshot.answers is not None:
         found["answers"] = _answers(snapshot, snapshot.answers, words)
+    if (tally := snapshot.tally) is not None:
+        on_key = [list(tally.on_key.get(layer.name, ())) for layer in snapshot.maps]
+        found["tally"] = {**asdict(tally), "on_key": on_key}
     return found
 
 

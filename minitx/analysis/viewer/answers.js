@@ -64,32 +64,45 @@ function answerParts(trace, isNamed) {
   const without = state.out ? answerOf(trace, state.layer, state.head) : null;
   const question = element("p", "asked");
   if (isNamed) question.append(element("b", "model", NAMES[trace]), " ");
-  question.append(element("bdi", "", row.text.replace(/[^ ]+/g, shown)));
+  question.append(element("bdi", "", words().told(row.text).replace(/[^ ]+/g, shown)));
   if (row.right !== null) {
-    question.append(" ", element("span", "soft", "Right: "), tokenOf(row.right));
+    question.append(" ", element("span", "soft", words().right), tokenOf(row.right));
     const key = wantedKey(trace);
-    if (key !== null) question.append(" ", element("span", "soft", "at the framed key "), element("bdi", "soft", keysOf(state.layer)[key]));
+    if (key !== null) question.append(" ", element("span", "soft", words().at_key), element("bdi", "soft", keysOf(state.layer)[key]));
   }
-  const words = element("div", "said");
-  words.append(question, verdict(all, without ? "All heads: " : "The model says "));
-  whole.append(words);
+  const said = element("div", "said");
+  said.append(question, verdict(all, words()[without ? "all_heads" : "says"]), ...reason(trace, all));
+  whole.append(said);
   if (!without) return whole;
-  words.append(verdict(without, `Without head ${state.head}: `));
+  said.append(verdict(without, words().without_head(state.head)));
   if (row.right !== null) {
     const change = `${fixed(all.loss, 2)} → ${fixed(without.loss, 2)} (${signed(without.loss - all.loss, 2)} nats)`;
-    words.append(element("p", "soft", `Loss of the right answer: ${change}. The map is that of the whole model.`));
+    said.append(element("p", "soft", words().loss_change(change)));
   }
   whole.append(compareTops(all, without, row));
   return whole;
+}
+
+const SURE = 0.9; // the least weight on the right key with which a wrong answer is no fault of the weights
+
+// Why an answer is wrong, where one head alone decides what the model reads.
+function reason(trace, answer) {
+  const key = wantedKey(trace);
+  const [H, , S] = DATA.layers[state.layer].shape;
+  if (key === null || answer.right !== false || DATA.layers.length * H > 1) return [];
+  const { weights } = heads(trace, snapshotAt(trace, state.step), state.layer)[state.head];
+  const row = weights.subarray(state.q * S, (state.q + 1) * S);
+  if (row[key] < Math.max(...row)) return [element("p", "soft", words().wrong_key)];
+  return row[key] < SURE ? [] : [element("p", "soft", words().found_key)];
 }
 
 function verdict(answer, says) {
   const [word, p] = answer.top[0];
   const isKnown = answer.right !== null;
   const line = element("p", isKnown ? (answer.right ? "verdict good" : "verdict bad") : "verdict");
-  if (isKnown) line.append(element("b", "sign", answer.right ? "✓ right" : "✗ wrong"));
-  line.append(says, tokenOf(word), ` with probability ${chance(p)}`);
-  if (isKnown) line.append(element("span", "soft", ` · right answer ${chance(Math.exp(-answer.loss))} · loss ${fixed(answer.loss, 2)}`));
+  if (isKnown) line.append(element("b", "sign", words()[answer.right ? "is_right" : "is_wrong"]));
+  line.append(says, tokenOf(word), words().probability(chance(p)));
+  if (isKnown) line.append(element("span", "soft", words().right_answer(chance(Math.exp(-answer.loss)), fixed(answer.loss, 2))));
   return line;
 }
 
@@ -103,8 +116,8 @@ function chance(p) {
 // The most probable answers of both.
 function compareTops(all, without, row) {
   const table = element("table", "tops");
-  const words = new Set([...all.top, ...without.top].map(([word]) => word));
-  if (row.right !== null) words.add(row.right);
+  const told = new Set([...all.top, ...without.top].map(([word]) => word));
+  if (row.right !== null) told.add(row.right);
   const p = (one, word) => one.top.find(([other]) => other === word)?.[1];
   const say = (one, word) => {
     const found = p(one, word) ?? (word === row.right ? Math.exp(-one.loss) : undefined);
@@ -112,7 +125,7 @@ function compareTops(all, without, row) {
     cell.style.setProperty("--p", found ?? 0);
     return cell;
   };
-  const lines = [...words].map((word) => {
+  const lines = [...told].map((word) => {
     const name = header("row");
     name.append(tokenOf(word), word === row.right ? " ✓" : "");
     const one = tableLine(name, say(all, word), say(without, word));
@@ -120,7 +133,7 @@ function compareTops(all, without, row) {
     return one;
   });
   const [top, body] = [element("thead"), element("tbody")];
-  top.append(tableLine(...["answer", "all heads", `without head ${state.head}`].map((text) => header("col", text))));
+  top.append(tableLine(...words().tops(state.head).map((text) => header("col", text))));
   body.append(...lines);
   table.append(top, body);
   return table;
@@ -137,7 +150,7 @@ function showStrongest() {
   const all = layers.flatMap((layer) => Array.from({ length: DATA.layers[layer].shape[0] }, (_, head) => ({ layer, head, effect: effectOf(trace, layer, head) })));
   const best = all.filter((one) => one.effect > 0.05).sort((a, b) => b.effect - a.effect).slice(0, MOST);
   byId("strongest").hidden = !best.length;
-  byId("strongest").replaceChildren(element("span", "soft", `Heads without which the loss of this question rises most${COMPARES ? ` (${NAMES[trace]})` : ""}:`), ...best.map(({ layer, head, effect }) => buildButton("", `L${DATA.layers[layer].number} h${head} ${rounded(effect)}`, () => update({ layer, head }))));
+  byId("strongest").replaceChildren(element("span", "soft", words().strongest(NAMES[trace])), ...best.map(({ layer, head, effect }) => buildButton("", `L${DATA.layers[layer].number} h${head} ${rounded(effect)}`, () => update({ layer, head }))));
 }
 
 // Below each thumbnail, what the loss of the cursor's question gains without the head.
@@ -157,7 +170,6 @@ function showEffects() {
     const say = (value, unknown) => (Number.isNaN(value) ? unknown : rounded(value));
     line.textContent = `Δ ${effects.map((value) => say(value, "–")).join(" | ")}`;
     line.classList.toggle("strong", Math.max(...known.map(Math.abs)) >= 0.5);
-    const told = effects.map((value) => say(value, "an unknown number")).join(" and ");
-    button.ariaLabel = `${button.ariaLabel.split("; without it")[0]}; without it, the loss changes by ${told}`;
+    button.ariaLabel = button.dataset.label + words().effect_label(effects.map((value) => say(value, null)));
   }
 }

@@ -83,6 +83,6 @@ function drawLegend(node, top, isSigned) {
   });
   const scale = element("span", "ramp");
   scale.append(ramp, ...ticks);
-  node.replaceChildren(...(isSigned ? [element("span", "end", "more in B"), scale, element("span", "end", "more in A")] : [scale]));
-  node.ariaLabel = isSigned ? "Blue: more in B, orange: more in A" : `Colours from 0 to ${Number(top.toPrecision(2))}`;
+  node.replaceChildren(...(isSigned ? [element("span", "end", words().more_in[0]), scale, element("span", "end", words().more_in[1])] : [scale]));
+  node.ariaLabel = isSigned ? words().legend_diff : words().legend(Number(top.toPrecision(2)));
 }

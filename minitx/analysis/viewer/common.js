@@ -1,4 +1,4 @@
-// What both pages share: elements, numbers as text, choices, colours of the system, the address.
+// What both pages share: elements, numbers as text, choices, languages, colours of the system, the address.
 
 const byId = (id) => document.getElementById(id);
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
@@ -6,6 +6,14 @@ const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 // An element with a class and a text; texts of users go nowhere but through textContent.
 function element(tag, className = "", text = "") {
   return Object.assign(document.createElement(tag), { className, textContent: text });
+}
+
+// An element of a picture.
+function shape(tag, attributes, text = "") {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.textContent = text;
+  return node;
 }
 
 function buildButton(className, text, onClick) {
@@ -54,6 +62,28 @@ function setChoice(fieldset, value) {
   for (const input of fieldset.querySelectorAll("input")) input.checked = input.value === String(value);
 }
 
+// --- English or Chinese: `state.lang`. WORDS holds the words of both.
+
+const systemLanguage = () => (navigator.language.startsWith("zh") ? "zh" : "en");
+
+const words = () => WORDS[state.lang];
+
+// Write the words of every element below `root` that names them: data-text its text, data-label its label for a screen reader.
+function showWords(root = document) {
+  for (const node of root.querySelectorAll("[data-text]")) node.textContent = words()[node.dataset.text];
+  for (const node of root.querySelectorAll("[data-label]")) node.ariaLabel = words()[node.dataset.label];
+}
+
+// The language of the page, and the button that changes it.
+function showLanguage() {
+  document.documentElement.lang = state.lang === "zh" ? "zh-Hans" : "en";
+  showWords();
+  const [text, label] = words().language;
+  Object.assign(byId("language"), { textContent: text, ariaLabel: `${text}: ${label}` });
+}
+
+const otherLanguage = () => (state.lang === "en" ? "zh" : "en");
+
 // --- light and dark: `state.theme`, or what the system says; paper is light
 
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
@@ -63,10 +93,10 @@ const theme = () => (isPrinted.matches ? "light" : (state.theme ?? (systemIsDark
 
 const onOtherColours = (show) => [systemIsDark, isPrinted].forEach((one) => one.addEventListener("change", show));
 
-// The button that changes them. `names`: of each, what its button says, and its label for a screen reader.
-function showTheme(names = { light: ["Light", "Light colours"], dark: ["Dark", "Dark colours"] }) {
+// The button that changes them.
+function showTheme() {
   document.documentElement.dataset.theme = theme();
-  const [text, label] = names[theme() === "dark" ? "light" : "dark"];
+  const [text, label] = words().theme[theme() === "dark" ? "light" : "dark"];
   Object.assign(byId("theme"), { textContent: text, ariaLabel: label });
 }
 

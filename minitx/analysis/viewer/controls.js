@@ -1,13 +1,12 @@
 // What is shown, where it is kept (the address), and the controls that change it.
 
-const VIEWS = COMPARES
-  ? { a: "A", b: "B", both: "A beside B", diff: "A − B" }
-  : { a: "A" };
+const VIEWS = COMPARES ? ["a", "b", "both", "diff"] : ["a"];
 const SCALES = ["root", "linear", "largest"];
 const CELL = { smallest: 2, largest: 44, readable: 12.5, lying: 20 }; // pixels
 
 // layer: its number in DATA.layers. step: its number in STEPS. q, k: the cell with the cursor. extra: heads whose lines are
 // drawn beside those of `head`. out: whether `head` is knocked out, where the page knows the answers without it. zoom: pixels a cell, null fits them to the page. theme: null follows the system.
+// lang: "en" or "zh".
 const START = () => ({
   layer: GROUPS[0].layers[0],
   head: 0,
@@ -21,6 +20,7 @@ const START = () => ({
   zoom: null,
   out: false,
   theme: null,
+  lang: systemLanguage(),
 });
 const state = START();
 
@@ -29,7 +29,7 @@ function settle() {
   const within = (value, count, fallback) => (Number.isNaN(Number(value)) ? fallback : clamp(value, 0, count - 1));
   state.layer = within(state.layer, DATA.layers.length, 0);
   const [H, L, S] = DATA.layers[state.layer].shape;
-  if (!(state.view in VIEWS)) state.view = Object.keys(VIEWS)[0];
+  if (!VIEWS.includes(state.view)) state.view = VIEWS[0];
   state.head = within(state.head, H, 0);
   state.step = within(state.step, STEPS.length, STEPS.length - 1);
   if (state.q === Infinity && KNOWS_WITHOUT) state.q = lastAsked(state.layer) ?? state.q;
@@ -41,6 +41,7 @@ function settle() {
   state.zoom = Number.isFinite(state.zoom) && state.zoom !== null ? clamp(state.zoom, CELL.smallest, CELL.largest) : null;
   state.out &&= KNOWS_WITHOUT;
   if (!["light", "dark"].includes(state.theme)) state.theme = null;
+  if (!(state.lang in WORDS)) state.lang = systemLanguage();
 }
 
 function favourite({ weights }, q, S) {
@@ -53,7 +54,7 @@ function readAddress() {
   Object.assign(state, START()); // what it does not name
   const number = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : undefined);
   for (const name of ["layer", "head", "q", "k", "zoom"]) state[name] = number(name) ?? state[name];
-  for (const name of ["view", "scale", "theme"]) state[name] = given.get(name) ?? state[name];
+  for (const name of ["view", "scale", "theme", "lang"]) state[name] = given.get(name) ?? state[name];
   const step = STEPS.indexOf(number("step"));
   if (step >= 0) state.step = step;
   if (given.has("heads")) state.extra = new Set(given.get("heads").split(".").map(Number));
@@ -72,19 +73,25 @@ function writeAddress() {
   if (state.out) said.out = 1;
   if (state.scale !== SCALES[0]) said.scale = state.scale;
   for (const name of ["zoom", "theme"]) if (state[name] !== null) said[name] = state[name];
+  if (state.lang !== systemLanguage()) said.lang = state.lang;
   putAddress(said);
 }
 
 // --- the row of controls
 
-function buildControls() {
-  buildChoice("group", { ...GROUPS.map((group) => group.label) }, (i) => {
+// What has other words in the other language.
+function buildChoices() {
+  buildChoice("group", { ...GROUPS.map(labelOf) }, (i) => {
     const from = groupOf(state.layer);
     const depth = from.layers.indexOf(state.layer);
     const to = GROUPS[i].layers;
     update({ layer: to[Math.min(depth, to.length - 1)] });
   });
-  buildChoice("view", VIEWS, (view) => update({ view }));
+  buildChoice("view", Object.fromEntries(VIEWS.map((view) => [view, words().views[view]])), (view) => update({ view }));
+  for (const name of ["help", "details"]) byId(`${name}-list`).replaceChildren(...words()[`${name}_list`].map((text) => element("li", "", text)));
+}
+
+function buildControls() {
   byId("steps").hidden = STEPS.length < 2;
   byId("step").max = STEPS.length - 1;
   byId("step").addEventListener("input", (event) => update({ step: Number(event.target.value) }));
@@ -96,6 +103,7 @@ function buildControls() {
   byId("smaller").addEventListener("click", () => zoomBy(1 / 1.4));
   byId("larger").addEventListener("click", () => zoomBy(1.4));
   byId("fit").addEventListener("click", () => update({ zoom: null }));
+  byId("language").addEventListener("click", () => update({ lang: otherLanguage() }));
   byId("theme").addEventListener("click", () => update({ theme: theme() === "dark" ? "light" : "dark" }));
   byId("models").replaceChildren(...TRACES.map((trace, i) => {
     const item = element("li");
@@ -113,8 +121,18 @@ function showMore(on) {
   byId("controls").classList.toggle("all", on);
 }
 
+const TITLE = byId("title").textContent;
+let shownLanguage = null;
+
 function showControls() {
   showTheme();
+  if (state.lang !== shownLanguage) {
+    showLanguage();
+    byId("title").textContent = words().told(TITLE);
+    buildChoices();
+    showPlaying();
+    [shownLanguage, builtThumbs, views] = [state.lang, "", []]; // everything else is built again
+  }
   setChoice(byId("group"), GROUPS.indexOf(groupOf(state.layer)));
   setChoice(byId("view"), state.view);
   byId("step").value = state.step;
@@ -125,7 +143,7 @@ function showControls() {
   document.body.classList.toggle("hatched", state.hatch);
 }
 
-const stepText = (i) => (STEPS[i] === null ? "" : `${STEPS[i].toLocaleString("en")} (${i + 1} of ${STEPS.length})`);
+const stepText = (i) => (STEPS[i] === null ? "" : words().step_text(STEPS[i].toLocaleString("en"), i + 1, STEPS.length));
 
 let timer = null;
 const PLAYS = clamp(12000 / STEPS.length, 150, 700); // milliseconds a step
@@ -140,8 +158,12 @@ function play(on) {
       if (state.step === STEPS.length - 1) play(false);
     }, PLAYS);
   }
-  byId("play").textContent = on ? "Pause" : "Play";
-  byId("play").ariaPressed = String(on);
+  showPlaying();
+}
+
+function showPlaying() {
+  byId("play").textContent = words()[timer === null ? "play" : "pause"];
+  byId("play").ariaPressed = String(timer !== null);
 }
 
 // --- layers × heads
@@ -154,7 +176,7 @@ function showThumbs() {
   const H = Math.max(...layers.map((layer) => DATA.layers[layer].shape[0]));
   const built = layers.join();
   if (built !== builtThumbs) buildThumbs(layers, H);
-  const drawn = [built, state.view, state.step, state.scale, theme()].join(" "); // whatever else changes, they stay
+  const drawn = [built, state.view, state.step, state.scale, theme(), state.lang].join(" "); // whatever else changes, they stay
   const wide = panes().length > 1 ? 1.7 : 1;
   byId("thumbs").style.setProperty("--thumb", `${Math.round(wide * (H > 8 ? 40 : H > 4 ? 52 : 64))}px`);
   for (const button of byId("thumbs").querySelectorAll("button")) {
@@ -207,8 +229,8 @@ function showThumb(button, layer, head) {
   });
   const line = (i, digits, name) => `${name} ${numbers.map((n) => say(n[i], digits).replace(/^([+−]?)0\./, "$1.")).join(" | ")}`;
   button.replaceChildren(picture, element("span", "numbers", line(0, 2, "H̄")), element("span", "numbers", line(1, 1, "z")));
-  const told = fields.map((_, i) => `${panes().length > 1 ? `${NAMES[i]}: ` : ""}entropy ${say(numbers[i][0], 2)}, largest score ${say(numbers[i][1], 1)}`);
-  button.ariaLabel = `Layer ${DATA.layers[layer].number}, head ${head}; ${fields[0].signed ? "A − B: " : ""}${told.join("; ")}`;
+  const told = fields.map((_, i) => `${panes().length > 1 ? `${NAMES[i]}: ` : ""}${words().head_told(say(numbers[i][0], 2), say(numbers[i][1], 1))}`);
+  button.dataset.label = button.ariaLabel = `${words().head_label(DATA.layers[layer].number, head)}; ${fields[0].signed ? "A − B: " : ""}${told.join("; ")}`;
 }
 
 function moveAmongThumbs(event) {

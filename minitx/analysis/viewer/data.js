@@ -20,14 +20,12 @@ function groups() {
   });
   const all = [...found.values()];
   const crosses = all.some((group) => group.kind === "cross");
-  const names = crosses
-    ? { self: "Encoder", causal: "Decoder", cross: "Cross" }
-    : { self: "Self-attention", causal: "Causal self-attention" };
-  for (const group of all) group.label = names[group.kind];
+  for (const group of all) group.name = crosses ? { self: "encoder", causal: "decoder", cross: "cross" }[group.kind] : group.kind;
   const order = ["self", "causal", "cross"];
   return all.sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind));
 }
 
+const labelOf = (group) => words().groups[group.name];
 const groupOf = (layer) => GROUPS.find((group) => group.layers.includes(layer));
 
 function snapshotAt(trace, step) {

@@ -97,10 +97,10 @@ class LinesView {
       });
       chip.style.setProperty("--colour", headColour(head));
       chip.ariaPressed = String(this.heads.includes(head));
-      chip.ariaLabel = `Lines of head ${head}`;
+      chip.ariaLabel = words().chip(head);
       if (head === state.head) {
         chip.ariaDisabled = "true";
-        chip.title = "the head on the map";
+        chip.title = words().on_map;
       }
       return chip;
     }));
@@ -187,10 +187,10 @@ class LinesView {
   }
 
   say(found, drawn) {
-    const told = this.torn ? ["NaN has no line."] : [];
-    if (!found) told.push(`No weight${this.held ? " of this token" : ""} is large enough for a line (${FAINTEST} of the full colour).`);
-    else if (drawn < found) told.push(`The ${drawn.toLocaleString("en")} strongest of ${found.toLocaleString("en")} lines.`);
-    if (!this.held) told.push("Point at a token for its lines alone.");
+    const told = this.torn ? [words().nan_line] : [];
+    if (!found) told.push(words().no_line(Boolean(this.held), FAINTEST));
+    else if (drawn < found) told.push(words().most_lines(...[drawn, found].map((count) => count.toLocaleString("en"))));
+    if (!this.held) told.push(words().point);
     this.note.textContent = told.join(" ");
   }
 }

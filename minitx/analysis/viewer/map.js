@@ -60,8 +60,7 @@ class MapView {
     [...this.stripNames.querySelectorAll("small")].forEach((node, i) => {
       node.textContent = Number.isNaN(tops[i]) ? "–" : `${one.signed ? "±" : "0–"}${short(tops[i]).replace(/\.0$/, "")}`;
     });
-    const plain = "Bars: each row's entropy H̄ (0 is one key, 1 all alike) and its largest score |z| before softmax.";
-    this.node.querySelector(".bars").textContent = one.signed ? "Bars: A − B of each row's entropy H̄ and of its largest score |z| before softmax." : plain;
+    this.node.querySelector(".bars").textContent = words()[one.signed ? "bars_diff" : "bars"];
     this.point(state);
   }
 

@@ -15,6 +15,7 @@ function update(changes) {
 
 function show() {
   showControls();
+  showTally();
   showThumbs();
   showPanes();
   showCursor();
@@ -22,7 +23,7 @@ function show() {
 
 function showPanes() {
   const group = groupOf(state.layer);
-  byId("look-title").textContent = `${GROUPS.length > 1 ? `${group.label}, layer` : "Layer"} ${DATA.layers[state.layer].number}, head ${state.head}`;
+  byId("look-title").textContent = words().look_title(GROUPS.length > 1 ? labelOf(group) : "", DATA.layers[state.layer].number, state.head);
   byId("core").textContent = DATA.layers[state.layer].name;
   if (views.map((view) => view.pane).join() !== panes().join()) buildPanes();
   const fields = panes().map((pane) => field(pane, state.layer, state.head));
@@ -33,7 +34,7 @@ function showPanes() {
   drawLegend(byId("legend"), top, isSigned);
   views.forEach((view, i) => {
     view.node.querySelector("h3").replaceChildren(...paneTitle(view.pane));
-    view.map.cells.ariaLabel = `Attention map${COMPARES ? ` of ${VIEWS[view.pane]}` : ""}: rows are queries, columns keys; arrow keys move`;
+    view.map.cells.ariaLabel = words().map_label(COMPARES ? words().views[view.pane] : "");
     view.map.show(fields[i], state.layer, top, tops);
     view.lines.show(state.layer);
   });
@@ -45,6 +46,7 @@ function buildPanes() {
   byId("panes").replaceChildren();
   views = panes().map((pane) => {
     const node = template.cloneNode(true).firstElementChild;
+    showWords(node);
     byId("panes").append(node);
     if (panes().length === 1) node.querySelector(".left").append(byId("row"));
     return { pane, node, map: new MapView(node, hover), lines: new LinesView(node, pane) };
@@ -54,7 +56,7 @@ function buildPanes() {
 function paneTitle(pane) {
   const step = (trace) => {
     const found = TRACES[trace].snapshots[snapshotAt(trace, state.step)].step;
-    return found === null ? "" : `step ${found.toLocaleString("en")}`;
+    return found === null ? "" : words().at_step(found.toLocaleString("en"));
   };
   const traces = pane === "diff" ? [0, 1] : [pane === "b" ? 1 : 0];
   return traces.flatMap((trace) => {
@@ -72,7 +74,7 @@ function describe({ q, k }) {
   const told = panes().map((pane) => {
     const one = field(pane, state.layer, state.head);
     const at = q * S + k;
-    if (!one.visible[at]) return { weight: "hidden", more: "the mask hides this key from this query" };
+    if (!one.visible[at]) return { weight: words().hidden, more: words().hidden_why };
     if (one.signed) {
       const [a, b] = ["a", "b"].map((p) => fixed(field(p, state.layer, state.head).weights[at]));
       return { weight: signed(one.weights[at]), more: `A ${a}, B ${b}` };
@@ -83,14 +85,14 @@ function describe({ q, k }) {
   return { query, key, told };
 }
 
-const rowFacts = (one, q) => [`entropy H̄ ${known(one.entropy[q], 3)}`, `largest score |z| ${known(one.logit[q], 2)}`];
+const rowFacts = (one, q) => [words().entropy(known(one.entropy[q], 3)), words().logit(known(one.logit[q], 2))];
 
 function below(weight, top) {
-  if (!(weight >= 0)) return "z is not a number";
-  if (weight === top) return "z is the row's largest";
+  if (!(weight >= 0)) return words().z_nan;
+  if (weight === top) return words().z_largest;
   const digits = Math.max(Math.floor(Math.log10(weight * DATA.full)), 0); // a small weight is known to few digits
-  const distance = weight > 0 ? fixed(Math.log(top / weight), Math.min(digits, 2)) : `over ${Math.floor(Math.log(top * DATA.full))}`;
-  return `z ${distance} below the row's largest`;
+  const distance = weight > 0 ? fixed(Math.log(top / weight), Math.min(digits, 2)) : words().over(Math.floor(Math.log(top * DATA.full)));
+  return words().z_below(distance);
 }
 
 function showReadout(cell) {
@@ -99,8 +101,8 @@ function showReadout(cell) {
   const arrow = element("span", "soft", "→");
   const place = (name, i) => element("span", "soft", `${name} ${i}`);
   const { queries, keys } = DATA.layers[state.layer];
-  const itself = queries === keys && cell.q === cell.k ? [element("span", "soft", "the token itself")] : [];
-  byId("readout").replaceChildren(place("query", cell.q), element("bdi", "token", query), arrow, place("key", cell.k), element("bdi", "token", key), ...itself, ...pairs);
+  const itself = queries === keys && cell.q === cell.k ? [element("span", "soft", words().itself)] : [];
+  byId("readout").replaceChildren(place(words().query, cell.q), element("bdi", "token", query), arrow, place(words().key, cell.k), element("bdi", "token", key), ...itself, ...pairs);
   return { query, key, told };
 }
 
@@ -149,9 +151,9 @@ function showRow() {
   const size = (k) => Math.max(...ordering.map((weights) => (Number.isNaN(weights[k]) ? Infinity : Math.abs(weights[k]))));
   const seen = Array.from({ length: S }, (_, k) => k).filter((k) => rows.at(-1).visible[k]);
   const best = seen.toSorted((i, j) => size(j) - size(i) || i - j).slice(0, ROWS_OF_TABLE);
-  const verb = view === "diff" ? "differs most at" : "looks most at";
-  byId("row-title").replaceChildren(`Query ${q} `, element("bdi", "token", queriesOf(layer)[q]), ` ${verb}`);
-  const count = (i) => `${rows[i].visible.reduce((sum, bit) => sum + bit, 0)} of ${S} keys visible`;
+  const verb = words()[view === "diff" ? "differs_most" : "looks_most"];
+  byId("row-title").replaceChildren(words().row_title(q), element("bdi", "token", queriesOf(layer)[q]), ` ${verb}`);
+  const count = (i) => words().visible(rows[i].visible.reduce((sum, bit) => sum + bit, 0), S);
   const facts = all.filter((one) => !one.signed).map((one, i) => `${columns.length > 1 ? `${NAMES[i]}: ` : ""}${[count(i), ...rowFacts(one, q)].join(" · ")}`);
   byId("row-facts").textContent = facts.join(" · ");
   fillTable(columns, best, seen, rows.map((row) => row.weights));
@@ -159,9 +161,9 @@ function showRow() {
 }
 
 function fillTable(columns, best, seen, values) {
-  const names = { a: COMPARES ? "A" : "weight", b: COMPARES ? "B" : "weight", diff: "A − B" };
+  const names = { a: COMPARES ? "A" : words().weight, b: COMPARES ? "B" : words().weight, diff: "A − B" };
   const say = (value, i) => element("td", "number", columns[i] === "diff" ? signed(value) : fixed(value));
-  const top = tableLine(...["key", "position", ...columns.map((pane) => names[pane])].map((text) => header("col", text)));
+  const top = tableLine(...[words().key, words().position, ...columns.map((pane) => names[pane])].map((text) => header("col", text)));
   document.querySelector("#row thead").replaceChildren(top);
   const rows = best.map((k) => {
     const token = header("row");
@@ -171,7 +173,7 @@ function fillTable(columns, best, seen, values) {
   const others = seen.filter((k) => !best.includes(k));
   if (others.length) {
     const sums = values.map((column) => others.reduce((sum, k) => sum + column[k], 0));
-    rows.push(tableLine(header("row", `${others.length} other keys`), element("td"), ...sums.map(say)));
+    rows.push(tableLine(header("row", words().others(others.length)), element("td"), ...sums.map(say)));
     rows.at(-1).className = "rest";
   }
   document.querySelector("#row tbody").replaceChildren(...rows);

@@ -5,7 +5,7 @@ const SCENES = ["hand", "width", "training", "traps"];
 // step: of scene 1, from 1. cell: the number that scene 1 explains. width, keys, own: exponents of 2 of d_k, n and a factor of
 // one's own. optimizer, rate (0 to 2), at: the setting of scene 3 and the step it shows. theme: null follows the system.
 const state = {
-  lang: navigator.language.startsWith("zh") ? "zh" : "en",
+  lang: systemLanguage(),
   theme: null,
   scene: 1,
   hand: START(),
@@ -58,13 +58,9 @@ function writePlayAddress() {
 // --- language, colours, scenes
 
 function showPlay() {
-  document.documentElement.lang = state.lang === "zh" ? "zh-Hans" : "en";
   document.title = words().title;
-  for (const node of document.querySelectorAll("[data-text]")) node.textContent = words()[node.dataset.text];
-  for (const node of document.querySelectorAll("[data-label]")) node.ariaLabel = words()[node.dataset.label];
-  const [text, label] = words().language;
-  Object.assign(byId("language"), { textContent: text, ariaLabel: `${text}: ${label}` });
-  showTheme(words().theme);
+  showLanguage();
+  showTheme();
   buildHand();
   buildWidth();
   buildTraining();
@@ -204,12 +200,12 @@ readPlayAddress();
 openSetting({ at: state.at });
 state.cell = firstCell(state.step);
 byId("language").addEventListener("click", () => {
-  state.lang = state.lang === "en" ? "zh" : "en";
+  state.lang = otherLanguage();
   showPlay();
 });
 byId("theme").addEventListener("click", () => {
   state.theme = theme() === "dark" ? "light" : "dark";
-  showTheme(words().theme);
+  showTheme();
   writePlayAddress();
 });
 SCENES.forEach((name, i) => byId(`tab-${name}`).addEventListener("click", () => openScene(i + 1)));
@@ -225,5 +221,5 @@ addEventListener("hashchange", () => {
   openSetting({ at: state.at });
   showPlay();
 });
-onOtherColours(() => showTheme(words().theme));
+onOtherColours(() => showTheme());
 showPlay();

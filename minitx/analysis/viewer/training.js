@@ -106,6 +106,7 @@ function showTraining() {
   const ticks = [0, 0.5, 1].map((part) => [part * highest, fixed(part * highest, 1)]);
   drawCurves(byId("loss"), runs.map((run) => run.loss), { top: highest, ticks, line: Math.log(NUM_QUESTIONS), label: lossLabel(...runs.map((run) => fixed(run.loss[state.at]))) });
   showNumbers(runs, look);
+  showWhy();
   showTold(runs);
   showSeen();
   writePlayAddress();
@@ -147,6 +148,14 @@ function showTold(runs) {
   const text = now.map((part) => part.textContent ?? part).join("");
   if (node.textContent !== text) node.replaceChildren(...now); // read aloud, so not written again with each step
   node.classList.toggle("beyond", isSeen && happened > 0);
+}
+
+// Why it falls apart, which would tell the answer: shown once the reader has predicted and seen a training to its end.
+function showWhy() {
+  const why = byId("why");
+  const isTold = Object.values(predicted).some(({ picked, isSeen }) => picked !== null && isSeen);
+  if (isTold && why.hidden) why.open = true;
+  why.hidden = !isTold;
 }
 
 // All settings: what the reader has seen, and "?" for the others.

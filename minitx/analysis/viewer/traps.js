@@ -1,4 +1,5 @@
-// Scene 4: the five traps of docs/attention.md. In each piece of code one line is wrong; `fix` is what should stand there.
+// Scene 4. In each piece of code one line is wrong; `fix` is what should stand there, to the end if it has several lines; `mutant` is
+// the name of the mistake in minitx.check.
 
 const TRAPS = [
   {
@@ -10,7 +11,8 @@ const TRAPS = [
       "    return p @ v",
     ],
     wrong: 2,
-    fix: "    z = z.masked_fill(hidden, -torch.inf)",
+    fix: "    z = z.masked_fill(hidden, torch.finfo(z.dtype).min)\n    p = z.softmax(-1).masked_fill(hidden, 0)\n    return p @ v",
+    mutant: "−1e9 added to hidden scores",
   },
   {
     lines: [
@@ -21,6 +23,7 @@ const TRAPS = [
     ],
     wrong: 2,
     fix: "    p = z.softmax(-1)",
+    mutant: "eps in the denominator",
   },
   {
     lines: [
@@ -30,7 +33,8 @@ const TRAPS = [
       "    return p @ v",
     ],
     wrong: 2,
-    fix: "    p = z.masked_fill(~visible, torch.finfo(z.dtype).min).softmax(-1) * visible",
+    fix: "    z = z.masked_fill(~visible, torch.finfo(z.dtype).min)\n    p = z.softmax(-1).masked_fill(~visible, 0)\n    return p @ v",
+    mutant: "NaN where a query sees nothing",
   },
   {
     lines: [
@@ -41,6 +45,7 @@ const TRAPS = [
     ],
     wrong: 3,
     fix: "    return F.scaled_dot_product_attention(q, k, v)",
+    mutant: "causal mask from the upper left",
   },
   {
     lines: [
@@ -51,6 +56,54 @@ const TRAPS = [
     ],
     wrong: 2,
     fix: "    y, _ = layer(x, x, x, key_padding_mask=~real)",
+    mutant: "mask inverted",
+  },
+  {
+    lines: [
+      "def attention(q, k, v, visible):",
+      "    z = q @ k.mT / q.shape[-1] ** 0.5",
+      "    z = z.masked_fill(~visible, torch.finfo(z.dtype).min)",
+      "    p = z.softmax(-1).masked_fill(~visible, 0)",
+      "    p = (p + 1e-8) / (p + 1e-8).sum(-1, keepdim=True)",
+      "    return p @ v",
+    ],
+    wrong: 4,
+    fix: "    return p @ v",
+    mutant: "eps after the softmax",
+  },
+  {
+    lines: [
+      "def attention(q, k, v, size=64):",
+      "    out = torch.zeros_like(q)",
+      "    for i in range(0, q.shape[-2], size):",
+      "        z = q[..., i : i + size, :] @ k.mT / q.shape[-1] ** 0.5",
+      "        out[..., i : i + size, :] = z.softmax(-1) @ v",
+      "    return out",
+    ],
+    wrong: 1,
+    fix: "    out = q.new_zeros(*q.shape[:-1], v.shape[-1])",
+    mutant: "zeros_like(Q) for d_v ≠ d_k",
+  },
+  {
+    lines: [
+      "def attention(q, k, v, visible):",
+      "    z = q @ k.mT / q.shape[-1] ** 0.5",
+      "    p = z.masked_fill(~visible, -1e9).softmax(-1)",
+      "    return p @ v",
+    ],
+    wrong: 2,
+    fix: "    z = z.masked_fill(~visible, torch.finfo(z.dtype).min)\n    p = z.softmax(-1).masked_fill(~visible, 0)\n    return p @ v",
+    mutant: "padding mask of −1e9 averages hidden values",
+  },
+  {
+    lines: [
+      "def split_heads(x, num_heads):",
+      "    B, L, E = x.shape",
+      "    return x.view(B, num_heads, L, E // num_heads)",
+    ],
+    wrong: 2,
+    fix: "    return x.view(B, L, num_heads, E // num_heads).transpose(1, 2)",
+    mutant: "heads by view",
   },
 ];
 
@@ -60,7 +113,7 @@ function buildTraps() {
   byId("mistakes").replaceChildren(...TRAPS.map(buildTrap));
 }
 
-function buildTrap({ lines, wrong, fix }, number) {
+function buildTrap({ lines, wrong, fix, mutant }, number) {
   const { title, task, told } = words().traps[number];
   const { not_this: notThis, found_it: foundIt, instead, line_label: lineLabel } = words();
   const part = element("section", "trap");
@@ -92,7 +145,9 @@ function buildTrap({ lines, wrong, fix }, number) {
     else {
       const fixed = element("pre");
       fixed.append(element("code", "", fix));
-      answer.replaceChildren(element("p", "", told), element("p", "", instead), fixed);
+      const name = element("p", "soft");
+      name.append(element("code", "", `mutant("${mutant}")`));
+      answer.replaceChildren(element("p", "", told), element("p", "", instead), fixed, name);
       answer.firstChild.prepend(element("strong", "right", words().right), ` ${foundIt(wrong + 1)} `);
     }
   };

@@ -98,13 +98,6 @@ function showCounts(isSaid) {
 
 // --- pictures
 
-function shape(tag, attributes, text = "") {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.textContent = text;
-  return node;
-}
-
 const FRAME = { left: 8, right: 412, top: 12, bottom: 164 };
 
 function drawLogits({ row_std, max_logit }) {

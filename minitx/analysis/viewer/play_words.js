@@ -3,7 +3,7 @@
 const WORDS = {
   en: {
     title: "Attention, to play with",
-    lead: "Attention is softmax(QKᵀ / √d_k) V. Four scenes: its numbers, one by one; what √d_k does to the logits before training; what a trained model does without it; five mistakes to find. No network is needed.",
+    lead: "Attention is softmax(QKᵀ / √d_k) V. Four scenes: its numbers, one by one; what √d_k does to the logits before training; what a trained model does without it; nine mistakes to find. No network is needed.",
     pages: "The pages of minitx →",
     language: ["中文", "Show this page in Chinese"],
     theme: { light: ["Light", "Light colours"], dark: ["Dark", "Dark colours"] },
@@ -28,7 +28,7 @@ const WORDS = {
       "The dot product of the query with each key is the score of this key: how well it fits.",
       "q·k is a sum of d_k products. Here d_k = 3, so each score is divided by √3 ≈ 1.7321. Scene 2 shows why.",
       "A hidden key gets the score −∞. Causal: a token sees itself and the tokens before it. The boxes make a mask of your own.",
-      "exp makes every score positive. The largest score is subtracted first: the weights stay the same, and no exponential is larger than 1. exp(−∞) is 0.",
+      "exp makes every score positive. The largest score is subtracted first: the weights stay the same, and no exponential is larger than 1 (torch's F.softmax does this by itself). exp(−∞) is 0.",
       "The sum of the exponentials over all keys.",
       "Each exponential divided by the sum. The weights p are positive (0 for hidden keys) and sum to 1. This is the softmax.",
       "Each value times its weight. The sum is the output o: the weighted mean of the values.",
@@ -137,7 +137,7 @@ const WORDS = {
     setting_head: "optimizer, learning rate",
     outcomes: (holds, lowest) => `${holds ? "✓ holds" : "✗ does not hold"} (${lowest})`,
     why_title: "Why it falls apart",
-    why_text: "The scale does not only make the logits smaller. It also makes each of their changes smaller. Without it, a step of the same learning rate moves the logits further: relative to their size, W_Q and W_K move √d_k times as far with SGD (11 times for d_k = 128) and d_k^¼ times as far with AdamW (3.4 times). If the rate is too large, the logits overshoot and grow to hundreds or thousands: watch the largest |logit|. Each row then gives nearly all its weight to one place, mostly a wrong one. The softmax is saturated there, so little gradient leads back.",
+    why_text: "The scale does not only make the logits smaller. It also makes each of their changes smaller. Without it, a step of the same learning rate moves the logits further: relative to their size, W_Q and W_K move √d_k times as far with SGD (11 times for d_k = 128) and d_k^¼ times as far with AdamW (3.4 times). If the rate is too large, the logits overshoot and grow to hundreds or thousands: watch the largest |logit|. Each row then gives nearly all its weight to one place, mostly a wrong one. The softmax is saturated there, so little gradient leads back. (Scene 2 has larger gradients without the scale: in the mean over random rows, which no training has saturated.)",
     why_more: "So the model without the scale is not a worse model. It needs smaller steps: a learning rate that is smaller for W_Q and W_K alone undoes the difference.",
     limits_title: "The largest learning rate that holds, at four widths of a head",
     limit_heads: ["d_k", "AdamW, with", "without", "ratio", "SGD, with", "without", "ratio"],
@@ -145,8 +145,8 @@ const WORDS = {
     training_note: "Recorded, one seed: examples/falls_apart.py made the twelve runs (width 128, one layer, 10 steps of warm-up, SGD with momentum 0.9). The map asks for each key of one row; training uses new rows in every step. The four widths are from the record docs/scaling_ablation/limits.",
     // --- scene 4
     traps_tab: "4  Find the mistake",
-    traps_lead: "Five traps of textbook code. In each piece of code one line is wrong. Read what the code should do, and click the line.",
-    traps_note: "docs/attention.md shows the five traps with what they print. k.mT is the transpose of the last two axes, torch.finfo(…).min the smallest number of a type.",
+    traps_lead: "Nine traps, from textbooks and from what learners write. In each piece of code one line is wrong. Read what the code should do, and click the line.",
+    traps_note: "The name beside an answer is for code: mutant(\"…\") of minitx.check returns an attention function with this mistake. docs/attention.md shows the first five with what they print. k.mT is the transpose of the last two axes, torch.finfo(…).min the smallest number of a type.",
     not_this: (line) => `Line ${line} does what it should. Look again.`,
     found_it: (line) => `Line ${line}.`,
     instead: "Instead:",
@@ -155,12 +155,12 @@ const WORDS = {
       {
         title: "A mask in 16 bits",
         task: "q, k and v are float16. hidden is True where a key must not be seen.",
-        told: "In float16, −10⁹ becomes −∞, and 0 · (−∞) is NaN: every key that may be seen gets NaN. Fill the hidden places, and add nothing to the others.",
+        told: "In float16, −10⁹ becomes −∞, and 0 · (−∞) is NaN: every key that may be seen gets NaN. Fill the hidden places, add nothing to the others, and give hidden keys the weight 0 after the softmax: a row that sees no key then stays 0.",
       },
       {
         title: "A softmax by hand",
         task: "The weights of a row must sum to 1, whatever the scores are.",
-        told: "Where all scores are low, the 10⁻⁶ takes the weight: two scores of −20 get 0.0021 each and not 0.5. Where a score is large, exp overflows. The softmax subtracts the largest score first; then one term of the sum is 1, and no small number is needed.",
+        told: "Where all scores are low, the 10⁻⁶ takes the weight: two scores of −20 get 0.0021 each and not 0.5. Where a score is large, exp overflows. F.softmax subtracts the largest score first; then one term of the sum is 1, and no small number is needed.",
       },
       {
         title: "A row that sees nothing",
@@ -176,6 +176,26 @@ const WORDS = {
         title: "Padding",
         task: "layer is a torch.nn.MultiheadAttention. attention_mask comes from a tokenizer: 1 for a token, 0 for padding.",
         told: "In the key_padding_mask of nn.MultiheadAttention, True means hidden: the layer sees the padding alone. In scaled_dot_product_attention, and everywhere in minitx, True means that a key may be seen.",
+      },
+      {
+        title: "A small number, to be safe",
+        task: "visible is True where a query may see a key. A hidden key must have no influence.",
+        told: "Every hidden key gets a weight of 10⁻⁸ again: a hidden value of 10⁸ changes the output by 1, and a hidden NaN makes it NaN. F.softmax needs no small number.",
+      },
+      {
+        title: "A buffer for the output",
+        task: "The queries are processed in pieces, to save memory. The values may be wider or narrower than the queries.",
+        told: "The output has the width of the values, d_v, and not of the queries, d_k. If they differ, the assignment fails; at d_v = 1 it does not: it broadcasts, and every output stands there d_k times.",
+      },
+      {
+        title: "A large negative number",
+        task: "q, k and v are float32. Some rows see no key; their output must be 0.",
+        told: "If all scores of a row are −10⁹, they are equal: the softmax gives each hidden key the weight 1/n, and the output is the mean of values that the row must not see.",
+      },
+      {
+        title: "Several heads",
+        task: "x is (B, L, E). The E numbers of each token are to be cut into num_heads pieces: (B, num_heads, L, E/num_heads).",
+        told: "The shape is right, and the content is wrong: view takes the numbers in the order of memory. The first head gets all numbers of the first L/num_heads tokens in place of some numbers of each token, so even a causal mask hides nothing that it should.",
       },
     ],
     // --- predict, then look
@@ -194,7 +214,7 @@ const WORDS = {
         {
           ask: "The mask hides the key with the largest weight. What happens to the other weights?",
           options: ["They stay, and the sum is below 1", "They become equal", "All grow by the same factor"],
-          tell: ({ before, after }) => `The sum of the exponentials loses one term, so every other weight grows by the same factor${after ? `, 1/(1 − ${before}) = ${after}` : ` (a huge one: the largest weight was ${before}, to the digits shown)`}, and the sum is 1 again. The page above shows the new mask.`,
+          tell: ({ before, after }) => `The sum of the exponentials loses one term, so every other weight grows by the same factor${after ? `, 1/(1 − ${before}) ≈ ${after}` : ` (a huge one: the largest weight was ${before}, to the digits shown)`}, and the sum is 1 again. The page above shows the new mask.`,
         },
       ],
       width: [
@@ -206,7 +226,7 @@ const WORDS = {
         {
           ask: "d_k = 512, 64 keys. With which factor is the derivative of the weights by q·k, ½‖c·J‖₁, larger?",
           options: ["c = 1/√d_k", "c = 1", "Equal"],
-          tell: () => "With c = 1: 0.106 against 0.0425. J itself is much smaller without the scale (0.106 against 0.961), but with the scale c is small too. So without the scale the gradients do not vanish, they are larger: a few rows, whose two best keys are nearly tied, get very large gradients. (The gradient of a typical row does vanish, once d_k is in the hundreds: docs/why_scale.md.) Compare the two lines with J in the table above.",
+          tell: () => "With c = 1: 0.106 against 0.0425. J itself is much smaller without the scale (0.106 against 0.961), but with the scale c is small too. So without the scale the gradients do not vanish, they are larger: a few rows, whose two best keys are nearly tied, get very large gradients. (The gradient of a typical row does vanish, once d_k is in the hundreds: docs/why_scale.md.) This is the mean over random rows, before training; in scene 3 training has saturated a row, and there little gradient leads back. Compare the two lines with J in the table above.",
         },
       ],
       training: [
@@ -225,7 +245,7 @@ const WORDS = {
   },
   zh: {
     title: "动手玩注意力",
-    lead: "注意力就是 softmax(QKᵀ / √d_k) V。四个场景：逐个算出它的数；√d_k 对训练前的 logit 有什么作用；训练好的模型没有它会怎样；找出五个错误。不需要网络。",
+    lead: "注意力就是 softmax(QKᵀ / √d_k) V。四个场景：逐个算出它的数；√d_k 对训练前的 logit 有什么作用；训练好的模型没有它会怎样；找出九个错误。不需要网络。",
     pages: "minitx 的文档（英文）→",
     language: ["English", "用英文显示本页"],
     theme: { light: ["浅色", "浅色界面"], dark: ["深色", "深色界面"] },
@@ -249,7 +269,7 @@ const WORDS = {
       "查询与每个键的点积，就是这个键的分数：它与查询有多匹配。",
       "q·k 是 d_k 个乘积之和。这里 d_k = 3，所以每个分数除以 √3 ≈ 1.7321。场景二说明为什么。",
       "被遮住的键，分数是 −∞。因果掩码：一个词元只看见自己和它前面的词元。勾选方框可以自定掩码。",
-      "exp 把每个分数变成正数。先减去最大的分数：权重不变，每个指数都不超过 1。exp(−∞) 等于 0。",
+      "exp 把每个分数变成正数。先减去最大的分数：权重不变，每个指数都不超过 1（torch 的 F.softmax 已经这样做）。exp(−∞) 等于 0。",
       "所有键的指数之和。",
       "每个指数除以这个和。权重 p 都是正数（被遮住的键是 0），和为 1。这就是 softmax。",
       "每个值乘以它的权重，再相加，就是输出 o：按权重求出的值的平均。",
@@ -328,7 +348,7 @@ const WORDS = {
     optimizers: { adamw: "AdamW", sgd: "SGD" },
     rate: "学习率",
     predict: "200 步里会发生什么？",
-    predictions: { 0: "两份都稳住", 1: "只有带 1/√d_k 的稳住", 2: "两份都稳不住" },
+    predictions: { 0: "两份都保持稳定", 1: "只有带 1/√d_k 的保持稳定", 2: "两份都崩溃" },
     step: "训练过程",
     play: "播放",
     pause: "暂停",
@@ -337,9 +357,9 @@ const WORDS = {
     predict_first: "请先说出 200 步里会发生什么。然后按“播放”开始训练。",
     playing_now: "图中每一行是一个问题。权重最大的格子应当是带框的那一格。",
     happened: [
-      (scaled, unscaled) => `两份都稳住。准确率带 1/√d_k 时从不低于 ${scaled.lowest}，没有缩放时从不低于 ${unscaled.lowest}。`,
-      (scaled, unscaled) => `只有带 1/√d_k 的稳住：准确率从不低于 ${scaled.lowest}。没有缩放的稳不住：第 ${unscaled.first} 步跌破 90 %，最低 ${unscaled.lowest}，最后 ${unscaled.end}。`,
-      (scaled, unscaled) => `两份都稳不住。带 1/√d_k 的在第 ${scaled.first} 步跌破 90 %，最低 ${scaled.lowest}；没有缩放的在第 ${unscaled.first} 步跌破 90 %，最低 ${unscaled.lowest}。`,
+      (scaled, unscaled) => `两份都保持稳定。准确率带 1/√d_k 时从不低于 ${scaled.lowest}，没有缩放时从不低于 ${unscaled.lowest}。`,
+      (scaled, unscaled) => `只有带 1/√d_k 的保持稳定：准确率从不低于 ${scaled.lowest}。没有缩放的崩溃：第 ${unscaled.first} 步跌破 90 %，最低 ${unscaled.lowest}，最后 ${unscaled.end}。`,
+      (scaled, unscaled) => `两份都崩溃。带 1/√d_k 的在第 ${scaled.first} 步跌破 90 %，最低 ${scaled.lowest}；没有缩放的在第 ${unscaled.first} 步跌破 90 %，最低 ${unscaled.lowest}。`,
     ],
     arms: { inv_sqrt: "有 1/√d_k", unscaled: "没有缩放" },
     map_inv_sqrt: "有 1/√d_k",
@@ -352,19 +372,19 @@ const WORDS = {
     loss_label: (scaled, unscaled) => `损失：有缩放 ${scaled}，没有 ${unscaled}`,
     numbers: { accuracy: (steps) => (steps > 1 ? `准确率，${steps} 步的平均` : "准确率"), loss: "损失", largest: "图中最大的 |logit|" },
     seen_title: "你看过的结果",
-    holds_means: "稳住：8 步（512 个答案）的准确率从不低于 90 %。括号里是最低的准确率。",
+    holds_means: "保持稳定：8 步（512 个答案）的准确率从不低于 90 %。括号里是最低的准确率。",
     setting_head: "优化器，学习率",
-    outcomes: (holds, lowest) => `${holds ? "✓ 稳住" : "✗ 稳不住"}（${lowest}）`,
+    outcomes: (holds, lowest) => `${holds ? "✓ 保持稳定" : "✗ 崩溃"}（${lowest}）`,
     why_title: "为什么会崩溃",
-    why_text: "缩放不仅使 logit 变小，也使 logit 的每次变化变小。没有缩放时，同样的学习率使 logit 移动得更远：相对于自身的大小，W_Q 和 W_K 移动的距离用 SGD 时是有缩放时的 √d_k 倍（d_k = 128 时 11 倍），用 AdamW 时是 d_k^¼ 倍（3.4 倍）。学习率太大，logit 就会冲过头，涨到几百甚至几千：请看最大的 |logit|。这时每一行把几乎全部权重给了一个位置，而且多半是错的。softmax 在那里饱和，几乎没有梯度把它带回来。",
+    why_text: "缩放不仅使 logit 变小，也使 logit 的每次变化变小。没有缩放时，同样的学习率使 logit 移动得更远：相对于自身的大小，W_Q 和 W_K 移动的距离用 SGD 时是有缩放时的 √d_k 倍（d_k = 128 时 11 倍），用 AdamW 时是 d_k^¼ 倍（3.4 倍）。学习率太大，logit 就会冲过头，涨到几百甚至几千：请看最大的 |logit|。这时每一行把几乎全部权重给了一个位置，而且多半是错的。softmax 在那里饱和，几乎没有梯度把它带回来。（场景二里没有缩放时梯度更大：那是随机各行的平均，没有经过训练而饱和。）",
     why_more: "所以没有缩放的模型并不是更差的模型，它只是需要更小的步子：只把 W_Q 和 W_K 的学习率调小，差别就消失了。",
-    limits_title: "四种头宽下，能稳住的最大学习率",
+    limits_title: "四种头宽下，能保持稳定的最大学习率",
     limit_heads: ["d_k", "AdamW，有", "没有", "倍数", "SGD，有", "没有", "倍数"],
     limits_note: "同样的实验，十个种子的中位数。头越窄，缩放越不重要。d_k = 8 时，没有缩放的最大学习率用 AdamW 只缩小到 1/1.5，用 SGD 缩小到 1/2.6。d_k = 1 时缩放就是 1，完全没有差别。",
     training_note: "这是录制的，一个种子：examples/falls_apart.py 做了这十二次训练（宽度 128，一层，预热 10 步，SGD 的动量是 0.9）。图中逐个询问同一行的每个键；训练时每一步都用新的数据。四种头宽的结果来自记录 docs/scaling_ablation/limits。",
     traps_tab: "4  找错",
-    traps_lead: "教科书代码里的五个陷阱。每段代码有一行是错的。先读这段代码应当做什么，再点出错的那一行。",
-    traps_note: "docs/attention.md 给出这五个陷阱和它们的输出。k.mT 是最后两个轴的转置，torch.finfo(…).min 是一种类型的最小的数。",
+    traps_lead: "九个陷阱，来自教科书和学习者写的代码。每段代码有一行是错的。先读这段代码应当做什么，再点出错的那一行。",
+    traps_note: "答案旁的名字可以用在代码里：minitx.check 的 mutant(\"…\") 返回一个犯这个错误的注意力函数。docs/attention.md 给出前五个陷阱和它们的输出。k.mT 是最后两个轴的转置，torch.finfo(…).min 是一种类型的最小的数。",
     not_this: (line) => `第 ${line} 行没有错。再看看。`,
     found_it: (line) => `是第 ${line} 行。`,
     instead: "应当写成：",
@@ -373,17 +393,17 @@ const WORDS = {
       {
         title: "16 位浮点数里的掩码",
         task: "q、k、v 都是 float16。hidden 为 True 的键不许看见。",
-        told: "在 float16 里 −10⁹ 变成 −∞，而 0 · (−∞) 是 NaN：每个可以看见的键都得到 NaN。应当只填被遮住的位置，其他位置什么也不加。",
+        told: "在 float16 里 −10⁹ 变成 −∞，而 0 · (−∞) 是 NaN：每个可以看见的键都得到 NaN。应当只填被遮住的位置，其他位置什么也不加；softmax 之后再把被遮住的键的权重设为 0，这样看不见任何键的一行就是 0。",
       },
       {
         title: "自己写的 softmax",
         task: "无论分数是多少，一行的权重之和必须是 1。",
-        told: "如果所有分数都很低，10⁻⁶ 就把权重吃掉：两个 −20 的分数各得 0.0021，而不是 0.5。分数很大时，exp 又会溢出。softmax 先减去最大的分数，这样和里总有一项是 1，不必再加一个很小的数。",
+        told: "如果所有分数都很低，10⁻⁶ 就把权重吃掉：两个 −20 的分数各得 0.0021，而不是 0.5。分数很大时，exp 又会溢出。F.softmax 会先减去最大的分数，这样和里总有一项是 1，不必再加一个很小的数。",
       },
       {
         title: "什么也看不见的一行",
-        task: "visible 为 True 表示查询可以看见这个键。有些行是填充，看不见任何键；损失不理会它们的输出。",
-        told: "一行的分数全是 −∞ 时，softmax 是 0/0 = NaN。损失可以不理会这一行，但 v 的梯度仍然是 NaN。这样的行，权重应当是 0。",
+        task: "visible 为 True 表示查询可以看见这个键。有些行是填充，看不见任何键；计算损失时忽略它们的输出。",
+        told: "一行的分数全是 −∞ 时，softmax 是 0/0 = NaN。即使计算损失时忽略这一行，v 的梯度仍然是 NaN。这样的行，权重应当是 0。",
       },
       {
         title: "一个新词元",
@@ -394,6 +414,26 @@ const WORDS = {
         title: "填充",
         task: "layer 是 torch.nn.MultiheadAttention。attention_mask 来自分词器：1 是词元，0 是填充。",
         told: "在 nn.MultiheadAttention 的 key_padding_mask 里，True 的意思是“遮住”：这一层只看得见填充。在 scaled_dot_product_attention 和整个 minitx 里，True 的意思是“可以看见”。",
+      },
+      {
+        title: "为了保险加一个小数",
+        task: "visible 为 True 表示查询可以看见这个键。被遮住的键不能有任何影响。",
+        told: "每个被遮住的键又得到 10⁻⁸ 的权重：一个被遮住的值如果是 10⁸，输出就变化 1；如果是 NaN，输出就是 NaN。F.softmax 不需要再加一个很小的数。",
+      },
+      {
+        title: "存放输出的张量",
+        task: "为了省内存，查询分段处理。值可以比查询宽，也可以比查询窄。",
+        told: "输出的宽度是值的宽度 d_v，而不是查询的宽度 d_k。两者不同时，赋值会报错；但 d_v = 1 时不会：它会广播，每个输出重复 d_k 次。",
+      },
+      {
+        title: "一个很大的负数",
+        task: "q、k、v 都是 float32。有些行看不见任何键，它们的输出必须是 0。",
+        told: "一行的分数全是 −10⁹ 时，它们彼此相等：softmax 给每个被遮住的键权重 1/n，输出就是这一行不许看见的那些值的平均。",
+      },
+      {
+        title: "多个头",
+        task: "x 的形状是 (B, L, E)。每个词元的 E 个数要切成 num_heads 段，得到 (B, num_heads, L, E/num_heads)。",
+        told: "形状对，内容不对：view 按内存里的顺序取数。第一个头得到的是前 L/num_heads 个词元的全部数，而不是每个词元的一部分，因果掩码也就遮不住该遮的东西。",
       },
     ],
     quiz: "先预测，再看",
@@ -411,7 +451,7 @@ const WORDS = {
         {
           ask: "掩码遮住权重最大的键。其他权重会怎样？",
           options: ["不变，和小于 1", "变得相等", "都乘上同一个倍数"],
-          tell: ({ before, after }) => `指数之和少了一项，所以其他权重都乘上同一个倍数${after ? ` 1/(1 − ${before}) = ${after}` : `（非常大：原来最大的权重按显示的位数是 ${before}）`}，和又是 1。上面显示的就是新的掩码。`,
+          tell: ({ before, after }) => `指数之和少了一项，所以其他权重都乘上同一个倍数${after ? ` 1/(1 − ${before}) ≈ ${after}` : `（非常大：原来最大的权重按显示的位数是 ${before}）`}，和又是 1。上面显示的就是新的掩码。`,
         },
       ],
       width: [
@@ -423,7 +463,7 @@ const WORDS = {
         {
           ask: "d_k = 512，64 个键。用哪个系数时，权重对 q·k 的导数 ½‖c·J‖₁ 更大？",
           options: ["c = 1/√d_k", "c = 1", "一样大"],
-          tell: () => "c = 1 时更大：0.106 对 0.0425。不缩放时 J 本身小得多（0.106 对 0.961），但缩放时 c 也很小。所以没有缩放时梯度并不消失，反而更大：少数几行里最好的两个键几乎打平，它们的梯度非常大。（典型的一行，d_k 到了几百，梯度确实会消失：见 docs/why_scale.zh.md。）比较上面表里带 J 的两行。",
+          tell: () => "c = 1 时更大：0.106 对 0.0425。不缩放时 J 本身小得多（0.106 对 0.961），但缩放时 c 也很小。所以没有缩放时梯度并不消失，反而更大：少数几行里最好的两个键几乎打平，它们的梯度非常大。（典型的一行，d_k 到了几百，梯度确实会消失：见 docs/why_scale.zh.md。）这是训练之前随机各行的平均；在场景三里，训练已经使一行饱和，那里几乎没有梯度能把它带回来。比较上面表里带 J 的两行。",
         },
       ],
       training: [
@@ -433,7 +473,7 @@ const WORDS = {
           tell: ({ scaled, unscaled, accuracy }) => `是 ${unscaled}；带 1/√d_k 的是 ${scaled}。没有缩放时，同样的学习率使 logit 移动的距离是有缩放时的 √d_k = 11 倍。它们冲过了头，每一行只看一个错误的位置，准确率后来跌到 ${accuracy}（瞎猜是 6 %）。上面显示的就是第 20 步。`,
         },
         {
-          ask: "d_k = 128 时，去掉缩放使 AdamW 能稳住的最大学习率缩小到 1/3。d_k = 8 时呢？",
+          ask: "d_k = 128 时，去掉缩放使 AdamW 能保持稳定的最大学习率缩小到 1/3。d_k = 8 时呢？",
           options: ["缩小到 1/12", "缩小到 1/1.5", "缩小到 1/3"],
           tell: ({ narrow, wide }) => `用 AdamW 缩小到 1/${narrow[0]}，用 SGD 缩小到 1/${narrow[1]}。d_k = 512 时是 1/${wide[0]} 和 1/${wide[1]}。头窄时，缩放几乎不重要；头宽时，它决定能用多大的学习率。上面的表给出四种头宽。`,
         },
@@ -441,5 +481,3 @@ const WORDS = {
     },
   },
 };
-
-const words = () => WORDS[state.lang];
