@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from minitx.check.results import Severity
 
 TRIED_ALONE = 8
 """How many parameters without a gradient are moved, one at a time."""
+
+LARGE, GROUPS, WIDTH, SLOPE = 200_000_000, 24, 1e-4, 0.05
+"""Of gradients against differences: the most parameters, the most groups of them, the step, and the share that may differ."""
 
 LONG = 320
 """Tokens for half precision: bfloat16 has no odd numbers above 256."""
@@ -210,7 +213,68 @@ def gradient(exam: Examination) -> None:
     if silent:
         names = ", ".join(name for name, _ in silent[:3]) + (" ..." if len(silent) > 3 else "")
         exam.note("unused-parameters", f"{len(silent)} of {len(parameters)} parameters change nothing here: {names}")
-    exam.passed("gradient")
+    exam.passed("gradient/all")
+    exam.attempt("gradient/differences", lambda id: _differences(exam, id))
+
+
+def _differences(exam: Examination, id: str) -> None:
+    """Gradients equal differences of the output, in float64."""
+    called, model = exam.called, exam.called.model
+    if called.floats() != torch.float32 or sum(p.numel() for p in model.parameters()) > LARGE:
+        exam.skip(id, f"it is for float32 and at most {LARGE // 10**6} million parameters")
+        return
+    double = copy.deepcopy(model).to(torch.float64)
+    inputs = {name: v[:1].double() if v.is_floating_point() else v[:1] for name, v in exam.inputs.items()}
+    parameters = {name: p for name, p in double.named_parameters() if p.requires_grad and p.numel()}
+    try:
+        called.model = double
+        with torch.enable_grad():
+            out = called.answer(inputs)
+            weights = torch.randn(out.shape, generator=called.generator).to(out)
+            loss = (out * weights).sum()
+            grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        slopes = dict(zip(parameters, grads, strict=True))
+        worst = 0.0, "", 0.0, 0.0
+        for names in _shares(list(parameters)):
+            steps = {n: _step(parameters[n], called.generator) for n in names}
+            expected = sum((slopes[n] * steps[n]).sum().item() for n in names)
+            found = _slope(lambda: (called.answer(inputs) * weights).sum().item(), parameters, steps)
+            scale = sum((slopes[n] * steps[n]).norm().item() ** 2 for n in names) ** 0.5
+            error = abs(found - expected) / max(scale, abs(found), abs(expected), 1e-4 * abs(loss.item()), 1e-9)
+            worst = max(worst, (error, names[-1] if len(names) == 1 else f"{names[0]} ... {names[-1]}", found, expected))
+    finally:
+        called.model = model
+    error, name, found, expected = worst
+    if error <= SLOPE:
+        exam.passed(id)
+        return
+    fault = "gradients differ from the slope of the output"
+    advice = "Look for detach(), no_grad, .data or a backward of your own. A straight-through estimator does this on purpose."
+    witness = f"along a random step of {name}: gradient {expected:.3g}, slope {found:.3g}"
+    exam.failed(id, "gradient-differs", Severity.FRAGILE, fault, advice, witness)
+
+
+def _step(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(parameter.shape, generator=generator).to(parameter) * max(parameter.detach().abs().mean().item(), 1e-2)
+
+
+def _shares(names: list[str]) -> list[list[str]]:
+    """The names, one by one or in at most ``GROUPS`` groups."""
+    size = -(-len(names) // GROUPS)
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+def _slope(call: Callable[[], float], parameters: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> float:
+    """The slope of a number along a step, by differences on both sides."""
+    kept = {name: parameters[name].detach().clone() for name in steps}
+    found = []
+    for sign in (1, -1):
+        for name, step in steps.items():
+            parameters[name].copy_(kept[name] + sign * WIDTH * step)
+        found.append(call())
+    for name, value in kept.items():
+        parameters[name].copy_(value)
+    return (found[0] - found[1]) / (2 * WIDTH)
 
 
 def weights(exam: Examination) -> None:

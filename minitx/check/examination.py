@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitx.check.model_inputs import CalledModel, decoder_signs, find_forms, is_refusal, said
+from minitx.check.model_inputs import CalledModel, Stream, decoder_signs, find_forms, is_refusal, said, with_form
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import Check, Finding, Severity, Status
 from minitx.check.witness import first_moved
@@ -28,6 +29,7 @@ class Examination:
     Attributes:
         word: the property that is checked now.
         inputs: random rows. base: the answer for them. noise: how far rounding moves the answer.
+        turned: streams whose mask means the opposite of its name.
         causal: what the caller says. repeat: a command with a place for its options.
     """
 
@@ -40,12 +42,13 @@ class Examination:
         self.base = torch.empty(0)
         self.noise = 0.0
         self.are_rows_apart = True
+        self.turned: list[str] = []
 
     def begin(self) -> None:
-        """Draw inputs, find out how masks are written, and measure the noise.
+        """Draw inputs, and find out how masks are written.
 
         Raises:
-            StopError: two calls differ, or the output is not finite.
+            StopError: the output is not finite.
         """
         called = self.called
         self.inputs = called.draw()
@@ -61,17 +64,28 @@ class Examination:
             raise StopError("the output is not finite")
         self.passed("call/finite")
         find_forms(called, self.inputs)
+
+    def measure(self) -> None:
+        """Measure the noise, and find out what the masks mean.
+
+        Raises:
+            StopError: two calls differ, or the tokens have no effect.
+        """
+        called = self.called
         again = compare(called.answer(self.inputs), self.base, 0.0)
         if not again.is_rounding:
-            moved = first_moved(called.model, lambda: called.answer(self.inputs), lambda: called.answer(self.inputs), self.whole)
-            self.failed(
-                "determinism", "random", Severity.WRONG, "two calls in evaluation mode differ",
-                "In evaluation there is no dropout: F.dropout needs training=self.training, and scaled_dot_product_attention "
-                "dropout_p=0.", f"by {again.size:.2g}{_first(moved)}", again,
-            )  # fmt: skip
-            raise StopError("two calls in evaluation mode differ")
+            call = self.answers(self.inputs)
+            advice = (
+                "In evaluation there is no dropout: F.dropout needs training=self.training, "
+                "and scaled_dot_product_attention needs dropout_p=0."
+            )
+            witness = f"by {again.size:.2g}{self.where(call, call, self.whole)}"
+            fault = "two calls in evaluation mode differ"
+            self.failed("determinism", "random", Severity.WRONG, fault, advice, witness, again)
+            raise StopError(fault)
         self.noise = max(rounding(called.answer, called.model, self.inputs, self.base, seed=seed) for seed in range(3))
         self._without_effect()
+        self._settle_meanings()
 
     def _without_effect(self) -> None:
         """Stop if the tokens do not change the output."""
@@ -83,6 +97,31 @@ class Examination:
         if self.gap(self.called.answer(other), self.base).is_rounding:
             self.failed("call/effect", "no-effect", Severity.WRONG, f"other {stream.name} do not change the output")
             raise StopError("the output does not depend on the tokens")
+
+    def _settle_meanings(self) -> None:
+        """Take the other meaning of a mask if it alone hides tokens."""
+        for stream in self.called.streams:
+            if stream.form is None or self.hides(stream):
+                continue
+            called, form = self.called, stream.form
+            self.called = with_form(called, stream, replace(form, hides=not form.hides))
+            if self.hides(stream):
+                self.turned.append(stream.name)
+            else:
+                self.called = called
+
+    def hides(self, stream: Stream) -> bool:
+        """Return whether tokens that the mask hides on the left change nothing."""
+        try:
+            B, L = self.inputs[stream.name].shape[:2]
+            keep = torch.ones(B, L, dtype=torch.bool)
+            keep[1, : max(1, L // 3)] = False
+            changed = self.called.others(self.inputs, stream.name, ~keep)
+            one, two = (self.called.answer(tokens, {stream.name: keep}) for tokens in (self.inputs, changed))
+            still = keep if self.called.has_positions and stream.name == self.called.stream.name else self.whole
+            return bool(one[still].isfinite().all()) and self.gap(two, one, still).is_rounding
+        except Exception:
+            return False
 
     # --- what is measured
 

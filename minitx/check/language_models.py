@@ -29,16 +29,16 @@ from minitx.check.model_inputs import CannotBeCalledError, make_called
 from minitx.check.results import Check, Finding, Report, Severity, Status
 
 PROPERTIES: dict[str, Callable[[Examination], None]] = {
+    "weights": behaviour.weights,
     "determinism": behaviour.determinism,
     "rows": visibility.rows,
     "causality": visibility.causality,
     "reach": visibility.reach,
     "padding": visibility.padding,
+    "sizes": behaviour.sizes,
     "cache": behaviour.cache,
     "documents": visibility.documents,
     "gradient": behaviour.gradient,
-    "sizes": behaviour.sizes,
-    "weights": behaviour.weights,
     "train-mode": behaviour.train_mode,
     "bfloat16": behaviour.bfloat16,
     "compile": behaviour.compiled,
@@ -99,12 +99,16 @@ def _examine(examination: Examination, chosen: Sequence[str]) -> None:
     except StopError as reason:
         examination.checks += [Check(word, Status.NOT_TRIED, str(reason)) for word in chosen]
         return
+    is_measured = False
     for number, word in enumerate(chosen):
         examination.word = word
         try:
+            if not is_measured and word != "weights":
+                examination.measure()
+                is_measured = True
             PROPERTIES[word](examination)
         except StopError as reason:
-            examination.checks += [Check(rest, Status.NOT_TRIED, str(reason)) for rest in chosen[number + 1 :]]
+            examination.checks += [Check(rest, Status.NOT_TRIED, str(reason)) for rest in chosen[number:] if rest != "determinism"]
             return
         except Exception as error:  # of the model
             examination.raised(word, error)

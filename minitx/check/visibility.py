@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.check.examination import Examination
-from minitx.check.model_inputs import MaskForm, Stream, with_form
+from minitx.check.model_inputs import Stream
 from minitx.check.properties import Gap
 from minitx.check.results import Severity
 
@@ -127,9 +127,9 @@ def _with_mask(exam: Examination, id: str) -> None:
         exam.skip(id, _no_mask(stream))
         return
     B, L = exam.inputs[stream.name].shape[:2]
-    for first in (0, 2):
+    for hidden in (0, 2):
         keep = torch.ones(B, L, dtype=torch.bool)
-        keep[1, :first] = False
+        keep[1, L - hidden :] = False
         last = torch.zeros_like(keep)
         last[:, -3:] = True
         changed = called.others(exam.inputs, stream.name, last)
@@ -262,6 +262,7 @@ def padding(exam: Examination) -> None:
             exam.skip(prefix, _no_mask(stream))
             continue
         found = _Padding(exam, stream, prefix)
+        exam.attempt(f"{prefix}/meaning", found.meaning)
         exam.attempt(f"{prefix}/mask-of-ones", found.ones)
         for side in ("left", "right", "inside"):
             exam.attempt(f"{prefix}/{side}", lambda id, found=found, side=side: found.side(id, side))
@@ -280,7 +281,6 @@ class _Padding:
         self.exam, self.stream, self.prefix = exam, stream, prefix
         self.is_output = stream is exam.called.stream and exam.called.has_positions
         self.B, self.L = exam.inputs[stream.name].shape[:2]
-        self._turn()
 
     def _keep(self, side: str) -> Tensor:
         keep = torch.ones(self.B, self.L, dtype=torch.bool)
@@ -299,35 +299,12 @@ class _Padding:
         """Where the output must not move."""
         return keep if self.is_output else self.exam.whole
 
-    def _turn(self) -> None:
-        """Take the other meaning of the mask if it alone hides tokens."""
-        exam, stream = self.exam, self.stream
-        if self._hides():
-            return
-        assert stream.form is not None
-        mine = exam.called
-        exam.called = with_form(mine, stream, MaskForm(stream.form.dtype, not stream.form.hides, stream.form.shape))
-        is_other = self._hides()
-        if is_other:
-            ones = torch.ones(self.B, self.L, dtype=torch.bool)
-            is_other = exam.gap(exam.called.answer(exam.inputs, {stream.name: ones}), exam.base).is_rounding
-        if not is_other:
-            exam.called = mine
-            return
-        self.stream = next(s for s in exam.called.streams if s.name == stream.name)
-        if "attention_mask" in (stream.mask or ""):
-            fault = f"{stream.mask} is inverted: 1 hides a token"
+    def meaning(self, id: str) -> None:
+        """Whether the mask means what its name says."""
+        mask = self.stream.mask or ""
+        if self.stream.name in self.exam.turned and "attention_mask" in mask:
             advice = "In attention_mask, 1 is a real token: masked_fill(mask == 0, -inf)."
-            exam.failed(f"{self.prefix}/meaning", "mask-inverted", Severity.WRONG, fault, advice)
-
-    def _hides(self) -> bool:
-        try:
-            keep = self._keep("left")
-            one, two = (call() for call in self._calls(keep))
-            still = self._still(keep)
-            return bool(one[still].isfinite().all()) and self.exam.gap(two, one, still).is_rounding
-        except Exception:
-            return False
+            self.exam.failed(id, self._id("mask-inverted"), Severity.WRONG, f"{mask} is inverted: 1 hides a token", advice)
 
     def ones(self, id: str) -> None:
         """A mask that hides nothing changes nothing."""
