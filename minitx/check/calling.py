@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
@@ -149,10 +149,6 @@ class Signature:
     def is_padding(self) -> bool:
         """Return whether the mask is for padding alone."""
         return self.named("mask") is None and self.named("padding") is not None
-
-    def without(self, role: str) -> Signature:
-        """Return the same without a role, whose argument is not given."""
-        return replace(self, roles={name: its_role for name, its_role in self.roles.items() if its_role != role})
 
     def orders(self) -> Iterator[dict[str, str]]:
         """Yield roles of inputs that may be meant: by their names, else every order of the first three arguments."""

@@ -414,7 +414,7 @@ class _Verdicts:
 
     def _weights(self) -> Iterator[Placed]:
         """Whether the weights that are returned made the output."""
-        if self.mistakes:
+        if not self.judge.fits_all(self.trial.ordinary, (), self.trial.is_causal):
             return
         for outcome in self.trial.ordinary:
             right = _weights_of(outcome, self.trial.is_causal)

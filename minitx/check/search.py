@@ -146,16 +146,16 @@ def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: di
 
     If the plain experiment is right in some way, other orders of arguments and axes are not tried.
     """
-    for way in subject.ways():
+    for named in subject.ways():
+        way = named
         unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])
         plain = unmasked.outcomes.get(PLAIN)
         if plain is None or plain.output is None:
             faults[str(unmasked.not_tried[PLAIN]) if plain is None else plain.fault] = None
             continue
-        if subject.signature.named("causal") and unmasked.outcomes[CAUSAL].output is None:
-            subject.refused["causal"] = unmasked.outcomes[CAUSAL].fault
-            subject.signature = subject.signature.without("causal")
-            subject.forget()
+        if (causal := subject.causal(way)) and unmasked.outcomes[CAUSAL].output is None:
+            subject.refused[causal] = unmasked.outcomes[CAUSAL].fault
+            way = replace(way, gives_causal=False)
             unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])
         masked = [] if subject.signature.mask is None else list(_masked(subject, way, unmasked, forms, faults))
         if not masked:
@@ -217,7 +217,7 @@ def _joined(way: Way, *parts: Trial) -> Trial:
 def _both(subject: Subject, trial: Trial) -> Iterator[Trial]:
     """The trial, and the same if the attention is causal unasked."""
     yield trial
-    if subject.signature.named("causal") is None:
+    if subject.causal(trial.way) is None:
         unasked = {e: replace(e, is_causal=False) for e in EXPERIMENTS if e.is_causal}
         causal = _tried(subject, trial.way, unasked.values())
         asked = {e: replace(causal.outcomes[other], experiment=e) for e, other in unasked.items() if other in causal.outcomes}

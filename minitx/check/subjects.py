@@ -37,6 +37,7 @@ class Way:
         layout: the order of axes.
         form, shape: of the mask. None: the function takes no mask, or it is not given.
         inner: of a layer, how its projections become heads.
+        gives_causal: whether the causal option is given. It is not if it raises.
     """
 
     order: Mapping[str, str]
@@ -45,6 +46,7 @@ class Way:
     form: MaskForm | None = None
     shape: MaskShape | None = None
     inner: Inner | None = None
+    gives_causal: bool = True
 
     @property
     def mask_kind(self) -> str:
@@ -121,7 +123,7 @@ class Subject:
         if "x" in way.order and experiment.rows != experiment.keys:
             raise DoesNotApplyError("it takes one input for queries and keys")
         inputs = draw(experiment, sizes, self.seed)
-        if not experiment.is_causal or self.signature.named("causal"):
+        if not experiment.is_causal or self.causal(way):
             return inputs
         if self.signature.mask is None:
             raise NotTriedError("it takes neither a causal option nor a mask")
@@ -133,7 +135,7 @@ class Subject:
         """Return the arguments besides the inputs."""
         options = dict(way.fixed)
         if inputs.is_causal:
-            options[self.signature.named("causal") or ""] = True
+            options[self.causal(way) or ""] = True
         if inputs.allowed is not None:
             if way.form is None or way.shape is None:
                 raise NotTriedError("no kind of mask that was tried is accepted")
@@ -148,9 +150,13 @@ class Subject:
             warnings.simplefilter("ignore")
             return self.function(*listed, **arguments)
 
+    def causal(self, way: Way) -> str | None:
+        """Return the argument for the causal option, if it is given."""
+        return self.signature.named("causal") if way.gives_causal else None
+
     def arguments(self, way: Way) -> list[str]:
         """Return the arguments that are given in some experiment, in order."""
-        used = {*way.order.values(), *way.fixed, self.signature.named("causal")}
+        used = {*way.order.values(), *way.fixed, self.causal(way)}
         if way.form is not None:
             used.add(self.signature.mask)
         return [name for name in self.signature.names if name in used]
@@ -280,7 +286,7 @@ class Layer(Subject):
     def _products(self, way: Way, experiment: Experiment, inputs: Inputs) -> list[Product] | Exception:
         """The products with parameters in one call. Ways that differ in what is made of them share it."""
         heads = inputs.query.shape[1]
-        key = experiment, heads, tuple(way.order.items()), way.form, way.shape
+        key = experiment, heads, tuple(way.order.items()), way.form, way.shape, way.gives_causal
         if key not in self.products:
             try:
                 self.products[key] = self._watched(way, inputs, heads, experiment.hidden)

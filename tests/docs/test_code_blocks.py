@@ -161,6 +161,7 @@ PRESUMED: dict[str, Callable[[Path], object] | str] = {
     "conf": yaml_of("docs/configuring.md", "experiment/mine.yaml"),
     "mine": yaml_of("docs/ablation.md", "ablation/my_qk_norm.yaml"),
     **{name: partial(shutil.copytree, ROOT / name) for name in COPIED},
+    "mine.py": lines("from minitx.nn import scaled_dot_product_attention as attention"),
     "my_module.py": lines("from minitx.nn import scaled_dot_product_attention as my_attention"),
 }
 """What a page speaks of as there: how it is made, or the overrides of a short run, or where on this shelf it is copied from."""

@@ -1,0 +1,299 @@
+"""``check_attention`` names every mistake of the table and of other people, and passes what is right."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from broken_functions import BROKEN, RIGHT, WIDTH, RightHidesPadding, right_careful, right_textbook, torch_multihead
+from torch import nn
+
+from minitx.check import Severity, Status, check_attention, mutant
+from minitx.check.calls import STAGES
+from minitx.check.experiments import EXPERIMENTS, draw
+from minitx.check.mutants import MUTANTS, STEP_NAMES, attention_in_steps
+from minitx.check.reference import naive_attention
+from minitx.config import TransformerConfig
+from minitx.nn import DecoderLM, MultiHeadAttention, scaled_dot_product_attention
+
+
+def wrong(report):
+    return {finding.id for finding in report.findings if finding.severity == Severity.WRONG}
+
+
+def found(report):
+    return [finding.id for finding in report.findings if finding.severity != Severity.NOTE]
+
+
+def by_id(report):
+    return {check.id: check for check in report.checks}
+
+
+# the table
+
+
+@pytest.mark.parametrize("experiment", [e for e in EXPERIMENTS if e.dtype is None], ids=lambda experiment: experiment.id)
+def test_the_steps_are_the_definition(experiment):
+    inputs = draw(experiment)
+    got = attention_in_steps(*inputs.heads, inputs.allowed, is_causal=inputs.is_causal)
+    want = naive_attention(*inputs.heads, inputs.allowed, is_causal=inputs.is_causal)
+    rounding = 4 * torch.finfo(torch.float64).eps * max(10.0, abs(experiment.low or 0.0))  # of the scores
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=rounding * max(1.0, other.abs().max().item()))
+
+
+def test_a_mutant_replaces_one_or_two_of_eleven_steps_and_has_advice():
+    assert len(STEP_NAMES) == 11 and len(MUTANTS) >= 50
+    for entry in MUTANTS:
+        assert 1 <= len(entry.instead) <= 2 and set(entry.instead) <= set(STEP_NAMES) and entry.advice
+    assert len({entry.id for entry in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("entry", MUTANTS, ids=lambda entry: entry.id)
+def test_every_mutant_is_named(entry):
+    report = check_attention(mutant(entry.name), mask="keep")
+    assert found(report)[0] == entry.id, report
+    assert report.mend_first.advice == entry.advice
+    assert report.exit_code == (0 if entry.is_extreme else 1)
+
+
+def test_an_unknown_mutant_is_refused_with_similar_names():
+    with pytest.raises(ValueError, match="'no scales'; similar names: no scale"):
+        mutant("no scales")
+
+
+# what others write
+
+NAMES = {
+    "einsum_without_scale": "no-scale",
+    "loops_with_wide_scale": "scale-by-embed-dim",
+    "softmax_along_heads": "softmax-over-the-heads",
+    "mask_times_scores": "hidden-scores-of-0",
+    "HeadsFromView": "heads-by-view",
+    "causal_from_upper_left": "causal-mask-from-the-upper-left",
+    "SeesOnlyTheFuture": "causal-mask-upside-down",
+    "padding_on_the_queries": "padding-mask-on-the-queries",
+    "MaskAfterSoftmax": "mask-after-the-softmax",
+    "tiny_number_for_hidden": "mask-ignored",
+    "batch_length_heads_over_queries": "softmax-over-the-queries",
+    "three_axes_divided_by_width": "scale-by-d-k",
+    "DropoutInEvaluation": "random",
+    "buffer_like_the_query": "zeros-like-q-for-d-v-d-k",
+    "groups_in_the_wrong_order": "grouped-heads-tiled",
+    "softmax_by_hand": "exp-without-the-maximum",
+    "MergesWithoutTranspose": "heads-merged-by-view",
+    "keys_in_place_of_values": "keys-mixed",
+    "CausalTooEarly": "causal-mask-hides-the-token-itself",
+    "first_mask_for_all": "first-mask-for-the-whole-batch",
+    "matrices_over_columns": "softmax-over-the-queries",
+    "mask_forgotten_when_causal": "mask-ignored-when-causal",
+}
+"""What is found in each. At the first try, before any of them had been run, 18 of 22 were named, and two passed: see check.md."""
+
+
+@pytest.mark.parametrize("function", BROKEN, ids=lambda function: function.__name__)
+def test_a_broken_function_in_another_style_is_named(function):
+    report = check_attention(function)
+    assert NAMES[function.__name__] in found(report), report
+    assert report.called_as
+
+
+@pytest.mark.parametrize("function", [*RIGHT, torch_multihead], ids=lambda function: function.__name__)
+def test_nothing_is_wrong_with_right_functions_and_layers(function):
+    report = check_attention(function() if function is torch_multihead else function)
+    assert wrong(report) == set(), report
+    assert set(found(report)) <= {"nan-where-a-query-sees-nothing"}
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked", "auto"])
+def test_our_backends_pass(backend):
+    report = check_attention(partial(scaled_dot_product_attention, backend=backend))
+    assert found(report) == [], report
+    assert all(check.status == Status.PASSED for check in report.checks if not check.id.startswith("argument"))
+
+
+def test_our_layer_passes():
+    layer = MultiHeadAttention(WIDTH, 3)
+    assert found(check_attention(layer)) == []
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_the_verdict_does_not_depend_on_the_seed(seed):
+    assert found(check_attention(right_careful, seed=seed)) == []
+    assert found(check_attention(mutant("scale by embed_dim"), seed=seed))[0] == "scale-by-embed-dim"
+
+
+# how it is called
+
+
+def test_unknown_names_are_tried_in_every_order():
+    def attention(a, b, c):
+        return (b @ c.mT / math.sqrt(c.shape[-1])).softmax(-1) @ a
+
+    report = check_attention(attention)
+    assert found(report) == []
+    assert "query = b" in report.called_as and "value = a" in report.called_as
+
+
+@pytest.mark.parametrize(("name", "make", "shown"), [
+    ("True = keep", lambda m: m, "True = keep"),
+    ("True = hide", lambda m: ~m, "True = hide"),
+    ("floats", lambda m: m > 0.5, "1.0 = keep"),
+    ("zeros hide", lambda m: m != 0, "True = keep"),
+])  # fmt: skip
+def test_the_meaning_of_the_mask_is_found(name, make, shown):
+    def attention(q, k, v, mask=None):
+        if name == "floats" and mask is not None and not mask.is_floating_point():
+            raise TypeError("a mask of numbers is needed")
+        hidden = None if mask is None else make(mask)
+        return right_careful(q, k, v, hidden)
+
+    report = check_attention(attention)
+    assert wrong(report) == set() and shown in report.called_as
+    assert ("mask-hides" in found(report)) == (name == "True = hide")
+
+
+def test_only_the_author_can_tell_an_inverted_mask():
+    def attention(q, k, v, mask=None):
+        return right_careful(q, k, v, None if mask is None else ~mask)
+
+    assert wrong(check_attention(attention)) == set()
+    assert "mask-inverted" in wrong(check_attention(attention, mask="keep"))
+    assert found(check_attention(attention, mask="hide")) == []
+
+
+def test_a_mask_that_no_way_of_calling_reaches_is_not_passed():
+    def attention(q, k, v, mask=None):
+        if mask is not None:
+            raise TypeError("a BlockMask is needed")
+        return right_careful(q, k, v)
+
+    report = check_attention(attention)
+    assert by_id(report)["mask"].status == Status.NOT_TRIED
+    assert "mask-not-accepted" in found(report)
+    assert check_attention(attention, stage=2).exit_code == 1
+
+
+def test_arguments_that_nobody_gives_are_listed():
+    def attention(q, k, v, window=None, dropout=0.0):
+        return right_careful(q, k, v)
+
+    checks = by_id(check_attention(attention))
+    assert checks["argument window"].status == checks["argument dropout"].status == Status.NOT_TRIED
+
+
+def test_weights_that_are_not_those_of_the_output_are_wrong():
+    def attention(q, k, v, mask=None):
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        before = scores.softmax(-1)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        return scores.softmax(-1) @ v, before
+
+    report = check_attention(attention)
+    assert wrong(report) == {"other-weights"}
+
+
+def test_changed_arguments_and_idle_parameters_are_found():
+    def attention(q, k, v):
+        q *= q.shape[-1] ** -0.5
+        return (q @ k.mT).softmax(-1) @ v
+
+    assert found(check_attention(attention)) == ["changes-its-arguments"]
+
+    class Layer(RightHidesPadding):
+        def __init__(self, d_model, num_heads):
+            super().__init__(d_model, num_heads)
+            self.other = nn.Linear(d_model, d_model)
+
+    assert wrong(check_attention(Layer)) == {"idle-parameters"}
+
+
+def test_a_mistake_without_a_name_is_found_with_a_witness():
+    def attention(q, k, v):
+        weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+        return weights @ v.roll(1, dims=0)
+
+    report = check_attention(attention)
+    assert wrong(report) == {"differs"}
+    assert "the second sequence changes the output of the first sequence" in report.findings[0].witness
+
+
+def test_a_function_that_makes_tensors_of_float32_is_checked_in_float32():
+    def attention(q, k, v):
+        return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ torch.eye(k.shape[-2]) @ v
+
+    report = check_attention(attention)
+    assert report.called_as.endswith("float32") and wrong(report) == set()
+
+
+@pytest.mark.parametrize("thing", [3, len, lambda: 0, nn.ReLU(), nn.Linear(8, 8)])
+def test_what_is_not_attention_is_refused_or_cannot_be_called(thing):
+    try:
+        report = check_attention(thing)
+    except (ValueError, TypeError):
+        return
+    assert report.called_as == "" and report.exit_code == 1
+    assert all(check.status == Status.NOT_TRIED for check in report.checks)
+
+
+def test_a_model_is_refused_in_one_sentence():
+    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=2, num_layers=1))
+    with pytest.raises(ValueError, match="is a model with the embedding"):
+        check_attention(model)
+
+
+@pytest.mark.parametrize("options", [{"stage": 6}, {"mask": "show"}, {"strict": True, "stage": 1}])
+def test_options_that_do_not_exist_are_refused(options):
+    with pytest.raises(ValueError, match=r"must be|exclude"):
+        check_attention(right_textbook, **options)
+
+
+# the stages of the exercise
+
+
+def without_masks(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def with_a_number(q, k, v, mask=None):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = scores if mask is None else scores.masked_fill(mask == 0, -1e9)
+    return scores.softmax(-1) @ v
+
+
+REACHED = {  # points of each stage
+    right_careful: {1: (2, 2), 2: (3, 3), 3: (3, 3), 4: (3, 3), 5: (8, 8)},
+    right_textbook: {1: (2, 2), 2: (3, 3), 3: (0, 3), 4: (3, 3), 5: (8, 8)},
+    with_a_number: {1: (2, 2), 2: (3, 3), 3: (2, 3), 4: (3, 3), 5: (6, 8)},
+    without_masks: {1: (2, 2), 2: (0, 3), 3: (0, 3), 4: (1, 3), 5: (4, 8)},
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("function", REACHED, ids=lambda function: function.__name__)
+def test_a_stage_gives_a_point_for_each_check_that_passed_and_none_for_one_that_was_not_tried(function, stage):
+    report = check_attention(function, stage=stage)
+    assert report.points == REACHED[function][stage], report
+    assert report.exit_code == (0 if report.points[0] == report.points[1] else 1)
+
+
+def test_stage_3_names_nan_and_the_mean_of_hidden_values_and_says_how_to_write_it():
+    for function, name in (
+        (right_textbook, "nan-where-a-query-sees-nothing"),
+        (with_a_number, "padding-mask-of-1e9-averages-hidden-values"),
+    ):
+        report = check_attention(function, stage=3)
+        assert report.mend_first.id == name and report.mend_first.severity == Severity.WRONG
+        assert ".softmax(-1).masked_fill(~mask, 0)" in report.mend_first.advice
+
+
+def test_nan_in_the_gradient_alone_is_found():
+    def attention(q, k, v, mask=None):
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        bias = torch.zeros(()) if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype)
+        return (scores + bias).softmax(-1).nan_to_num() @ v
+
+    report = check_attention(attention, stage=3)
+    assert report.points == (2, 3) and wrong(report) == {"nan-gradient-where-a-query-sees-nothing"}
