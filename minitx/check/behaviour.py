@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,13 +47,17 @@ def cache(exam: Examination) -> None:
     pieces = _Pieces(exam, name)
     cuts = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}
     for kind, places in cuts.items():
-        exam.attempt(f"cache/{kind}", lambda id, places=places: pieces.compare(id, list(places)))
-    exam.attempt("cache/left-padding", lambda id: pieces.padded(id, [L // 2, L // 2 + 1, L - 3]))
-    exam.attempt("cache/static", lambda id: pieces.static(id, [L // 2, L // 2 + 1]))
+        exam.attempt(f"cache/{kind}", partial(pieces.compare, cuts=list(places)))
+    exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))
+    exam.attempt("cache/static", partial(pieces.static, cuts=[L // 2, L // 2 + 1]))
 
 
 class NoCacheError(ValueError):
     """The model gives no cache back."""
+
+
+class WrongShapeError(RuntimeError):
+    """A piece has an output of another shape."""
 
 
 class _Pieces:
@@ -90,14 +95,28 @@ class _Pieces:
             if keep is not None:  # a cache of ours keeps the earlier part of the mask
                 given = {stream.name: keep[:, (0 if self.make is None else start) : end]}
             options |= {key: value[:, start:end] for key, value in (extra or {}).items()}
-            result = called.run(piece, given, **options)
+            result = self._piece(piece, given, options, keep, start, end)
             found.append(called.output(result, piece))
+            if found[-1].shape[:2] != (B, end - start):
+                raise WrongShapeError(f"{end - start} of {B} rows give an output of shape {tuple(found[-1].shape)}")
             if self.make is None:
                 cache = self._returned(result)
                 if cache is None:
                     raise NoCacheError("no cache comes back")
             start = end
         return torch.cat(found, 1)
+
+    def _piece(
+        self, piece: dict[str, Tensor], given: Any, options: dict[str, Any], keep: Tensor | None, start: int, end: int
+    ) -> Any:
+        """One call. Some models want the mask of all tokens so far, others of the new ones."""
+        called = self.exam.called
+        try:
+            return called.run(piece, given, **options)
+        except (RuntimeError, ValueError):
+            if keep is None or start == 0 or self.make is not None:
+                raise
+            return called.run(piece, {called.stream.name: keep[:, start:end]}, **options)
 
     def _returned(self, result: Any) -> Any:
         for name in (self.name, "past_key_values", "cache_params", "state"):
@@ -123,7 +142,9 @@ class _Pieces:
         if gap.is_rounding:
             exam.passed(id, gap)
             return
-        witness = f"pieces that end at {', '.join(map(str, cuts))}: the output of token {gap.place[1]} differs by {gap.size:.2g}"
+        witness = (
+            f"pieces that end at {', '.join(map(str, cuts))}: the output of token {gap.place[1]} differs by {gap.size:.2g}"
+        )
         if len(cuts) > 5:
             witness = f"token by token from {cuts[0]}: the output of token {gap.place[1]} differs by {gap.size:.2g}"
         fault = f"with a cache{what}, pieces differ from one call"
@@ -192,7 +213,13 @@ def gradient(exam: Examination) -> None:
         grads = torch.autograd.grad((out * weights).sum(), [p for _, p in parameters], allow_unused=True)
     pairs = list(zip(parameters, grads, strict=True))
     if broken := [name for (name, _), grad in pairs if grad is not None and not grad.isfinite().all()]:
-        exam.failed("gradient", "gradient-not-finite", Severity.WRONG, "NaN or infinity in gradients", witness=f"of {', '.join(broken[:3])}")
+        exam.failed(
+            "gradient",
+            "gradient-not-finite",
+            Severity.WRONG,
+            "NaN or infinity in gradients",
+            witness=f"of {', '.join(broken[:3])}",
+        )
         return
     silent = [(name, p) for (name, p), grad in pairs if grad is None or not grad.any()]
     moving = []
@@ -208,13 +235,21 @@ def gradient(exam: Examination) -> None:
         name, gap = moving[0]
         witness = f"another {name} moves the output by {gap.size:.2g}, and its gradient is 0; {len(moving)} of {min(len(silent), TRIED_ALONE)} that were tried"
         fault = "parameters change the output and get no gradient"
-        exam.failed("gradient", "parameter-without-gradient", Severity.WRONG, fault, "Look for detach(), no_grad or .data.", witness, gap)
+        exam.failed(
+            "gradient",
+            "parameter-without-gradient",
+            Severity.WRONG,
+            fault,
+            "Look for detach(), no_grad or .data.",
+            witness,
+            gap,
+        )
         return
     if silent:
         names = ", ".join(name for name, _ in silent[:3]) + (" ..." if len(silent) > 3 else "")
         exam.note("unused-parameters", f"{len(silent)} of {len(parameters)} parameters change nothing here: {names}")
     exam.passed("gradient/all")
-    exam.attempt("gradient/differences", lambda id: _differences(exam, id))
+    exam.attempt("gradient/differences", partial(_differences, exam))
 
 
 def _differences(exam: Examination, id: str) -> None:
@@ -223,7 +258,14 @@ def _differences(exam: Examination, id: str) -> None:
     if called.floats() != torch.float32 or sum(p.numel() for p in model.parameters()) > LARGE:
         exam.skip(id, f"it is for float32 and at most {LARGE // 10**6} million parameters")
         return
-    double = copy.deepcopy(model).to(torch.float64)
+    try:
+        called.model = double = copy.deepcopy(model).to(torch.float64)
+        called.answer(exam.inputs if called.streams else {n: v.double() for n, v in exam.inputs.items()})
+    except Exception as error:  # parts of some models compute in one dtype alone
+        exam.skip(id, f"in float64 it raises {said(error)}")
+        return
+    finally:
+        called.model = model
     inputs = {name: v[:1].double() if v.is_floating_point() else v[:1] for name, v in exam.inputs.items()}
     parameters = {name: p for name, p in double.named_parameters() if p.requires_grad and p.numel()}
     try:
@@ -238,19 +280,24 @@ def _differences(exam: Examination, id: str) -> None:
         for names in _shares(list(parameters)):
             steps = {n: _step(parameters[n], called.generator) for n in names}
             expected = sum((slopes[n] * steps[n]).sum().item() for n in names)
-            found = _slope(lambda: (called.answer(inputs) * weights).sum().item(), parameters, steps)
+            found, wider = (
+                _slope(lambda: (called.answer(inputs) * weights).sum().item(), parameters, steps, width)
+                for width in (WIDTH, 8 * WIDTH)
+            )
             scale = sum((slopes[n] * steps[n]).norm().item() ** 2 for n in names) ** 0.5
-            error = abs(found - expected) / max(scale, abs(found), abs(expected), 1e-4 * abs(loss.item()), 1e-9)
-            worst = max(worst, (error, names[-1] if len(names) == 1 else f"{names[0]} ... {names[-1]}", found, expected))
+            differs = max(0.0, abs(found - expected) - 4 * abs(found - wider)) / max(
+                scale, abs(found), abs(expected), 1e-4 * abs(loss.item()), 1e-9
+            )
+            worst = max(worst, (differs, names[-1] if len(names) == 1 else f"{names[0]} ... {names[-1]}", found, expected))
     finally:
         called.model = model
-    error, name, found, expected = worst
-    if error <= SLOPE:
+    share, name, slope, expected = worst
+    if share <= SLOPE:
         exam.passed(id)
         return
     fault = "gradients differ from the slope of the output"
     advice = "Look for detach(), no_grad, .data or a backward of your own. A straight-through estimator does this on purpose."
-    witness = f"along a random step of {name}: gradient {expected:.3g}, slope {found:.3g}"
+    witness = f"along a random step of {name}: gradient {expected:.3g}, slope {slope:.3g}"
     exam.failed(id, "gradient-differs", Severity.FRAGILE, fault, advice, witness)
 
 
@@ -264,17 +311,17 @@ def _shares(names: list[str]) -> list[list[str]]:
     return [names[start : start + size] for start in range(0, len(names), size)]
 
 
-def _slope(call: Callable[[], float], parameters: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> float:
+def _slope(call: Callable[[], float], parameters: Mapping[str, Tensor], steps: Mapping[str, Tensor], width: float) -> float:
     """The slope of a number along a step, by differences on both sides."""
     kept = {name: parameters[name].detach().clone() for name in steps}
     found = []
     for sign in (1, -1):
         for name, step in steps.items():
-            parameters[name].copy_(kept[name] + sign * WIDTH * step)
+            parameters[name].copy_(kept[name] + sign * width * step)
         found.append(call())
     for name, value in kept.items():
         parameters[name].copy_(value)
-    return (found[0] - found[1]) / (2 * WIDTH)
+    return (found[0] - found[1]) / (2 * width)
 
 
 def weights(exam: Examination) -> None:
@@ -322,17 +369,17 @@ def sizes(exam: Examination) -> None:
     """Sizes that crash."""
     called = exam.called
     if not called.streams:
-        exam.attempt("sizes/rows", lambda id: _one_row(exam, id))
+        exam.attempt("sizes/rows", partial(_one_row, exam))
         return
     name, limit = called.stream.name, limit_of(called.model)
     most = min(limit or 40, 40)
     drawn = torch.randint(1, most + 1, (4,), generator=called.generator).tolist()
     for length in dict.fromkeys([1, 2, *drawn]):
-        exam.attempt("sizes/lengths", lambda id, length=length: _length(exam, id, name, length))
+        exam.attempt("sizes/lengths", partial(_length, exam, name=name, length=length))
     if limit is not None and limit <= 2048:
-        exam.attempt("sizes/limit", lambda id: _limit(exam, id, name, limit))
+        exam.attempt("sizes/limit", partial(_limit, exam, name=name, limit=limit))
     if called.stream.width is None:
-        exam.attempt("sizes/ids", lambda id: _ids(exam, id, name))
+        exam.attempt("sizes/ids", partial(_ids, exam, name=name))
 
 
 def _one_row(exam: Examination, id: str) -> None:
@@ -372,7 +419,9 @@ def _limit(exam: Examination, id: str, name: str, limit: int) -> None:
             found = called.answer(called.draw(1, {name: length}))
         except Exception as error:
             if length == limit:
-                exam.failed(id, "crashes-at-its-limit", Severity.FRAGILE, f"{limit} tokens, its limit, crash", witness=said(error))
+                exam.failed(
+                    id, "crashes-at-its-limit", Severity.FRAGILE, f"{limit} tokens, its limit, crash", witness=said(error)
+                )
                 return
             exam.passed(id)
             return
@@ -429,7 +478,15 @@ def train_mode(exam: Examination) -> None:
     rates = sum(m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
     if second.is_rounding and not first.is_rounding:
         fault = "train mode differs from evaluation without randomness"
-        exam.failed("train-mode", "train-mode-differs", Severity.FRAGILE, fault, "Look for self.training.", f"by {first.size:.2g}", first)
+        exam.failed(
+            "train-mode",
+            "train-mode-differs",
+            Severity.FRAGILE,
+            fault,
+            "Look for self.training.",
+            f"by {first.size:.2g}",
+            first,
+        )
         return
     if not second.is_rounding and not rates:
         exam.note("random-training", "it is random in train mode, though no nn.Dropout has p > 0")
@@ -447,7 +504,11 @@ def bfloat16(exam: Examination) -> None:
     if called.streams and called.has_positions and len(called.streams) == 1:
         lengths = {called.stream.name: LONG if limit is None else min(limit, LONG)}
     inputs = called.draw(1, lengths)
-    wanted = called.answer(inputs)
+    try:
+        wanted = called.answer(inputs)
+    except Exception:  # its limit is smaller than its config says
+        inputs = called.draw(1)
+        wanted = called.answer(inputs)
     model = called.model
     try:
         low = copy.deepcopy(model).to(torch.bfloat16)
@@ -487,4 +548,6 @@ def compiled(exam: Examination) -> None:
     if gap.is_rounding:
         exam.passed("compile", gap)
     else:
-        exam.failed("compile", "compile-differs", Severity.WRONG, "the compiled model differs", witness=f"by {gap.size:.2g}", gap=gap)
+        exam.failed(
+            "compile", "compile-differs", Severity.WRONG, "the compiled model differs", witness=f"by {gap.size:.2g}", gap=gap
+        )

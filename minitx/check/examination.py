@@ -140,6 +140,8 @@ class Examination:
         """Compare two answers. Rounding explains the measured noise. ``where``: bool (B, L), or (B,) of whole rows."""
         if where is not None and where.dim() == 1:
             where = where.unsqueeze(1).expand(found.shape[:2])
+        if found.shape != wanted.shape:
+            return Gap(torch.inf, 0.0, (0,) * wanted.dim())
         return compare(found, wanted, self.noise, where)
 
     @cached_property
@@ -189,9 +191,11 @@ class Examination:
         name = type(self.called.model).__name__
         if "MaskedLM" in name or "Classification" in name:
             return False
-        config = self.called.config
-        if any(word in self.called.names for word in ("past_key_values", "cache", "kv_cache")):
-            return getattr(config, "is_decoder", None) is not False or not hasattr(config, "is_decoder")
+        is_theirs = hasattr(self.called.config, "model_type")  # of transformers, whose classes of decoders have been named
+        if not is_theirs and any(
+            word in self.called.names for word in ("past_key_values", "cache", "kv_cache", "past_kv", "past")
+        ):
+            return True
         future = self.influence.triu(1) > self.allowed
         return bool(future.sum() < 0.25 * self.influence.numel() / 2)
 
@@ -250,7 +254,9 @@ class Examination:
             self.skip(id, f"it raises {said(error)}")
         else:
             what = id.replace("-", " ").replace("/", ", ")
-            self.failed(id, f"raises-{id.replace('/', '-')}", Severity.FRAGILE, f"it raises in the check of {what}", witness=said(error))
+            self.failed(
+                id, f"raises-{id.replace('/', '-')}", Severity.FRAGILE, f"it raises in the check of {what}", witness=said(error)
+            )
 
     def attempt(self, id: str, check: Callable[[str], None]) -> None:
         """Do one check. What it raises is recorded."""

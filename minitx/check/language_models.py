@@ -108,7 +108,9 @@ def _examine(examination: Examination, chosen: Sequence[str]) -> None:
                 is_measured = True
             PROPERTIES[word](examination)
         except StopError as reason:
-            examination.checks += [Check(rest, Status.NOT_TRIED, str(reason)) for rest in chosen[number:] if rest != "determinism"]
+            examination.checks += [
+                Check(rest, Status.NOT_TRIED, str(reason)) for rest in chosen[number:] if rest != "determinism"
+            ]
             return
         except Exception as error:  # of the model
             examination.raised(word, error)
@@ -196,5 +198,3 @@ def _assert(report: Report) -> None:
     """Fail if something is wrong, or if nothing was tried."""
     if not report.is_right or not report.with_status(Status.PASSED) or report.with_status(Status.FAILED):
         raise AssertionError(str(report))
-
-

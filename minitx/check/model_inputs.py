@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import re
@@ -20,11 +21,29 @@ LENGTHS = (12, 16, 32, 64, 8, 5)
 IDS = ("input_ids", "idx", "ids", "tokens", "token_ids", "inputs", "x", "src", "input", "xb")
 TARGET_IDS = ("decoder_input_ids", "tgt", "target_ids", "tgt_ids", "decoder_ids")
 PIXELS = ("pixel_values", "images", "image", "img", "imgs", "pixels")
-MASKS = ("attention_mask", "key_mask", "padding_mask", "src_key_padding_mask", "key_padding_mask", "pad_mask", "src_mask", "mask")
+MASKS = (
+    "attention_mask",
+    "key_mask",
+    "padding_mask",
+    "src_key_padding_mask",
+    "key_padding_mask",
+    "pad_mask",
+    "src_mask",
+    "mask",
+)
 TARGET_MASKS = ("decoder_attention_mask", "decoder_key_mask", "tgt_key_padding_mask", "tgt_mask")
 CACHES = ("past_key_values", "cache", "cache_params", "kv_cache", "past_kv", "past", "state", "hidden")
 LIMITS = ("max_position_embeddings", "n_positions", "block_size", "max_len", "max_seq_len", "context_length", "max_length")
-MARKS = ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id", "pad_id", "bos_id", "eos_id", "mask_token_id")
+MARKS = (
+    "pad_token_id",
+    "eos_token_id",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "pad_id",
+    "bos_id",
+    "eos_id",
+    "mask_token_id",
+)
 PICTURES = ((3, 32), (1, 28), (3, 224), (1, 8))
 OUTPUTS = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")
 
@@ -207,10 +226,8 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
         CannotBeCalledError: no way was found.
     """
     generator = torch.Generator().manual_seed(seed)
-    try:
+    with contextlib.suppress(RuntimeError, TypeError):  # tensors that are no leaves, or parts that cannot be copied
         model = copy.deepcopy(model)
-    except (RuntimeError, TypeError):  # tensors that are no leaves, or parts that cannot be copied
-        pass
     model = model.to(device).eval() if dtype is None else model.to(device, dtype).eval()
     fill_zeros(model, generator)
     names, required = arguments_of(model)
@@ -373,9 +390,10 @@ def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
     """The number of ids, and the ids that are no special tokens."""
     config, tables = getattr(model, "config", None), _tables(model)
     table: Any = None
-    if callable(getattr(model, "get_input_embeddings", None)):
+    getter: Any = getattr(model, "get_input_embeddings", None)
+    if callable(getter):
         try:
-            table = model.get_input_embeddings()
+            table = getter()
         except (NotImplementedError, AttributeError):
             table = None
     size = getattr(table, "num_embeddings", None)

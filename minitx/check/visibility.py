@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,9 @@ from minitx.check.results import Severity
 FAR_LESS = 1e-12
 """A gradient below this share of the largest one is zero."""
 
-CAUSAL_ADVICE = "Hide the keys after each query: is_causal=True, or scores.masked_fill(~ones(L, S).tril(S - L), -inf) before the softmax."
+CAUSAL_ADVICE = (
+    "Hide the keys after each query: is_causal=True, or scores.masked_fill(~ones(L, S).tril(S - L), -inf) before the softmax."
+)
 
 
 def rows(exam: Examination) -> None:
@@ -36,7 +40,9 @@ def rows(exam: Examination) -> None:
         exam.failed("rows/others", "rows-mixed", Severity.WRONG, "rows of a batch change each other", advice, witness, gap)
         return
     exam.passed("rows/others", gap)
-    alone = torch.cat([called.answer({name: value[row : row + 1] for name, value in inputs.items()}) for row in range(len(base))])
+    alone = torch.cat(
+        [called.answer({name: value[row : row + 1] for name, value in inputs.items()}) for row in range(len(base))]
+    )
     gap = exam.gap(alone, base)
     if gap.is_rounding:
         exam.passed("rows/alone", gap)
@@ -68,8 +74,8 @@ def causality(exam: Examination) -> None:
             exam.skip(id, "the model is bidirectional; causal=true says that it must not be")
     else:
         for id, check in zip(ids, (_values, _prefix, _with_mask), strict=False):
-            exam.attempt(id, lambda id, check=check: check(exam, id))
-    exam.attempt(ids[3], lambda id: _gradients(exam, id))
+            exam.attempt(id, partial(check, exam))
+    exam.attempt(ids[3], partial(_gradients, exam))
 
 
 def _values(exam: Examination, id: str) -> None:
@@ -93,7 +99,10 @@ def _values(exam: Examination, id: str) -> None:
     fault, advice = "later tokens change earlier outputs", CAUSAL_ADVICE
     earlier = exam.influence.tril(-1)
     if not (earlier > exam.allowed).any() and pairs > L:
-        fault, advice = "each token sees the later tokens and not the earlier ones", "The causal mask is inverted: hide where ~tril."
+        fault, advice = (
+            "each token sees the later tokens and not the earlier ones",
+            "The causal mask is inverted: hide where ~tril.",
+        )
     elif pairs <= L - 1 and all(b == a + 1 for a, b in (future > exam.allowed).nonzero().tolist()):
         advice = "The mask is one too wide: tril(diagonal=S - L), with no 1 more; or the targets are shifted into the inputs."
     exam.failed(id, "not-causal", Severity.WRONG, fault, advice, witness)
@@ -165,7 +174,10 @@ def _gradients(exam: Examination, id: str) -> None:
             advice = "Look for detach(), no_grad, .data or a copy through numpy."
             exam.failed(id, "gradient-cut", Severity.WRONG, fault, advice, witness)
             return
-        exam.note("gradient-cut-in-part", f"some outputs depend on tokens to which no gradient goes, as a choice by argmax does: {witness}")
+        exam.note(
+            "gradient-cut-in-part",
+            f"some outputs depend on tokens to which no gradient goes, as a choice by argmax does: {witness}",
+        )
     late = grads.triu(1) > 1e-6 * grads.max() if exam.is_causal else torch.zeros_like(zero)
     if late.any() and not (influence.triu(1) > exam.allowed).any():
         i, j = late.nonzero()[0].tolist()
@@ -185,7 +197,7 @@ def _token_gradients(exam: Examination) -> Tensor | str:
     inputs = {key: value[:1].clone() for key, value in exam.inputs.items()}
     leaves: list[Tensor] = []
 
-    def leaf(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    def leaf(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         same = args and args[0].shape == inputs[name].shape and torch.equal(args[0].to(inputs[name].device), inputs[name])
         if not same or module.num_embeddings < called.vocabulary:
             return None
@@ -265,7 +277,7 @@ def padding(exam: Examination) -> None:
         exam.attempt(f"{prefix}/meaning", found.meaning)
         exam.attempt(f"{prefix}/mask-of-ones", found.ones)
         for side in ("left", "right", "inside"):
-            exam.attempt(f"{prefix}/{side}", lambda id, found=found, side=side: found.side(id, side))
+            exam.attempt(f"{prefix}/{side}", partial(found.side, side=side))
 
 
 def _no_mask(stream: Stream) -> str:
@@ -285,7 +297,11 @@ class _Padding:
     def _keep(self, side: str) -> Tensor:
         keep = torch.ones(self.B, self.L, dtype=torch.bool)
         third = max(1, self.L // 3)
-        places = {"left": slice(0, third), "right": slice(self.L - third, None), "inside": slice(third, third + max(1, third // 2))}
+        places = {
+            "left": slice(0, third),
+            "right": slice(self.L - third, None),
+            "inside": slice(third, third + max(1, third // 2)),
+        }
         keep[1, places[side]] = False
         return keep
 
@@ -317,7 +333,9 @@ class _Padding:
         at = exam.where(exam.answers(exam.inputs), exam.answers(exam.inputs, {self.stream.name: keep}), exam.whole)
         witness = f"a mask that hides nothing moves the output by {gap.size:.2g}{at}"
         fault = f"{self.stream.mask} changes the output though it hides nothing"
-        exam.failed(id, self._id("mask-of-ones-changes"), Severity.WRONG, fault, "Does the mask replace the causal one?", witness, gap)
+        exam.failed(
+            id, self._id("mask-of-ones-changes"), Severity.WRONG, fault, "Does the mask replace the causal one?", witness, gap
+        )
 
     def side(self, id: str, side: str) -> None:
         """Padding on one side."""
@@ -326,7 +344,9 @@ class _Padding:
         still, wanted = self._still(keep), one()
         if not wanted[still].isfinite().all():
             fault = f"NaN at real tokens with padding {_where(side)}"
-            exam.failed(id, self._id(f"nan-{side}"), Severity.WRONG, fault, "Hide with a finite number, or clear rows that see nothing.")
+            exam.failed(
+                id, self._id(f"nan-{side}"), Severity.WRONG, fault, "Hide with a finite number, or clear rows that see nothing."
+            )
             return
         if not wanted.isfinite().all():
             text = "NaN at the padding itself, so the sum of all losses is NaN"
@@ -342,7 +362,9 @@ class _Padding:
         if not between.is_rounding:
             fault = "padding of a row changes other rows"
             witness = f"padding of row 1 moves the output of row {between.place[0]} by {between.size:.2g}"
-            exam.failed(f"{id}/other-rows", self._id("padding-changes-rows"), Severity.WRONG, fault, witness=witness, gap=between)
+            exam.failed(
+                f"{id}/other-rows", self._id("padding-changes-rows"), Severity.WRONG, fault, witness=witness, gap=between
+            )
         if side != "inside":
             self._alone(f"{id}/alone", side, keep, wanted)
 
@@ -361,8 +383,16 @@ class _Padding:
         if plain.is_rounding:
             fault, advice, name = f"{mask} is ignored", "Pass it on to the attention of every layer.", "mask-ignored"
         else:
-            fault, advice, name = f"hidden tokens leak through {mask}", "Hide their keys in every layer, and clear their values in what mixes positions otherwise.", f"padding-leaks-{side}"
-            if len(exam.called.streams) > 1 and self.stream is not exam.called.stream and "encoder" not in at.partition("is ")[2].split(".")[0]:
+            fault, advice, name = (
+                f"hidden tokens leak through {mask}",
+                "Hide their keys in every layer, and clear their values in what mixes positions otherwise.",
+                f"padding-leaks-{side}",
+            )
+            if (
+                len(exam.called.streams) > 1
+                and self.stream is not exam.called.stream
+                and "encoder" not in at.partition("is ")[2].split(".")[0]
+            ):
                 advice = "Cross-attention needs the mask of the source, too."
         exam.failed(id, self._id(name), Severity.WRONG, fault, advice, witness, gap)
 
@@ -383,10 +413,16 @@ class _Padding:
             return
         witness = f"by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
         if side == "right":
-            fault, advice = "a row with padding on the right differs from the same row alone", "Look for a mean, a norm or a last token over the whole length."
+            fault, advice = (
+                "a row with padding on the right differs from the same row alone",
+                "Look for a mean, a norm or a last token over the whole length.",
+            )
             exam.failed(id, self._id("padded-row-differs"), Severity.FRAGILE, fault, advice, witness, gap)
             return
-        fault, advice = "with padding on the left, positions are counted from the padding", "Count them from the first real token: mask.cumsum(-1) - 1."
+        fault, advice = (
+            "with padding on the left, positions are counted from the padding",
+            "Count them from the first real token: mask.cumsum(-1) - 1.",
+        )
         severity = Severity.FRAGILE
         if "position_ids" in exam.called.names:
             positions = (keep.long().cumsum(-1) - 1).clamp(min=0).to(exam.called.device)
@@ -421,44 +457,51 @@ def documents(exam: Examination) -> None:
         return
     stream, (B, L) = called.stream, exam.inputs[called.stream.name].shape[:2]
     cut = L // 2
-    positions = torch.cat((torch.arange(cut), torch.arange(L - cut))).expand(B, L).contiguous().to(called.device)
+    restarting = torch.cat((torch.arange(cut), torch.arange(L - cut))).expand(B, L).contiguous().to(called.device)
     numbers = (torch.arange(L) >= cut).long().expand(B, L).contiguous().to(called.device)
     keep = {stream.name: torch.ones(B, L, dtype=torch.bool)}
     apart: dict[str, bool] = {}
-    ways = [(name, {name: positions if name == "position_ids" else numbers}, None) for name in names]
-    if stream.form is not None:
-        ways += [(f"{name}-and-a-mask", options, keep) for name, options, _ in list(ways)]
-    first = torch.zeros(B, L, dtype=torch.bool)
-    first[:, 1] = True
-    changed = called.others(exam.inputs, stream.name, first)
-    second = torch.zeros(B, L, dtype=torch.bool)
-    second[:, cut:] = True
-    alone = called.answer({**exam.inputs, stream.name: exam.inputs[stream.name][:, cut:].contiguous()})
-    for name, options, mask in ways:
-
-        def one_way(id: str, options=options, mask=mask, name=name) -> None:  # type: ignore[no-untyped-def]
-            found = called.answer(exam.inputs, mask, **options)
-            gap = exam.gap(called.answer(changed, mask, **options), found, second)
-            apart[name] = gap.is_rounding
-            if not gap.is_rounding:
-                if name.startswith("position_ids"):
-                    exam.skip(id, "position_ids that restart are not read as documents")
-                else:
-                    witness = f"a token of the first document moves token {gap.place[1]} of the second by {gap.size:.2g}"
-                    exam.failed(id, "documents-leak", Severity.WRONG, f"{name}: documents of a row see each other", witness=witness, gap=gap)
-                return
-            own = exam.gap(found[:, cut:], alone)
-            if own.is_rounding:
-                exam.passed(id, gap)
-            else:
-                fault = f"{name}: the second document is isolated, and differs from the same alone"
-                exam.failed(id, "document-differs", Severity.FRAGILE, fault, witness=f"by {own.size:.2g}", gap=own)
-
-        exam.attempt(f"documents/{name}", one_way)
-    if exam.is_causal and apart.get("position_ids") and apart.get("position_ids-and-a-mask") is False:
+    for name in names:
+        options: dict[str, Tensor] = {name: restarting if name == "position_ids" else numbers}
+        exam.attempt(f"documents/{name}", partial(_packed, exam, options=options, keep=None, apart=apart))
+        if stream.form is not None:
+            exam.attempt(f"documents/{name}-and-a-mask", partial(_packed, exam, options=options, keep=keep, apart=apart))
+    alone, masked = (apart.get(f"documents/{name}") for name in ("position_ids", "position_ids-and-a-mask"))
+    if exam.is_causal and alone and masked is False:
+        id = "documents/position_ids-and-a-mask"
+        exam.checks = [check for check in exam.checks if check.id != id]
         fault = f"position_ids that restart isolate documents, but no longer once {stream.mask} is given"
-        advice = f"Give no {stream.mask} with packed documents."
-        exam.checks = [check for check in exam.checks if check.id != "documents/position_ids-and-a-mask"]
-        exam.failed("documents/position_ids-and-a-mask", "mask-joins-documents", Severity.FRAGILE, fault, advice)
-    elif exam.is_causal and apart.get("position_ids") is False and "document_ids" not in names:
+        exam.failed(id, "mask-joins-documents", Severity.FRAGILE, fault, f"Give no {stream.mask} with packed documents.")
+    elif exam.is_causal and alone is False and "document_ids" not in names:
         exam.note("positions-join-documents", "position_ids that restart do not isolate packed documents")
+
+
+def _packed(
+    exam: Examination,
+    id: str,
+    options: Mapping[str, Tensor],
+    keep: Mapping[str, Tensor] | None,
+    apart: dict[str, bool],
+) -> None:
+    """One way to say where documents begin."""
+    called, name = exam.called, exam.called.stream.name
+    B, L = exam.inputs[name].shape[:2]
+    early, second = torch.zeros(B, L, dtype=torch.bool), torch.zeros(B, L, dtype=torch.bool)
+    early[:, 1], second[:, L // 2 :] = True, True
+    found = called.answer(exam.inputs, keep, **options)
+    gap = exam.gap(called.answer(called.others(exam.inputs, name, early), keep, **options), found, second)
+    apart[id] = gap.is_rounding
+    if not gap.is_rounding:
+        if "position_ids" in options:
+            exam.skip(id, "position_ids that restart are not read as documents")
+            return
+        witness = f"a token of the first document moves token {gap.place[1]} of the second by {gap.size:.2g}"
+        exam.failed(id, "documents-leak", Severity.WRONG, "documents of a row see each other", "", witness, gap)
+        return
+    alone = called.answer({**exam.inputs, name: exam.inputs[name][:, L // 2 :].contiguous()})
+    own = exam.gap(found[:, L // 2 :], alone)
+    if own.is_rounding:
+        exam.passed(id, gap)
+        return
+    fault = "the second document of a row is isolated, and differs from the same alone"
+    exam.failed(id, "document-differs", Severity.FRAGILE, fault, "Count positions in each document.", f"by {own.size:.2g}", own)
