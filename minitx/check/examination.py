@@ -267,10 +267,10 @@ class Examination:
         except Exception as error:
             self.raised(id, error)
 
-    def where(self, calm: Callable[[], Any], moved: Callable[[], Any], still: Tensor) -> str:
+    def where(self, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
         """Return the end of a sentence: the first module that moves."""
         try:
-            return _first(first_moved(self.called.model, calm, moved, still))
+            return _first(first_moved(self.called.model, calm, moved, *stills))
         except Exception:  # a witness is no reason to fail
             return ""
 

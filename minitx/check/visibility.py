@@ -103,8 +103,8 @@ def _values(exam: Examination, id: str) -> None:
             "each token sees the later tokens and not the earlier ones",
             "The causal mask is inverted: hide where ~tril.",
         )
-    elif pairs <= L - 1 and all(b == a + 1 for a, b in (future > exam.allowed).nonzero().tolist()):
-        advice = "The mask is one too wide: tril(diagonal=S - L), with no 1 more; or the targets are shifted into the inputs."
+    elif max(b - a for a, b in (future > exam.allowed).nonzero().tolist()) <= L // 4:  # one more in each layer
+        advice = "The mask is too wide: tril(diagonal=S - L), with no 1 more; or a convolution needs padding on its left alone."
     exam.failed(id, "not-causal", Severity.WRONG, fault, advice, witness)
 
 
@@ -353,7 +353,7 @@ class _Padding:
             exam.failed(f"{id}/finite", self._id("nan-at-padding"), Severity.FRAGILE, text, "Clear rows that see nothing.")
         gap = exam.gap(two(), wanted, still)
         if not gap.is_rounding:
-            self._leaks(id, side, keep, gap, exam.where(one, two, self._rows_still(still)))
+            self._leaks(id, side, keep, gap, exam.where(one, two, *self._stills(keep)))
             return
         exam.passed(id, gap)
         others = torch.ones_like(still)
@@ -368,11 +368,11 @@ class _Padding:
         if side != "inside":
             self._alone(f"{id}/alone", side, keep, wanted)
 
-    def _rows_still(self, still: Tensor) -> Tensor:
-        """Of the padded row only."""
-        mine = torch.zeros_like(still)
-        mine[1] = still[1]
-        return mine
+    def _stills(self, keep: Tensor) -> list[Tensor]:
+        """Where modules must not move in the padded row: at its real tokens, and at all tokens of the other stream."""
+        stills = [keep] if self._still(keep) is keep else [keep, self.exam.whole]
+        rows = torch.arange(self.B) == 1
+        return [still & (rows if still.dim() == 1 else rows[:, None]) for still in stills]
 
     def _leaks(self, id: str, side: str, keep: Tensor, gap: Gap, at: str) -> None:
         exam, mask = self.exam, self.stream.mask
@@ -386,14 +386,10 @@ class _Padding:
             fault, advice, name = (
                 f"hidden tokens leak through {mask}",
                 "Hide their keys in every layer, and clear their values in what mixes positions otherwise.",
-                f"padding-leaks-{side}",
+                "padding-leaks",
             )
-            if (
-                len(exam.called.streams) > 1
-                and self.stream is not exam.called.stream
-                and "encoder" not in at.partition("is ")[2].split(".")[0]
-            ):
-                advice = "Cross-attention needs the mask of the source, too."
+            if self.prefix != "padding":
+                advice = "Hide their keys in every layer of the encoder, and in cross-attention, which needs the mask of the source, too."
         exam.failed(id, self._id(name), Severity.WRONG, fault, advice, witness, gap)
 
     def _alone(self, id: str, side: str, keep: Tensor, padded: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +23,12 @@ class Call:
     outputs: list[Tensor] = field(default_factory=list)
 
 
-def first_moved(model: nn.Module, calm: Callable[[], Any], moved: Callable[[], Any], still: Tensor) -> str:
+def first_moved(model: nn.Module, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
     """Return the name and class of the first module that moves where it must be still, or nothing.
 
     Args:
         calm, moved: two calls of the model.
-        still: bool (B, L): the rows and positions that must not move; (B,): rows.
+        stills: bool (B, L): the rows and positions that must not move, for each length L; (B,): rows.
     """
     with _recorded(model) as first:
         calm()
@@ -38,8 +38,8 @@ def first_moved(model: nn.Module, calm: Callable[[], Any], moved: Callable[[], A
     for one, other in zip(first, second, strict=False):
         if one.name != other.name:
             return fallback
-        if one.name and _moves(one.outputs, other.outputs, still):
-            if not _moves(one.inputs, other.inputs, still):
+        if one.name and _moves(one.outputs, other.outputs, stills):
+            if not _moves(one.inputs, other.inputs, stills):
                 return _named(model, one.name)
             fallback = fallback or _named(model, one.name)
     return fallback
@@ -73,8 +73,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _moves(one: list[Tensor], other: list[Tensor], still: Tensor) -> bool:
-    return any(_differ(x, y, still) for x, y in zip(one, other, strict=False))
+def _moves(one: list[Tensor], other: list[Tensor], stills: Sequence[Tensor]) -> bool:
+    return any(_differ(x, y, still) for x, y in zip(one, other, strict=False) for still in stills)
 
 
 def _differ(x: Tensor, y: Tensor, still: Tensor) -> bool:
