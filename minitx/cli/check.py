@@ -140,7 +140,7 @@ def _loaded(config: CheckConfig) -> Any:
     require(os.path.exists(path), f"model={config.model} does not exist")
     if not (Path(path) / "config.json").is_file():
         file = checkpoint_of(path)
-        said = f"model={config.model} is no Hugging Face folder (it has no config.json) and no run (it has no checkpoints/last.ckpt)"
+        said = f"model={config.model} is neither a Hugging Face folder (config.json) nor a run (checkpoints/last.ckpt)"
         require(os.path.isfile(file), said)
         return open_stored(file, trust=config.trust).network
     try:

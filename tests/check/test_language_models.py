@@ -97,7 +97,8 @@ def test_the_witness_is_true():
     other[:, changed] = (ids[:, changed] + 1) % 40
     with torch.no_grad():
         move = (model(ids)[0] - model(other)[0]).abs().amax(-1)
-    assert (move[:, : moved - 1] < 1e-5).all() and (move[:, moved] > 1e-3).all()
+    assert (move[:, : max(0, changed - 2)] < 1e-5).all()  # one more in each of two layers
+    assert (move[:, moved] > 1e-3).all()
 
 
 def test_the_command_of_a_finding_repeats_it():
@@ -247,9 +248,9 @@ def test_what_cannot_be_called_is_wrong_and_says_what_was_seen():
     report = check_model(Odd())
     assert report.exit_code == 1 and report.findings[0].id == "cannot-be-called" and "no graph" in str(report)
     assert all(check.status == Status.NOT_TRIED for check in report.checks)
-    with pytest.raises(TypeError, match="torch.nn.Module"):
+    with pytest.raises(TypeError, match="must be a torch"):
         check_model(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="only=causalty must be one of determinism|only=causalty must be one of weights"):
+    with pytest.raises(ValueError, match="only=causalty must be one of weights"):
         check_model(gpt(), only="causalty")
 
 
