@@ -1,5 +1,7 @@
 """Make examples/attention.ipynb and its Chinese twin from examples/attention.py, and run them: python tests/tools/make_notebook.py
 
+``make_notebook.py exercise`` does the same with examples/exercise.py.
+
 The source is a Python file with cells (``# %%``). Text cells say their language; code cells belong to both. A picture of each frame of
 the viewer stands below it, because sites such as GitHub remove frames. It is taken with playwright in Chromium.
 """
@@ -20,6 +22,7 @@ from typing import Any
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOKS = {"en": EXAMPLES / "attention.ipynb", "zh": EXAMPLES / "attention.zh.ipynb"}
+EXERCISES = {"en": EXAMPLES / "exercise.ipynb", "zh": EXAMPLES / "exercise.zh.ipynb"}
 
 
 def cells(source: str, language: str) -> list[tuple[str, str]]:
@@ -38,12 +41,12 @@ def cells(source: str, language: str) -> list[tuple[str, str]]:
     return found
 
 
-def notebook(language: str) -> Any:
+def notebook(language: str, source: str = "attention.py") -> Any:
     """A notebook without outputs."""
     from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
     make = {"code": new_code_cell, "markdown": new_markdown_cell}
-    found = cells((EXAMPLES / "attention.py").read_text("utf-8"), language)
+    found = cells((EXAMPLES / source).read_text("utf-8"), language)
     made = new_notebook(cells=[make[kind](text) for kind, text in found])
     for number, cell in enumerate(made.cells):
         cell.id = f"cell-{number}"  # the same each time
@@ -103,13 +106,16 @@ def _picture(page: Any, height: int, text: str) -> str:
 def main() -> None:
     import nbformat
 
-    done = run(notebook("en"))
-    add_pictures(done)
+    is_exercise = "exercise" in sys.argv[1:]
+    source, notebooks = ("exercise.py", EXERCISES) if is_exercise else ("attention.py", NOTEBOOKS)
+    done = run(notebook("en", source))
+    if not is_exercise:
+        add_pictures(done)
     for cell in done.cells:
         cell.metadata.pop("execution", None)  # times of day
     outputs = [cell.outputs for cell in done.cells if cell.cell_type == "code"]
-    for language, path in NOTEBOOKS.items():
-        made = notebook(language)
+    for language, path in notebooks.items():
+        made = notebook(language, source)
         for number, (cell, found) in enumerate(zip([c for c in made.cells if c.cell_type == "code"], outputs, strict=True), 1):
             cell.outputs, cell.execution_count = found, number
         nbformat.write(made, path)
