@@ -7,36 +7,46 @@ import pytest
 from minitx import nn as mx
 from tests.lattice import calls
 from tests.lattice.calls import CALLS, COMPILES
-from tests.lattice.engine import FEWEST, matches
+from tests.lattice.engine import FEWEST, Point, matches
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in calls.WARNINGS]
 SEED = 0
 ALL = {CALLS.words(point): point for point in CALLS.points(SEED)}
+ALONE = {CALLS.words(point): point for point in CALLS.pairs()}
+BASIC = ("backend", "dtype", "causal", "heads", "scale", "width", "layout", "dropout", "around")
+
+
+def is_basic(words: str, point: Point) -> bool:
+    """Whether the point has a backend and another value of ``BASIC``, and no compiler."""
+    return "backend" in words and point == CALLS.plain | {axis: point[axis] for axis in BASIC} and not matches(COMPILES, point)
+
+
 QUICK = [words for words, point in ALL.items() if not matches(COMPILES, point)][1::2]
-"""Every other point, without compilers. The slow tests have the rest."""
-ALONE = {CALLS.words(point): point for fixed in ({}, {"backend": "sdpa"}, {"backend": "chunked"}) for point in CALLS.pairs(**fixed)}
-ALONE = {words: point for words, point in ALONE.items() if words not in ALL}
+QUICK += [words for words, point in ALONE.items() if is_basic(words, point)]
+"""Every other point without a compiler, and the basic ones. The slow tests have the rest."""
+KERNELS = {CALLS.words(point): point for name in ("sdpa", "chunked") for point in CALLS.pairs(backend=name)}
+EVERY = ALL | ALONE | KERNELS
 
 
 @pytest.mark.parametrize("words", QUICK, ids=str)
 def test_a_call_keeps_every_promise(words):
-    CALLS.check(ALL[words])
+    CALLS.check(EVERY[words])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [words for words in ALL if words not in QUICK], ids=str)
 def test_a_call_keeps_every_promise_with_all_pairs_of_values_and_compiled(words):
-    CALLS.check(ALL[words])
+    CALLS.check(EVERY[words])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ALONE, ids=str)
+@pytest.mark.parametrize("words", [words for words in ALONE if words not in ALL and words not in QUICK], ids=str)
 def test_two_values_keep_every_promise_where_all_else_is_plain(words):
-    CALLS.check(ALONE[words])
+    CALLS.check(EVERY[words])
 
 
 def test_each_oracle_is_asked_at_enough_points():
-    counts = CALLS.asked(ALL[words] for words in QUICK)
+    counts = CALLS.asked(EVERY[words] for words in QUICK)
     assert min(counts.values()) >= FEWEST, counts
 
 
