@@ -18,8 +18,8 @@ EVERYTHING = ("statistics", *CHANGEABLE)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("backend", ["auto", "math", "sdpa", "chunked"])
-@pytest.mark.parametrize("what", ["statistics", "weights", "scores", "values"])
+@pytest.mark.parametrize("backend", ["math", "chunked"])
+@pytest.mark.parametrize("what", ["weights"])  # the others: tests/lattice/models.py
 def test_the_output_and_the_gradients_are_bit_equal_with_and_without_looking(backend, dropout, what):
     model = model_of(backend=backend, position="rotary", dropout=dropout).train()
     torch.manual_seed(5)

@@ -451,12 +451,11 @@ def test_gradient_checkpointing_gives_the_same_gradients_also_with_attentions_as
         assert_same_gradients(found, wanted)
 
 
-@pytest.mark.parametrize("backend", ["math", "sdpa", "chunked"])
-@pytest.mark.parametrize("pad", ["left", "right", None])
+@pytest.mark.parametrize("backend", ["sdpa", "chunked"])
+@pytest.mark.parametrize("pad", ["left"])  # the others without reentrance: tests/lattice/models.py
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma2", "Bert", "T5"])
+@pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
 def test_gradient_checkpointing_gives_the_same_gradients_with_every_backend_and_padding(name, reentrant, pad, backend):
-    backend = "math" if (name, backend) == ("Gemma2", "sdpa") else backend  # torch's kernels have no soft-cap
     model = without_dropout(adopt_hf(build(name), backend=backend))
     inputs, counts = inputs_of(name, pad=pad)
     _, wanted = gradients(model, inputs, counts)

@@ -25,7 +25,7 @@ from tests.lattice.engine import Point
 VOCAB, LENGTH, TARGET, EXTRA = 23, 9, 7, 3
 """Number of tokens, real tokens of a row, real tokens of a target, tokens that are padding in row 0 and real in row 1."""
 
-SIZES = {"vocab_size": VOCAB, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 32, "init": "lecun"}
+SIZES = {"vocab_size": VOCAB, "embed_dim": 16, "num_heads": 4, "num_layers": 2, "max_len": 32, "init": "lecun"}
 LLAMA = {"position": "rotary", "norm": "rms", "bias": False, "activation": "swiglu", "num_kv_heads": 1, "tie_embeddings": False}
 T5 = {
     "position": "t5", "num_buckets": 8, "max_distance": 11, "norm": "rms", "bias": False, "scale": "unscaled", "activation": "relu",
@@ -54,7 +54,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         **YARN, "position": "rotary", "rotary_interleaved": True, "rotary_low": 0.5, "rotary_high": 8.0, "norm_position": "post",
         "qk_norm": "l2", "qk_norm_eps": 1e-3,
     },
-    "layer_scale": {"layer_scale": 0.3, "stochastic_depth": 0.3, "head_dim": 5, "activation": "geglu", "position_offset": 2},
+    "layer_scale": {"layer_scale": 0.3, "stochastic_depth": 0.3, "num_heads": 2, "head_dim": 5, "activation": "geglu", "position_offset": 2},
     "additive": {"attention": "additive", "position": "rotary"},
     "linear": {"attention": "linear"},
     "performer": {"attention": "performer", "num_features": 7, "position": "rotary"},
@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "hf_llama": ("LlamaForCausalLM", {**TEXT, "num_key_value_heads": 2}),
-    "hf_gemma2": ("Gemma2ForCausalLM", LOCAL),
+    "hf_gemma2": ("Gemma2ForCausalLM", {**LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "hf_qwen3": ("Qwen3ForCausalLM", LOCAL),
     "hf_gpt_oss": ("GptOssForCausalLM", {**LOCAL, "num_local_experts": 2, "num_experts_per_tok": 2}),
     "hf_bert": ("BertForMaskedLM", TEXT),
@@ -113,7 +113,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "learned_scale": {"scale": "learned"},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
-    "one_key_head": {"num_kv_heads": 1},
+    "grouped": {"num_kv_heads": 2},
     "qk_norm": {"qk_norm": "l2"},
     "rotary": {"position": "rotary"},
     "t5_bias": {"position": "t5", "num_buckets": 8, "max_distance": 11},
