@@ -698,7 +698,7 @@ ABOUT: dict[str, dict[str, Where]] = {
         "models": {"model": "hf_gpt2|hf_llama|hf_gemma2|hf_bert|hf_t5", "mode": "eval", "precision": "f64|f32"}
     },
     "adopted_autocast": {"models": {"model": "hf_llama|hf_gemma2|hf_qwen3|hf_gpt_oss", "precision": "autocast"}},
-    "intervene_values_grouped": {"models": {"look": "values", "mode": "eval"}},
+    "intervene_values_grouped": {"models": {"model": "hf_llama|hf_gemma2", "look": "values", "mode": "eval"}},
     "lora_tied": {"models": {"wrapper": "lora", "mode": "eval", "look": "nothing"}},
     "beam_rows": {"models": {"rows": "plain|left", "mode": "eval", "precision": "f64|f32", "wrapper": "none"}},
     "chunk_tokens_smoothing": {"runs": {"objective": "smoothed_chunked"}},
