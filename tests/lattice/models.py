@@ -290,10 +290,10 @@ def greedy_generation_is_the_argmax_of_whole_rows(s: Subject) -> None:
 
 def beams_of_two_prompts_are_those_of_each_alone(s: Subject) -> None:
     inputs = s.inputs()
-    together = beam_search(s.called, **inputs, num_beams=3, max_new_tokens=5, stop=())  # type: ignore[arg-type]
+    together = beam_search(s.called, **inputs, num_beams=3, max_new_tokens=5, repetition_penalty=3.0, stop=())  # type: ignore[arg-type]
     for row, found in enumerate(together):
         alone = {name: value[row : row + 1] for name, value in inputs.items()}
-        [wanted] = beam_search(s.called, **alone, num_beams=3, max_new_tokens=5, stop=())  # type: ignore[arg-type]
+        [wanted] = beam_search(s.called, **alone, num_beams=3, max_new_tokens=5, repetition_penalty=3.0, stop=())  # type: ignore[arg-type]
         assert torch.equal(found, wanted), f"row {row}: {found.tolist()} beside another row, {wanted.tolist()} alone"
 
 

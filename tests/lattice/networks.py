@@ -196,6 +196,7 @@ def _family(point: Mapping[str, str]) -> nn.Module:
     rates = dict.fromkeys(names & set(ATTENTION_DROPOUT), rate)
     rates |= dict.fromkeys(names & {"resid_pdrop", "embd_pdrop", "hidden_dropout_prob"}, 0.0)
     model = cls(cls.config_class(**options, **rates))
+    model.config.use_cache = False  # under autocast, a cache makes float32 of all values
     if point["checkpointing"] == "yes":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

@@ -94,7 +94,7 @@ SCHEDULES = {
     "StepLR": "schedule._target_=torch.optim.lr_scheduler.StepLR schedule.step_size=2",
     "plateau": "schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau schedule.patience=0",
 }
-STOP_AT = "trainer.stop_at={metric: train_loss, value: 1e9, window: 2, extra_steps: 3}"
+STOP_AT = "trainer.stop_at={metric: train_loss, value: 1e9, window: 4, extra_steps: 1}"
 CUTS = ("term_first", "term", "int", "crash_before", "crash_inside", "crash_after", "nonfinite")
 ENDS = {"max_steps": "", "max_epochs": "trainer.max_epochs=1 trainer.max_steps=8", "stop_at": STOP_AT}
 ENDS |= dict.fromkeys(CUTS, "")

@@ -12,8 +12,7 @@ from tests.lattice.engine import FEWEST, Point, matches
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in calls.WARNINGS]
 SEED = 0
 ALL = {CALLS.words(point): point for point in CALLS.points(SEED)}
-KERNELS: tuple[dict[str, str], ...] = ({}, {"backend": "sdpa"}, {"backend": "chunked"})
-ALONE = {CALLS.words(point): point for kernel in KERNELS for point in CALLS.pairs(**kernel)}
+ALONE = {CALLS.words(point): point for point in CALLS.pairs()}
 BASIC = ("backend", "dtype", "causal", "heads", "scale", "width", "layout", "dropout", "around")
 
 
@@ -25,7 +24,8 @@ def is_basic(words: str, point: Point) -> bool:
 QUICK = [words for words, point in ALL.items() if not matches(COMPILES, point)][1::2]
 QUICK += [words for words, point in ALONE.items() if is_basic(words, point)]
 """Every other point without a compiler, and the basic ones. The slow tests have the rest."""
-EVERY = ALL | ALONE
+KERNELS = {CALLS.words(point): point for name in ("sdpa", "chunked") for point in CALLS.pairs(backend=name)}
+EVERY = ALL | ALONE | KERNELS
 
 
 @pytest.mark.parametrize("words", QUICK, ids=str)
