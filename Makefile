@@ -3,13 +3,13 @@
 # make site       the page to play with, and the pages and docstrings, as a web site: site/index.html (the search box needs a server)
 # make docs       write the generated pages again: configuring, performance
 # make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)
+# make lattice    generated tests of the day: SEED=7 another draw, STRENGTH=3 every triple of values
 # make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-# make lattice    generated tests of the day: SEED=7 another draw, STRENGTH=3 every triple of values
 .PHONY: ablation test slow lattice lint coverage mutation bench bench-quality docs site clean
 
 ablation: $(VENV)/train.installed

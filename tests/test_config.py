@@ -102,8 +102,8 @@ def test_a_part_is_built_with_what_the_run_offers_to_the_arguments_that_it_names
 
 
 def test_a_function_of_python_without_a_name_in_a_module_is_a_part_too():
-    part = Part.read(node(lambda size=3, *, inner=None: (size, inner)), "data")
-    assert part.with_(size=4, inner=node(lambda: 5)).build() == (4, 5)
+    part = node(lambda size, *, inner=None: (size, inner), inner=node(lambda: 5))
+    assert Part.read(part.with_(size=4), "data").build() == part.build(size=4) == (4, 5)
 
 
 def test_a_part_may_be_a_partial_function_and_take_arguments_by_position():

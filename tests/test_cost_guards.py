@@ -18,6 +18,7 @@ import minitx
 from minitx.analysis.canvas import panels
 from minitx.analysis.counting import allocations
 from minitx.config import CallbacksConfig, Part, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
+from minitx.data import kv_lookup
 from minitx.nn import Causal, DecoderLM, Padding, build_model
 from minitx.nn.backends import chunked, sdpa
 from minitx.training.module import TrainingModule
@@ -51,7 +52,7 @@ class Dispatched(TorchDispatchMode):
 def config(steps, *, layers=1, **groups):
     values = {
         "model": node(build_model, embed_dim=8, num_heads=2, num_layers=layers, ffn_dim=16, max_len=32),
-        "data": {"_target_": "minitx.data.kv_lookup", "batch_size": 12, "val_size": 5},
+        "data": node(kv_lookup, batch_size=12, val_size=5),
         "optimizer": node(adamw, weight_decay=0.1),
         "objective": node(CrossEntropy),
         "trainer": TrainerConfig(
@@ -61,7 +62,7 @@ def config(steps, *, layers=1, **groups):
     }
     for name, keys in groups.items():
         of = values[name]
-        values[name] = node(of.target, **keys) if isinstance(of, Part) else dataclasses.replace(of, **keys)
+        values[name] = of.with_(**keys) if isinstance(of, Part) else dataclasses.replace(of, **keys)
     return RunConfig(**values)
 
 

@@ -1,7 +1,33 @@
 """Checks of attention and of models, ours and others. They import torch alone: models are given to them as objects."""
 
 from minitx.check.calls import check_attention
+from minitx.check.language_models import (
+    assert_cache_changes_nothing,
+    assert_causal,
+    assert_deterministic,
+    assert_documents_are_apart,
+    assert_gradients_reach_everything,
+    assert_ignores_padding,
+    assert_rows_are_independent,
+    check_model,
+)
 from minitx.check.mutants import mutant
 from minitx.check.results import Check, Finding, Report, Severity, Status
 
-__all__ = ["Check", "Finding", "Report", "Severity", "Status", "check_attention", "mutant"]
+__all__ = [
+    "Check",
+    "Finding",
+    "Report",
+    "Severity",
+    "Status",
+    "assert_cache_changes_nothing",
+    "assert_causal",
+    "assert_deterministic",
+    "assert_documents_are_apart",
+    "assert_gradients_reach_everything",
+    "assert_ignores_padding",
+    "assert_rows_are_independent",
+    "check_attention",
+    "check_model",
+    "mutant",
+]

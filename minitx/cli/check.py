@@ -1,4 +1,4 @@
-"""``check.py``: say what is wrong with a function or a layer of attention."""
+"""``check.py``: say what is wrong with a function or a layer of attention, or with a model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.command_line import key, refusing, run_program, write
+from minitx.cli.command_line import checkpoint_of, key, refusing, run_program, write
 from minitx.config import ConfigError
-from minitx.config.schema import Config, Natural, require
+from minitx.config.schema import Config, Natural, first_line, require
 
 if TYPE_CHECKING:
     from minitx.check.results import Report
 
 USAGE = """python scripts/check.py FILE.py:NAME [key=value ...]
+python scripts/check.py model=FOLDER [key=value ...]
 
-NAME is a function of queries, keys and values, a layer with projections, or a class that makes one.
-Python runs the file, with all rights that you have. The exit code is 1 if something is wrong."""
+NAME is a function of queries, keys and values, a layer with projections, a model, or a class or function that makes one.
+Python runs the file, with all rights that you have. FOLDER is a Hugging Face folder, a checkpoint or the folder of a run, and
+none of them runs code. The exit code is 1 if something is wrong, and 2 if there is nothing to check."""
 
 STAGES = "1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal, 5 half precision and large scores"
 
@@ -32,6 +34,10 @@ class CheckConfig(Config):
     """The keys of ``check.py``."""
 
     target: str = key("", "FILE.py:NAME; target= may be left out")
+    model: str = key("", "a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME")
+    only: str | None = key(None, "properties of a model to check, such as causality,padding")
+    causal: bool | None = key(None, "whether later tokens must change nothing; null: what the model looks like")
+    trust: bool = key(False, "build any class that a checkpoint names, which can run any code")
     stage: Natural | None = key(None, f"grade one stage of the exercise: {STAGES}")
     strict: bool = key(False, "check a kernel with the arguments of scaled_dot_product_attention in all cases and dtypes")
     mask: str | None = key(None, "what True in the mask means, keep or hide; null: what fits")
@@ -40,14 +46,21 @@ class CheckConfig(Config):
     json: str = key("", "also write the report to this file, for graders")
 
     def check(self) -> None:
-        require(bool(self.target), "FILE.py:NAME is missing, such as mine.py:attention")
+        require(bool(self.target or self.model), "FILE.py:NAME is missing, such as mine.py:attention, or model=FOLDER")
+        require(not (self.target and self.model), f"model={self.model} and {self.target} exclude each other: give one of them")
         path, colon, name = self.target.rpartition(":")
-        require(bool(colon and path and name), f"{self.target} must be FILE.py:NAME, such as mine.py:attention")
+        require(bool(self.model or (colon and path and name)), f"{self.target} must be FILE.py:NAME, such as mine.py:attention")
+        require(not self.model or not (self.strict or self.stage or self.mask), "stage, strict and mask are for functions")
         require(self.stage in (None, 1, 2, 3, 4, 5), f"stage={self.stage} must be {STAGES}")
         require(self.mask in (None, "keep", "hide"), f"mask={self.mask} must be keep or hide")
         require(not self.strict or self.stage is None, "strict=true and stage exclude each other: give one of them")
         folder = Path(self.json).absolute().parent
         require(not self.json or folder.is_dir(), f"json={self.json} is in a folder that does not exist")
+
+    @property
+    def properties(self) -> list[str] | None:
+        """Return the words of ``only``."""
+        return None if self.only is None else self.only.split(",")
 
 
 def main() -> int:
@@ -60,7 +73,8 @@ def main() -> int:
 
 def _check(config: CheckConfig) -> Report:
     path, _, name = config.target.rpartition(":")
-    report = _report(_object(_module(path), path, name), config)
+    found = _loaded(config) if config.model else _object(_module(path), path, name)
+    report = _model_report(found, config) if config.model else _report(found, config)
     if config.json:
         with refusing(f"json={config.json} cannot be written: ", (OSError,)):
             Path(config.json).write_text(report.json(), encoding="utf-8")
@@ -69,10 +83,14 @@ def _check(config: CheckConfig) -> Report:
 
 
 def _report(subject: Any, config: CheckConfig) -> Report:
-    """The report for what the file names. Models belong here, too: a class or function that makes one, and an instance."""
+    """The report for what the file names."""
     from minitx.check.calls import check_attention
 
+    model = None if config.strict or config.stage is not None or config.mask is not None else _model_of(subject, config.target)
+    if model is not None:
+        return _model_report(model, config)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
+        require(config.only is None and config.causal is None, "only and causal are for models, and this is no model")
         return check_attention(
             subject,
             strict=config.strict,
@@ -81,6 +99,56 @@ def _report(subject: Any, config: CheckConfig) -> Report:
             seed=config.seed,
             device=config.device,
         )
+
+
+def _model_report(model: Any, config: CheckConfig) -> Report:
+    from minitx.check.language_models import check_model
+
+    repeat = f"minitx-check {f'model={config.model}' if config.model else config.target}"
+    repeat += "" if config.causal is None else f" causal={str(config.causal).lower()}"
+    with refusing("", (ValueError,)), refusing(f"device={config.device} cannot be used: ", (RuntimeError, AssertionError)):
+        return check_model(
+            model, only=config.properties, causal=config.causal, seed=config.seed, device=config.device, repeat=repeat
+        )
+
+
+def _model_of(subject: Any, target: str) -> Any:
+    """The model that a file names, or that a class or a function without required arguments makes. None: it is attention."""
+    from torch import nn
+
+    if inspect.isclass(subject) and not issubclass(subject, nn.Module):
+        return None
+    if not isinstance(subject, nn.Module):
+        parameters = inspect.signature(subject).parameters.values() if callable(subject) else None
+        if parameters is None or any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters):
+            return None  # a function of attention, or a layer that needs sizes
+        try:
+            subject = subject()
+        except Exception as error:
+            raise ConfigError(f"{target}() raises {type(error).__name__}: {first_line(error)}") from error
+    if not isinstance(subject, nn.Module):
+        return None
+    reads = (nn.Embedding, nn.Conv2d)
+    return subject if any(isinstance(module, reads) for module in subject.modules()) or hasattr(subject, "config") else None
+
+
+def _loaded(config: CheckConfig) -> Any:
+    """The model of a Hugging Face folder, a checkpoint or the folder of a run. None of them runs code."""
+    from minitx.cli.inputs import open_stored
+
+    path = os.path.expanduser(config.model)
+    require(os.path.exists(path), f"model={config.model} does not exist")
+    if not (Path(path) / "config.json").is_file():
+        file = checkpoint_of(path)
+        said = f"model={config.model} is neither a Hugging Face folder (config.json) nor a run (checkpoints/last.ckpt)"
+        require(os.path.isfile(file), said)
+        return open_stored(file, trust=config.trust).network
+    try:
+        from minitx.interop.finetune import load_folder
+    except ImportError:
+        raise ConfigError(f"model={config.model} needs the package transformers: pip install transformers") from None
+    with refusing(f"model={config.model}: "):
+        return load_folder(Path(path))
 
 
 def _module(path: str) -> ModuleType:

@@ -181,7 +181,8 @@ class Part(Readable):
     @property
     def fields(self) -> Any:
         """The dataclass whose fields are the keys of this part, as with our models, or None."""
-        return next(iter(self.arguments.values())) if config_class_of(self.target) is not None else None
+        cls, value = config_class_of(self.target), next(iter(self.arguments.values()), None)
+        return value if cls is not None and isinstance(value, cls) else None
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an argument, or the default of the target, or else ``default``."""
@@ -212,7 +213,8 @@ class Part(Readable):
 
     def with_(self, **arguments: Any) -> Part:
         """Return this part with other arguments or keys beside them."""
-        return dataclasses.replace(self, arguments={**self._own(), **arguments})._read(self.takes)
+        changed = dataclasses.replace(self, arguments={**self._own(), **arguments})
+        return changed._read(self.takes) if self.path else changed  # one that is in no config yet is read there
 
     def with_fields(self, fields: Any) -> Part:
         """Return this part with another dataclass as its ``fields``."""

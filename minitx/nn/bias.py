@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,9 @@ class Bias(Rule):
     [-1.0, -0.5, -0.0]
     """
 
+    may_hide: ClassVar[bool] = True
+    """Whether the rule may return −inf, which hides a key. If not, no kernel looks for keys that nobody sees."""
+
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         """Return what is added to the score of query ``row`` (at position ``row + offset``) and ``key``. Indices broadcast."""
         raise NotImplementedError(f"{type(self).__name__} must define value()")
@@ -180,6 +183,7 @@ class ALiBi(Bias):
     [-0.5, -0.25, -0.125, -0.0625, -0.03125, -0.015625, -0.0078125, -0.00390625]
     """
 
+    may_hide: ClassVar[bool] = False
     num_heads: int | None = None
     slopes: Tensor | None = None
 
@@ -214,6 +218,7 @@ class ALiBi(Bias):
 class RelativeBuckets(Bias):
     """Add ``table[bucket(j − i − offset), h]``: the rule behind ``T5RelativeBias``. ``table`` is (num_buckets, H)."""
 
+    may_hide: ClassVar[bool] = False
     table: Tensor
     max_distance: int = 128
     bidirectional: bool = True

@@ -158,6 +158,8 @@ class MetricsFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add values to the row of ``step``, which is the last row or a new one."""
+        # Lightning adds its own count of epochs, which is of the process and not of the data
+        metrics = {name: value for name, value in metrics.items() if name != "epoch"}
         if self._starts is not None and not metrics.keys() & set(self._starts):
             self._others.update({name: float(value) for name, value in metrics.items()})
         else:

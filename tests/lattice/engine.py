@@ -140,7 +140,7 @@ class Lattice:
     strong: Sequence[str] = ()
     costly: Where = field(default_factory=dict)
     errors: tuple[type[BaseException], ...] = (ValueError, TypeError, NotImplementedError)
-    _points: dict[tuple[int, int], list[Point]] = field(default_factory=dict, repr=False)
+    _points: dict[tuple[int, int], list[Point]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         tables = [entry.where for entry in (*self.refusals, *self.known)] + list(self.meaningless)
@@ -264,12 +264,12 @@ class Lattice:
                     points += [self._plainest(dict(part)), self._completed(dict(part), draw, refused=True)]
         return [point for point in points if point is not None]
 
-    def pairs(self) -> list[Point]:
-        """Every pair of values of two axes, with all other axes plain, where such a point is served."""
-        found = {}
-        for axes in itertools.combinations(self.axes, 2):
+    def pairs(self, **fixed: str) -> list[Point]:
+        """Every pair of values of two axes, with ``fixed`` values and all other axes plain, where such a point is served."""
+        found, plain = {}, {**self.plain, **fixed}
+        for axes in itertools.combinations([axis for axis in self.axes if axis not in fixed], 2):
             for part in self._combinations(axes):
-                point = {**self.plain, **dict(part)}
+                point = {**plain, **dict(part)}
                 if self.serves(point):
                     found[self.words(point)] = point
         return list(found.values())
@@ -278,9 +278,9 @@ class Lattice:
 
     def failures(self, point: Point, oracles: Sequence[str] | None = None) -> Iterator[Failure]:
         """What is wrong at a point, by the oracles that are named (default: all that apply)."""
-        refusal = self.refusal_of(point)
-        if refusal is not None:
-            yield from self._not_refused(point, refusal)
+        refusals = [refusal for refusal in self.refusals if matches(refusal.where, point)]
+        if refusals:
+            yield from self._not_refused(point, refusals)
             return
         for oracle in self.oracles:
             if not oracle.applies(point) or (oracles is not None and oracle.name not in oracles):
@@ -304,23 +304,26 @@ class Lattice:
             return Failure(oracle.name, f"{type(error).__name__}: {str(error)[:300]}{place_of(error)}")
         return None
 
-    def _not_refused(self, point: Point, refusal: Refusal) -> Iterator[Failure]:
-        """A refusal is asked of each oracle in turn until one raises it: the first may not reach the refused part."""
+    def _not_refused(self, point: Point, refusals: Sequence[Refusal]) -> Iterator[Failure]:
+        """A refusal is asked of each oracle in turn until one raises it: the first may not reach the refused part.
+
+        A point with several reasons may be refused for any of them.
+        """
+        message = "|".join(refusal.message for refusal in refusals)
         for oracle in self.oracles:
             if not oracle.applies(point):
                 continue
             try:
                 oracle.check(self.make(point))
             except self.errors as error:
-                messages = [entry.message for entry in self.refusals if matches(entry.where, point)]
-                if not any(re.search(message, str(error)) for message in messages):
-                    told = f"refused with another message than {refusal.message!r}: {type(error).__name__}: {str(error)[:300]}"
+                if not re.search(message, str(error)):
+                    told = f"refused with another message than {message!r}: {type(error).__name__}: {str(error)[:300]}"
                     yield Failure("table", told + place_of(error))
                 return
             except (Exception, SystemExit) as error:
                 yield Failure(oracle.name, f"{type(error).__name__}: {str(error)[:300]}{place_of(error)}")
                 return
-        yield Failure("table", f"is no longer refused: take out {dict(refusal.where)}")
+        yield Failure("table", f"is no longer refused: take out {dict(refusals[0].where)}")
 
     def asked(self, points: Iterable[Point]) -> Counter[str]:
         """At how many points each oracle is asked; refused points count for none."""
@@ -343,8 +346,7 @@ class Lattice:
 
     def words(self, point: Mapping[str, str]) -> str:
         """The values of a point that are not plain, as its line on the command line."""
-        plain = self.plain
-        return " ".join(f"{axis}={value}" for axis, value in point.items() if value != plain[axis]) or "plain"
+        return " ".join(f"{axis}={point[axis]}" for axis, value in self.plain.items() if point[axis] != value) or "plain"
 
     def point_of(self, words: str) -> Point:
         """The point of a line of words.

@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a program
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, take_snapshot
 from minitx.check.properties import hidden_tokens, later_tokens
-from minitx.generation import generate
+from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf, from_pretrained, release_hf, save_pretrained
+from minitx.interop.finetune import merged
 from minitx.nn import fold_scale, set_scale
 from tests.lattice.engine import KnownFault, Lattice, Oracle, Point, Refusal, run
 from tests.lattice.networks import (
@@ -56,7 +57,7 @@ AXES = {
     "change": tuple(CHANGES),
     "wrapper": WRAPPERS,
     "precision": tuple(PRECISIONS),
-    "rows": ("plain", "left", "right", "inside", "documents"),
+    "rows": ("plain", "left", "right", "inside", "documents", "padded_documents"),
     "checkpointing": ("no", "yes"),
     "backend": ("auto", "math", "sdpa", "chunked"),
     "mode": ("eval", "train"),
@@ -228,6 +229,8 @@ def documents_do_not_see_each_other(s: Subject) -> None:
     for row in range(2):
         for document in inputs["document_ids"][row].unique():
             part = inputs["document_ids"][row] == document
+            if s.mask in inputs:
+                part = part & inputs[s.mask][row]
             s.same(
                 out[row : row + 1, part],
                 s.answer({"input_ids": inputs["input_ids"][row : row + 1, part]}),
@@ -283,6 +286,15 @@ def greedy_generation_is_the_argmax_of_whole_rows(s: Subject) -> None:
         logits = s.answer(whole)[:, -1]
         gap = logits.amax(-1) - logits.gather(-1, new[:, step, None])[:, 0]
         s.same(gap, torch.zeros_like(gap), f"the best logit over the chosen one at step {step}")
+
+
+def beams_of_two_prompts_are_those_of_each_alone(s: Subject) -> None:
+    inputs = s.inputs()
+    together = beam_search(s.called, **inputs, num_beams=3, max_new_tokens=5, repetition_penalty=3.0, stop=())  # type: ignore[arg-type]
+    for row, found in enumerate(together):
+        alone = {name: value[row : row + 1] for name, value in inputs.items()}
+        [wanted] = beam_search(s.called, **alone, num_beams=3, max_new_tokens=5, repetition_penalty=3.0, stop=())  # type: ignore[arg-type]
+        assert torch.equal(found, wanted), f"row {row}: {found.tolist()} beside another row, {wanted.tolist()} alone"
 
 
 # Oracles: looking
@@ -355,12 +367,18 @@ def a_record_in_its_own_place_changes_nothing(s: Subject) -> None:
     s.same(found[keep], wanted[keep], f"its own {what}")
 
 
+COPIED = ("none", "deepcopy", "pickle", "torch_save", "frozen", "half_and_back", "shared_layer", "quantised", "lora")
+
+
 def a_knocked_out_head_changes_the_answer_and_comes_back(s: Subject) -> None:
     inputs = s.inputs()
     wanted = s.answer(inputs)
     with intervene(s.looked, "heads", 0.0, heads=[0], layers=[0]):
         assert not torch.equal(s.answer(inputs), wanted), "head 0 of layer 0 has no effect"
+        twin = copy.deepcopy(s.model) if s.point["wrapper"] in COPIED else None
     same_bits(s.answer(inputs), wanted, "after the context")
+    if twin is not None:
+        same_bits(s.answer(inputs, twin), wanted, "a copy that was made inside of the context")
 
 
 def knock_out_heads_is_intervene_head_by_head(s: Subject) -> None:
@@ -530,6 +548,11 @@ def _answers_of(s: Subject, model: nn.Module) -> Tensor:
     return out if real is None else out[real]
 
 
+def a_merged_adapter_computes_the_same(s: Subject) -> None:
+    wanted = s.answers()
+    s.same(_answers_of(s, merged(copy.deepcopy(s.model))), wanted, "merged")
+
+
 # Oracles: adopted models
 
 
@@ -561,6 +584,7 @@ TEXT_OF_HF = joined([name for name in FAMILIES if name != "hf_vit"])
 HF = joined(FAMILIES)
 COMPILE = joined(COMPILED)
 PADDED = "left|right|inside"
+PACKED = "documents|padded_documents"
 CANNOT_FOLD = (
     {"model": joined(WITHOUT_BACKENDS, "modern", "yarn", "typed_pair")},  # no dot products, or QK-norm
     {"model": "log_length", "change": "!scale"},  # no fixed scale
@@ -606,18 +630,18 @@ ORACLES = (
         [{"mode": "eval", "rows": PADDED}],
         [COUNTS_PADDING, GAPS, *COLUMNS, QUANTISED, {"wrapper": COMPILE}],
     ),
-    Oracle(hidden_tokens_change_nothing, [{"rows": PADDED}], [QUANTISED]),
+    Oracle(hidden_tokens_change_nothing, [{"rows": f"{PADDED}|padded_documents"}], [QUANTISED]),
     Oracle(later_tokens_change_nothing, [{"model": CAUSAL}], [QUANTISED]),
     Oracle(rows_do_not_know_each_other, [EVALUATION], [QUANTISED, {"wrapper": COMPILE}]),
     Oracle(
         documents_do_not_see_each_other,
-        [{"mode": "eval", "rows": "documents", "model": f"!{OF_ROWS}"}],
+        [{"mode": "eval", "rows": PACKED, "model": f"!{OF_ROWS}"}],
         [QUANTISED, {"wrapper": COMPILE}],
     ),
     Oracle(
         pieces_with_a_cache_equal_the_whole,
         [{"mode": "eval", "model": CACHED}],
-        [QUANTISED, {"wrapper": COMPILE}, {"rows": "documents"}, GAPS, COUNTS_PADDING, ONE_CACHE],
+        [QUANTISED, {"wrapper": COMPILE}, GAPS, COUNTS_PADDING, ONE_CACHE],
     ),
     Oracle(
         greedy_generation_is_the_argmax_of_whole_rows,
@@ -627,6 +651,19 @@ ORACLES = (
                 "model": joined(DECODERS, PAIRS),
                 "rows": "plain|left",
                 "wrapper": "none|deepcopy|pickle|torch_save|frozen|weight_norm|half_and_back|shared_layer",
+            }
+        ],
+        [{"model": joined(PAIRS), "rows": "left"}],
+    ),
+    Oracle(
+        beams_of_two_prompts_are_those_of_each_alone,
+        [
+            {
+                "mode": "eval",
+                "model": joined(DECODERS, PAIRS),
+                "rows": "plain|left",
+                "precision": "f64|f32",
+                "wrapper": "none|deepcopy|pickle|torch_save|frozen|shared_layer",
             }
         ],
         [{"model": joined(PAIRS), "rows": "left"}],
@@ -676,6 +713,7 @@ ORACLES = (
         [{"mode": "eval", **where} for where in CANNOT_FOLD],
         [OTHER_WEIGHTS],
     ),
+    Oracle(a_merged_adapter_computes_the_same, [{"mode": "eval", "wrapper": "lora"}]),
     Oracle(
         adopted_equals_transformers_and_so_does_released,
         [{"mode": "eval", "model": HF}],
@@ -688,7 +726,7 @@ OTHER_NORMS = joined([name for name, options in OURS.items() if options.get("nor
 KERNELISED = "linear|performer|linformer"
 MEANINGLESS = (
     {"model": HF, "change": "!nothing"},
-    {"model": f"{joined(PAIRS)}|{WITH_PIXELS}|{HF}", "rows": "documents"},
+    {"model": f"{joined(PAIRS)}|{WITH_PIXELS}|{HF}", "rows": PACKED},
     {"model": WITH_PIXELS, "rows": "!plain"},
     {"model": HF, "wrapper": "pickle|torch_save", "checkpointing": "yes"},  # transformers leaves a local function as a hook
     {"wrapper": "quantised", "precision": "!f32"},  # torch's quantised layers take float32
@@ -717,7 +755,7 @@ REFUSALS = (
     *refusals_of_the_config(),
     Refusal({"wrapper": COMPILE, "look": RECORDED}, "compiled"),
     Refusal({"model": WITHOUT_BACKENDS, "look": "statistics|weights|scores|values"}, "no attention core with weights"),
-    Refusal({"model": KERNELISED, "rows": "documents"}, "does not support the mask Documents"),
+    Refusal({"model": KERNELISED, "rows": PACKED}, "does not support the mask Documents"),
     Refusal({"model": "linear|performer", "change": "softcap"}, "does not support softcap"),
     Refusal({"model": "linear|performer", "mode": "train"}, "does not support dropout"),
     Refusal({"model": OTHER_NORMS, "change": "parallel"}, "parallel sublayers need"),

@@ -196,6 +196,7 @@ def _family(point: Mapping[str, str]) -> nn.Module:
     rates = dict.fromkeys(names & set(ATTENTION_DROPOUT), rate)
     rates |= dict.fromkeys(names & {"resid_pdrop", "embd_pdrop", "hidden_dropout_prob"}, 0.0)
     model = cls(cls.config_class(**options, **rates))
+    model.config.use_cache = False  # under autocast, a cache makes float32 of all values
     if point["checkpointing"] == "yes":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -310,12 +311,14 @@ class Subject:
             inputs |= self._text("decoder_input_ids", f"decoder_{self.mask}", TARGET, 2)
         if self.rows == "documents":
             inputs["document_ids"] = torch.tensor([[0] * 4 + [1] * 5, [0] * 2 + [1] * 3 + [2] * 4])
+        elif self.rows == "padded_documents":  # the padding belongs to the first document
+            inputs["document_ids"] = torch.tensor([[0] * 7 + [1] * 5, [0] * 2 + [1] * 3 + [2] * 7])
         return inputs
 
     def _text(self, ids: str, mask: str, length: int, seed: int) -> dict[str, Tensor]:
         if self.rows in ("plain", "documents"):
             return {ids: self.tokens(length, seed)}
-        start = {"left": 0, "right": length, "inside": 3}[self.rows]
+        start = {"right": length, "inside": 3}.get(self.rows, 0)
         real = torch.ones(2, length + EXTRA, dtype=torch.bool)
         real[0, start : start + EXTRA] = False
         return {ids: self.tokens(length + EXTRA, seed), mask: real if self.is_ours else real.long()}

@@ -87,6 +87,12 @@ def test_a_refusal_with_another_message_fails():
     assert ("a=a1 b=b1", "table") in faults(lattice(refusals=(Refusal(REFUSED.where, "out of memory"),)))
 
 
+def test_a_point_with_two_reasons_may_be_refused_for_either():
+    for other in (Refusal({"a": "a1", "b": "b1", "c": "c1"}, "never told"), Refusal({"b": "b1", "a": "a1"}, "never told")):
+        subject = lattice(refusals=(other, REFUSED))
+        assert not list(subject.failures(subject.point_of("a=a1 b=b1 c=c1")))
+
+
 def test_a_known_fault_that_was_mended_fails():
     mended = KnownFault({"d": "d1", "c": "c2"}, "products", "product", "library 1.0")
     assert any(oracle == "table" for _, oracle in faults(lattice(known=(WRONG, mended))))

@@ -15,7 +15,7 @@ from torch import nn
 from minitx.config import ConfigError, RunConfig, TrainerConfig, node
 from minitx.data.batches import Address, ValSource
 from minitx.data.task import Task, as_split
-from minitx.training.loggers import read_metrics, read_probes
+from minitx.training.loggers import read_metrics
 from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import CrossEntropy
 from minitx.training.optimizers import constant
@@ -163,17 +163,6 @@ def test_every_step_micro_batch_and_rank_draws_from_a_stream_of_its_own():
     assert len(seeds) == 5 * 7 * 4 * 4 and all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_probing_and_validating_leave_the_trajectory_bit_equal(make_config, tmp_path):
-    changes = {"model__dropout": 0.1, "trainer__ckpt_every": 6}
-    off = train(make_config(**changes), tmp_path / "off")
-    on = train(make_config(**changes, trainer__val_every=2, probe__every=1), tmp_path / "on")
-    assert losses_of(tmp_path / "on") == losses_of(tmp_path / "off")
-    assert on["val_loss"] == off["val_loss"]
-    torch.testing.assert_close(*(last(tmp_path / name)["state_dict"] for name in ("on", "off")), rtol=0, atol=0)
-    assert [probe["step"] for probe in read_probes(tmp_path / "on" / "probes.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
-    assert read_probes(tmp_path / "off" / "probes.jsonl") == []
-
-
 class Noisy(Table):
     def __init__(self):
         super().__init__()
@@ -201,16 +190,6 @@ def test_two_runs_of_one_seed_are_equal_also_with_workers_and_of_two_seeds_are_n
         options = {"model__dropout": 0.1, "trainer__max_steps": 3, "data__num_workers": num_workers}
         train(make_config(seed=seed, **options), tmp_path / name)
     assert losses_of(tmp_path / "a") == losses_of(tmp_path / "b") != losses_of(tmp_path / "c")
-
-
-def test_a_run_with_a_chunked_loss_is_the_plain_run(make_config, tmp_path):
-    curves, options = [], {"trainer__precision": "64-true", "trainer__accumulate": 2, "trainer__max_steps": 3}
-    for chunk_tokens in (None, 5):
-        folder = tmp_path / str(chunk_tokens)
-        result = train(make_config(objective__chunk_tokens=chunk_tokens, model__tie_embeddings=False, **options), folder)
-        rows = read_metrics(folder / "metrics.csv")
-        curves.append([*(row[name] for row in rows for name in ("train_loss", "grad_norm")), result["val_loss"]])
-    assert curves[1] == pytest.approx(curves[0], rel=1e-10)
 
 
 def test_an_objective_from_python_meets_the_same_checks(make_config, tmp_path):

@@ -73,15 +73,6 @@ def test_an_encoder_decoder_answers(make_config, tmp_path):
     assert len(read_records(tmp_path / "samples.jsonl")) == 2
 
 
-def test_a_resumed_run_writes_its_texts_once(make_config, tmp_path):
-    path, last = tmp_path / "samples.jsonl", str(tmp_path / "checkpoints" / "last.ckpt")
-    train_with(make_config(trainer__ckpt_every=4, trainer__max_steps=4), tmp_path, samples(tmp_path))
-    with path.open("a") as file:
-        file.write('{"step": 6, "prompt": "a", "text": "b"}\n{"step": 6, "prom')  # killed after the checkpoint
-    train_with(make_config(trainer__ckpt_every=4, ckpt_path=last), tmp_path, samples(tmp_path))
-    assert [r["step"] for r in read_records(path)] == [2, 2, 4, 4, 6, 6]
-
-
 def test_what_cannot_be_sampled_is_refused_before_the_first_step(tmp_path):
     trainer = SimpleNamespace(strategy=None, is_global_zero=True, global_step=0)
     ours = build_model(TransformerConfig(architecture="decoder", vocab_size=7, num_layers=1))

@@ -264,18 +264,3 @@ def test_a_run_that_ended_at_a_threshold_is_not_told_of_patience(make_config, tm
         stop.stopping_threshold = 2.0
         train_with(dataclasses.replace(config, ckpt_path=ckpt_path), tmp_path, stop)
     assert last(tmp_path)["global_step"] == 1 and "goes on only without its EarlyStopping: Stopping threshold" in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
-def test_averaged_weights_are_what_is_validated_and_saved_and_resume_bit_equal(make_config, tmp_path):
-    """``state_dict`` is the average; the weights that training goes on with are ``current_model_state``."""
-    options = {"trainer__val_every": 2, "trainer__ckpt_every": 2, "schedule": node(constant), "optimizer__lr": 0.1}
-    half, rest = str(tmp_path / "half" / "checkpoints" / "last.ckpt"), {**options, "trainer__max_steps": 4}
-    train_with(make_config(trainer__max_steps=2, **options), tmp_path / "half", *preset("ema"))
-    whole = train_with(make_config(**rest), tmp_path / "whole", *preset("ema"))
-    plain = train(make_config(**rest), tmp_path / "plain")
-    resumed = train_with(make_config(**rest, ckpt_path=half), tmp_path / "rest", *preset("ema"))
-    assert whole["val_loss"] == resumed["val_loss"] != plain["val_loss"]
-    found = last(tmp_path / "rest")
-    torch.testing.assert_close(found["state_dict"], last(tmp_path / "whole")["state_dict"], rtol=0, atol=0)
-    torch.testing.assert_close(found["current_model_state"], last(tmp_path / "plain")["state_dict"], rtol=0, atol=0)

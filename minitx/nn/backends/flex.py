@@ -9,7 +9,8 @@ with a sink is softmax without it, times σ(lse − sink), where lse is the log 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
+from operator import and_
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def run(call: AttentionCall) -> Tensor:
     mask = simplify(call.mask, L, S)
     bias = None if call.attn_bias is None else as_bias(call.attn_bias)
     query, key, value = call.query, call.key, call.value
-    if mask is not None:
-        key, value = hide_unseen(key, seen := seen_keys(mask, call)), hide_unseen(value, seen)
+    seen = seen_keys(mask, bias, call)
+    key, value = hide_unseen(key, seen), hide_unseen(value, seen)
     kernel: Any = flex_attention if torch.compiler.is_compiling() else _kernel()
     result = kernel(
         query,
@@ -82,16 +83,23 @@ def block_mask(mask: Mask, call: AttentionCall) -> Any:
     return mask.remember("block", (B, H, L, S, device), lambda: create_block_mask(visible, B, H, L, S, device=device))
 
 
-def seen_keys(mask: Mask, call: AttentionCall) -> Tensor:
-    """Return which keys at least one query may see, (B or 1, H or 1, 1, S or 1). It reads a thousand rows at a time."""
+def seen_keys(mask: Mask | None, bias: Bias | None, call: AttentionCall) -> Tensor | None:
+    """Return which keys at least one query may see, (B or 1, H or 1, 1, S or 1), or None for all. It reads a thousand rows at a time."""
     B, H, L, S = call.shape
+    hiding = bias if bias is not None and bias.may_hide else None
+    options: dict[str, Any] = {"batch_size": B, "num_heads": H, "device": call.query.device}
+
+    def shown(rows: slice) -> Tensor:
+        parts = [] if mask is None else [mask.dense(L, S, rows=rows, **options)]
+        parts += [] if hiding is None else [hiding.dense(L, S, rows=rows, **options) != -torch.inf]
+        return reduce(and_, parts).any(-2, keepdim=True)
 
     def build() -> Tensor:
-        options: dict[str, Any] = {"batch_size": B, "num_heads": H, "device": call.query.device}
-        tiles = [mask.dense(L, S, rows=slice(i, i + 1024), **options).any(-2, keepdim=True) for i in range(0, L, 1024)]
-        return torch.stack(tiles).any(0)
+        return torch.stack([shown(slice(i, i + 1024)) for i in range(0, L, 1024)]).any(0)
 
-    return mask.remember("seen", (B, H, L, S, call.query.device), build)
+    if hiding is not None:  # its numbers may change from call to call
+        return build()
+    return None if mask is None else mask.remember("seen", (B, H, L, S, call.query.device), build)
 
 
 def why_not(call: AttentionCall) -> str | None:
@@ -100,6 +108,8 @@ def why_not(call: AttentionCall) -> str | None:
         return "FlexAttention has no dropout"
     if call.query.dtype == torch.float64:
         return "FlexAttention computes in float32"
+    if call.query.shape[0] == 0:
+        return "FlexAttention makes no block mask for a batch without rows"
     if call.query.device.type != "cuda":
         return "FlexAttention needs CUDA: its kernel for CPUs has no backward pass and wrong answers at some sizes"
     return "a compiled kernel cannot be entered by torch.func or forward derivatives" if transforms(call) else None

@@ -1,0 +1,290 @@
+"""The state of one check of a model: what was measured, what was tried, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitx.check.model_inputs import CalledModel, Stream, decoder_signs, find_forms, is_refusal, said, with_form
+from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
+from minitx.check.results import Check, Finding, Severity, Status
+from minitx.check.witness import first_moved
+
+SHARE = 0.1
+"""If rounding moves the output by more than this share of what a visible token does, equal outputs show nothing."""
+
+
+class StopError(Exception):
+    """Nothing more can be tried. The message is the reason."""
+
+
+class Examination:
+    """One check of one model.
+
+    Attributes:
+        word: the property that is checked now.
+        inputs: random rows. base: the answer for them. noise: how far rounding moves the answer.
+        turned: streams whose mask means the opposite of its name.
+        causal: what the caller says. repeat: a command with a place for its options.
+    """
+
+    def __init__(self, called: CalledModel, seed: int, causal: bool | None, repeat: str) -> None:
+        self.called, self.seed, self.causal, self.repeat = called, seed, causal, repeat
+        self.checks: list[Check] = []
+        self.findings: list[Finding] = []
+        self.word = "call"
+        self.inputs: dict[str, Tensor] = {}
+        self.base = torch.empty(0)
+        self.noise = 0.0
+        self.are_rows_apart = True
+        self.turned: list[str] = []
+
+    def begin(self) -> None:
+        """Draw inputs, and find out how masks are written.
+
+        Raises:
+            StopError: the output is not finite.
+        """
+        called = self.called
+        self.inputs = called.draw()
+        before = {name: tensor.clone() for name, tensor in self.inputs.items()}
+        self.base = called.answer(self.inputs)
+        changed = [name for name, tensor in before.items() if not torch.equal(tensor, self.inputs[name])]
+        if changed:
+            fault = f"the call changes its argument {changed[0]} in place"
+            self.failed("call/inputs", "changes-inputs", Severity.WRONG, fault, "Copy the tensor before you change it.")
+            self.inputs = before
+        if not self.base.isfinite().all():
+            self.failed("call/finite", "not-finite", Severity.WRONG, "the output has NaN or infinity for ordinary tokens")
+            raise StopError("the output is not finite")
+        self.passed("call/finite")
+        find_forms(called, self.inputs)
+
+    def measure(self) -> None:
+        """Measure the noise, and find out what the masks mean.
+
+        Raises:
+            StopError: two calls differ, or the tokens have no effect.
+        """
+        called = self.called
+        again = compare(called.answer(self.inputs), self.base, 0.0)
+        if not again.is_rounding:
+            call = self.answers(self.inputs)
+            advice = (
+                "In evaluation there is no dropout: F.dropout needs training=self.training, "
+                "and scaled_dot_product_attention needs dropout_p=0."
+            )
+            witness = f"by {again.size:.2g}{self.where(call, call, self.whole)}"
+            fault = "two calls in evaluation mode differ"
+            self.failed("determinism", "random", Severity.WRONG, fault, advice, witness, again)
+            raise StopError(fault)
+        self.noise = max(rounding(called.answer, called.model, self.inputs, self.base, seed=seed) for seed in range(3))
+        self._without_effect()
+        self._settle_meanings()
+
+    def _without_effect(self) -> None:
+        """Stop if the tokens do not change the output."""
+        if not self.called.streams:
+            return
+        stream = self.called.stream
+        everywhere = torch.ones(self.inputs[stream.name].shape[:2], dtype=torch.bool)
+        other = self.called.others(self.inputs, stream.name, everywhere)
+        if self.gap(self.called.answer(other), self.base).is_rounding:
+            self.failed("call/effect", "no-effect", Severity.WRONG, f"other {stream.name} do not change the output")
+            raise StopError("the output does not depend on the tokens")
+
+    def _settle_meanings(self) -> None:
+        """Take the other meaning of a mask if it alone hides tokens."""
+        for stream in self.called.streams:
+            if stream.form is None or self.hides(stream):
+                continue
+            called, form = self.called, stream.form
+            self.called = with_form(called, stream, replace(form, hides=not form.hides))
+            if self.hides(stream):
+                self.turned.append(stream.name)
+            else:
+                self.called = called
+
+    def hides(self, stream: Stream) -> bool:
+        """Return whether tokens that the mask hides on the left change nothing."""
+        try:
+            B, L = self.inputs[stream.name].shape[:2]
+            keep = torch.ones(B, L, dtype=torch.bool)
+            keep[1, : max(1, L // 3)] = False
+            changed = self.called.others(self.inputs, stream.name, ~keep)
+            one, two = (self.called.answer(tokens, {stream.name: keep}) for tokens in (self.inputs, changed))
+            still = keep if self.called.has_positions and stream.name == self.called.stream.name else self.whole
+            return bool(one[still].isfinite().all()) and self.gap(two, one, still).is_rounding
+        except Exception:
+            return False
+
+    # --- what is measured
+
+    @property
+    def whole(self) -> Tensor:
+        """All rows, or all rows and positions."""
+        shape = self.base.shape[:2] if self.called.has_positions else self.base.shape[:1]
+        return torch.ones(shape, dtype=torch.bool)
+
+    @property
+    def allowed(self) -> float:
+        """The difference that rounding explains anywhere."""
+        return FACTOR * (self.noise + unit(self.base.dtype) * self.base.abs().max().item())
+
+    def gap(self, found: Tensor, wanted: Tensor, where: Tensor | None = None) -> Gap:
+        """Compare two answers. Rounding explains the measured noise. ``where``: bool (B, L), or (B,) of whole rows."""
+        if where is not None and where.dim() == 1:
+            where = where.unsqueeze(1).expand(found.shape[:2])
+        if found.shape != wanted.shape:
+            return Gap(torch.inf, 0.0, (0,) * wanted.dim())
+        return compare(found, wanted, self.noise, where)
+
+    @cached_property
+    def influence(self) -> Tensor:
+        """(L, L): how far the output of token i moves when token j changes. Two rows are tried."""
+        called, name = self.called, self.called.stream.name
+        L = self.inputs[name].shape[1]
+        result = torch.zeros(L, L)
+        for row in (0, 1):
+            one = {key: value[row : row + 1] for key, value in self.inputs.items()}
+            many = {key: value.expand(L, *value.shape[1:]).contiguous() for key, value in one.items()}
+            twins = called.others(many, name, torch.eye(L, dtype=torch.bool))
+            if self.are_rows_apart:
+                both = {key: torch.cat((one[key], twins[key])) for key in many}
+                found = called.answer(both)
+                base, moved = found[:1], found[1:]
+            else:
+                base = called.answer(one)
+                moved = torch.cat([called.answer({k: v[j : j + 1] for k, v in twins.items()}) for j in range(L)])
+            size = (moved - base).abs().flatten(2).amax(-1).float().cpu()  # (changed, position)
+            result = torch.maximum(result, size.T)
+        return result
+
+    @cached_property
+    def typical(self) -> float:
+        """How far a visible token moves an output: the median."""
+        if not self.called.streams:
+            return self.base.abs().max().item()
+        if not self.called.has_positions:
+            stream = self.called.stream
+            changed = torch.zeros(self.inputs[stream.name].shape[:2], dtype=torch.bool)
+            changed[:, 1] = True
+            return (self.called.answer(self.called.others(self.inputs, stream.name, changed)) - self.base).abs().max().item()
+        earlier = self.influence.tril(-1)
+        moved = earlier[earlier > self.allowed]
+        if not moved.numel():
+            moved = self.influence[self.influence > self.allowed]
+        return moved.median().item() if moved.numel() else 0.0
+
+    @cached_property
+    def is_causal(self) -> bool:
+        """Whether later tokens must change nothing."""
+        if self.causal is not None:
+            return self.causal
+        if len(self.called.streams) > 1 or decoder_signs(self.called.model):
+            return True
+        name = type(self.called.model).__name__
+        if "MaskedLM" in name or "Classification" in name:
+            return False
+        is_theirs = hasattr(self.called.config, "model_type")  # of transformers, whose classes of decoders have been named
+        if not is_theirs and any(
+            word in self.called.names for word in ("past_key_values", "cache", "kv_cache", "past_kv", "past")
+        ):
+            return True
+        future = self.influence.triu(1) > self.allowed
+        return bool(future.sum() < 0.25 * self.influence.numel() / 2)
+
+    @property
+    def is_weak(self) -> bool:
+        """Whether rounding moves the output about as much as a token."""
+        return self.allowed > SHARE * self.typical
+
+    # --- what is reported
+
+    def passed(self, id: str, gap: Gap | None = None) -> None:
+        """Record a check that passed. It is not tried if rounding would hide a mistake."""
+        if gap is None:
+            self.checks.append(Check(id, Status.PASSED))
+        elif gap.allowed > SHARE * self.typical:
+            reason = f"rounding moves the output by up to {gap.allowed:.2g}, a visible token by {self.typical:.2g}"
+            self.checks.append(Check(id, Status.NOT_TRIED, reason, gap.size, gap.allowed))
+        else:
+            self.checks.append(Check(id, Status.PASSED, "", gap.size, gap.allowed))
+
+    def explained(self, id: str, by: str, gap: Gap | None = None) -> None:
+        """Record a check that failed for a reason that has a finding already."""
+        size, allowed = (None, None) if gap is None else (gap.size, gap.allowed)
+        self.checks.append(Check(id, Status.FAILED, f"see {by}", size, allowed))
+
+    def skip(self, id: str, reason: str) -> None:
+        """Record a check that was not tried."""
+        self.checks.append(Check(id, Status.NOT_TRIED, reason))
+
+    def failed(
+        self,
+        id: str,
+        finding: str,
+        severity: Severity,
+        fault: str,
+        advice: str = "",
+        witness: str = "",
+        gap: Gap | None = None,
+    ) -> None:
+        """Record a check that failed, and its finding."""
+        size, allowed = (None, None) if gap is None else (gap.size, gap.allowed)
+        self.checks.append(Check(id, Status.FAILED, fault, size, allowed))
+        self._add(Finding(finding, severity, fault, advice, witness, self._repeat(id)))
+
+    def note(self, finding: str, text: str, advice: str = "") -> None:
+        """Record something that the author should know."""
+        self._add(Finding(finding, Severity.NOTE, text, advice))
+
+    def _add(self, finding: Finding) -> None:
+        if all(finding.id != other.id for other in self.findings):
+            self.findings.append(finding)
+
+    def raised(self, id: str, error: Exception) -> None:
+        """Record a call that raised. An error that says that something is not supported is not a fault."""
+        if is_refusal(error):
+            self.skip(id, f"it raises {said(error)}")
+        else:
+            what = id.replace("-", " ").replace("/", ", ")
+            self.failed(
+                id, f"raises-{id.replace('/', '-')}", Severity.FRAGILE, f"it raises in the check of {what}", witness=said(error)
+            )
+
+    def attempt(self, id: str, check: Callable[[str], None]) -> None:
+        """Do one check. What it raises is recorded."""
+        try:
+            check(id)
+        except StopError:
+            raise
+        except Exception as error:
+            self.raised(id, error)
+
+    def where(self, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
+        """Return the end of a sentence: the first module that moves."""
+        try:
+            return _first(first_moved(self.called.model, calm, moved, *stills))
+        except Exception:  # a witness is no reason to fail
+            return ""
+
+    def answers(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None) -> Callable[[], Tensor]:
+        """Return a call for ``where``."""
+        return lambda: self.called.answer(inputs, keep)
+
+    def _repeat(self, id: str) -> str:
+        word = id.partition("/")[0]
+        word = self.word if word == "call" else word
+        if "{}" in self.repeat:
+            return self.repeat.format(f'only="{word}", seed={self.seed}')
+        return f"{self.repeat} only={word} seed={self.seed}"
+
+
+def _first(module: str) -> str:
+    return f"; the first module that moves is {module}" if module else ""

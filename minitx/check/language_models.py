@@ -1,0 +1,201 @@
+"""What is wrong with my model? ``check_model`` calls a model with changes that must not matter, and says what moved and where.
+
+>>> class Leaks(torch.nn.Module):  # each token also sees the token after it
+...     causal = True
+...     def __init__(self):
+...         super().__init__()
+...         self.table, self.head = torch.nn.Embedding(30, 8), torch.nn.Linear(8, 30)
+...     def forward(self, ids):
+...         x = self.table(ids)
+...         return self.head(x + torch.cat((x[:, 1:], x[:, :1]), 1))
+>>> report = check_model(Leaks(), only="causality")
+>>> report.mend_first.fault, report.exit_code
+('later tokens change earlier outputs', 1)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from minitx.check import behaviour, visibility
+from minitx.check.examination import Examination, StopError
+from minitx.check.model_inputs import CannotBeCalledError, make_called
+from minitx.check.results import Check, Finding, Report, Severity, Status
+
+PROPERTIES: dict[str, Callable[[Examination], None]] = {
+    "weights": behaviour.weights,
+    "determinism": behaviour.determinism,
+    "rows": visibility.rows,
+    "causality": visibility.causality,
+    "reach": visibility.reach,
+    "padding": visibility.padding,
+    "sizes": behaviour.sizes,
+    "cache": behaviour.cache,
+    "documents": visibility.documents,
+    "gradient": behaviour.gradient,
+    "train-mode": behaviour.train_mode,
+    "bfloat16": behaviour.bfloat16,
+    "compile": behaviour.compiled,
+}
+"""The properties by the words of ``only``, in the order in which mistakes are to be mended."""
+
+
+def check_model(
+    model: nn.Module,
+    *,
+    only: str | Sequence[str] | None = None,
+    causal: bool | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    repeat: str = "",
+) -> Report:
+    """Find out what is wrong with a model that reads tokens or pictures.
+
+    How to call it is found by trying: ids (B, L) or vectors (B, L, E) in, logits or hidden states (B, L, ...) or one row (B, ...) out;
+    encoder–decoders and vision models, too. A copy of the model is checked, in evaluation mode. Trainable weights that are all zero
+    get noise, because behind them nothing can be seen. A difference counts if rounding in this model does not explain it.
+
+    Args:
+        model: any module. Objects of Hugging Face and models that are wrapped by PEFT or ``torch.compile`` are called by name.
+        only: properties to check, words of ``PROPERTIES``. Default: all.
+        causal: whether later tokens must change nothing. Default: what the class, its buffers and its behaviour say.
+        seed: of the random inputs. device: where it runs. dtype: of the copy. Default: as the model is.
+        repeat: the command that repeats a finding, without ``only`` and ``seed``. Default: a call of this function.
+
+    Returns:
+        A report. Its ``exit_code`` is 1 if something is wrong. What could not be tried is listed with the reason.
+
+    Raises:
+        ValueError: ``only`` has an unknown word. TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    chosen = list(PROPERTIES) if only is None else [only] if isinstance(only, str) else list(only)
+    if unknown := [name for name in chosen if name not in PROPERTIES]:
+        raise ValueError(f"only={unknown[0]} must be one of {', '.join(PROPERTIES)}")
+    name = type(model).__name__
+    with _settled(seed):
+        try:
+            called = make_called(model, seed, device, dtype)
+        except CannotBeCalledError as faults:
+            checks = [Check(word, Status.NOT_TRIED, "no way to call it was found") for word in chosen]
+            finding = Finding("cannot-be-called", Severity.WRONG, "no way to call the model was found", witness=str(faults))
+            return Report(name, "", seed, tuple(checks), (finding,))
+        examination = Examination(called, seed, causal, repeat or "check_model(model, {})")
+        _examine(examination, [word for word in PROPERTIES if word in chosen])
+    return Report(name, called.describe(), seed, tuple(examination.checks), tuple(examination.findings))
+
+
+def _examine(examination: Examination, chosen: Sequence[str]) -> None:
+    try:
+        examination.begin()
+    except StopError as reason:
+        examination.checks += [Check(word, Status.NOT_TRIED, str(reason)) for word in chosen]
+        return
+    is_measured = False
+    for number, word in enumerate(chosen):
+        examination.word = word
+        try:
+            if not is_measured and word != "weights":
+                examination.measure()
+                is_measured = True
+            PROPERTIES[word](examination)
+        except StopError as reason:
+            examination.checks += [
+                Check(rest, Status.NOT_TRIED, str(reason)) for rest in chosen[number:] if rest != "determinism"
+            ]
+            return
+        except Exception as error:  # of the model
+            examination.raised(word, error)
+
+
+@contextlib.contextmanager
+def _settled(seed: int) -> Iterator[None]:
+    """Restore all random states, and compute without gradients, autocast and warnings."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(state)
+
+
+# --- for test suites
+
+
+def assert_causal(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    """Assert that later tokens change nothing: neither values nor gradients, with and without a mask.
+
+    Raises:
+        AssertionError: the report of ``check_model``.
+    """
+    _assert(check_model(model, only="causality", causal=True, seed=seed, device=device))
+
+
+def assert_ignores_padding(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    """Assert that hidden tokens on the left, on the right and inside change nothing.
+
+    Raises:
+        AssertionError: the report of ``check_model``.
+    """
+    _assert(check_model(model, only="padding", seed=seed, device=device))
+
+
+def assert_rows_are_independent(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    """Assert that the rows of a batch do not change each other's outputs.
+
+    Raises:
+        AssertionError: the report of ``check_model``.
+    """
+    _assert(check_model(model, only="rows", seed=seed, device=device))
+
+
+def assert_cache_changes_nothing(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    """Assert that pieces with a cache equal one call.
+
+    Raises:
+        AssertionError: the report of ``check_model``.
+    """
+    _assert(check_model(model, only="cache", seed=seed, device=device))
+
+
+def assert_documents_are_apart(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    """Assert that documents packed into one row do not see each other.
+
+    Raises:
+        AssertionError: the report of ``check_model``.
+    """
+    _assert(check_model(model, only="documents", seed=seed, device=device))
+
+
+def assert_deterministic(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    """Assert that two calls in evaluation mode are equal.
+
+    Raises:
+        AssertionError: the report of ``check_model``.
+    """
+    _assert(check_model(model, only="determinism", seed=seed, device=device))
+
+
+def assert_gradients_reach_everything(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    """Assert that each parameter which changes the output gets a finite gradient.
+
+    Raises:
+        AssertionError: the report of ``check_model``.
+    """
+    _assert(check_model(model, only="gradient", seed=seed, device=device))
+
+
+def _assert(report: Report) -> None:
+    """Fail if something is wrong, or if nothing was tried."""
+    tried = [check for check in report.with_status(Status.PASSED) if not check.id.startswith("call/")]
+    if not tried or not report.is_right or report.with_status(Status.FAILED):
+        raise AssertionError(str(report))

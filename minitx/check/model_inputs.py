@@ -1,0 +1,439 @@
+"""How a model is called: its inputs by the names of its arguments, random tokens, its mask, and its answer as one tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS = 3
+LENGTHS = (12, 16, 32, 64, 8, 5)
+"""Numbers of tokens, of which the first that the model reads is taken: some models need whole blocks, some read only a few."""
+
+IDS = ("input_ids", "idx", "ids", "tokens", "token_ids", "inputs", "x", "src", "input", "xb")
+TARGET_IDS = ("decoder_input_ids", "tgt", "target_ids", "tgt_ids", "decoder_ids")
+PIXELS = ("pixel_values", "images", "image", "img", "imgs", "pixels")
+MASKS = (
+    "attention_mask",
+    "key_mask",
+    "padding_mask",
+    "src_key_padding_mask",
+    "key_padding_mask",
+    "pad_mask",
+    "src_mask",
+    "mask",
+)
+TARGET_MASKS = ("decoder_attention_mask", "decoder_key_mask", "tgt_key_padding_mask", "tgt_mask")
+CACHES = ("past_key_values", "cache", "cache_params", "kv_cache", "past_kv", "past", "state", "hidden")
+LIMITS = ("max_position_embeddings", "n_positions", "block_size", "max_len", "max_seq_len", "context_length", "max_length")
+MARKS = (
+    "pad_token_id",
+    "eos_token_id",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "pad_id",
+    "bos_id",
+    "eos_id",
+    "mask_token_id",
+)
+PICTURES = ((3, 32), (1, 28), (3, 224), (1, 8))
+OUTPUTS = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")
+
+
+class CannotBeCalledError(ValueError):
+    """No way to call the model was found. The message is the list of faults."""
+
+
+@dataclass(frozen=True)
+class MaskForm:
+    """How the mask of a stream is written.
+
+    Attributes:
+        hides: whether True is where a token is hidden. shape: (B, L) with more axes.
+    """
+
+    dtype: torch.dtype = torch.long
+    hides: bool = False
+    shape: tuple[str, ...] = ("B", "L")
+
+    def write(self, keep: Tensor) -> Tensor:
+        """Return the mask for ``keep`` (B, L), True = a real token."""
+        mask = (~keep if self.hides else keep).to(self.dtype)
+        B, L = keep.shape
+        view = {"B": B, "L": L, "1": 1}
+        mask = mask.view([view.get(axis, 1) for axis in self.shape])
+        return mask.expand([L if axis == "Q" else size for axis, size in zip(self.shape, mask.shape, strict=True)])
+
+    def __str__(self) -> str:
+        meaning = "hidden" if self.hides else "kept"
+        true = "True" if self.dtype == torch.bool else "1"
+        return f"({', '.join(axis.replace('Q', 'L') for axis in self.shape)}), {true} = {meaning}"
+
+
+SHAPES = (("B", "L"), ("B", "1", "1", "L"), ("B", "1", "L"), ("B", "Q", "L"), ("B", "1", "Q", "L"))
+DTYPES = (torch.long, torch.bool, torch.float32)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens that go in.
+
+    Attributes:
+        name, mask: of the arguments. mask=None: there is no argument for a mask.
+        width: of tokens that are vectors. None: they are ids.
+        form: how the mask is written. None: no way was found, and ``refused`` is why.
+    """
+
+    name: str
+    length: int
+    mask: str | None = None
+    width: int | None = None
+    form: MaskForm | None = None
+    refused: str = ""
+
+
+@dataclass
+class CalledModel:
+    """A model, and how it is called.
+
+    Attributes:
+        streams: of tokens. The outputs belong to the last one. Empty: the model reads pictures.
+        picture: channels and side.
+        has_positions: whether the output is (B, L, ...).
+        vocabulary: the number of ids. usable: ids that are no special tokens.
+        names: of the arguments.
+    """
+
+    model: nn.Module
+    names: tuple[str, ...]
+    generator: torch.Generator
+    device: torch.device
+    streams: tuple[Stream, ...] = ()
+    picture: tuple[int, int] | None = None
+    pixels: str = ""
+    has_positions: bool = True
+    vocabulary: int = 0
+    usable: Tensor = field(default_factory=lambda: torch.arange(0))
+    constants: dict[str, Any] = field(default_factory=dict)
+    gives_targets: bool = False
+    is_positional: bool = False
+
+    @property
+    def stream(self) -> Stream:
+        """The stream to which the outputs belong."""
+        return self.streams[-1]
+
+    @property
+    def config(self) -> Any:
+        """The config of the model, or None."""
+        return getattr(self.model, "config", None)
+
+    def floats(self) -> torch.dtype:
+        """Return the dtype of the parameters."""
+        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+
+    # --- inputs
+
+    def draw(self, rows: int = ROWS, lengths: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+        """Return random inputs."""
+        if self.picture is not None:
+            channels, side = self.picture
+            pixels = torch.randn(rows, channels, side, side, generator=self.generator)
+            return {self.pixels: pixels.to(self.device, self.floats())}
+        lengths = lengths or {}
+        return {s.name: self._tokens(s, rows, lengths.get(s.name, s.length)) for s in self.streams}
+
+    def _tokens(self, stream: Stream, rows: int, length: int) -> Tensor:
+        if stream.width is not None:
+            return torch.randn(rows, length, stream.width, generator=self.generator).to(self.device, self.floats())
+        places = torch.randint(len(self.usable), (rows, length), generator=self.generator)
+        return self.usable[places].to(self.device)
+
+    def others(self, inputs: Mapping[str, Tensor], name: str, changed: Tensor) -> dict[str, Tensor]:
+        """Return the inputs with another token of the stream ``name`` at each place of ``changed`` (B, L)."""
+        tokens, at = inputs[name], changed.to(self.device)
+        if tokens.is_floating_point():
+            return {**inputs, name: torch.where(at.unsqueeze(-1), -tokens, tokens)}
+        steps = torch.randint(1, len(self.usable), tokens.shape, generator=self.generator)
+        places = torch.searchsorted(self.usable, tokens.cpu())
+        found = self.usable[(places + steps) % len(self.usable)].to(self.device)
+        return {**inputs, name: torch.where(at, found, tokens)}
+
+    # --- calls
+
+    def run(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None, **options: Any) -> Any:
+        """Return what the model returns. ``keep``: bool (B, L) of a stream, True = a real token."""
+        given: dict[str, Any] = {**self.constants, **inputs}
+        for stream in self.streams:
+            if keep is not None and stream.name in keep:
+                assert stream.form is not None and stream.mask is not None
+                given[stream.mask] = stream.form.write(keep[stream.name].to(self.device))
+        if self.gives_targets:
+            given["targets"] = inputs[self.stream.name].contiguous()
+        if "use_cache" in self.names:
+            given["use_cache"] = False
+        given |= options
+        if self.is_positional:
+            first = [s.name for s in self.streams] or [self.pixels]
+            return self.model(*(given.pop(name) for name in first), **given)
+        return self.model(**given)
+
+    def answer(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None, **options: Any) -> Tensor:
+        """Return the output as one tensor, (B, L, ...) or (B, ...)."""
+        return self.output(self.run(inputs, keep, **options), inputs)
+
+    def output(self, result: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits or hidden states among what the model returns."""
+        found = _floats(result)
+        if found is None:
+            raise ValueError(f"{type(self.model).__name__} returns no tensor of floats, but {type(result).__name__}")
+        if self.streams:
+            B, L = inputs[self.stream.name].shape[:2]
+            if found.shape[:1] == (B * L,) and B > 1 < L and found.dim() == 2:
+                found = found.view(B, L, -1)
+        return found
+
+    def describe(self) -> str:
+        """Return how it is called, for people."""
+        name = type(self.model).__name__
+        if self.picture is not None:
+            shape = f"(B, {self.picture[0]}, {self.picture[1]}, {self.picture[1]})"
+            return f"{name}({self.pixels}): {self.pixels} {shape}"
+        given, told = [], []
+        for stream in self.streams:
+            given.append(stream.name)
+            told.append(f"{stream.name} {'(B, L)' if stream.width is None else f'(B, L, {stream.width})'}")
+            if stream.mask is not None and stream.form is not None:
+                given.append(stream.mask)
+                told.append(f"{stream.mask} {stream.form}")
+        given += ["targets"] * self.gives_targets
+        out = "(B, L, ·)" if self.has_positions else "(B, ·)"
+        return f"{name}({', '.join(given)}): {'; '.join(told)}; output {out}"
+
+
+def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: torch.dtype | None) -> CalledModel:
+    """Find out how to call a model. A copy of it is used, in evaluation mode.
+
+    Raises:
+        CannotBeCalledError: no way was found.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with contextlib.suppress(RuntimeError, TypeError):  # tensors that are no leaves, or parts that cannot be copied
+        model = copy.deepcopy(model)
+    model = model.to(device).eval() if dtype is None else model.to(device, dtype).eval()
+    fill_zeros(model, generator)
+    names, required = arguments_of(model)
+    where = next((p.device for p in model.parameters()), torch.device(device))
+    called = CalledModel(model, names, generator, where)
+    called.vocabulary, called.usable = _vocabulary(model)
+    faults: dict[str, None] = {}
+    for candidate in _ways(called, required):
+        try:
+            inputs = candidate.draw()
+            found = candidate.answer(inputs)
+        except Exception as error:
+            faults[said(error)] = None
+            continue
+        if found.dim() < 2 or found.shape[0] != ROWS:
+            faults[f"the output has shape {tuple(found.shape)} for {ROWS} rows"] = None
+            continue
+        if candidate.streams:
+            L = candidate.stream.length
+            if "targets" in names and found.dim() == 3 and found.shape[1] == 1 < L:  # nanoGPT: all logits only with targets
+                candidate.gives_targets = True
+                found = candidate.answer(inputs)
+            candidate.has_positions = found.dim() >= 3 and found.shape[1] == L
+        else:
+            candidate.has_positions = False
+        return candidate
+    raise CannotBeCalledError("; ".join(list(faults)[:3]) or "no argument for tokens or pictures was found")
+
+
+def _ways(called: CalledModel, required: Sequence[str]) -> Iterator[CalledModel]:
+    """Ways to call a model, the likeliest first."""
+    names, model = called.names, called.model
+    first = next(iter(required or names), "")
+    pixels = next((name for name in PIXELS if name in names), None)
+    if pixels is None and any(isinstance(m, nn.Conv2d) for m in model.modules()) and not _tables(model):
+        pixels = first
+    if pixels is not None and not any(name in names for name in ("input_ids", *TARGET_IDS)):
+        side, channels = (_stated(called.config, name) for name in ("image_size", "num_channels"))
+        side = side[0] if isinstance(side, list | tuple) else side
+        pictures = ([(channels or 3, side)] if isinstance(side, int) else []) + list(PICTURES)
+        yield from (replace(called, picture=picture, pixels=pixels) for picture in pictures)
+        return
+    ids = next((name for name in IDS if name in names), first)
+    target = next((name for name in TARGET_IDS if name in names), None)
+    mask = next((name for name in MASKS if name in names), None)
+    target_mask = next((name for name in TARGET_MASKS if name in names), None)
+    width = None if _tables(model) else _width(model)
+    if width is not None and "inputs_embeds" in names:
+        ids = "inputs_embeds"
+    limit = limit_of(model)
+    for length in LENGTHS:
+        if limit is not None and length > limit:
+            continue
+        source = Stream(ids, length, mask, width)
+        streams = (source,) if target is None else (source, Stream(target, max(2, length - 3), target_mask, width))
+        known = {stream.name for stream in streams}
+        rest = [name for name in required if name not in known]
+        yield replace(called, streams=streams, constants=dict.fromkeys(rest))
+
+
+def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the arguments, and of those that must be given, looking through the wrappers of torch.compile and PEFT."""
+    inner: Any = model
+    while True:
+        parameters = inspect.signature(inner.forward).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        children = list(inner.children())
+        base = inner.get_base_model() if callable(getattr(inner, "get_base_model", None)) else None
+        if base is None:
+            base = getattr(inner, "_orig_mod", None)
+        if base is None and not named and len(children) == 1:
+            base = children[0]
+        if base is None or base is inner:
+            break
+        inner = base
+    names = tuple(p.name for p in named)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) and hasattr(inner, "config") and "use_cache" not in names:
+        names = (*names, "use_cache") if _stated(inner.config, "use_cache") is not None else names
+    return names, tuple(p.name for p in named if p.default is p.empty)
+
+
+def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
+    """Find out how the masks of all streams are written, by trying."""
+    streams = []
+    for stream in called.streams:
+        if stream.mask is None:
+            streams.append(stream)
+            continue
+        keep = torch.ones(inputs[stream.name].shape[:2], dtype=torch.bool)
+        keep[1, : stream.length // 3] = False
+        hides, faults, found = "pad" in stream.mask, dict[str, None](), None
+        for dtype, shape in product(DTYPES, SHAPES):
+            form = MaskForm(dtype, hides, shape)
+            called.streams = tuple(replace(s, form=form) if s.name == stream.name else s for s in called.streams)
+            try:
+                called.answer(inputs, {stream.name: keep})
+            except Exception as error:
+                faults[said(error)] = None
+                continue
+            found = form
+            break
+        streams.append(replace(stream, form=found, refused="" if found else next(iter(faults))))
+    called.streams = tuple(streams)
+
+
+def with_form(called: CalledModel, stream: Stream, form: MaskForm) -> CalledModel:
+    """Return the same model whose stream has another form of mask."""
+    return replace(called, streams=tuple(replace(s, form=form) if s.name == stream.name else s for s in called.streams))
+
+
+def limit_of(model: nn.Module) -> int | None:
+    """Return the largest number of tokens that the config states, or None."""
+    config = getattr(model, "config", None)
+    found = [n for n in (_stated(config, name) for name in LIMITS) if isinstance(n, int) and 0 < n < 2**20]
+    own = [n for n in (getattr(model, name, None) for name in LIMITS) if isinstance(n, int) and n > 0]
+    return next(iter(found + own), None)
+
+
+def fill_zeros(model: nn.Module, generator: torch.Generator) -> None:
+    """Give noise to trainable parameters that are all zero: behind them nothing can be seen."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.numel() and not parameter.is_meta and not parameter.any():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def said(error: Exception) -> str:
+    """Return the kind and the first line of an error."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line[:140]}" if line else type(error).__name__
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error says that something is not supported, which is no fault."""
+    return isinstance(error, ValueError | NotImplementedError | TypeError)
+
+
+def _stated(config: Any, name: str) -> Any:
+    if isinstance(config, Mapping):
+        return config.get(name)
+    return getattr(config, name, None)
+
+
+def _tables(model: nn.Module) -> list[nn.Embedding]:
+    return [m for m in model.modules() if isinstance(m, nn.Embedding)]
+
+
+def _width(model: nn.Module) -> int | None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            return module.in_features
+        if isinstance(module, nn.RNNBase):
+            return module.input_size
+        if isinstance(module, nn.MultiheadAttention):
+            return module.embed_dim
+    return None
+
+
+def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
+    """The number of ids, and the ids that are no special tokens."""
+    config, tables = getattr(model, "config", None), _tables(model)
+    table: Any = None
+    getter: Any = getattr(model, "get_input_embeddings", None)
+    if callable(getter):
+        try:
+            table = getter()
+        except (NotImplementedError, AttributeError):
+            table = None
+    size = getattr(table, "num_embeddings", None)
+    stated = _stated(config, "vocab_size")
+    if size is None and isinstance(stated, int):
+        size = stated
+    if size is None:
+        size = tables[0].num_embeddings if tables else 50
+    special: set[Any] = set()
+    for mark in (*(_stated(config, name) for name in MARKS), *(t.padding_idx for t in tables)):
+        special |= set(mark) if isinstance(mark, list | tuple) else {mark}
+    special |= {0, 1, 2} if size > 12 else set()
+    usable = [token for token in range(size) if token not in special] or list(range(size))
+    return size, torch.tensor(usable)
+
+
+def _floats(result: Any) -> Tensor | None:
+    """The first tensor of floats that is no single number, logits before all others."""
+    if isinstance(result, Tensor):
+        return result if result.is_floating_point() and result.dim() else None
+    for name in OUTPUTS:
+        found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+        if isinstance(found, Tensor):
+            return found
+    parts: Any = result.values() if isinstance(result, Mapping) else result if isinstance(result, list | tuple) else ()
+    return next((found for part in parts if (found := _floats(part)) is not None), None)
+
+
+def decoder_signs(model: nn.Module) -> str:
+    """Return why the model is meant to be causal, or nothing."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if re.search(r"CausalLM|(?<!With)LMHeadModel|GPT|DecoderLM", name):
+        return f"its class is {name}"
+    if getattr(model, "causal", False) is True or _stated(config, "is_decoder") is True:
+        return "it says that it is a decoder"
+    for path, buffer in model.named_buffers():
+        if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] > 2:
+            square = buffer.flatten(0, -3)[0] if buffer.dim() > 2 else buffer
+            ones = square.bool() if square.dtype == torch.bool or not square.is_floating_point() else square == 1
+            for triangle in (ones, square == 0):
+                if torch.equal(triangle, torch.ones_like(triangle).tril()):
+                    return f"the buffer {path} is a causal mask"
+    return ""

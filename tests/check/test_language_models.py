@@ -1,0 +1,296 @@
+"""The check of models: it finds each seeded fault of a small GPT, names it first, and finds nothing in right models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tests.check.small_gpt as small_gpt
+from minitx.check import (
+    Severity,
+    Status,
+    assert_cache_changes_nothing,
+    assert_causal,
+    assert_deterministic,
+    assert_documents_are_apart,
+    assert_gradients_reach_everything,
+    assert_ignores_padding,
+    assert_rows_are_independent,
+    check_model,
+)
+from minitx.check.language_models import PROPERTIES
+from minitx.config import TransformerConfig
+from minitx.nn import DecoderLM, Encoder, EncoderDecoder, VisionTransformer
+
+QUICK = [word for word in PROPERTIES if word != "compile"]
+SOURCE = Path(small_gpt.__file__).read_text(encoding="utf-8").partition("FAULTS =")[0]
+SIZES = {"vocab_size": 31, "embed_dim": 24, "num_heads": 3, "num_layers": 2}
+PICTURES = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10, "head": "sequence"}
+QUICK_FAULTS = ("no causal mask", "padding mask ignored", "values not cached", "keys detached")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def gpt(fault: str | None = None) -> nn.Module:
+    """The small GPT, with a fault."""
+    text = SOURCE
+    if fault is not None:
+        _, right, wrong = small_gpt.FAULTS[fault]
+        assert right in text
+        text = text.replace(right, wrong)
+    scope: dict = {"__name__": "small_gpt"}
+    exec(compile(text, "small_gpt", "exec"), scope)
+    torch.manual_seed(0)
+    return scope["GPT"]()
+
+
+def our(architecture: str, **options) -> nn.Module:
+    torch.manual_seed(0)
+    kinds = {"decoder": DecoderLM, "encoder": Encoder, "encoder_decoder": EncoderDecoder, "vision": VisionTransformer}
+    sizes = {**SIZES, **PICTURES, "vocab_size": None} if architecture == "vision" else SIZES
+    return kinds[architecture](TransformerConfig(architecture=architecture, **{**sizes, **options}))
+
+
+def test_nothing_is_wrong_with_the_small_gpt():
+    report = check_model(gpt(), only=QUICK)
+    assert not report.findings, str(report)
+    assert {check.id for check in report.with_status(Status.NOT_TRIED)} == {"documents"}
+    assert report.called_as.startswith("GPT(input_ids, attention_mask)")
+    tried = {check.id.partition("/")[0] for check in report.with_status(Status.PASSED)}
+    assert tried == {"call", *QUICK} - {"documents"}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=() if name in QUICK_FAULTS else pytest.mark.slow) for name in small_gpt.FAULTS]
+)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_seeded_fault_is_found_and_comes_first(fault, seed):
+    report = check_model(gpt(fault), only=QUICK, seed=seed)
+    assert report.mend_first is not None and report.mend_first.id == small_gpt.FAULTS[fault][0], str(report)
+    severe = report.mend_first.severity == Severity.WRONG
+    assert report.exit_code == severe
+
+
+def test_the_witness_is_true():
+    """The token, the output and the size are those that a call by hand shows."""
+    model = gpt("causal mask one too wide").eval()
+    (finding,) = check_model(model, only="causality").findings
+    assert "the first module that moves is blocks.0.attn (Attention)" in finding.witness
+    assert "tril(diagonal=S - L), with no 1 more" in finding.advice
+    words = finding.witness.split()
+    changed, moved = int(words[2]), int(words[8])
+    assert changed == moved + 1
+    ids = torch.randint(3, 40, (4, 12), generator=torch.Generator().manual_seed(5))
+    other = ids.clone()
+    other[:, changed] = (ids[:, changed] + 1) % 40
+    with torch.no_grad():
+        move = (model(ids)[0] - model(other)[0]).abs().amax(-1)
+    assert (move[:, : max(0, changed - 2)] < 1e-5).all()  # one more in each of two layers
+    assert (move[:, moved] > 1e-3).all()
+
+
+def test_the_command_of_a_finding_repeats_it():
+    report = check_model(gpt("no causal mask"), only="causality", seed=3)
+    assert report.findings[0].repeat == 'check_model(model, only="causality", seed=3)'
+    again = eval(report.findings[0].repeat, {"check_model": check_model, "model": gpt("no causal mask")})
+    assert again == report
+
+
+def test_the_model_and_all_random_states_stay_as_they_were():
+    model = gpt().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    check_model(model, only=QUICK)
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+OURS = {
+    "decoder": {},
+    "decoder with rotary positions, a window and sinks": {"position": "rotary", "window": 4, "attn_sinks": True},
+    "encoder": {"architecture": "encoder"},
+    "encoder of one label": {"architecture": "encoder", "head": "sequence", "num_labels": 5, "pooling": "mean"},
+    "encoder–decoder": {"architecture": "encoder_decoder"},
+    "vision": {"architecture": "vision"},
+    "decoder with linear attention": {"attention": "linear"},
+    "decoder with T5's bias": {"position": "t5"},
+    "decoder with ALiBi": {"position": "alibi"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("decoder", "vision") else pytest.mark.slow) for name in OURS]
+)
+def test_nothing_is_wrong_with_our_models(name):
+    model = our(**{"architecture": "decoder", **OURS[name]})
+    report = check_model(model, only=QUICK)
+    assert report.mend_first is None, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decoder", "encoder–decoder"])
+def test_compiled_models_equal_eager_ones(name):
+    report = check_model(our(**{"architecture": "decoder", **OURS[name]}), only="compile")
+    assert [check.status for check in report.checks if check.id == "compile"] == [Status.PASSED], str(report)
+
+
+def test_what_the_asserts_of_a_test_suite_accept_and_what_they_refuse():
+    right = our("decoder")
+    for check in (
+        assert_causal,
+        assert_ignores_padding,
+        assert_rows_are_independent,
+        assert_cache_changes_nothing,
+        assert_documents_are_apart,
+        assert_deterministic,
+        assert_gradients_reach_everything,
+    ):
+        check(right)
+    wrong = {
+        assert_causal: gpt("no causal mask"),
+        assert_ignores_padding: gpt("padding mask ignored"),
+        assert_rows_are_independent: gpt("softmax over the rows"),
+        assert_cache_changes_nothing: gpt("values not cached"),
+        assert_deterministic: gpt("dropout in evaluation"),
+        assert_gradients_reach_everything: gpt("keys detached"),
+        assert_documents_are_apart: gpt(),  # it has no argument for documents, so nothing was tried
+    }
+    for check, model in wrong.items():
+        with pytest.raises(AssertionError, match="GPT, seed 0"):
+            check(model)
+
+
+class Bare(nn.Module):
+    """Ids in, hidden states out; nothing else."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.table, self.out, self.mix = nn.Embedding(40, 16), nn.Linear(16, 16), mix
+
+    def forward(self, ids):
+        return self.out(self.mix(self.table(ids)))
+
+
+def test_a_model_without_a_mask_passes_and_its_padding_is_not_counted_as_right():
+    report = check_model(Bare(lambda x: x.cumsum(1)), only=QUICK)
+    assert report.is_right, str(report)
+    untried = {check.id: check.reason for check in report.with_status(Status.NOT_TRIED)}
+    assert "no argument for a mask was found" in untried["padding"]
+    assert {"cache", "documents"} <= untried.keys()
+
+
+def test_a_bidirectional_model_is_wrong_only_if_it_must_be_causal():
+    model = Bare(lambda x: x + x.mean(1, keepdim=True))
+    assert check_model(model, only="causality").is_right
+    assert [f.id for f in check_model(model, only="causality", causal=True).findings] == ["not-causal"]
+
+
+def test_batch_first_that_was_forgotten_is_named():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.attention = nn.Embedding(40, 16), nn.MultiheadAttention(16, 2)
+
+        def forward(self, ids):
+            x = self.table(ids)
+            return self.attention(x, x, x)[0]
+
+    (finding, *_) = check_model(Own(), only=QUICK).findings
+    assert finding.id == "rows-mixed" and "unless batch_first=True" in finding.advice
+    assert "attention (MultiheadAttention)" in finding.witness
+
+
+def test_recurrent_models_are_checked_with_their_state():
+    class Recurrent(nn.Module):
+        def __init__(self, forgets):
+            super().__init__()
+            self.table, self.cell = nn.Embedding(40, 16), nn.GRU(16, 16, batch_first=True)
+            self.forgets = forgets
+
+        def forward(self, tokens, state=None):
+            x, state = self.cell(self.table(tokens), None if self.forgets else state)
+            return x, state
+
+    assert check_model(Recurrent(False), only=QUICK).mend_first is None
+    assert [f.id for f in check_model(Recurrent(True), only="cache").findings] == ["cache-differs"]
+
+
+def test_the_cross_attention_to_padding_is_told_from_the_encoder():
+    class Leaks(EncoderDecoder):
+        def _run(self, *args, memory_mask=None, **options):
+            return super()._run(*args, **options)
+
+    torch.manual_seed(0)
+    report = check_model(Leaks(TransformerConfig(architecture="encoder_decoder", **SIZES)), only="padding")
+    assert [finding.id for finding in report.findings][:1] == ["source-padding-leaks"], str(report)
+    assert "cross" in report.findings[0].witness
+
+
+def test_what_cannot_be_called_is_wrong_and_says_what_was_seen():
+    class Odd(nn.Module):
+        def forward(self, graph, nodes):
+            raise RuntimeError("no graph")
+
+    report = check_model(Odd())
+    assert report.exit_code == 1 and report.findings[0].id == "cannot-be-called" and "no graph" in str(report)
+    assert all(check.status == Status.NOT_TRIED for check in report.checks)
+    with pytest.raises(TypeError, match="must be a torch"):
+        check_model(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="only=causalty must be one of weights"):
+        check_model(gpt(), only="causalty")
+
+
+def test_the_ids_of_the_json_are_stable():
+    report = json.loads(check_model(gpt(), only=QUICK).json())
+    assert report["version"] == 1 and report["is_right"]
+    assert [check["id"] for check in report["checks"]] == [
+        "call/finite",
+        "weights/registered",
+        "determinism",
+        "rows/others",
+        "rows/alone",
+        "causality/values",
+        "causality/prefix",
+        "causality/with-a-mask",
+        "causality/gradient",
+        "reach",
+        "padding/mask-of-ones",
+        "padding/left",
+        "padding/left/alone",
+        "padding/right",
+        "padding/right/alone",
+        "padding/inside",
+        "sizes/lengths",
+        "sizes/limit",
+        "sizes/ids",
+        "cache/token-by-token",
+        "cache/prefill-then-tokens",
+        "cache/pieces",
+        "cache/left-padding",
+        "documents",
+        "gradient/all",
+        "gradient/differences",
+        "train-mode",
+        "bfloat16",
+    ]
+
+
+def test_the_check_imports_torch_alone():
+    code = (
+        "import sys, minitx.check; print([m for m in ('transformers', 'lightning', 'hydra', 'omegaconf') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,53 @@
+"""The only lines of the run lattice that know the inside of minitx: how a command line is run, and where a run keeps its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+
+def train_by(words: list[str], folder: Path) -> dict[str, Any]:
+    """Run ``train.py WORDS`` in this process and in ``folder``, and return the content of ``result.json``.
+
+    bfloat16 is used on any CPU.
+    """
+    from minitx.cli.compose import compose_config
+    from minitx.cli.launch import run_training
+
+    with mock.patch("minitx.training.run.cpu_precision", str):
+        return run_training(compose_config(words), folder, "train.py")
+
+
+def train_or_refuse(words: list[str], folder: Path) -> dict[str, Any] | str:
+    """``train_by``, or the message of a refusal, which can travel between processes."""
+    try:
+        return train_by(words, folder)
+    except ValueError as error:
+        return str(error)
+
+
+def network_of(module: Any) -> nn.Module:
+    """The network of Lightning's module in a callback."""
+    return module.network
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint."""
+    from minitx.training.checkpoints import read_checkpoint
+
+    return read_checkpoint(path)
+
+
+def weights_in(path: Path) -> dict[str, Any]:
+    """The network's weights in a checkpoint, in the precision of the run. ``load_model`` rounds them to float32."""
+    return {name.removeprefix("network."): weight for name, weight in read(path)["state_dict"].items()}
+
+
+def load_network(path: Path) -> nn.Module:
+    """The network that a checkpoint names, with its weights."""
+    from minitx.training.checkpoints import load_model
+
+    return load_model(path, trust=True)[0]

@@ -1,0 +1,90 @@
+"""The lattice of runs: a few cheap points by default, the others in the slow tier, two processes before a release."""
+
+import dataclasses
+import re
+
+import pytest
+
+from minitx.config import TrainerConfig
+from tests.lattice.engine import FEWEST, matches
+from tests.lattice.runs import AXES, RUNS, Run
+
+SEED = 0
+QUICK = (
+    "ends=crash_after optimizer=muon network=own start=init_from log_every=3 precision=bf16-true schedule=plateau asked=evaluated "
+    "validation=end",
+    "ends=nonfinite clip=.5 start=init_from log_every=3 data=drawn accumulate=4 objective=smoothed asked=top_k",
+    "data=classify optimizer=sgd objective=smoothed precision=bf16-true schedule=plateau clip=.5 log_every=3 rules=frozen "
+    "asked=evaluated checkpointing=yes ends=stop_at",
+    "ends=crash_before data=chat accumulate=2 schedule=plateau start=folded log_every=3 asked=evaluated clip=.5 "
+    "objective=smoothed option=all_rows optimizer=sgd",
+)
+"""Points of the default tier: cheap ones of a covering array. Written down, so that a new axis does not draw others."""
+
+PARTS = 12
+"""Tests into which the slow points are divided."""
+
+PROCESSES = {"place": "ddp_cpu|fsdp"}
+
+BESIDE = {
+    "num_nodes": "several machines",
+    "accelerator": "the device: tests/training/test_accelerator.py",
+    "shard": "names of classes: tests/training/test_devices.py",
+    "plugins": "objects for Lightning: tests/training/test_parts.py",
+    "threads": "each run has one",
+    "ckpt_every": "each run has checkpoints every two steps, and option=minutes after each step",
+}
+"""Fields of TrainerConfig that are on no axis."""
+
+
+def points(several):
+    """The points of two processes, or of one."""
+    return [point for point in RUNS.points(SEED) if matches(PROCESSES, point) == several]
+
+
+@pytest.mark.parametrize("words", QUICK)
+def test_a_cheap_point_has_every_property(words):
+    point = RUNS.point_of(words)
+    assert RUNS.serves(point)
+    RUNS.check(point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_point_of_one_process_has_every_property(part):
+    assert_all(points(several=False)[part::PARTS])
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_point_of_two_processes_has_every_property(part):
+    assert_all(points(several=True)[part::PARTS])
+
+
+def assert_all(some):
+    failures = []
+    for point in some:
+        try:
+            RUNS.check(point)
+        except AssertionError as error:
+            failures.append(str(error))
+    assert not failures, "\n".join(failures)
+
+
+def test_every_field_of_the_trainer_is_on_an_axis_or_has_a_reason_why_not():
+    words = " ".join(word for values in AXES.values() for word in values.values())
+    on_axes = set(re.findall(r"trainer\.(\w+)", words))
+    fields = {field.name for field in dataclasses.fields(TrainerConfig)}
+    assert on_axes <= fields
+    assert fields - on_axes <= BESIDE.keys(), "an option of the trainer is on no axis"
+    assert BESIDE.keys() <= fields - on_axes, "a reason for a field that needs none"
+
+
+def test_every_oracle_is_asked_at_enough_points():
+    few = {name: count for name, count in RUNS.asked(RUNS.points(SEED)).items() if count < FEWEST}
+    assert not few
+
+
+def test_the_plain_command_line_is_the_base_alone():
+    words = Run(RUNS.plain).words()
+    assert not [word for word in words if word.startswith(("init_from", "evaluation", "objective"))]
