@@ -12,6 +12,7 @@ from minitx.config import ConfigError, SamplesConfig, StopAtConfig, TransformerC
 from minitx.nn import build_model
 from minitx.training.callbacks import Samples
 from minitx.training.loggers import read_records
+from minitx.training.net import Net
 from minitx.training.run import train
 
 
@@ -83,7 +84,7 @@ def test_a_resumed_run_writes_its_texts_once(make_config, tmp_path):
 
 def test_what_cannot_be_sampled_is_refused_before_the_first_step(tmp_path):
     trainer = SimpleNamespace(strategy=None, is_global_zero=True, global_step=0)
-    ours = SimpleNamespace(config=TransformerConfig(architecture="decoder"))
+    ours = build_model(TransformerConfig(vocab_size=5, embed_dim=4, num_heads=2, num_layers=1))
     for network, prompts, key in ((torch.nn.Linear(1, 1), ["a"], ""), (ours, [""], ".prompts"), (ours, ["1 2"], ".prompts")):
         with pytest.raises(ConfigError, match=f"^callbacks.samples{key}[= ]"):
-            samples(tmp_path, prompts=prompts).on_train_start(trainer, SimpleNamespace(network=network))
+            samples(tmp_path, prompts=prompts).on_train_start(trainer, SimpleNamespace(net=Net.of(network)))
