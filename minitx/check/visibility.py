@@ -202,7 +202,7 @@ def _token_gradients(exam: Examination) -> Tensor | str:
         if not same or module.num_embeddings < called.vocabulary:
             return None
         leaves.append(output.detach().requires_grad_())
-        return leaves[-1]
+        return leaves[-1].clone()  # a model may change it in place
 
     handles = []
     if called.stream.width is None:

@@ -12,7 +12,11 @@ from tests.interop.families import BESIDE, NAMES, QUICK, build
 pytest.importorskip("transformers")
 
 WORDS = [word for word in PROPERTIES if word != "compile"]
-WRONG: dict[str, set[str]] = {}
+WRONG = {
+    "Jamba": {"cache-differs"},  # a third piece of several tokens
+    "Bamba": {"cache-differs"},  # tokens after the first piece, on a CPU
+    "Whisper": {"cannot-be-called"},  # sound is not tried
+}
 """What the check finds in a family of the table, by its id."""
 
 
