@@ -202,7 +202,7 @@ def _token_gradients(exam: Examination) -> Tensor | str:
         if not same or module.num_embeddings < called.vocabulary:
             return None
         leaves.append(output.detach().requires_grad_())
-        return leaves[-1]
+        return leaves[-1].clone()  # a model may change it in place
 
     handles = []
     if called.stream.width is None:
@@ -458,6 +458,9 @@ def documents(exam: Examination) -> None:
     keep = {stream.name: torch.ones(B, L, dtype=torch.bool)}
     apart: dict[str, bool] = {}
     for name in names:
+        if name == "position_ids" and not exam.is_causal:
+            exam.skip("documents/position_ids", "the model is bidirectional")
+            continue
         options: dict[str, Tensor] = {name: restarting if name == "position_ids" else numbers}
         exam.attempt(f"documents/{name}", partial(_packed, exam, options=options, keep=None, apart=apart))
         if stream.form is not None:

@@ -19,6 +19,25 @@ number = 3
 """
 
 
+MODEL = """
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, leaks=False):
+        super().__init__()
+        self.table, self.head, self.leaks = nn.Embedding(31, 8), nn.Linear(8, 31), leaks
+
+    def forward(self, ids):
+        x = self.table(ids)
+        return self.head(x.sum(1, keepdim=True) + x if self.leaks else x.cumsum(1))
+
+model = Own()
+
+def leaky():
+    return Own(leaks=True)
+"""
+
+
 @pytest.fixture
 def program(tmp_path, monkeypatch, capsys):
     """Run ``check.py`` beside ``mine.py``: its exit code, what it shows, and its complaint."""
@@ -27,7 +46,7 @@ def program(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "broken.py").write_text("def attention(q, k, v:\n")
-    (tmp_path / "model.py").write_text("from torch import nn\nmodel = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))\n")
+    (tmp_path / "model.py").write_text(MODEL)
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["check.py", *words])
@@ -66,7 +85,12 @@ def test_help_says_that_the_file_runs(program):
     (["mine.py:rigth"], "mine.py does not define rigth; did you mean right?"),
     (["mine.py:number"], "a function, a class or a module is needed, not int"),
     (["broken.py:attention"], "broken.py cannot be imported: SyntaxError"),
-    (["model.py:model"], "is a model with the embedding"),
+    (["model.py:model", "stage=1"], "is a model with the embedding"),
+    (["model.py:model", "only=causalty"], "only=causalty must be one of"),
+    (["mine.py:right", "only=rows"], "only and causal are for models"),
+    (["model=nowhere"], "model=nowhere does not exist"),
+    (["model=."], "model=. is neither a Hugging Face folder (config.json) nor a run"),
+    (["mine.py:right", "model=."], "exclude each other"),
     (["mine.py:right", "stag=3"], "did you mean stage?"),
     (["mine.py:right", "stage=6"], "stage=6 must be"),
     (["mine.py:right", "mask=show"], "mask=show must be keep or hide"),
@@ -77,3 +101,34 @@ def test_what_is_mistyped_ends_with_one_sentence_and_the_exit_code_2(program, wo
     code, shown, error = program(*words)
     assert code == 2 and shown == "" and complaint in error
     assert error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["Own", "model"])
+def test_a_class_and_an_instance_of_a_model_are_checked(program, name):
+    code, shown, _ = program(f"model.py:{name}", "only=rows,causality")
+    assert code == 0 and shown.startswith("Own, seed 0\ncalled as  Own(ids)") and "passed     call, rows, causality" in shown
+
+
+def test_the_command_in_a_report_of_a_model_repeats_it(program):
+    code, shown, _ = program("model.py:leaky", "only=rows,causality", "causal=true", "seed=2")
+    assert code == 1 and "later tokens change earlier outputs" in shown
+    command = next(line for line in shown.splitlines() if "minitx-check" in line).split()
+    assert command == ["minitx-check", "model.py:leaky", "causal=true", "only=causality", "seed=2"]
+    code, again, _ = program(*command[1:])
+    assert code == 1 and command == next(line for line in again.splitlines() if "minitx-check" in line).split()
+
+
+def test_a_folder_of_hugging_face_is_checked_and_its_code_does_not_run(program, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 31, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
+    folder = tmp_path / "gpt"
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.Own"}
+    (folder / "config.json").write_text(json.dumps(config))
+    code, shown, error = program("model=gpt", "only=causality,padding", "json=out.json")
+    assert code == 0, error
+    assert "GPT2LMHeadModel, seed 0" in shown and "passed     call, causality, padding" in shown
+    assert not (tmp_path / "ran").exists()
+    assert json.loads((tmp_path / "out.json").read_text())["subject"] == "GPT2LMHeadModel"
