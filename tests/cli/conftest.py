@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import threadpoolctl  # noqa: F401  (datasets imports it, and its import sets a variable of the environment)
 
 from minitx.cli import evaluate, export, generate, train, view
 from minitx.cli.compose import compose_config
@@ -53,6 +52,11 @@ class Said(NamedTuple):
     code: int
     out: str
     err: str
+
+
+def settings() -> dict[str, str]:
+    """The environment, without what scikit-learn and threadpoolctl set when they are imported."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KMP_")}
 
 
 @pytest.fixture(scope="session")
@@ -101,9 +105,9 @@ def cli(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [f"{program}.py", *arguments])
             patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), newline="\n"))
-            environment = dict(os.environ)
+            environment = settings()
             code = PROGRAMS[program].main()
-            assert dict(os.environ) == environment
+            assert settings() == environment
         out, err = capfd.readouterr()
         return Said(code, out, err)
 

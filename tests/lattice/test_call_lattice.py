@@ -1,6 +1,7 @@
 """Attention at the points of its lattice: ``calls.py`` has the axes and the oracles."""
 
 import inspect
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,19 +14,26 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in cal
 SEED = 0
 ALL = {CALLS.words(point): point for point in CALLS.points(SEED)}
 ALONE = {CALLS.words(point): point for point in CALLS.pairs()}
-BASIC = ("backend", "dtype", "causal", "heads", "scale", "width", "layout", "dropout", "around")
+BASIC = ("backend", "dtype", "causal", "heads", "scale", "dropout", "around")
+SQUARE = {"causal": "yes", "shape": "5x5"}  # torch's kernels have a flag for it, and no mask
+TILES = {"backend": "chunked", "tiles": "2x2"}
 
 
-def is_basic(words: str, point: Point) -> bool:
-    """Whether the point has a backend and another value of ``BASIC``, and no compiler."""
-    return "backend" in words and point == CALLS.plain | {axis: point[axis] for axis in BASIC} and not matches(COMPILES, point)
+def basic_points() -> Iterator[Point]:
+    """A backend beside another value of ``BASIC``, in a plain and in a square causal call, and small tiles beside any other value."""
+    for point in CALLS.pairs():
+        if point["backend"] != CALLS.plain["backend"] and point == CALLS.plain | {axis: point[axis] for axis in BASIC}:
+            yield from (point, point | SQUARE)
+    yield from (
+        CALLS.plain | TILES | {axis: value} for axis, values in CALLS.axes.items() if axis not in TILES for value in values
+    )
 
 
-QUICK = [words for words, point in ALL.items() if not matches(COMPILES, point)][1::2]
-QUICK += [words for words, point in ALONE.items() if is_basic(words, point)]
-"""Every other point without a compiler, and the basic ones. The slow tests have the rest."""
+BASICS = {CALLS.words(point): point for point in basic_points() if CALLS.serves(point) and not matches(COMPILES, point)}
 KERNELS = {CALLS.words(point): point for name in ("sdpa", "chunked") for point in CALLS.pairs(backend=name)}
-EVERY = ALL | ALONE | KERNELS
+EVERY = ALL | ALONE | KERNELS | BASICS
+QUICK = list(dict.fromkeys([*BASICS, *[words for words, point in ALL.items() if not matches(COMPILES, point)][2::4]]))
+"""The basic points, and each fourth of the array. The slow tests have the rest, and the compilers."""
 
 
 @pytest.mark.parametrize("words", QUICK, ids=str)
