@@ -707,7 +707,7 @@ ABOUT: dict[str, dict[str, Where]] = {
     "resume_accumulate_rate": {"runs": {"accumulate": "2|4", "schedule": "cosine", "place": "one"}},
     "crash_after_save": {"runs": {"ends": "crash_after", "place": "one"}},
     "stop_at_resume": {"runs": {"ends": "stop_at", "place": "one"}},
-    "samples_stop_at": {"runs": {"asked": "samples", "place": "one"}},
+    "samples_stop_at": {"runs": {"asked": "samples", "ends": "stop_at", "place": "one"}},
     "best_resume": {"runs": {"place": "one", "ends": "crash_after|term|int"}},
     "stream_workers_accumulate": {"runs": {"data": "stream", "workers": "2", "accumulate": "2|4"}},
     "ema_test_best": {"runs": {"asked": "ema_tested", "data": "pairs"}},
