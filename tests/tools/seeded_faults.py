@@ -338,6 +338,7 @@ SKIPPED = {
     "nn/masks.py:89:24: torch.as_tensor(verdict, device=rows.device) -> torch.as_tensor(verdict)": "the same on the CPU",
     "training/optimizers.py:135:24: 1 -> 2": "neither -1 nor -2 is the number of a rule",
     "generation/sampler.py:132:31: -1 -> 1": "the last of two axes has both numbers",
+    "nn/attention.py:252:24: 0 -> 1": "rotary scores depend on differences of positions alone",
 }
 """Mutants of the draw that nobody can notice, and why. The next one of the draw takes the place."""
 
@@ -707,7 +708,7 @@ ABOUT: dict[str, dict[str, Where]] = {
     "resume_accumulate_rate": {"runs": {"accumulate": "2|4", "schedule": "cosine", "place": "one"}},
     "crash_after_save": {"runs": {"ends": "crash_after", "place": "one"}},
     "stop_at_resume": {"runs": {"ends": "stop_at", "place": "one"}},
-    "samples_stop_at": {"runs": {"asked": "samples", "place": "one"}},
+    "samples_stop_at": {"runs": {"asked": "samples", "ends": "stop_at", "place": "one"}},
     "best_resume": {"runs": {"place": "one", "ends": "crash_after|term|int"}},
     "stream_workers_accumulate": {"runs": {"data": "stream", "workers": "2", "accumulate": "2|4"}},
     "ema_test_best": {"runs": {"asked": "ema_tested", "data": "pairs"}},
