@@ -894,8 +894,11 @@ def two_processes_train_as_one(run: Run) -> None:
     assert first.keys() == second.keys(), f"moments of {sorted(first.keys() ^ second.keys())} on one side alone"
     for place, moment in first.items():
         assert moment.shape == second[place].shape, f"{place}: {tuple(moment.shape)} and {tuple(second[place].shape)}"
+        kind = place.rpartition(" ")[2]
+        largest = max(_norm(other) for name, other in first.items() if name.endswith(kind))  # a gradient of 0 is rounding
         error, most = _norm(moment - second[place]), _norm(moment) + _norm(second[place])
-        assert error <= 0.5 * most, f"{place}: {error:.1e} between the moments of one process and two, which have {most:.1e}"
+        limit = 0.5 * most + 16 * eps * largest
+        assert error <= limit, f"{place}: {error:.1e} between the moments of one process and two, more than {limit:.1e}"
 
 
 def moments_in(path: Path) -> dict[str, Tensor]:
