@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 3
-LENGTHS = (12, 16, 32, 64, 8, 5)
+LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
 """Numbers of tokens, of which the first that the model reads is taken: some models need whole blocks, some read only a few."""
 
 IDS = ("input_ids", "idx", "ids", "tokens", "token_ids", "inputs", "x", "src", "input", "xb")
@@ -44,7 +44,7 @@ MARKS = (
     "eos_id",
     "mask_token_id",
 )
-PICTURES = ((3, 32), (1, 28), (3, 224), (1, 8))
+PICTURES = ((3, 32), (1, 28), (3, 16), (3, 64), (1, 16), (1, 32), (3, 8), (1, 8), (3, 224))
 OUTPUTS = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")
 
 

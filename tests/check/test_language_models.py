@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -294,3 +295,25 @@ def test_the_check_imports_torch_alone():
         "import sys, minitx.check; print([m for m in ('transformers', 'lightning', 'hydra', 'omegaconf') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+EXAMPLES = {
+    "gpt.py": ("GPT", {"vocab_size": 31}),
+    "plain_torch.py": ("RecallModel", {}),
+    "swap_vit.py": ("SmallViT", {}),
+    "own_project/own.py": ("Net", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", EXAMPLES)
+def test_nothing_is_wrong_with_the_models_of_the_examples(file, monkeypatch):
+    path = Path(__file__).parents[2] / "examples" / file
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    name, options = EXAMPLES[file]
+    torch.manual_seed(0)
+    report = check_model(getattr(module, name)(**options), only=QUICK)
+    assert report.is_right and report.called_as, str(report)
