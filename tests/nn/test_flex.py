@@ -1,80 +1,31 @@
 """flex and sdpa: what torch's kernels are handed, what is refused, and answers where the CPU has them.
 
-FlexAttention's lowering is judged by torch's own uncompiled ``flex_attention``: its generated kernels run on CUDA only.
+FlexAttention's lowering is judged by torch's own uncompiled ``flex_attention``: its generated kernels run on CUDA only. Its answers are
+in ``tests/lattice/calls.py`` (``backend=lowered``).
 """
 
 import pytest
 import torch
-from test_backends import HKV, LEFT, MASKS, OPTIONS, B, D, H, L, S, tensors
+from test_backends import HKV, LEFT, H, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.nn import (
-    ALiBi,
     AttentionCall,
     Causal,
     Documents,
     Padding,
     SlidingWindow,
-    T5RelativeBias,
     explain_backends,
-    register_backend,
-    unregister_backend,
 )
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import flex, sdpa
 from minitx.nn.functional import make_call
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """A backend ``lowered``: torch's flex_attention without compiling, which says so in a warning."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    monkeypatch.setattr(flex, "_kernel", lambda: flex_attention)
-    register_backend("lowered", flex.run)
-    yield
-    unregister_backend("lowered")
-
-
-def both(mask=None, is_causal=False, backend="lowered", **options):
-    leaves, _ = tensors(torch.float32, **options)
-    arguments = leaves["query"].detach(), leaves["key"].detach(), leaves["value"].detach()
-    extra = {name: options[name] for name in ("scale", "softcap") if name in options}
-    extra["attn_bias"] = leaves["bias"].detach() if "bias" in leaves else options.get("rule")
-    extra["sinks"] = leaves["sinks"].detach() if "sinks" in leaves else None
-    return [attention(*arguments, mask, 0.0, is_causal, backend=name, **extra) for name in (backend, "math")]
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without.*")
-class TestLowering:
-    @pytest.mark.parametrize("mask", ["none", "right padding and causal", "dense (1, H, L, S) and causal", "everything"])
-    def test_every_mask_becomes_a_block_mask(self, mask):
-        attn_mask, is_causal = MASKS[mask]
-        got, want = both(attn_mask, is_causal)
-        torch.testing.assert_close(got, want)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("option", OPTIONS)
-    def test_every_option_becomes_a_score_modification(self, option):
-        attn_mask, is_causal = MASKS["empty rows"]
-        got, want = both(attn_mask, is_causal, **OPTIONS[option])
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-    @pytest.mark.parametrize("rule", [ALiBi(H), T5RelativeBias(H, num_buckets=8, max_distance=6)], ids=["alibi", "t5"])
-    def test_rules_are_evaluated_score_by_score_counting_from_the_last_key(self, rule):
-        if isinstance(rule, T5RelativeBias):
-            torch.nn.init.normal_(rule.weight)
-        with torch.no_grad():
-            torch.testing.assert_close(*both(Padding(LEFT), True, rule=rule, softcap=2.0))
-
-    def test_nan_where_no_query_looks_changes_no_bit(self):
-        q, k, v = (torch.randn(B, heads, n, D) for heads, n in ((H, L), (HKV, S), (HKV, S)))
-        clean = attention(q, k, v, Padding(LEFT), 0.0, True, backend="lowered")
-        k[0, :, :2] = v[0, :, :2] = torch.nan
-        assert torch.equal(attention(q, k, v, Padding(LEFT), 0.0, True, backend="lowered"), clean)
+def both(mask=None, is_causal=False):
+    arguments = [leaf.detach() for leaf in tensors(torch.float32).values()]
+    return [attention(*arguments, mask, 0.0, is_causal, backend=name) for name in ("sdpa", "math")]
 
 
 @pytest.mark.parametrize("compiling", [False, True])
@@ -227,10 +178,10 @@ def test_a_bias_goes_to_the_kernel_as_exact_as_it_takes_and_without_new_infiniti
 
 def test_grouped_heads_beside_a_mask_are_repeated_where_the_kernel_wants_it(handed, monkeypatch):
     assert sdpa.repeats_heads("cuda", 2) and not sdpa.repeats_heads("cuda", 1) and not sdpa.repeats_heads("cpu", 2)
-    plain, want = both(Padding(LEFT), True, backend="sdpa")
+    plain, want = both(Padding(LEFT), True)
     monkeypatch.setattr(sdpa, "repeats_heads", lambda device, group: group > 1)  # as on CUDA
-    repeated, _ = both(Padding(LEFT), True, backend="sdpa")
-    both(None, False, backend="sdpa")  # without a mask flash takes grouped heads
+    repeated, _ = both(Padding(LEFT), True)
+    both()  # without a mask flash takes grouped heads
     assert [(key.shape[1], options["enable_gqa"]) for (_, key, _), options in handed] == [(HKV, True), (H, False), (HKV, True)]
     torch.testing.assert_close(repeated, want)
     torch.testing.assert_close(plain, want)
