@@ -122,7 +122,7 @@ def test_the_model_and_all_random_states_stay_as_they_were():
 
 OURS = {
     "decoder": {},
-    "decoder with rotary positions, a window and sinks": {"position": "rotary", "window": 4, "attn_sinks": True},
+    "decoder with rotary positions and a window": {"position": "rotary", "window": 4},
     "encoder": {"architecture": "encoder"},
     "encoder of one label": {"architecture": "encoder", "head": "sequence", "num_labels": 5, "pooling": "mean"},
     "encoder–decoder": {"architecture": "encoder_decoder"},
