@@ -599,11 +599,11 @@ COUNTS_PADDING = {"model": "hf_gpt2|hf_bert", "rows": "left|inside"}
 GAPS = {"model": HF, "rows": "inside"}
 """transformers counts padding between tokens as positions."""
 COLUMNS = (
-    {"model": "gemma|sinks|alibi", "rows": "inside"},
-    {"change": "window", "rows": "inside"},
+    {"model": "gemma|sinks|alibi|t5|t5_encoder", "rows": "inside"},
+    {"change": "window|t5_bias", "rows": "inside"},
     {"model": "linformer", "rows": "left|inside"},
 )
-"""Windows count columns, padding included, and the slots of Linformer mix columns."""
+"""Windows and the distances of ALiBi and T5 count columns, padding included, and the slots of Linformer mix columns."""
 ONE_CACHE = {"model": HF, "wrapper": "shared_layer"}
 """A layer of transformers has one number, so that one that is used twice writes twice into one place of the cache."""
 QUANTISED = {"wrapper": "quantised"}

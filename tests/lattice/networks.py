@@ -268,7 +268,7 @@ class Subject:
             self.parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
             return lambda **inputs: torch.func.functional_call(model, dict(self.parameters), (), inputs), model
         elif wrapper == "frozen":
-            trained = list(model.parameters())[-1]
+            trained = next(model.parameters())
             model.requires_grad_(False)
             trained.requires_grad_(True)
         elif wrapper == "weight_norm":

@@ -11,7 +11,7 @@ from tests.lattice.models import AXES, MODELS
 from tests.lattice.networks import CHANGES, FAMILIES, OURS, SIZES, joined
 
 SEED = 61
-QUICK = 30
+QUICK, SLOW = 30, 90
 SLOW_TO_START = {"wrapper": "lora|quantised|compile|inductor"}
 RELEASE = ({"model": joined(FAMILIES)}, {"wrapper": "inductor|ddp|fsdp"})
 
@@ -23,11 +23,11 @@ pytestmark = [
 def tiers():
     """The points of the suite's seed: a drawn part of the cheap ones, the other ones of our models, and the rest."""
     points = MODELS.points(SEED)
-    release = [point for point in points if any(matches(where, point) for where in RELEASE)]
-    others = [point for point in points if point not in release]
-    cheap = [point for point in others if not matches(SLOW_TO_START, point) and MODELS.serves(point)]
-    quick = random.Random(SEED).sample(cheap, QUICK)
-    return quick, [point for point in others if point not in quick], release
+    costly = (SLOW_TO_START, *RELEASE)
+    cheap = [point for point in points if MODELS.serves(point) and not any(matches(where, point) for where in costly)]
+    drawn = random.Random(SEED).sample(cheap, QUICK + SLOW)
+    quick, slow = drawn[:QUICK], drawn[QUICK:]
+    return quick, slow, [point for point in points if point not in drawn]
 
 
 QUICK_POINTS, SLOW_POINTS, RELEASE_POINTS = tiers()

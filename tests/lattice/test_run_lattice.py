@@ -49,8 +49,9 @@ def test_a_cheap_point_has_every_property(words):
     RUNS.check(point)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.slow if part < 2 else pytest.mark.release) for part in range(PARTS)]
+)
 def test_every_point_of_one_process_has_every_property(part):
     assert_all(points(several=False)[part::PARTS])
 
