@@ -33,7 +33,7 @@ BASICS = {CALLS.words(point): point for point in basic_points() if CALLS.serves(
 KERNELS = {CALLS.words(point): point for name in ("sdpa", "chunked") for point in CALLS.pairs(backend=name)}
 EVERY = ALL | ALONE | KERNELS | BASICS
 QUICK = list(dict.fromkeys([*BASICS, *[words for words, point in ALL.items() if not matches(COMPILES, point)][2::4]]))
-"""The basic points, and each fourth of the array. The slow tests have the rest, and the compilers."""
+"""The basic points, and each fourth of the array. The release tier has the rest, and the compilers."""
 
 
 @pytest.mark.parametrize("words", QUICK, ids=str)
@@ -41,13 +41,13 @@ def test_a_call_keeps_every_promise(words):
     CALLS.check(EVERY[words])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("words", [words for words in ALL if words not in QUICK], ids=str)
 def test_a_call_keeps_every_promise_with_all_pairs_of_values_and_compiled(words):
     CALLS.check(EVERY[words])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("words", [words for words in ALONE if words not in ALL and words not in QUICK], ids=str)
 def test_two_values_keep_every_promise_where_all_else_is_plain(words):
     CALLS.check(EVERY[words])

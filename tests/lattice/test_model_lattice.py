@@ -11,7 +11,7 @@ from tests.lattice.models import AXES, MODELS
 from tests.lattice.networks import CHANGES, FAMILIES, OURS, SIZES, joined
 
 SEED = 61
-QUICK, SLOW = 30, 90
+QUICK = 30
 SLOW_TO_START = {"wrapper": "lora|quantised|compile|inductor"}
 RELEASE = ({"model": joined(FAMILIES)}, {"wrapper": "inductor|ddp|fsdp"})
 
@@ -21,16 +21,15 @@ pytestmark = [
 
 
 def tiers():
-    """The points of the suite's seed: a drawn part of the cheap ones, the other ones of our models, and the rest."""
+    """The points of the suite's seed: a drawn part of the cheap ones, and the rest."""
     points = MODELS.points(SEED)
     costly = (SLOW_TO_START, *RELEASE)
     cheap = [point for point in points if MODELS.serves(point) and not any(matches(where, point) for where in costly)]
-    drawn = random.Random(SEED).sample(cheap, QUICK + SLOW)
-    quick, slow = drawn[:QUICK], drawn[QUICK:]
-    return quick, slow, [point for point in points if point not in drawn]
+    quick = random.Random(SEED).sample(cheap, QUICK)
+    return quick, [point for point in points if point not in quick]
 
 
-QUICK_POINTS, SLOW_POINTS, RELEASE_POINTS = tiers()
+QUICK_POINTS, RELEASE_POINTS = tiers()
 
 
 @pytest.mark.parametrize("point", QUICK_POINTS, ids=MODELS.words)
@@ -38,19 +37,13 @@ def test_a_model_has_all_properties_wherever_two_options_meet(point):
     MODELS.check(point)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("point", SLOW_POINTS, ids=MODELS.words)
-def test_each_pair_of_options_of_our_models_keeps_all_properties(point):
+@pytest.mark.release
+@pytest.mark.parametrize("point", RELEASE_POINTS, ids=MODELS.words)
+def test_each_pair_of_options_keeps_all_properties(point, process_group):
     MODELS.check(point)
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("point", RELEASE_POINTS, ids=MODELS.words)
-def test_families_and_shards_keep_all_properties(point, process_group):
-    MODELS.check(point)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
 def test_every_change_of_a_model_alone_keeps_all_properties(name):
     costly = (SLOW_TO_START, *RELEASE)

@@ -1,4 +1,4 @@
-"""The lattice of runs: a few cheap points by default, the others in the slow tier, two processes before a release."""
+"""The lattice of runs: a few cheap points by default, the others before a release."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ QUICK = (
 """Points of the default tier: cheap ones of a covering array. Written down, so that a new axis does not draw others."""
 
 PARTS = 12
-"""Tests into which the slow points are divided."""
+"""Tests into which the other points are divided."""
 
 PROCESSES = {"place": "ddp_cpu|fsdp"}
 
@@ -49,9 +49,8 @@ def test_a_cheap_point_has_every_property(words):
     RUNS.check(point)
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=pytest.mark.slow if part < 2 else pytest.mark.release) for part in range(PARTS)]
-)
+@pytest.mark.release
+@pytest.mark.parametrize("part", range(PARTS))
 def test_every_point_of_one_process_has_every_property(part):
     assert_all(points(several=False)[part::PARTS])
 
