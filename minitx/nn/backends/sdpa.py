@@ -185,7 +185,8 @@ def transforms(call: AttentionCall) -> list[str]:
 
 
 def _learns(attn_bias: Tensor | Bias | None) -> bool:
-    return attn_bias is not None and any(tensor.requires_grad for tensor in tensors_of(attn_bias))
+    """Whether a gradient of the bias is recorded."""
+    return attn_bias is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(attn_bias))
 
 
 def falls_back(call: AttentionCall) -> str | None:
