@@ -528,7 +528,11 @@ def the_gradient_of_the_values_is_of_the_same_weights(call: Call) -> None:
     noise = sum(((low[a] - want[a]) * b).double().norm().item() for a, b in (("output", call.cotangent), ("value", values)))
     if call.dtype == torch.float64:
         noise *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    allowed = gap.allowed + 4 * noise / (1 - call.dropout)
+    wide = torch.promote_types(call.dtype, torch.float32)
+    of_scores = (
+        torch.finfo(wide).eps / torch.finfo(call.dtype).eps * (call.largest_score() + math.sqrt(call.S))
+    )  # as in ``near``
+    allowed = gap.allowed * (1 + of_scores / 8) + 4 * noise / (1 - call.dropout)
     assert gap.size <= allowed, f"⟨c, output⟩ and ⟨value, gradient⟩ differ by {gap.size:.2e}, allowed {allowed:.2e}"
 
 
