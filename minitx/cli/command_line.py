@@ -166,7 +166,7 @@ class StoredConfig(Config):
         dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt, or the run's folder"
     )
     device: str = key("auto", "cpu, cuda, cuda:1, mps ...; auto: the device that training takes, a GPU if there is one")
-    trust: bool = key(False, "build any class that the checkpoint names, which can run any code")
+    trust: bool = key(False, "build any class that the checkpoint names. This can run any code")
 
     @property
     def checkpoint(self) -> str:

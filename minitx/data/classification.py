@@ -55,7 +55,7 @@ def classify(
         text_column: the column of texts.
         second_column: a column of second texts. They follow the first text and an end mark, or
             another class token if the tokenizer has no end mark; ``null``: none.
-        label_column: the column of labels, which are numbers or words.
+        label_column: the column of labels (numbers or words).
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
         max_len: longest row, in tokens, with the class token. Longer texts are cut.
         bucket: put rows of similar length into the same batch.
@@ -168,7 +168,7 @@ def images(
         path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of every class that is held out for validation.
         image_column: the column of images.
-        label_column: the column of labels, which are numbers or words.
+        label_column: the column of labels (numbers or words).
         image_size: resize images to a square with sides of this many pixels; ``null``: do not resize.
         shift: move each training image by a random number of pixels, up to this one, in every step; 0: do not move it.
 

@@ -233,7 +233,7 @@ def chat(
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of the conversations that is held out for validation.
-        messages_column: the column of conversations, which are lists of messages with ``role`` and ``content``.
+        messages_column: the column of conversations (lists of messages with ``role`` and ``content``).
         template: a chat template (jinja2), as on the Hugging Face hub; ``null``: the template in the tokenizer's folder, else ours.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
         context_len: longest row, in tokens. A longer conversation is cut.

@@ -47,9 +47,9 @@ class Lora(Config):
         lora_alpha: the factor of the adapter, divided by r; ``null``: 2r.
         lora_dropout: the probability of dropout before the adapter.
         target_modules: names of the layers that get an adapter, a regular expression for them, or ``all-linear``: all but the head.
-            A head that is tied to the embeddings is untied by an adapter of one of them. On a head with a soft-cap the adapter is
+            An adapter on tied embeddings or their head unties both. On a head with a soft-cap the adapter is
             added after the cap.
-        modules_to_save: names of other modules to train. The new head of a classifier is trained in any case.
+        modules_to_save: names of other modules to train. The new head of a classifier is always trained.
         use_rslora: divide by √r instead of r (Kalajdzievski 2023, arXiv:2312.03732).
         use_dora: learn direction and size apart (Liu et al. 2024, arXiv:2402.09353).
     """
@@ -87,7 +87,7 @@ def pretrained_hf(
             run, the data decide. Default, and for ``other``: the class that ``config.json`` names. A head that the folder does not
             have is new.
         adopt: put our attention core under the model (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
-        scale: the score scale of an adopted model, as in ``set_scale``. ``own``: that of the model.
+        scale: the score scale of an adopted model, as in ``set_scale``. ``own``: the model's scale.
         fold_scale: multiply the weights of queries and keys so that the model with the new scale starts as the same function.
         lora: train a low-rank adapter only (Hu et al. 2021, arXiv:2106.09685), by the package ``peft``. A number is the rank r, with
             ``lora_alpha`` = 2r on all linear layers but the head. ``Lora`` has more of its arguments.
