@@ -47,7 +47,7 @@ def table(rows: list[Row]) -> str:
 
     Settings are left out where they equal those of the line above.
     """
-    lines = ["| quantity, and what is wanted | setting: median (95 %) |", "|---|---|"]
+    lines = ["| quantity and target | setting: median (95 %) |", "|---|---|"]
     machines: dict[str, dict[str, list[str]]] = {}  # the runs on each, and the targets of each run
     for target, (about, program) in TARGETS.items():
         quantities: dict[str, list[Row]] = {}
