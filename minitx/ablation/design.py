@@ -102,7 +102,7 @@ class StudyConfig(Config):
         threshold: measure the largest stable rate of each arm, instead of one run for each level of ``lr``.
         scores: the quantities to judge. time: steps until the task is solved; loss, accuracy: of validation after the last step; equal:
             whether the losses are equal bit for bit.
-        measures: other numbers to judge, at the rate that the first score chose: names of ``MEASURES`` in
+        measures: further quantities to judge, at the rate chosen by the first score: names of ``MEASURES`` in
             ``minitx.ablation.measures``, such as ``loss_at_256``.
         solved: when the task counts as solved, for ``time`` and for runs that start from these.
         keep_attention: keep the attention weights of ``callbacks.probe.weights_every`` in the records.
