@@ -170,13 +170,13 @@ class TrainerConfig(Config):
         overfit: train on the batch of the first step in every step.
         rehearse: before the run's folder is created, try every stage of the run on two rows. Runs that resume, have several
             processes or belong to a grid are not rehearsed. Your own callbacks and loggers take no part.
-        compile: compile network and loss with torch.compile. torch keeps the kernels for the next run, in $TORCHINDUCTOR_CACHE_DIR.
+        compile: compile network and loss with torch.compile. torch caches the kernels in $TORCHINDUCTOR_CACHE_DIR.
         deterministic: use only deterministic kernels. An error names a kernel that is not.
         threads: CPU threads per process; null: torch's default.
         flush_denormal: on a CPU, take float32 numbers below 1.2e-38 for 0. Without the scale 1/√d_k this can save most of a step.
         peak_tflops: peak speed of the device in TFLOP/s, for mfu in metrics.csv; null: from a table, for some GPUs.
-        plugins: nodes with _target_, for Lightning's Trainer.
-        profiler: a node with _target_, for Lightning's Trainer.
+        plugins: plugins for Lightning's Trainer, each with a _target_.
+        profiler: a profiler for Lightning's Trainer, with a _target_.
         extra: further arguments of Lightning's Trainer that have no key of their own.
     """
 
