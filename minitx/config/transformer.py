@@ -151,8 +151,8 @@ class TransformerConfig(Config):
         rotary_factor: the new length divided by the length in training. A list is a pattern over the layers; 1 does not change
             a layer.
         rotary_original_len: the length in training, required by yarn and llama3.
-        rotary_low: yarn and llama3 interpolate channel pairs with fewer turns; null: the paper's value.
-        rotary_high: yarn and llama3 keep channel pairs with more turns; null: the paper's value.
+        rotary_low: for yarn and llama3: channel pairs with fewer turns are interpolated; null: the paper's value.
+        rotary_high: for yarn and llama3: channel pairs with more turns are unchanged; null: the paper's value.
         num_buckets: number of buckets of position=t5.
         max_distance: with position=t5, keys from this distance on share a bucket.
         norm: the kind of norms: layer | rms.

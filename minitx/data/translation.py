@@ -72,10 +72,10 @@ def pairs(
         source_column: the column of sources; ``null``: the first column, in csv and tsv files without a row of names.
         target_column: the column of targets; ``null``: the second column.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
-        max_source_len: longest source, in tokens. Longer pairs are left out of training. In validation, a longer source
-            is cut.
-        max_target_len: longest target, in tokens, with the end mark. Longer pairs are left out of training. In validation, the loss covers
-            the first tokens of a longer target, and answers are compared with all of it.
+        max_source_len: longest source, in tokens. Longer pairs are left out of training. In validation, all pairs count, and longer
+            sources are cut.
+        max_target_len: longest target, in tokens, with the end mark. Longer pairs are left out of training. In validation, the loss
+            covers the first tokens of a longer target, and answers are compared with all of it.
         bucket: put rows of similar length into the same batch.
 
     Raises:
