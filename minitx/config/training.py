@@ -152,8 +152,8 @@ class TrainerConfig(Config):
         num_nodes: number of machines. torchrun or srun starts the processes.
         accelerator: the device: auto | cpu | gpu | mps.
         strategy: auto (ddp on several devices) | ddp | sharded (FSDP2).
-        shard: with sharded, the names of the classes whose modules are sharded one by one; []: the blocks of our models, and the
-            layers that a model of transformers names.
+        shard: for strategy=sharded: names of the classes whose modules are sharded one by one; []: the blocks of our models, and
+            the layer classes listed by a transformers model.
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
         accumulate: micro-batches per step. data.batch_size is the global batch; the batch of a LightningDataModule is a micro-batch.
         clip: largest global gradient norm, for any optimizer; null: off.
