@@ -101,8 +101,10 @@ class DataModule(LightningDataModule):
         Raises:
             ConfigError: the data are new in every step, or a stream.
         """
-        said = f"trainer.max_epochs={epochs} needs a number of training rows, which {self.task.name} has not"
-        require(isinstance(self._train, Split), f"{said}: set trainer.max_steps")
+        require(
+            isinstance(self._train, Split),
+            f"trainer.max_epochs={epochs} needs a fixed number of training rows, but {self.task.name} has none: set trainer.max_steps",
+        )
         return math.ceil(epochs * len(self._train) / self.batch_size)
 
     def val_batch_size(self, world: int) -> int:
