@@ -55,7 +55,7 @@ _libraries: list[torch.library.Library] = []  # a library that is freed takes it
 Wait = tuple[str, str, str]
 """The kind (``read``, ``down`` or ``up``), torch's operation, and the place: ``minitx/FILE:LINE``, or the innermost frame outside of torch."""
 
-_log: collections.Counter[Wait] = collections.Counter()
+log: collections.Counter[Wait] = collections.Counter()
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "minitx") + os.sep
 _PASSED_OVER = (os.path.dirname(torch.__file__), os.path.abspath(__file__), contextlib.__file__, "<")
 
@@ -63,10 +63,10 @@ _PASSED_OVER = (os.path.dirname(torch.__file__), os.path.abspath(__file__), cont
 @contextlib.contextmanager
 def waits() -> Iterator[collections.Counter[Wait]]:
     """Yield a Counter, which holds at the end what made the host wait in the block."""
-    before = _log.copy()
+    before = log.copy()
     counted: collections.Counter[Wait] = collections.Counter()
     yield counted
-    counted.update(_log - before)
+    counted.update(log - before)
 
 
 def _count(kind: str, name: str) -> None:
@@ -79,7 +79,7 @@ def _count(kind: str, name: str) -> None:
         if not innermost and not path.startswith(_PASSED_OVER):
             innermost = f"{path}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    _log[kind, name, innermost] += 1
+    log[kind, name, innermost] += 1
 
 
 # --- what other devices lack
