@@ -1,7 +1,6 @@
 """The budget of waits: how often the host waits for an accelerator, counted on the pretended one (``tests/pretend.py``)."""
 
 import collections
-import dataclasses
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from ranks import run_ranks
 
 import minitx.data.corpus
-from minitx.analysis import capture, intervene, knock_out_heads, patch_heads, take_snapshot
-from minitx.config import ProbeConfig, SamplesConfig, TransformerConfig, node
+from minitx.analysis import capture, knock_out_heads, patch_heads, take_snapshot
+from minitx.config import SamplesConfig, TransformerConfig
 from minitx.generation import Sampler, beam_search, generate
 from minitx.nn import (
     BlockSparse,
@@ -35,7 +34,10 @@ BUDGET = {
     "a training step": ("0", "in every precision, with `trainer.clip`, `trainer.accumulate`, dropout, soft-cap and every mask"),
     "a step of an optimizer without `fused`": ("1", "the host decides whether the update is made"),
     "a row of `metrics.csv`": ("1", ""),
-    "a validation": ("3", "its start, its sums and the count of tokens in a checkpoint; each tensor of a checkpoint is one more"),
+    "a validation": (
+        "3",
+        "its start, its sums and the count of tokens in a checkpoint; each tensor of a checkpoint is one more",
+    ),
     "a probe": ("3", "for any number of layers"),
     "a file of attention weights": ("layers + 2", "`callbacks.probe.weights_every`"),
     "a token, greedy, sampled or by beam search": ("1", "for all rows of a batch; a text or a batch has two more"),
@@ -124,8 +126,12 @@ def documents(tmp_path_factory):
 def test_a_step_waits_for_nothing_a_row_and_a_validation_for_little(make_config, documents, tmp_path):
     probe = {"probe__every": 3, "probe__weights_every": 3, "probe__weights_rows": 2}
     configs = {
-        "clipped": make_config(**PLAIN, **probe, trainer__clip=1.0, model__dropout=0.1, trainer__val_every=4, trainer__ckpt_every=4),
-        "tiles": make_config(**PLAIN, model__backend="chunked", model__dropout=0.1, trainer__precision="bf16-mixed", optimizer=MUON),
+        "clipped": make_config(
+            **PLAIN, **probe, trainer__clip=1.0, model__dropout=0.1, trainer__val_every=4, trainer__ckpt_every=4
+        ),
+        "tiles": make_config(
+            **PLAIN, model__backend="chunked", model__dropout=0.1, trainer__precision="bf16-mixed", optimizer=MUON
+        ),
         "packed": make_config(**PLAIN, data=documents, trainer__accumulate=2, model__softcap=5.0, optimizer=SGD),
         "adam": make_config(**PLAIN, trainer__precision="bf16-true", optimizer=ADAM),
     }
@@ -198,7 +204,9 @@ def tools():
     """The waits of generation and of each tool, by what the budget calls it."""
     device = pretend.register()
     torch.manual_seed(0)
-    model = DecoderLM(TransformerConfig(vocab_size=29, embed_dim=24, num_heads=4, num_layers=LAYERS, max_len=64)).eval().to(device)
+    model = (
+        DecoderLM(TransformerConfig(vocab_size=29, embed_dim=24, num_heads=4, num_layers=LAYERS, max_len=64)).eval().to(device)
+    )
     ids = torch.randint(29, (3, 7), device=device)
     real = torch.arange(7, device=device) >= torch.tensor([[0], [2], [1]], device=device)
     found = {}
