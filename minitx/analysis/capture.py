@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.statistics import attention_statistics, over_tiles, real_queries
+from minitx.analysis.statistics import over_tiles, real_queries, statistic_sums, statistics_of
 from minitx.analysis.token_places import Teller, models_that_count
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.bias import TensorBias, as_bias
@@ -22,6 +22,7 @@ from minitx.nn.blocks import Block, is_block, is_recomputing
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Dense, hides_later
 from minitx.nn.precision import full_precision
+from minitx.nn.transfer import to_device, to_host
 
 Layers = Sequence[int | str] | int | str | None
 Indices = Sequence[int] | int | None
@@ -53,8 +54,9 @@ Recorder = Callable[[Look], Any]
 
 
 def _statistics(look: Look) -> dict[str, Tensor]:
-    found, chosen = attention_statistics(look.call, query_mask=look.real_queries), look.heads.cpu()
-    return {name: value[:, chosen] if name == "favourite" else value[chosen] for name, value in found.items()}
+    sums, heads = to_host((statistic_sums(look.call, look.real_queries), look.heads))
+    found = statistics_of(sums, look.call)
+    return {name: value[:, heads] if name == "favourite" else value[heads] for name, value in found.items()}
 
 
 def _weights(look: Look) -> Tensor:
@@ -502,8 +504,10 @@ class _Watcher:
 
 def places_of(name: str, chosen: Indices, size: int, device: torch.device) -> Tensor:
     """Return the chosen ``heads`` or ``positions`` of ``size`` as indices from 0. None: all."""
-    numbers = range(size) if chosen is None else [chosen] if isinstance(chosen, int) else chosen
+    if chosen is None:
+        return torch.arange(size, device=device)
+    numbers = [chosen] if isinstance(chosen, int) else chosen
     wrong = [number for number in numbers if isinstance(number, bool) or not -size <= number < size]
     if wrong or not len(numbers):
         raise ValueError(f"{name}={list(numbers)} must be some of 0 to {size - 1}, because there are {size} {name}")
-    return torch.tensor([number % size for number in numbers], device=device)
+    return to_device(torch.tensor([number % size for number in numbers]), device)

@@ -40,6 +40,7 @@ from minitx.nn.blocks import is_block, is_recomputing
 from minitx.nn.functional import AttentionCall, attention_weights, scores_of
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision, widest_float
+from minitx.nn.transfer import to_host
 
 Change = float | Tensor | Callable[[Tensor], Tensor] | Mapping[str, Sequence[Tensor]]
 CHANGEABLE = ("scores", "weights", "values", *OUTPUTS)
@@ -238,6 +239,8 @@ class _Part:
         return found
 
     def replacement(self, old: Tensor) -> Tensor:
+        if isinstance(self.to, int | float):
+            return old.new_full((), self.to)  # made on the device: a copy would wait for it
         if not callable(self.to):
             return torch.as_tensor(self.to)
         if not isinstance(new := self.to(old), Tensor):
@@ -310,8 +313,10 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
         with _count_heads(model) as num_heads:
             whole = _of_rows(loss(model), "loss")
         without = _each_head(model, num_heads, "heads", 0.0, loss)
+    without = {name: [_of_rows(losses, "loss") for losses in heads] for name, heads in without.items()}
+    whole, without = to_host((whole, without))
     known = ~whole.isnan()
-    return _effects(without, lambda x: (_of_rows(x, "loss") - whole)[known], "change of loss without the head")
+    return _effects(without, lambda losses: (losses - whole)[known], "change of loss without the head")
 
 
 @torch.no_grad()
@@ -357,8 +362,11 @@ def patch_heads(
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
         patched = _each_head(model, num_heads, what, seen, lambda model: score(logits_of(model(**corrupted))))
 
-    def linearised(found: Tensor) -> Tensor:
-        share = (gain := _of_rows(found, "score") - wrong).mean() / whole.mean()
+    patched = {name: [_of_rows(scores, "score") for scores in heads] for name, heads in patched.items()}
+    whole, wrong, patched = to_host((whole, wrong, patched))
+
+    def linearised(scores: Tensor) -> Tensor:
+        share = (gain := scores - wrong).mean() / whole.mean()
         return share + (gain - share * whole) / whole.mean()
 
     return _effects(patched, linearised, "share of the clean score that the head restores")
@@ -475,7 +483,7 @@ def _of_rows(found: Any, what: str) -> Tensor:
 
 
 def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
-    compared = [[compare(one).cpu().double() for one in heads] for heads in found.values()]
+    compared = [[compare(one).double() for one in heads] for heads in found.values()]
     intervals = [[UNKNOWN if one.isnan().any() else mean_interval(one) for one in heads] for heads in compared]
     width = max(map(len, intervals))
     rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]

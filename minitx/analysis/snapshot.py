@@ -28,6 +28,7 @@ from minitx.nn.blocks import Block
 from minitx.nn.efficient import EfficientAttention
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
+from minitx.nn.transfer import to_host
 
 SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
 TOLERANCE = 1e-2
@@ -267,7 +268,7 @@ def take_snapshot(
         queries = TARGET if TARGET in inputs and kind != "self" else source
         of_pictures = PIXELS if PIXELS in inputs and TARGET not in inputs else source
         keys = queries if kind != "cross" else "key" if "key" in inputs else of_pictures
-        weights, visible, max_logit, real_queries = (tensor.cpu() for tensor in records[-1])
+        weights, visible, max_logit, real_queries = to_host(records[-1])
         maps.append(AttentionMap(name, kind, queries, keys, weights, visible, max_logit))
         if kind != "cross":
             told[queries] = real_queries
@@ -302,8 +303,8 @@ def _assembled(
     everything = {axis: torch.ones(B, size, dtype=torch.bool) for axis, size in sizes.items()}
     given = {axis: inputs[name] for axis, names in MASKS_OF.items() for name in names if isinstance(inputs.get(name), Tensor)}
     fitting = {axis: given[axis] != 0 for axis, mask in everything.items() if axis in given and given[axis].shape == mask.shape}
-    real = {axis: mask.cpu() for axis, mask in {**everything, **told, **fitting}.items()}
-    ids = {axis: inputs[axis].clone().cpu() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}
+    ids = {axis: inputs[axis].clone() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}
+    real, ids = to_host(({**everything, **told, **fitting}, ids))
     if not isinstance(tokens, Mapping):
         raise ValueError(
             f'tokens must be a dict of the texts of each axis and row, such as {{"{maps[0].queries}": [["the", "cat"]]}}'
