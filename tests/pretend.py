@@ -1,12 +1,16 @@
 """A pretended accelerator: a device of torch whose tensors hold the CPU's numbers and obey an accelerator's rules.
 
 ``register()`` makes ``torch.device("pretend")`` and an accelerator of that name in Lightning's registry. A tensor of the device wraps a
-CPU tensor. Three rules differ from the CPU's:
+CPU tensor. Its rules differ from the CPU's:
 
 * Tensors of two devices in one operation are an error. As on CUDA, a CPU tensor without dimensions may take part in pointwise
   operations, and an index may be the host's.
 * The device has its own default generator. Another device's generator is an error.
-* A dtype in ``missing_dtypes`` is an error, as float64 is on Apple's GPU.
+* What makes the host wait for a device is counted with its place (``waits``): a number that is read, and a size that depends on numbers
+  (``read``); a copy to the CPU (``down``); a blocking copy to the device (``up``), such as ``torch.tensor(..., device=)``. A copy from
+  page-locked memory with ``non_blocking=True`` is none.
+* Autocast has CUDA's lists of operations.
+* A dtype in ``missing_dtypes`` is an error: ``like_apple()`` removes float64. After ``like_cuda()``, what CUDA lacks is an error.
 
 It cannot show kernels, streams, speed, memory, several devices, or operations that change a shape in place. The API of torch under it is
 experimental, and torch cannot remove the device again: use it in a separate process (``ranks.run_ranks``).
@@ -14,8 +18,10 @@ experimental, and torch cannot remove the device again: use it in a separate pro
 
 import collections
 import contextlib
-import copy
+import dataclasses
 import gc
+import os
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,9 +34,85 @@ NAME = "pretend"
 IS_SUPPORTED = torch.__version__ >= (2, 13)
 missing_dtypes: set[torch.dtype] = set()
 
+_READING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "allclose",
+    "bincount",
+    "_linalg_check_errors",
+}
+_READING |= {"_unique2", "unique_dim", "unique_consecutive"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _COPYING = {"to", "_to_copy", "copy_", "_copy_from"}
 _libraries: list[torch.library.Library] = []  # a library that is freed takes its kernels along
+
+
+# --- waits
+
+Wait = tuple[str, str, str]
+"""The kind (``read``, ``down`` or ``up``), torch's operation, and the place: ``minitx/FILE:LINE``, or the innermost frame outside of torch."""
+
+log: collections.Counter[Wait] = collections.Counter()
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "minitx") + os.sep
+_PASSED_OVER = (os.path.dirname(torch.__file__), os.path.abspath(__file__), contextlib.__file__, "<")
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[collections.Counter[Wait]]:
+    """Yield a Counter, which holds at the end what made the host wait in the block."""
+    before = log.copy()
+    counted: collections.Counter[Wait] = collections.Counter()
+    yield counted
+    counted.update(log - before)
+
+
+def _count(kind: str, name: str) -> None:
+    frame, innermost = sys._getframe(1), ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE) and not path.endswith("transfer.py"):  # whose caller is the place
+            innermost = f"minitx/{path[len(_PACKAGE) :]}:{frame.f_lineno}"
+            break
+        if not innermost and not path.startswith(_PASSED_OVER):
+            innermost = f"{path}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    log[kind, name, innermost] += 1
+
+
+# --- what other devices lack
+
+_lacks_what_cuda_lacks = False
+_OF_FLOATS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot"}
+"""Products, for which CUDA has no kernel of whole numbers."""
+_NOT_DETERMINISTIC = {"kthvalue", "histc", "nll_loss2d_forward", "ctc_loss", "put_", "adaptive_avg_pool2d_backward"}
+_NOT_DETERMINISTIC |= {"reflection_pad1d_backward", "upsample_bilinear2d_backward", "replication_pad2d_backward"}
+"""What has no deterministic kernel of CUDA (torch.use_deterministic_algorithms); cumsum of floating-point numbers has none either."""
+
+
+def like_apple() -> None:
+    """From now on, the device has no float64."""
+    from minitx.nn.precision import widest_float
+
+    missing_dtypes.add(torch.float64)
+    widest_float.cache_clear()
+
+
+def like_cuda() -> None:
+    """From now on, operations without a kernel of CUDA are an error."""
+    global _lacks_what_cuda_lacks
+    _lacks_what_cuda_lacks = True
+
+
+def _check_kernel(name: str, tensors: list[Tensor]) -> None:
+    is_whole = bool(tensors) and not (tensors[0].is_floating_point() or tensors[0].is_complex())
+    if (name in _OF_FLOATS and is_whole) or name in ("histogram", "mkldnn_convolution"):
+        raise NotImplementedError(f"{name} has no kernel of CUDA for {tensors[0].dtype}")
+    is_deterministic = name not in _NOT_DETERMINISTIC and (name != "cumsum" or is_whole)
+    if torch.are_deterministic_algorithms_enabled() and not is_deterministic:
+        raise RuntimeError(f"{name} does not have a deterministic implementation on CUDA")
 
 
 # --- random numbers
@@ -104,6 +186,7 @@ class DeviceTensor(Tensor):
         return f"{self.on_cpu!r} on {NAME}:0"
 
     def tolist(self) -> Any:
+        _count("read", "tolist")
         return self.on_cpu.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -142,6 +225,7 @@ class DeviceTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if getattr(self, "_is_param", False):
             return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, collections.OrderedDict())
+        _count("down", "pickle")
         arguments = (self.on_cpu.detach(), self.dtype, str(self.device), self.requires_grad)
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
 
@@ -181,10 +265,14 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in func._schema.arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     tensors = [*_tensors(arguments.values())]
-    if func._schema.name[6:] not in _COPYING:
+    base = func._schema.name[6:]
+    if base not in _COPYING:
         _check_devices(func, args, tensors)
+    if _lacks_what_cuda_lacks:
+        _check_kernel(base, tensors)
     is_to_other = func.name() == "aten::to.other"
     target = arguments["other"].device if is_to_other else arguments.get("device")
+    _count_waits(func, base, args, arguments, target)
     on_cpu = {name: _mapped(_on_cpu, value) for name, value in arguments.items() if name != "pin_memory"}
     if arguments.get("device") is not None:
         on_cpu["device"] = torch.device("cpu")
@@ -210,6 +298,23 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _mapped(wrapped, result)
 
 
+def _count_waits(func: Any, base: str, args: Any, arguments: dict[str, Any], target: Any) -> None:
+    name = func.name()[6:]
+    indices = [*_tensors(args[1:2])] if base in _INDEXING else []
+    by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    if base in _READING or by_mask or name == "repeat_interleave.Tensor":
+        _count("read", name)
+    for index in indices:
+        if isinstance(args[0], DeviceTensor) and not isinstance(index, DeviceTensor):
+            _count("up", name)
+    from_host = base == "copy_" and not isinstance(args[1], DeviceTensor)
+    to_host = base == "copy_" and not isinstance(args[0], DeviceTensor)
+    if to_host or (base in _COPYING and target is not None and torch.device(target).type != NAME):
+        _count("down", name)
+    elif from_host and not (arguments.get("non_blocking") and hasattr(args[1], "is_page_locked")):
+        _count("up", name)
+
+
 def _factory(op: Any) -> Callable[..., DeviceTensor]:
     """A kernel that makes a tensor on the device: ``torch.zeros`` and the like."""
     draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -228,14 +333,53 @@ def _factories() -> Iterator[tuple[str, Any]]:
         namespace, _, name = full_name.partition("::")
         if namespace != "aten" or any(other in name for other in others):
             continue
-        base, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+        op = _operation(name)
         if op is None:
             continue
         kinds = {argument.name: str(argument.type) for argument in op._schema.arguments}
         makes_one = [str(result.type) for result in op._schema.returns] == ["Tensor"]
         if makes_one and {"device", "pin_memory"} <= kinds.keys() and not any("Tensor" in kind for kind in kinds.values()):
             yield name, op
+
+
+def _operation(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+
+
+# --- autocast: the lists of CUDA (ATen/autocast_mode.h)
+
+_NARROW = (
+    "_convolution convolution conv1d conv2d conv3d prelu addmm addmv addr matmul mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul "
+    "linalg_multi_dot scaled_dot_product_attention"
+)
+_WIDE = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus "
+    "layer_norm native_layer_norm group_norm cosine_similarity nll_loss nll_loss_nd nll_loss2d kl_div l1_loss smooth_l1_loss huber_loss "
+    "mse_loss binary_cross_entropy_with_logits dist cdist renorm logsumexp prod prod.dim_int cumprod cumsum sum sum.dim_IntList softmax.int "
+    "log_softmax.int linalg_vector_norm linalg_matrix_norm norm.Scalar norm.ScalarOpt_dim"
+)
+_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack"
+
+
+def _under_autocast(op: Any, kind: str) -> Callable[..., Any]:
+    """A kernel that casts its arguments as CUDA's autocast does: to autocast's dtype, to float32, or to the widest of them."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtypes = [tensor.dtype for tensor in _tensors(args) if tensor.is_floating_point()]
+        widest = torch.float32 if torch.float32 in dtypes or not dtypes else dtypes[0]
+        dtype = {"narrow": torch.get_autocast_dtype(NAME), "wide": torch.float32, "widest": widest}[kind]
+
+        def cast(value: Any) -> Any:
+            fits = isinstance(value, Tensor) and value.device.type == NAME and value.is_floating_point()
+            return value.to(dtype) if fits and value.dtype != torch.float64 else value
+
+        with torch._C._DisableAutocast():
+            return op(
+                *(_mapped(cast, value) for value in args), **{name: _mapped(cast, value) for name, value in kwargs.items()}
+            )
+
+    return kernel
 
 
 # --- registering
@@ -255,7 +399,7 @@ def _module() -> types.ModuleType:
     module.is_available = module.is_initialized = lambda: True
     module.device_count, module.current_device, module.set_device = lambda: 1, lambda: 0, lambda device: None
     module._is_in_bad_fork, module._initialized, module.device = lambda: False, True, lambda index: contextlib.nullcontext()
-    module.synchronize = lambda device=None: None
+    module.synchronize = lambda device=None: _count("read", "synchronize")
     module.manual_seed = module.manual_seed_all = default_generator.manual_seed
     module.get_rng_state = lambda device=None: default_generator.get_state()
     module.set_rng_state = lambda state, device=None: default_generator.set_state(state)
@@ -272,17 +416,29 @@ def register() -> torch.device:
     _setup_privateuseone_for_python_backend(NAME, backend_module=_module())
     torch.Generator, torch.utils.swap_tensors = Generator, _swap_tensors  # type: ignore[misc]
     torch.__future__.set_swap_module_params_on_conversion(True)  # module.to() makes another kind of tensor of a parameter
-    library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
+    library, fallback = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    _libraries.extend((library, fallback))
     for name, op in _factories():
         with contextlib.suppress(RuntimeError):  # it is made of others that have a kernel
             library.impl(name, _factory(op), "PrivateUse1")
     copy = torch.ops.aten.copy_.default
-    library.impl("_copy_from", lambda source, target, non_blocking=False: _run(copy, (target, source), {}), "PrivateUse1")
-    library.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
+    library.impl(
+        "_copy_from", lambda source, target, non_blocking=False: _run(copy, (target, source, non_blocking), {}), "PrivateUse1"
+    )
+    library.impl("_pin_memory", _page_locked, "CPU")
+    fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for kind, words in {"narrow": _NARROW, "wide": _WIDE, "widest": _WIDEST}.items():
+        for name in words.split():
+            library.impl(name, _under_autocast(_operation(name), kind), "AutocastPrivateUse1")
     _register_with_lightning()
     gc.freeze()  # so that _swap_tensors need not walk over all objects each time
     return torch.device(NAME, 0)
+
+
+def _page_locked(tensor: Tensor, device: Any = None) -> Tensor:
+    copy: Any = tensor.clone()
+    copy.is_page_locked = True
+    return copy
 
 
 def _register_with_lightning() -> None:
@@ -319,15 +475,6 @@ def _register_with_lightning() -> None:
     AcceleratorRegistry.register(NAME, PretendAccelerator)
 
 
-def with_device(trainer: Any) -> Any:
-    """Return a ``TrainerConfig`` with the device. The key ``accelerator`` itself takes the names of Lightning's own devices alone."""
-    trainer = copy.copy(trainer)
-    object.__setattr__(trainer, "accelerator", NAME)
-    return trainer
-
-
 def on_device(config: Any) -> Any:
     """Return the config of a run on the device."""
-    config = copy.copy(config)
-    object.__setattr__(config, "trainer", with_device(config.trainer))
-    return config
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, accelerator=NAME))

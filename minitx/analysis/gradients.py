@@ -13,6 +13,7 @@ from minitx.analysis.capture import attention_cores, watch
 from minitx.analysis.snapshot import SOURCE, TARGET
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
+from minitx.nn.transfer import to_host
 
 Loss = Callable[[Any], tuple[Tensor, Mapping[str, Tensor]]]
 
@@ -51,13 +52,11 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
     """
     for name, module in model.named_modules():
         if re.match(r"torch\.ao\.nn\..*quantized", type(module).__module__):
-            raise TypeError(
-                f"{name} is one of torch's int8 layers, which have no backward pass: take the one before quantize_dynamic"
-            )
+            raise TypeError(f"{name} is a torch int8 layer without a backward pass: use the model before quantize_dynamic")
     cores, projections = attention_cores(model), projection_weights(model)
     trained = {name: {x: w for x, w in projections.get(name, {}).items() if w.requires_grad} for name in cores}
     weights = {(name, f"snr_{letter}"): weight for name, of in trained.items() for letter, weight in of.items()}
-    norms: dict[str, list[Tensor]] = {name: [] for name in cores}
+    norms: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in cores}  # (B, L, H), and the rows that count
     gradients: dict[tuple[str, str], list[Tensor]] = {place: [] for place in weights}
     with evaluating(model):
         for part in parts:
@@ -70,15 +69,18 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
                 # an encoder reads the source, where there is a target too
                 axis = SOURCE if TARGET not in counted or look.kind == "self" else TARGET
                 rows = counted.get(axis, look.real_queries)
-                norms[name].append(_wide(next(found)).norm(dim=-1).transpose(1, 2)[rows].flatten())  # (B, L, H)[rows]
+                norms[name].append((_wide(next(found)).norm(dim=-1).transpose(1, 2), rows))
             for place, gradient in zip(weights, found, strict=True):
                 gradients[place].append(_wide(gradient).flatten())
+    noises = {place: _signal_and_noise(torch.stack(of_parts)) for place, of_parts in gradients.items()}
+    norms, noises = to_host((norms, noises))
     result: dict[str, dict[str, Any]] = {name: {} for name in cores}
-    for name, rows in ((name, torch.cat(parts)) for name, parts in norms.items() if parts):
+    for name, calls in ((name, calls) for name, calls in norms.items() if calls):
+        rows = torch.cat([of_call[counts].flatten() for of_call, counts in calls])
         sizes = {"grad_query_rms": float(rows.square().mean().sqrt()), "grad_query_median": float(rows.median())}
         result[name] |= {**sizes, "grad_query_histogram": _log_histogram(rows)}
-    for (name, key), of_parts in gradients.items():
-        result[name][key] = _signal_to_noise(torch.stack(of_parts))
+    for (name, key), (signal, noise) in noises.items():
+        result[name][key] = float(signal / noise) if noise > 0 else 0.0
     return result
 
 
@@ -104,14 +106,14 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _log_histogram(norms: Tensor) -> dict[str, int]:
-    """Counts by the lower edge of a quarter of a decade, ascending; zeros (and what is no number) first."""
+    """Counts by the lower edge of a quarter of a decade, ascending; zeros and NaN first."""
     positive = norms[norms > 0]
     edges, counts = torch.unique((positive.log10() * 4).floor() / 4, return_counts=True)
     found = {f"{edge:.2f}": int(count) for edge, count in zip(edges.tolist(), counts.tolist(), strict=True)}
     return {"zero": len(norms) - len(positive), **found} if len(positive) < len(norms) else found
 
 
-def _signal_to_noise(gradients: Tensor) -> float:
-    """(M, number of weights) -> ‖mean‖² over the variance of one part."""
-    noise = gradients.var(0).sum() if len(gradients) > 1 else torch.zeros(())
-    return float(gradients.mean(0).square().sum() / noise) if noise > 0 else 0.0
+def _signal_and_noise(gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """(M, number of weights) -> ‖mean‖², and the variance of one part."""
+    noise = gradients.var(0).sum() if len(gradients) > 1 else gradients.new_zeros(())
+    return gradients.mean(0).square().sum(), noise

@@ -20,6 +20,7 @@ from minitx.nn.bias import as_bias
 from minitx.nn.functional import AttentionCall, attention_scores, hide_unseen, masked_softmax
 from minitx.nn.masks import Padding
 from minitx.nn.precision import widest_float
+from minitx.nn.transfer import to_host
 
 _TILE = 2**18  # scores held at a time: fastest of 2^14 to 2^20 where the caches hold a megabyte
 
@@ -31,7 +32,7 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
 
     =====================  ================================================================================
     ``logit_std``          std of z over all visible pairs
-    ``row_std``            mean_i std_j z_ij: what softmax sees, which a constant added to a row does not change
+    ``row_std``            mean_i std_j z_ij, the spread that matters to softmax: adding a constant to a row leaves it unchanged
     ``max_logit``          max |z|
     ``dot_product_variance``       mean_i var_j (q_i · k_j), before scaling, row-centred (R1: equals D on unit-normal input)
     ``entropy``            mean_i H_i / ln n_i with H_i = -Σ p ln p; 1 is uniform, 0 is one key
@@ -41,9 +42,9 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     ``jacobian_l1``        mean_i (1 - Σ p²) = ½ ‖J‖₁ of softmax's Jacobian J = diag(p) - p pᵀ
     ``jacobian_fro``       mean_i (Σp² - 2 Σp³ + (Σp²)²) = ‖J‖_F²
     ``scaled_jacobian_l1``  ½ ‖c·J‖₁ = |c| · ``jacobian_l1``, what reaches q·k; ``scaled_jacobian_fro`` = c² · ``jacobian_fro``
-    ``query_norm``         mean ‖q‖, ``key_norm`` mean ‖k‖ over keys that are no padding, ``cosine`` mean_ij cos(q_i, k_j)
+    ``query_norm``         mean ‖q‖, ``key_norm`` mean ‖k‖ over keys that are not padding, ``cosine`` mean_ij cos(q_i, k_j)
     ``favourite``          int (B, H, L), the key with the largest weight; -1 in rows that are not counted. At scale 0,
-                           where all weights are equal, the order is that of q·k
+                           if all weights are equal, q·k decides the order
     =====================  ================================================================================
 
     With sinks the p of a row sum to less than 1: ``entropy`` may then exceed 1, and ``jacobian_l1`` is 1 - Σ p², not the norm.
@@ -58,9 +59,25 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     >>> round(float(attention_statistics(AttentionCall(q, q, q))["entropy"][0]), 6)  # equal scores: uniform weights
     1.0
     """
+    return statistics_of(to_host(statistic_sums(call, query_mask)), call)
+
+
+def statistic_sums(call: AttentionCall, query_mask: Tensor | None = None) -> dict[str, Any]:
+    """Return the sums of ``attention_statistics``, on the device of the call. Nothing waits for the device."""
     counted = query_mask if query_mask is not None else real_queries(call)
     found = [_tile_sums(tile, counted[:, None, tile.rows] & tile.chooses, call) for tile in over_tiles(call, seen_only=True)]
-    by_tile = {name: torch.stack([sums[name] for sums, _ in found]).cpu().double() for name in found[0][0]}  # (tiles, H)
+    real_key = real_keys(call)[:, None]  # (B, 1, S)
+    norms = call.key.to(widest_float(call.key.device)).norm(dim=-1).masked_fill(~real_key, 0.0).sum(dim=(0, 2))
+    return {
+        "by_tile": {name: torch.stack([sums[name] for sums, _ in found]) for name in found[0][0]},  # (tiles, H)
+        "favourite": torch.cat([favourite for _, favourite in found], dim=2),
+        "key_norm": norms / real_key.sum().clamp(min=1),
+    }
+
+
+def statistics_of(sums: dict[str, Any], call: AttentionCall) -> dict[str, Tensor]:
+    """Return the statistics of a call from its ``statistic_sums`` on the CPU."""
+    by_tile = {name: value.double() for name, value in sums["by_tile"].items()}
     maximum = by_tile.pop("max_logit").amax(0)
     totals = {name: value.sum(0) for name, value in by_tile.items()}
     rows, pairs = totals.pop("rows").clamp(min=1), totals.pop("pairs").clamp(min=1)
@@ -69,12 +86,8 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     result |= {"logit_std": (square - mean**2).clamp(min=0).sqrt(), "max_logit": maximum}
     result["scaled_jacobian_l1"] = abs(call.scale) * result["jacobian_l1"]
     result["scaled_jacobian_fro"] = call.scale**2 * result["jacobian_fro"]
-    real_key = real_keys(call)[:, None]  # (B, 1, S)
-    norms = call.key.to(widest_float(call.key.device)).norm(dim=-1).masked_fill(~real_key, 0.0).sum(
-        dim=(0, 2)
-    ) / real_key.sum().clamp(min=1)
-    result["key_norm"] = norms.repeat_interleave(call.query.shape[1] // call.key.shape[1]).cpu().double()
-    return {**result, "favourite": torch.cat([favourite for _, favourite in found], dim=2).cpu()}
+    result["key_norm"] = sums["key_norm"].double().repeat_interleave(call.query.shape[1] // call.key.shape[1])
+    return {**result, "favourite": sums["favourite"]}
 
 
 def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> Tensor:
@@ -84,13 +97,23 @@ def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor |
     >>> logit_step(AttentionCall(q, q, q, scale=1.0), AttentionCall(q, q, q, scale=1.5)).tolist()
     [2.0]
     """
-    counted = query_mask if query_mask is not None else real_queries(after)
-    total, pairs = torch.zeros(2, after.shape[1], dtype=torch.float64)
+    return logit_step_of(to_host(logit_step_sums(before, after, query_mask)))
+
+
+def logit_step_sums(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> list[list[Tensor]]:
+    """Return the sums of ``logit_step`` by tile, on the device of the calls: squares and visible pairs, each (H,)."""
+    counted, sums = query_mask if query_mask is not None else real_queries(after), []
     for old, new in zip(over_tiles(before), over_tiles(after), strict=True):
         seen = new.visible & (counted[:, None, new.rows] & new.chooses).unsqueeze(-1)
         change = (new.scores - old.scores).masked_fill(~seen, 0.0)
-        total += change.to(widest_float(change.device)).square().sum(dim=(0, 2, 3)).cpu()
-        pairs += seen.expand_as(change).sum(dim=(0, 2, 3)).cpu()
+        squares = change.to(widest_float(change.device)).square().sum(dim=(0, 2, 3))
+        sums.append([squares, seen.expand_as(change).sum(dim=(0, 2, 3))])
+    return sums
+
+
+def logit_step_of(sums: list[list[Tensor]]) -> Tensor:
+    """Return the ``logit_step`` from its sums on the CPU."""
+    total, pairs = (sum(of_tiles, torch.zeros(len(of_tiles[0]), dtype=torch.float64)) for of_tiles in zip(*sums, strict=True))
     return (total / pairs.clamp(min=1)).sqrt()
 
 
@@ -107,10 +130,19 @@ def token_cosine(hidden: Tensor, real: Tensor | None = None) -> Tensor:
     >>> round(float(token_cosine(torch.eye(3).unsqueeze(0))), 6), round(float(token_cosine(torch.ones(1, 3, 5))), 6)
     (0.0, 1.0)
     """
+    return token_cosine_of(to_host(token_cosine_sums(hidden, real)))
+
+
+def token_cosine_sums(hidden: Tensor, real: Tensor | None = None) -> list[Tensor]:
+    """Return the sums of ``token_cosine`` on the device of ``hidden``: ‖Σ_i x_i / ‖x_i‖‖² and n, each (B,)."""
     units = torch.nn.functional.normalize(hidden.to(widest_float(hidden.device)), dim=-1)
     real = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if real is None else real
-    n = real.sum(-1).to(units)  # (B,)
-    total = (units * real.unsqueeze(-1)).sum(1).square().sum(-1)
+    return [(units * real.unsqueeze(-1)).sum(1).square().sum(-1), real.sum(-1).to(units)]
+
+
+def token_cosine_of(sums: list[Tensor]) -> Tensor:
+    """Return the ``token_cosine`` from its sums on the CPU."""
+    total, n = sums
     rows = n > 1
     return ((total - n) / (n * (n - 1)).clamp(min=1))[rows].mean()
 
@@ -147,7 +179,8 @@ def over_tiles(call: AttentionCall, *, seen_only: bool = False) -> Iterator[Tile
     """Yield the rows of a call in chunks of at most 2^18 scores, so that L × S values are never stored at once.
 
     Args:
-        seen_only: leave out the keys after the last one that a row of the tile sees, half of the work under a causal mask.
+        seen_only: leave out the keys after the last one that a row of the tile sees, half of the work under a causal mask. On an
+            accelerator, only positions decide: reading a mask would wait for the device.
             Weights that are given keep all keys: they may stand at hidden keys, too.
     """
     B, H, L, S = call.shape
@@ -160,7 +193,7 @@ def over_tiles(call: AttentionCall, *, seen_only: bool = False) -> Iterator[Tile
         bias = None if call.attn_bias is None else as_bias(call.attn_bias).dense(L, S, **options).detach()
         visible = visible if bias is None else visible & (bias != -torch.inf)
         visible = visible.expand(-1, -1, rows.stop - rows.start, S)
-        keys = slice(0, _last_seen(visible) + 1) if seen_only else slice(0, S)
+        keys = slice(0, _num_seen(call, rows, visible) if seen_only else S)
         visible, bias = visible[..., keys], None if bias is None else bias[..., keys]
         query, key = call.query[:, :, rows], hide_unseen(call.key[:, :, keys], visible)
         if call.scores is None:
@@ -170,9 +203,14 @@ def over_tiles(call: AttentionCall, *, seen_only: bool = False) -> Iterator[Tile
         yield Tile(rows, query, key, visible, scores, call.sinks, None if call.weights is None else call.weights[:, :, rows])
 
 
-def _last_seen(visible: Tensor) -> int:
-    """The last key that is visible anywhere, 0 if there is none."""
-    return int((visible.flatten(0, 2).any(0) * torch.arange(visible.shape[-1], device=visible.device)).amax())
+def _num_seen(call: AttentionCall, rows: slice, visible: Tensor) -> int:
+    """The number of keys up to the last one that is visible anywhere, at least 1. On an accelerator, by the positions alone."""
+    L, S = call.shape[2:]
+    if visible.device.type == "cpu":
+        return 1 + int((visible.flatten(0, 2).any(0) * torch.arange(S)).amax())
+    after = rows.stop + S - L  # the first key after the last query of the tile
+    is_hidden = call.mask is not None and after < S and call.mask.verdict((rows.start + S - L, after - 1), (after, S - 1))[1]
+    return max(1, after) if is_hidden is True else S  # a tensor of a mask is not read
 
 
 def real_keys(call: AttentionCall) -> Tensor:

@@ -150,7 +150,7 @@ class TrainerConfig(Config):
         max_epochs: number of passes over the training rows; null: no limit.
         devices: processes on each machine.
         num_nodes: number of machines. torchrun or srun starts the processes.
-        accelerator: the device: auto | cpu | gpu | mps.
+        accelerator: the device: auto | cpu | gpu | mps, or the name under which a plugin of Lightning registers its devices.
         strategy: auto (ddp on several devices) | ddp | sharded (FSDP2).
         shard: for strategy=sharded: names of the classes whose modules are sharded one by one; []: the blocks of our models, and
             the layer classes listed by a transformers model.
@@ -184,7 +184,7 @@ class TrainerConfig(Config):
     max_epochs: Count | None = None
     devices: Count = 1
     num_nodes: Count = 1
-    accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
+    accelerator: str = "auto"
     strategy: Literal["auto", "ddp", "sharded"] = "auto"
     shard: tuple[str, ...] = ()
     precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true"] = "32-true"

@@ -79,10 +79,12 @@ def classify(
     )
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), MARKS)
     marks = made_by.mark_ids
-    only_end = "pad" not in marks and "eos" in marks  # the tokenizers of decoders, which people pad with the end mark
+    only_end = "pad" not in marks and "eos" in marks  # tokenizers of decoders are padded with the end mark
     pad_id = marks["eos"] if only_end else require_marks(made_by, "pad")[0]
-    said = f"data.second_column={second_column} needs a tokenizer with an end mark or a class token between texts"
-    require(not second_column or "eos" in marks or "cls" in marks, said)
+    require(
+        not second_column or "eos" in marks or "cls" in marks,
+        f"data.second_column={second_column} needs a tokenizer with an end mark or a class token to put between texts",
+    )
     words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
     (rows, cut), (val_rows, cut_val) = (_rows(part, made_by, max_len) for part in (train, val))
     count_unknown(made_by, (row["input_ids"] for row in rows), f"data.path={path}")
@@ -107,8 +109,8 @@ def classify(
 
 
 def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of a split, and what is cut of them: the class token if there is one, and the texts; an end mark, or the class token
-    again, stands between two."""
+    """Return the rows of a split (class token if any, first text, separator, second text), and sentences about cut rows. The separator
+    is the end mark, or the class token if there is no end mark."""
     (texts, labels), marks = examples, tokenizer.mark_ids
     first = [[marks["cls"]]] if "cls" in marks else []
     rows: list[list[Any]] = [first.copy() for _ in texts]
@@ -185,7 +187,9 @@ def images(
 
 def _image_task(name: str, train: Labelled, val: Labelled, names: tuple[str, ...], *, largest: int, shift: int) -> Task:
     channels, height, width = train[0].shape[-3:]
-    require(height == width, f"{name} has images of {height}x{width} pixels, which must be squares: data.image_size=SIZE")
+    require(
+        height == width, f"{name} must have square images, got {height}x{width} pixels: set data.image_size=SIZE to resize them"
+    )
     require(shift < height, f"data.shift={shift} must be less than the {height} pixels of an image")
     return Task(
         name=name,
@@ -204,7 +208,7 @@ class LabelledImages:
     Args:
         pixels: an array or ``Pictures``. ``pixels[i]`` is (C, H, W) uint8.
         labels: the labels (N,).
-        largest: the largest pixel value, which becomes 1.
+        largest: the largest pixel value; it is mapped to 1.
         shift: move an image by a random number of pixels, up to this one, in both directions, each time it is read. New pixels
             are 0.
     """
@@ -236,7 +240,7 @@ class Pictures:
         table: a ``datasets.Dataset``.
         column: the column of images.
         size: resize images to a square with sides of this many pixels. ``None``: do not resize.
-        like: other images, whose size and number of channels are used. ``None``: those of the first image.
+        like: other images that set the size and the number of channels. ``None``: the first image sets them.
     """
 
     _said_grey = False

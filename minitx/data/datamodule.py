@@ -15,6 +15,7 @@ from minitx.data.documents import DocumentStream, StreamSource
 from minitx.data.loaders import load_task
 from minitx.data.task import Batch, Split, Task, as_split, position_texts
 from minitx.data.tokenizers import Tokenizer
+from minitx.nn.transfer import is_pinned_for
 
 
 class DataModule(LightningDataModule):
@@ -101,8 +102,10 @@ class DataModule(LightningDataModule):
         Raises:
             ConfigError: the data are new in every step, or a stream.
         """
-        said = f"trainer.max_epochs={epochs} needs a number of training rows, which {self.task.name} has not"
-        require(isinstance(self._train, Split), f"{said}: set trainer.max_steps")
+        require(
+            isinstance(self._train, Split),
+            f"trainer.max_epochs={epochs} needs a fixed number of training rows, but {self.task.name} has none: set trainer.max_steps",
+        )
         return math.ceil(epochs * len(self._train) / self.batch_size)
 
     def val_batch_size(self, world: int) -> int:
@@ -128,10 +131,8 @@ class DataModule(LightningDataModule):
         return self._loader(source, Addresses(len(source), rank=rank))
 
     def _loader(self, source: Source, addresses: Addresses) -> AddressedLoader:
-        kind = self.trainer.strategy.root_device.type if self.trainer else "cpu"
-        accelerator = torch.accelerator.current_accelerator()
-        pins = accelerator is not None and kind == accelerator.type != "mps"  # torch's DataLoader refuses Apple's GPU
-        return AddressedLoader(source, addresses, num_workers=self.num_workers, pin_memory=pins)
+        device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
+        return AddressedLoader(source, addresses, num_workers=self.num_workers, pin_memory=is_pinned_for(device))
 
 
 def open_data(part: Part, trainer: TrainerConfig, *, seed: int = 0, tokenizer: Tokenizer | None = None) -> DataModule:

@@ -16,6 +16,7 @@ from minitx.generation.sampler import Sampler, row_uniforms
 from minitx.nn.bias import MASKS_PAGE
 from minitx.nn.masks import require_bool
 from minitx.nn.models import TransformerModel
+from minitx.nn.transfer import to_device, to_host
 
 
 @torch.no_grad()
@@ -41,7 +42,7 @@ def generate(
             ``key_mask`` was given. If it has a method ``make_cache(capacity)``, it is also called with the result, ``cache=``, and
             then gets the new ids only. Beam search calls ``cache.reorder(rows)``, as in ``KVCache``.
         input_ids: int (B, L), the prompts, or the sources of an encoder–decoder.
-        sampler: how the next id is chosen. Default: ``Sampler()``, which takes the most probable id.
+        sampler: chooses the next id. Default: ``Sampler()``: the most probable id.
         key_mask: bool (B, L), True = real token. Pad prompts on the left.
         decoder_input_ids: int (B, T), the first tokens of the target, for an encoder–decoder. Default: ``config.bos_id``.
         max_new_tokens: the largest number of new tokens. Default: 256, or fewer if a learned position table ends earlier.
@@ -59,7 +60,7 @@ def generate(
         B tensors of new ids, without the stop token.
 
     Raises:
-        TypeError: a model of Hugging Face, which has its own ``generate``, a model that does not return logits (B, L, V), or a
+        TypeError: a Hugging Face model (use its ``generate``), a model that does not return logits (B, L, V), or a
             ``key_mask`` that is not bool.
         ValueError: an argument that does not fit the model or is out of range.
         FloatingPointError: the logits are NaN or infinite.
@@ -78,8 +79,10 @@ def generate(
     answers: list[list[int]] = [[] for _ in input_ids]
     is_open = [True] * len(input_ids)
     for step in range(max_new_tokens):
-        tokens = sampler.choose(reader.logits, reader.seen, None if uniforms is None else uniforms[:, step])  # (B,)
-        for row, token in enumerate(tokens.tolist()):
+        numbers = None if uniforms is None else uniforms[:, step]
+        tokens, ids, is_finite = sampler.choose_and_read(reader.logits, reader.seen, numbers, reader.is_finite)
+        check_finite(is_finite)
+        for row, token in enumerate(ids):
             is_open[row] = is_open[row] and token not in reader.stop
             if is_open[row]:  # a finished row stays in the batch, but its tokens are not used
                 answers[row].append(token)
@@ -88,13 +91,13 @@ def generate(
         if step + 1 == max_new_tokens or not any(is_open):
             break
         reader.read(tokens)
-    return [torch.tensor(answer, dtype=torch.long, device=reader.logits.device) for answer in answers]
+    return [to_device(torch.tensor(answer, dtype=torch.long), reader.logits.device) for answer in answers]
 
 
 def length_norm(length: int, penalty: float) -> float:
-    """Return lp(Y) = ((5 + |Y|) / 6)^α, by which beam search divides log P(Y).
+    """Return lp(Y) = ((5 + |Y|) / 6)^α. Beam search divides log P(Y) by it.
 
-    Wu et al. 2016, arXiv:1609.08144, eq. 14. With α = 0, beam search compares log P itself, which favours short texts.
+    Wu et al. 2016, arXiv:1609.08144, eq. 14. With α = 0, beam search compares log P itself and favours short texts.
 
     >>> length_norm(1, 0.6), length_norm(7, 1.0)
     (1.0, 2.0)
@@ -128,7 +131,7 @@ def beam_search(
         model: a causal model such as ``DecoderLM``, or an encoder–decoder such as ``EncoderDecoder``, in evaluation mode.
         input_ids, key_mask, decoder_input_ids, max_new_tokens, stop, context, use_cache: as in ``generate``.
         num_beams: the number of texts that are kept. 1 gives the same ids as greedy ``generate``.
-        length_penalty: α in ``length_norm``. The default is that of Vaswani et al. 2017, §6.1.
+        length_penalty: α in ``length_norm``. The default comes from Vaswani et al. 2017, §6.1.
         repetition_penalty: as in ``Sampler``.
 
     Returns:
@@ -152,7 +155,8 @@ def beam_search(
     stops = torch.tensor([*reader.stop], dtype=torch.long, device=reader.logits.device)
     scores = reader.logits.new_zeros(B, 1)  # log P of the k texts of each row; k is 1 at first
     texts = torch.zeros(B, 1, 0, dtype=torch.long, device=stops.device)
-    best_score, best = scores.new_full((B,), -math.inf), list(texts[:, 0])
+    best_score, best = scores.new_full((B,), -math.inf), stops.new_zeros(B, max_new_tokens)
+    best_length = stops.new_zeros(B)
     for length in range(1, max_new_tokens + 1):
         k = scores.shape[1]
         log_probs = sampler.filtered(reader.logits, reader.seen).log_softmax(dim=-1).view(B, k, V)
@@ -162,21 +166,35 @@ def beam_search(
         texts = torch.cat((texts, tokens.unsqueeze(-1)), dim=-1)  # (B, k', length)
         ends = torch.isin(tokens, stops) | (length == max_new_tokens)
         score, beam = (scores / length_norm(length, length_penalty)).masked_fill(~ends, -math.inf).max(dim=1)
-        for row in (score > best_score).nonzero().flatten().tolist():
-            best_score[row], best[row] = score[row], texts[row, beam[row]]
+        is_better = score > best_score
+        ending = texts.gather(1, beam.view(-1, 1, 1).expand(-1, -1, length)).squeeze(1)  # (B, length)
+        best[:, :length] = torch.where(is_better.unsqueeze(1), ending, best[:, :length])
+        best_score, best_length = torch.where(is_better, score, best_score), best_length.masked_fill(is_better, length)
         scores = scores.masked_fill(ends, -math.inf)  # finished texts are not continued
         # log P never rises, so a text cannot reach more than its present log P, divided by the largest norm of later steps
         ahead = max(length_norm(length + 1, length_penalty), length_norm(max_new_tokens, length_penalty))
-        if bool((best_score >= scores.amax(dim=1) / ahead).all()):
+        is_over, is_finite = to_host(((best_score >= scores.amax(dim=1) / ahead).all(), reader.is_finite))
+        check_finite(bool(is_finite))
+        if bool(is_over):
             break
         rows = (parents + k * torch.arange(B, device=parents.device).unsqueeze(1)).flatten()  # (B * k',)
         reader.reorder(rows)
         reader.read(tokens.flatten())
-    return [answer[:-1] if int(answer[-1]) in reader.stop else answer for answer in best]
+    answers, lengths = to_host((best, best_length))
+    ends_at = [
+        length - (ids[length - 1] in reader.stop) for ids, length in zip(answers.tolist(), lengths.tolist(), strict=True)
+    ]
+    return [answer[:end] for answer, end in zip(best, ends_at, strict=True)]
+
+
+def check_finite(is_finite: bool) -> None:
+    """Raise a FloatingPointError for logits that are not finite."""
+    if not is_finite:
+        raise FloatingPointError("the model's logits are not finite")
 
 
 class Reader:
-    """The texts that a model continues, and what it says of their next tokens.
+    """The texts that a model continues, and its logits for their next tokens.
 
     Earlier ids are kept in a cache. They are read again without ``use_cache``, or if the model has no ``make_cache``. When a text
     becomes longer than ``context``, only the newer half is kept and read again.
@@ -186,6 +204,7 @@ class Reader:
 
     Attributes:
         logits: (B, V), of the next token, in at least float32.
+        is_finite: a bool on the device: whether all logits are finite. Reading it is left to the caller, together with the ids.
         seen: bool (B, V), True for the ids of a text's real tokens.
         stop: the ids that end a text.
         max_new_tokens: as given, or its default.
@@ -253,8 +272,7 @@ class Reader:
                 raise TypeError(f"model must return logits (B, L, V) for input_ids {tuple(ids.shape)}, got {got}")
             last = logits[:, -1]
         last = last.to(torch.promote_types(last.dtype, torch.float32))
-        if not bool(torch.isfinite(last.amax(dim=-1)).all()):
-            raise FloatingPointError("the model's logits are not finite")
+        self.is_finite = torch.isfinite(last.amax(dim=-1)).all()
         return last
 
     def reorder(self, rows: Tensor) -> None:
@@ -275,7 +293,7 @@ def _check_model(model: nn.Module) -> None:
     if kind not in (None, "decoder", "encoder_decoder"):
         raise ValueError(f"model must be a decoder or an encoder-decoder, got {type(model).__name__} with architecture={kind}")
     if model.training:
-        raise ValueError("model is in training mode, in which dropout is active: call model.eval() first")
+        raise ValueError("model is in training mode, with dropout active: call model.eval() first")
 
 
 def check_count(name: str, number: int | None) -> None:

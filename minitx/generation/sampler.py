@@ -1,4 +1,4 @@
-"""Choosing the next token: ``Sampler``, and its filters, which set the logits of excluded ids to −inf."""
+"""Choosing the next token: ``Sampler``, and its filters. A filter sets the logits of excluded ids to −inf."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from minitx.nn.transfer import to_device, to_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +64,25 @@ class Sampler:
         logits = self.filtered(logits, seen)
         return logits.argmax(-1) if uniforms is None else draw(logits, uniforms)
 
+    def choose_and_read(
+        self, logits: Tensor, seen: Tensor, uniforms: Tensor | None, is_finite: Tensor
+    ) -> tuple[Tensor, list[int], bool]:
+        """``choose`` in one wait. Return the ids on the device, the ids as numbers, and whether ``is_finite``, a bool on the device."""
+        logits = self.filtered(logits, seen)
+        if uniforms is None:
+            ids = logits.argmax(-1)
+            numbers, finite = to_host((ids, is_finite))
+            return ids, numbers.tolist(), bool(finite)
+        probs, finite = to_host((logits.softmax(dim=-1), is_finite))
+        numbers = draw_of(probs, uniforms)
+        return to_device(numbers, logits.device), numbers.tolist(), bool(finite)
+
 
 def penalise_repeats(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Lower the logits of ids that are already in the text: x / θ for x > 0, else x · θ.
 
-    Keskar et al. 2019, "CTRL", arXiv:1909.05858, §4.1. The paper always divides, which would raise negative logits. Multiplying
-    them is the rule of ``transformers``.
+    Keskar et al. 2019, "CTRL", arXiv:1909.05858, §4.1. The paper always divides, but that would raise negative logits;
+    ``transformers`` multiplies them.
 
     Args:
         logits: (B, V).
@@ -117,7 +132,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         return logits
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     probs = ranked.softmax(dim=-1)
-    dropped = probs.cumsum(dim=-1) - probs >= p  # the sum before the id; it is 0 for the first, which is always kept
+    dropped = probs.cumsum(dim=-1) - probs >= p  # the sum before the id; 0 for the first, so it is always kept
     return logits.scatter(-1, order, ranked.masked_fill(dropped, -math.inf))
 
 
@@ -145,9 +160,13 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     >>> draw(torch.tensor([[0.5, 0.0, 0.5]]).log().repeat(2, 1), torch.tensor([0.4, 0.5], dtype=torch.float64)).tolist()
     [0, 2]
     """
-    mass = logits.softmax(dim=-1).cpu().double().cumsum(dim=-1)
-    ids = torch.searchsorted(mass, (uniforms * mass[:, -1]).unsqueeze(1), right=True)
-    return ids.squeeze(1).to(logits.device)
+    return to_device(draw_of(logits.softmax(dim=-1).cpu(), uniforms), logits.device)
+
+
+def draw_of(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """``draw`` from probabilities (B, V) on the CPU."""
+    mass = probs.double().cumsum(dim=-1)
+    return torch.searchsorted(mass, (uniforms * mass[:, -1]).unsqueeze(1), right=True).squeeze(1)
 
 
 def row_uniforms(num_rows: int, length: int, generator: torch.Generator | None = None) -> Tensor:

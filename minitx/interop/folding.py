@@ -26,7 +26,7 @@ from minitx.nn.scale import memory_of, overlap, scale_multiplier
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """A module whose output makes queries or keys, and what they are multiplied by.
+    """A module whose output makes queries or keys, and their factor.
 
     Attributes:
         module: the last projection or norm before the scores.
@@ -113,21 +113,22 @@ def _made_up_inputs(root: Any) -> dict[str, Tensor]:
 def _folds_of(
     model: nn.Module, layers: Mapping[str, Any], calls: Mapping[str, AttentionCall], ratios: Mapping[str, float]
 ) -> dict[str, list[Fold]]:
-    """What is multiplied in each layer. Queries and keys take a square root of the ratio each, if all layers make their own keys."""
+    """Return the weights to multiply in each layer. Queries and keys take a square root of the ratio each, if all layers make their own keys."""
     queries, both = dict[str, list[Fold]](), dict[str, list[Fold]]()
     without = ""
     for name, layer in layers.items():
         call, ratio = calls[name], ratios[name]
         rest = [part for part in (call.value, call.attn_bias, call.sinks) if isinstance(part, Tensor)]
         if (of_query := _source_of(layer, call.query, (call.key, *rest))) is None:
-            said = "no projection or norm of its own makes its queries and nothing else, in plain weights"
-            raise ValueError(f"cannot fold the scale of {name}: {said}")
+            raise ValueError(
+                f"cannot fold the scale of {name}: it has no projection or norm with plain weights that makes its queries and nothing else"
+            )
         share = math.sqrt(abs(ratio))
         queries[name] = [replace(of_query, ratio=ratio)]
         both[name] = [replace(of_query, ratio=math.copysign(share, ratio))]
         if (of_key := _source_of(layer, call.key, (call.query, *rest))) is not None:
             both[name].append(replace(of_key, ratio=share))
-        elif ratio != 1:  # its keys may be those of another layer
+        elif ratio != 1:  # another layer may make its keys
             without = without or f"no projection or norm of {name} makes its keys and nothing else"
     if (reason := without or _why_shared(model, both)) and any(ratio != 1 for ratio in ratios.values()):
         if refused := _why_shared(model, queries):
@@ -175,7 +176,7 @@ def _source_of(layer: nn.Module, made: Tensor, others: tuple[Tensor, ...]) -> Fo
     By Euler's theorem the queries q are homogeneous of degree 1 in parameters θ if Σ θ · ∂(u·q)/∂θ = u·q. For the parameters of a
     projection before a norm the sum is 0.
     """
-    # what is written to a quantised weight may not arrive
+    # writing to a quantised weight may have no effect
     parameters = [one for one in layer.parameters() if one.requires_grad and type(one) is nn.Parameter]
     if not made.requires_grad or not parameters:
         return None

@@ -30,6 +30,7 @@ from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
+from minitx.nn.transfer import to_device, to_host
 from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import add_records, drop_records, unit_of
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, hash_seed
@@ -118,17 +119,22 @@ class StepLog(StepCallback):
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
         self._open = None
+        sums = summed(trainer, module)
+        sums, bad_step, tokens, grad_norm = to_host(
+            (sums, module.latch.step, self.tokens, module.grad_norm)
+        )  # the row's only wait
         if module.device.type != "cpu":
+            module.latch.note(int(bad_step))
             module.raise_if_nonfinite()
-        means = step_means(trainer, module)
+        means = means_of(sums, trainer, module)
         if trainer.world_size > 1 and not math.isfinite(means["train_loss"]):
-            raise NonFiniteError(step - 1, means["train_loss"], float(module.grad_norm))
-        self.tokens = int(self.tokens)
+            raise NonFiniteError(step - 1, means["train_loss"], float(grad_norm))
+        self.tokens = int(tokens)
         now = time.perf_counter()
         self.row = {
             **means,
             "lr": self._lr,
-            "grad_norm": float(module.grad_norm),
+            "grad_norm": float(grad_norm),
             "tokens": self.tokens,
             "seconds": now - self.started,
             "tokens_per_second": (self.tokens - self._tokens_then) / (now - self._mark),
@@ -167,13 +173,23 @@ def step_means(trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
 
     The means are over the whole step on all processes. This is a collective and waits for the device.
     """
-    wide, ranks = widest_float(module.device), trainer.world_size
+    return means_of(summed(trainer, module), trainer, module)
+
+
+def summed(trainer: L.Trainer, module: TrainingModule) -> Tensor:
+    """Return loss, targets and the other sums of the step over all processes, on the device. This is a collective."""
+    wide = widest_float(module.device)
     device, own = torch.as_tensor(module.step_loss).device, [module.step_loss, module.step_targets, *module.step_sums.values()]
     values = torch.stack([torch.as_tensor(value, device=device).to(wide) for value in own])
-    loss, targets, *sums = sum_over_rows(trainer, values).tolist()
-    targets /= ranks  # each process knows the number of all
+    return sum_over_rows(trainer, values)
+
+
+def means_of(sums: Tensor, trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
+    """Return the means of a step from ``summed``. This waits for the device, unless the sums are on the CPU."""
+    loss, targets, *others = sums.tolist()
+    targets /= trainer.world_size  # each process knows the number of all
     names = ("accuracy" if name == "correct" else name for name in module.step_sums)
-    return {"train_loss": loss, **{f"train_{name}": value / max(targets, 1) for name, value in zip(names, sums, strict=True)}}
+    return {"train_loss": loss, **{f"train_{name}": value / max(targets, 1) for name, value in zip(names, others, strict=True)}}
 
 
 class StopAt(StepCallback):
@@ -548,5 +564,6 @@ class Samples(StepCallback):
         generator = torch.Generator().manual_seed(hash_seed(self.seed, step))
         options |= {"sampler": Sampler(temperature=self.options.temperature), "generator": generator}
         with evaluating(network):
-            answers = [generate(network, torch.tensor([ids], device=module.device), **options)[0] for ids in self._ids]
+            prompts = [to_device(torch.tensor([ids]), module.device) for ids in self._ids]
+            answers = to_host([generate(network, prompt, **options)[0] for prompt in prompts])
         return [self.tokenizer.decode(answer.tolist()) for answer in answers]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, TrainerConfig
-from minitx.config.schema import require
+from minitx.config.schema import check_choice, require
 from minitx.data.task import kept_generators
 from minitx.nn.precision import widest_float
 from minitx.training import kept_environment
@@ -54,17 +54,20 @@ def check_count(options: TrainerConfig) -> None:
     """Check that this machine has the devices.
 
     Raises:
-        ConfigError: there are fewer devices than required, or the device has no float64 and ``trainer.precision`` is ``64-true``.
+        ConfigError: nobody has registered the accelerator, there are fewer devices than required, or the device has no float64 and
+            ``trainer.precision`` is ``64-true``.
     """
     asked, mps = options.accelerator, int(torch.backends.mps.is_available())
-    if asked in ("auto", "cpu", "gpu", "mps"):
+    if asked in _BUILT_IN:
         found = mps if asked == "mps" else torch.cuda.device_count() or mps
     else:
-        found = _registered(asked).auto_device_count()
+        registered = _registered(asked)
+        found = registered.auto_device_count() if registered.is_available() else 0
     most = {"cpu": math.inf, "auto": max(found, 1)}.get(asked, found)
+    kind = "GPUs" if asked in _BUILT_IN else f"devices of {asked}"
     require(
         options.devices <= most,
-        f"trainer.accelerator={asked} with trainer.devices={options.devices}: this machine has {found} usable GPUs; "
+        f"trainer.accelerator={asked} with trainer.devices={options.devices}: this machine has {found} usable {kind}; "
         "trainer.accelerator=cpu runs as many processes on the CPU",
     )
     device = device_of(asked)
@@ -81,7 +84,7 @@ def device_of(accelerator: str = "auto") -> torch.device:
     """
     if accelerator == "cpu":
         return torch.device("cpu")
-    if accelerator not in ("auto", "gpu", "mps"):
+    if accelerator not in _BUILT_IN:
         registered = _registered(accelerator)
         return registered.get_parallel_devices(registered.parse_devices(1))[0]
     if torch.backends.mps.is_available():
@@ -89,10 +92,22 @@ def device_of(accelerator: str = "auto") -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+_BUILT_IN = ("auto", "cpu", "gpu", "mps")
+
+_OF_LIGHTNING = ("cpu", "cuda", "mps", "tpu")
+"""What Lightning itself registers. ``gpu`` is the name of CUDA here, and TPUs need a strategy of their own."""
+
+
 def _registered(accelerator: str) -> Any:
-    """Return an accelerator of Lightning's registry."""
+    """Return an accelerator that a plugin has registered with Lightning.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
     from lightning.pytorch.accelerators import AcceleratorRegistry
 
+    names = AcceleratorRegistry.available_accelerators() - {*_OF_LIGHTNING}
+    check_choice("trainer.accelerator", accelerator, (*_BUILT_IN, *sorted(names)))
     return AcceleratorRegistry.get(accelerator)
 
 

@@ -31,6 +31,7 @@ from minitx.config.schema import require
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Task, num_targets, seed_device
 from minitx.nn.precision import widest_float
+from minitx.nn.transfer import to_host
 from minitx.training.checkpoints import network_weights, read_checkpoint, write_checkpoint
 from minitx.training.devices import (
     local_parts,
@@ -242,6 +243,7 @@ class TrainingModule(L.LightningModule):
     def _log_means(self, split: str) -> Sums:
         """Log the means over the rows of a split on all processes, and return them."""
         totals = {name: sum_over_rows(self.trainer, value) for name, value in self._validation.items() if name != "nll"}
+        totals = to_host(totals)  # callbacks read them one by one
         self._validation = {}
         count = totals.pop("count")
         if not count:
@@ -263,26 +265,33 @@ class TrainingModule(L.LightningModule):
 class Latch:
     """Store the first non-finite step on the device, and skip all updates from then on.
 
+    ``step`` is the first non-finite step, counted from 0, or -1. After each ``check``, it is read at most once.
+
     Fused optimizers skip an update if ``optimizer.found_inf`` is 1, so neither the check nor the skip waits for the host. For an
     optimizer without ``found_inf`` (most that are not fused), the host checks at every step.
     """
 
     def __init__(self) -> None:
-        self._step: Tensor | None = None  # -1 as long as all is finite
+        self.step: Tensor | int = -1
+        self._read: int | None = None  # what it was after the last check
 
     def check(self, optimizer: torch.optim.Optimizer, value: Tensor, step: int) -> None:
         """Set the latch if ``value`` is not finite."""
         bad_now = ~torch.isfinite(value.detach())
-        if self._step is None:
-            self._step = torch.full_like(bad_now, -1, dtype=torch.long)
-        self._step = torch.where(bad_now & (self._step < 0), step, self._step)
+        if not isinstance(self.step, Tensor):
+            self.step = torch.full_like(bad_now, -1, dtype=torch.long)
+        self.step, self._read = torch.where(bad_now & (self.step < 0), step, self.step), None
         if skips_on_device(optimizer):  # others refuse it, and the host stops them in time
-            optimizer.found_inf = (self._step >= 0).float()  # type: ignore[attr-defined]
+            optimizer.found_inf = (self.step >= 0).float()  # type: ignore[attr-defined]
+
+    def note(self, step: int) -> None:
+        """Take note of ``step`` as somebody has read it together with other numbers."""
+        self._read = step
 
     def first_bad_step(self) -> int | None:
-        """Return the first non-finite step (counted from 0), or None. This waits for the device."""
-        step = -1 if self._step is None else int(self._step)
-        return None if step < 0 else step
+        """Return the first non-finite step (counted from 0), or None. This waits for the device, unless it was read before."""
+        self._read = int(self.step) if self._read is None else self._read
+        return None if self._read < 0 else self._read
 
 
 def hash_seed(*numbers: int) -> int:

@@ -17,13 +17,21 @@ from minitx.analysis.answers import Asked
 from minitx.analysis.capture import Look, attention_cores, warn_of_calls, watch
 from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
-from minitx.analysis.statistics import attention_statistics, logit_step, token_cosine
+from minitx.analysis.statistics import (
+    logit_step_of,
+    logit_step_sums,
+    statistic_sums,
+    statistics_of,
+    token_cosine_of,
+    token_cosine_sums,
+)
 from minitx.config import IGNORED, ProbeConfig
 from minitx.config.schema import require
 from minitx.data.task import Batch
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
+from minitx.nn.transfer import to_host
 from minitx.training.callbacks import StepCallback
 from minitx.training.loggers import MetricsFile, add_records, drop_records, naming, over_heads
 from minitx.training.module import TrainingModule
@@ -73,8 +81,9 @@ class Probe(StepCallback):
         self.folder, self.path, self.batch, self.options = folder, folder / "probes.jsonl", batch, options
         self.texts, self.asked = texts, asked
         self._first_favourites: dict[str, Tensor] | None = None
-        self._gradients: dict[str, dict[str, float]] = {}
+        self._gradients: dict[str, dict[str, Any]] = {}
         self._before: dict[str, Look] = {}
+        self._batch_there: Batch | None = None  # the batch on the device
 
     def state_dict(self) -> dict[str, Any]:
         return {"first_favourites": self._first_favourites}
@@ -101,7 +110,7 @@ class Probe(StepCallback):
         if step == 0:  # gradients at initialisation belong to step 0, before its update
             self._write(trainer, module, 0)
         elif self.due(step + 1) and not self._before:
-            self._before = self._look(module, statistics=False)[0]
+            self._before, _ = self._look(module, statistics=False)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         if not self.due(step):
@@ -111,12 +120,20 @@ class Probe(StepCallback):
             self._write(trainer, module, step)
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
-        looks, layers = self._look(module, statistics=True)
+        looks, hidden = self._look(module, statistics=True)
+        with torch.no_grad(), full_precision(module.device):
+            sums = {name: _sums_of(name, look, hidden) for name, look in looks.items()}
+        for name in looks.keys() & self._before.keys():
+            before, after = self._before[name].call, looks[name].call
+            sums[name]["logit_step"] = logit_step_sums(before, after, looks[name].real_queries)
+        sums, norms = to_host((sums, self._gradients))  # the layers' only copy
+        layers = {name: _statistics_of(sums[name], look) for name, look in looks.items()}
+        self._retention(layers)
         gradients = gradient_statistics(module.network, self._parts(module), lambda part: self._loss(module, part))
         for name, layer in layers.items():
-            layer.update(gradients[name], **self._gradients.get(name, {}))
-            if name in self._before:
-                layer["logit_step"] = logit_step(self._before[name].call, looks[name].call, looks[name].real_queries)
+            layer.update(gradients[name], **{key: float(norm) for key, norm in norms.get(name, {}).items()})
+            if "logit_step" in sums[name]:
+                layer["logit_step"] = logit_step_of(sums[name]["logit_step"])
         self._before = looks if self.due(step + 1) else {}
         plain = [{"name": name, **{key: _plain(value) for key, value in layer.items()}} for name, layer in layers.items()]
         add_records(self.path, {"step": step, "layers": plain})
@@ -126,8 +143,8 @@ class Probe(StepCallback):
             self._keep_weights(module, step)
 
     @torch.no_grad()
-    def _look(self, module: TrainingModule, *, statistics: bool) -> tuple[dict[str, Look], dict[str, dict[str, Any]]]:
-        """Every core's call, and where ``statistics`` are wanted its statistics."""
+    def _look(self, module: TrainingModule, *, statistics: bool) -> tuple[dict[str, Look], dict[str, Tensor]]:
+        """Return every core's call, and for ``statistics`` the outputs of the blocks, by name."""
         network, device = module.network, module.device
         hidden: dict[str, Tensor] = {}
         with evaluating(network), watch(network, _kept) as seen, full_precision(device), ExitStack() as hooks:
@@ -137,11 +154,7 @@ class Probe(StepCallback):
                     hooks.enter_context(hook)
             module.net(self._on(device))
             warn_of_calls(seen, "first")
-            looks = {name: records[0] for name, records in seen.items() if records}
-            layers = {name: _statistics(name, look, hidden) for name, look in looks.items()} if statistics else {}
-        if statistics:
-            self._retention(layers)
-        return looks, layers
+        return {name: records[0] for name, records in seen.items() if records}, hidden
 
     def _retention(self, layers: dict[str, dict[str, Any]]) -> None:
         favourites = {name: layer.pop("favourite") for name, layer in layers.items()}
@@ -153,7 +166,9 @@ class Probe(StepCallback):
             layer["argmax_retention"] = ((first == now) & counted).sum((0, 2)) / counted.sum((0, 2)).clamp(min=1)
 
     def _on(self, device: torch.device) -> Batch:
-        return {name: tensor.to(device) for name, tensor in self.batch.items()}
+        if self._batch_there is None or self._batch_there["labels"].device != device:
+            self._batch_there = {name: tensor.to(device) for name, tensor in self.batch.items()}
+        return self._batch_there
 
     def _parts(self, module: TrainingModule) -> list[Batch]:
         """The probe batch in up to four parts of whole rows."""
@@ -180,10 +195,12 @@ class Probe(StepCallback):
                 logger.log_metrics(values, step)
 
     def _keep_weights(self, module: TrainingModule, step: int) -> None:
-        rows = {name: tensor[: self.options.weights_rows] for name, tensor in self._on(module.device).items() if tensor.dim()}
-        inputs = module.net.inputs(rows)
-        told: dict[str, Any] = {"tokens": self.texts(inputs), "asked": self.asked(rows)}
-        snapshot = take_snapshot(module.network, inputs, step=step, title=module.net.title, **told)
+        rows, rows_there = (
+            {name: tensor[: self.options.weights_rows] for name, tensor in batch.items() if tensor.dim()}
+            for batch in (self.batch, self._on(module.device))
+        )
+        told: dict[str, Any] = {"tokens": self.texts(module.net.inputs(rows)), "asked": self.asked(rows)}
+        snapshot = take_snapshot(module.network, module.net.inputs(rows_there), step=step, title=module.net.title, **told)
         with naming(self.folder / "attention"):
             write_snapshot(snapshot, self.folder / "attention")
 
@@ -193,18 +210,25 @@ def _kept(look: Look) -> Look:
     return replace(look, call=replace(look.call, attn_bias=copy.deepcopy(look.call.attn_bias)))
 
 
-def _statistics(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What can be said of one core's call; ``hidden`` are the blocks' outputs, by name."""
-    rows = look.real_queries
-    found: dict[str, Any] = attention_statistics(look.call, query_mask=rows)
-    cosines = [token_cosine(tokens, rows) for block, tokens in hidden.items() if name.startswith(f"{block}.")]
-    return {**found, **({"token_cosine": float(cosines[0])} if cosines else {})}
+def _sums_of(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the sums of one core's call, on the device. ``hidden`` are the blocks' outputs, by name."""
+    sums: dict[str, Any] = {"statistics": statistic_sums(look.call, look.real_queries)}
+    block = next((tokens for block, tokens in hidden.items() if name.startswith(f"{block}.")), None)
+    return sums if block is None else {**sums, "token_cosine": token_cosine_sums(block, look.real_queries)}
 
 
-def gradient_norms(network: nn.Module) -> dict[str, dict[str, float]]:
-    """Return ‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ of every attention layer, by the name of its core."""
+def _statistics_of(sums: Mapping[str, Any], look: Look) -> dict[str, Any]:
+    """Return the statistics of one core's call from its sums on the CPU."""
+    layer: dict[str, Any] = statistics_of(sums["statistics"], look.call)
+    if "token_cosine" in sums:
+        layer["token_cosine"] = float(token_cosine_of(sums["token_cosine"]))
+    return layer
+
+
+def gradient_norms(network: nn.Module) -> dict[str, dict[str, Tensor | float]]:
+    """Return ‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ of every attention layer, by the name of its core, on the device of the weights."""
     return {
-        name: {f"grad_{letter}": 0.0 if w.grad is None else float(w.grad.norm()) for letter, w in weights.items()}
+        name: {f"grad_{letter}": 0.0 if w.grad is None else w.grad.norm() for letter, w in weights.items()}
         for name, weights in projection_weights(network).items()
     }
 

@@ -84,19 +84,22 @@ def test_the_pretended_device_refuses_what_an_accelerator_refuses():
 
 def abilities():
     device = pretend.register()
-    options = pretend.with_device(TrainerConfig(precision="64-true"))
+    options = TrainerConfig(accelerator=pretend.NAME, precision="64-true")
     check_count(options)
-    pretend.missing_dtypes.add(torch.float64)
-    widest_float.cache_clear()
+    pretend.like_apple()
     assert widest_float(device) == torch.float32
     with pytest.raises(ConfigError, match=r"trainer\.precision=64-true: PRETEND has no float64"):
         check_count(options)
     with pytest.raises(ConfigError, match=r"device=pretend cannot be used: pretend has no torch\.float64"):
         place(nn.Linear(2, 2).double(), pretend.NAME)
     with pytest.raises(ConfigError, match=r"trainer\.devices=2: this machine has 1 usable"):
-        check_count(pretend.with_device(TrainerConfig(devices=2)))
+        check_count(TrainerConfig(accelerator=pretend.NAME, devices=2))
+    with pytest.raises(
+        ConfigError, match=r"trainer\.accelerator=pretent is not allowed: .*mps, pretend \(did you mean pretend\?\)"
+    ):
+        check_count(TrainerConfig(accelerator="pretent"))
     assert (device_name(device), peak_tflops(device)) == ("PRETEND", None) and memory_mb(device) > 10
-    where = place_of(pretend.with_device(TrainerConfig(precision="bf16-mixed")))
+    where = place_of(TrainerConfig(accelerator=pretend.NAME, precision="bf16-mixed"))
     assert (where["strategy"].root_device, where["plugins"][-1].device) == (device, pretend.NAME)
 
 
@@ -205,8 +208,7 @@ def test_answers_are_generated_on_the_device(make_config, tmp_path):
 
 def without_float64(config, folder):
     if config.trainer.accelerator == pretend.NAME:
-        pretend.missing_dtypes.add(torch.float64)
-        widest_float.cache_clear()
+        pretend.like_apple()
     train_with(config, folder)
     found = content(folder)
     return found["metrics"], found["probes"], found["evaluation"][0]["metrics"]

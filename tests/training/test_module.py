@@ -145,7 +145,7 @@ def test_no_checkpoint_is_written_of_steps_that_made_no_update(make_config, tmp_
     class Late(L.Callback):
         def on_train_batch_end(self, trainer, module, *arguments):
             if trainer.global_step == 4:
-                module.latch._step = torch.tensor(3)
+                module.latch.check(trainer.optimizers[0], torch.tensor(torch.nan), 3)
 
     with pytest.raises(NonFiniteError, match="in step 4"):
         train_with(make_config(trainer__ckpt_every=1, trainer__log_every=10), tmp_path, Late())

@@ -21,7 +21,7 @@ from minitx.training.callbacks import StepLog, StopAt, batch_flops
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.devices import sum_over_rows
 from minitx.training.loggers import WandbExtras, read_metrics
-from minitx.training.module import TrainingModule
+from minitx.training.module import Latch, TrainingModule
 from minitx.training.optimizers import constant
 from minitx.training.run import train
 
@@ -61,7 +61,7 @@ def made_up(**changes):
     """A trainer and a module as far as a StepCallback asks."""
     trainer = {"max_steps": 100, "world_size": 1, "global_step": 1, "should_stop": False, "loggers": [], "accumulate_grad_batches": 1, "sanity_checking": False}  # fmt: skip
     module = {"device": torch.device("cpu"), "step_loss": torch.tensor(1.0), "grad_norm": 1.0}
-    module |= {"step_sums": {}, "step_targets": torch.tensor(10), "log_dict": lambda values, **options: None}
+    module |= {"latch": Latch(), "step_sums": {}, "step_targets": torch.tensor(10), "log_dict": lambda values, **options: None}
     own = {name: changes.pop(name) for name in list(changes) if name in module}
     return SimpleNamespace(**{**trainer, **changes}), SimpleNamespace(**{**module, **own})
 

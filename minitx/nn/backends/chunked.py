@@ -9,7 +9,8 @@ each tile again from ``top`` and 1/``total`` (Dao et al. 2022, arXiv:2205.14135,
 
 with R the dropout factors, 0 or 1/(1 − p), drawn anew from a seed of their own in both passes. Tiles that the mask hides
 entirely are skipped: a causal call costs half, a window costs length × window. The remaining tiles are found once and stored
-with the mask, so the layers of a model share them.
+with the mask, so the layers of a model share them. On an accelerator, only positions decide which tiles are skipped (``Causal``,
+``SlidingWindow``, ``PrefixLM``): reading padding, documents or a pattern would make the host wait in every layer.
 
 Each pass is a ``torch.autograd.Function``, which ``torch.compile`` does not enter: a compiled graph breaks there.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,16 +121,15 @@ def tile_sizes(mask: Mask | None, shape: tuple[int, int, int, int]) -> tuple[int
 
 
 def tile_states(mask: Mask | None, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-    """Return the state of each tile, int8 (R, C): 0 if all of it is hidden, 2 if all of it is visible, else 1."""
+    """Return the state of each tile, int8 (R, C) on the CPU: 0 if all of it is hidden, 2 if all of it is visible, else 1."""
     _, _, L, S = shape
     height, width, _ = tile_sizes(mask, shape)
-    rows, keys = (
-        torch.cat((torch.arange(0, length, size, device=device), torch.tensor([length], device=device)))
-        for length, size in ((L, height), (S, width))
-    )
+    rows, keys = (torch.tensor([*range(0, length, size), length]) for length, size in ((L, height), (S, width)))
     if mask is None:
-        return torch.full((len(rows) - 1, len(keys) - 1), 2, dtype=torch.int8, device=device)
-    whole, empty = mask.tile_map(rows, keys, S - L)
+        return torch.full((len(rows) - 1, len(keys) - 1), 2, dtype=torch.int8)
+    # on an accelerator by ``verdict``, which does not read the tensors of a mask
+    tile_map = mask.tile_map if device.type == "cpu" else partial(Mask.tile_map, mask)
+    whole, empty = tile_map(rows, keys, S - L)
     return (1 + whole.to(torch.int8)).masked_fill(empty, 0)
 
 
@@ -136,7 +137,7 @@ def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -
     """Yield the tiles to compute: slices of the rows, each with slices of the keys and whether all of it is visible."""
     _, _, L, S = shape
     height, width, most = tile_sizes(mask, shape)
-    whole = (states == 2).numpy(force=True)
+    whole = (states == 2).numpy()
     plan: Plan = [(slice(row, min(row + height, L)), []) for row in range(0, L, height)]
     for row, column in states.nonzero().tolist():
         strip, is_whole = plan[row][1], bool(whole[row][column])
