@@ -440,5 +440,6 @@ def _shard(model: nn.Module) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     from minitx.training.devices import parallelize
+    from minitx.training.net import Net
 
-    parallelize(model, DeviceMesh("cpu", [0]))
+    parallelize(model, DeviceMesh("cpu", [0]), Net.of(model).layers())
