@@ -279,7 +279,8 @@ def adopt_hf(
         model: a ``transformers.PreTrainedModel``, or a module that contains such models, for example one of PEFT.
         backend: the backend of the cores, as in ``DotProductAttention``.
         check: ``auto``: call the model with two short made-up rows, one of them padded, or with two made-up pictures. A mapping:
-            the arguments of the call, for models of sound or of several modalities. False: do not check, for example where the
+            the arguments of the call, for models of sound or of several modalities, or without padding for a model with torch's
+            dynamic quantisation, which lets padding change the rounding of real tokens. False: do not check, for example where the
             backend needs a device to which the model is moved later.
 
     Raises:

@@ -773,7 +773,18 @@ REFUSALS = (
     ),
     Refusal({"model": "hf_gpt_oss", "precision": "f64"}, "Float32, BFloat16 or Float16"),  # torch's grouped products
 )
-KNOWN: tuple[KnownFault, ...] = ()
+ONE_SCALE = "torch 2.13's dynamic quantisation has one scale for a call, so that what padding computes changes how real tokens are rounded"
+KNOWN = (
+    KnownFault(
+        {"model": "hf_gemma2", "wrapper": "quantised"}, "adoption_passes_its_own_check", "its answer differs by", ONE_SCALE
+    ),
+    KnownFault(
+        {"model": "hf_gemma2", "wrapper": "quantised", "rows": "left"},
+        "adopted_equals_transformers_and_so_does_released",
+        "adopted against transformers",
+        ONE_SCALE,
+    ),
+)
 
 MODELS = Lattice(
     "tests/lattice/models.py",
