@@ -99,7 +99,9 @@ def test_a_known_fault_that_was_mended_fails():
 
 
 def test_each_known_fault_has_a_point():
-    assert all(any(matches(WRONG.where, point) for point in lattice().points(seed)) for seed in range(30))
+    narrow = KnownFault({"a": "a2", "b": "b1", "c": "c3", "d": "d1"}, "sums", "sum", "library 1.0")
+    for seed in range(10):
+        assert any(matches(narrow.where, point) for point in lattice(known=(narrow,)).points(seed))
 
 
 def test_a_known_fault_with_another_message_fails():
