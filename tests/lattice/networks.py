@@ -196,7 +196,9 @@ def _family(point: Mapping[str, str]) -> nn.Module:
     rates = dict.fromkeys(names & set(ATTENTION_DROPOUT), rate)
     rates |= dict.fromkeys(names & {"resid_pdrop", "embd_pdrop", "hidden_dropout_prob"}, 0.0)
     model = cls(cls.config_class(**options, **rates))
-    model.config.use_cache = False  # under autocast, a cache makes float32 of all values
+    for module in model.modules():  # the decoder of T5 has a config of its own
+        if hasattr(module, "config"):
+            module.config.use_cache = False  # under autocast, a cache makes float32 of all values; checkpointing allows none
     if point["checkpointing"] == "yes":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
