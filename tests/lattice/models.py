@@ -605,8 +605,9 @@ COUNTS_PADDING = {"model": "hf_gpt2|hf_bert", "rows": "left|inside"}
 """transformers counts padding as positions here."""
 GAPS = {"model": HF, "rows": "inside"}
 """transformers counts padding between tokens as positions."""
+OF_COLUMNS = [name for name, options in OURS.items() if options.get("position") in ("alibi", "t5") or "window" in options]
 COLUMNS = (
-    {"model": "gemma|sinks|alibi|t5|t5_encoder", "rows": "inside"},
+    {"model": joined(OF_COLUMNS), "rows": "inside"},
     {"change": "window|t5_bias", "rows": "inside"},
     {"model": "linformer", "rows": "left|inside"},
 )
