@@ -273,7 +273,7 @@ class Lattice:
             if matches(fault.where, dict(part))
         ]
         points = [self._plainest(part) for part in parts if self.exists(part)]
-        return [point for point in points if point is not None and self.serves(point)]
+        return list({self.words(point): point for point in points if point is not None and self.serves(point)}.values())
 
     def pairs(self, **fixed: str) -> list[Point]:
         """Every pair of values of two axes, with ``fixed`` values and all other axes plain, where such a point is served."""

@@ -433,7 +433,7 @@ def _with_lora(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
-                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(0.005 * torch.randn(parameter.shape, generator=generator))
     return wrapped.train(is_training)
 
 

@@ -11,7 +11,7 @@ from tests.lattice.models import AXES, MODELS
 from tests.lattice.networks import CHANGES, FAMILIES, OURS, SIZES, joined
 
 SEED = 61
-QUICK, SLOW = 20, 140
+QUICK, SLOW = 20, 120
 SLOW_TO_START = {"wrapper": "lora|quantised|compile|inductor"}
 RELEASE = ({"model": joined(FAMILIES)}, {"wrapper": "inductor|ddp|fsdp"})
 
