@@ -279,7 +279,8 @@ def adopt_hf(
         model: a ``transformers.PreTrainedModel``, or a module that contains such models, for example a PEFT model.
         backend: the backend of the cores, as in ``DotProductAttention``.
         check: ``auto``: call the model with two short made-up rows, one of them padded, or with two made-up pictures. A mapping:
-            the arguments of the call, for models of sound or of several modalities. False: do not check, for example if the
+            the arguments of the call, for models of sound or of several modalities, or without padding for a model with torch's
+            dynamic quantisation (padding changes the rounding of real tokens there). False: do not check, for example if the
             backend needs a device and the model is moved there later.
 
     Raises:
