@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -260,7 +259,7 @@ def _hf_folder(path: str, said: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    folder = Path(os.path.expanduser(path))
+    folder = Path(path)
     if not folder.is_dir():
         try:
             folder = Path(snapshot_download(path, local_files_only=True))
