@@ -211,7 +211,7 @@ def test_an_experiment_of_ones_own_without_its_first_line_is_told_of_it(cli, pla
 def test_what_stands_beside_a_grid_and_would_reach_none_of_its_runs_is_refused(cli, place, no_run):
     put(place / "conf" / "primary.yaml", "defaults: [train, _self_]\noptimizer: {weight_decay: 0.3}\n")
     words = "--config-dir=conf", "--config-name=primary", "experiment=scaling_ablation", "ablation=smoke"
-    assert_named(cli(*words), "optimizer is set beside the grid")
+    assert_named(cli(*words), "optimizer is set outside of ablation")
     assert compose_grid(["experiment=speedrun_char", "ablation=speedrun"])  # all of its runs have this experiment
 
 
