@@ -321,7 +321,7 @@ def as_before(module: TrainingModule, device: torch.device) -> Iterator[None]:
 
 def _kept(module: nn.Module) -> Callable[[], None]:
     """Return a function that restores a module without its children: parameters, buffers, hooks and other attributes."""
-    tensors = [tensor for group in (module._parameters, module._buffers) for tensor in group.values() if tensor is not None]
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     values = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
     attributes = _kept_values(vars(module))
 
