@@ -1,18 +1,12 @@
-"""What every program does with its command line: check and read it, run, and turn exceptions into one sentence and an exit code.
-
-0 done · 2 anything wrong in what was typed · 3 failed after starting · 130 SIGINT, 143 SIGTERM (with a checkpoint, unless
-trainer.ckpt_every=0 or training had not begun).
-"""
+"""Read the command line of a program, and run it."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,63 +16,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from minitx import __version__
-from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
-from minitx.cli.mistakes import is_of_hydra, message_of, unreadable
+from minitx.cli.exit_codes import exit_code
+from minitx.cli.hydra_errors import unreadable
 from minitx.config import CONFIG_DIR, ConfigError, from_dict
 from minitx.config.schema import Config, require
 
 T = TypeVar("T")
-
-
-# --- exceptions, as a sentence and an exit code
-
-
-class CellsFailedError(RuntimeError):
-    """Cells of a grid failed. The others are done and reported."""
-
-
-def exit_code(program: Callable[[], Any]) -> int:
-    """Run ``program`` and return its exit code. The sentence of an exception is written to stderr.
-
-    If the reader of stdout goes away (``train.py ... | head``), the program goes on without a word; also if a stream is closed.
-    """
-    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
-        if getattr(sys, name) is None:  # closed by whoever started the program
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # which loses a line for one letter
-        sys.stdout.reconfigure(errors="backslashreplace")
-    code = _code_of(program)
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so at its end
-    return code
-
-
-def _code_of(program: Callable[[], Any]) -> int:
-    try:
-        program()
-    except SystemExit as stop:
-        if isinstance(stop.code, str):  # of a module of the user's
-            return _say(stop, stop.code, 2)
-        return 2 if stop.code == 1 else stop.code or 0  # 1: Hydra has said what is wrong
-    except KeyboardInterrupt as stop:
-        cause = stop.__cause__
-        return _say(cause, *(sentence(cause) if cause else ("stopped by SIGINT", 130)))
-    except BrokenPipeError:  # of `train.py --help`
-        return 0
-    except Exception as error:
-        return _say(error, *sentence(error))
-    return 0
-
-
-def _say(error: BaseException | None, text: str, code: int) -> int:
-    if error is not None and "traceback=true" in sys.argv[1:]:
-        traceback.print_exception(error)
-    tell_launcher(text)
-    if FOLDER not in os.environ:  # else the program that started this process says it, once for all of them
-        sys.stderr.write(f"{'error: ' if code < 128 else ''}{text}\n")
-    return code
 
 
 class Flags(argparse.ArgumentParser):
@@ -149,29 +92,6 @@ def quoted(word: str) -> str:
     """
     name, _, value = word.partition("=")
     return word if value.isascii() or set(value) & set("'\"\\,()[]{}") else f'{name}="{value}"'
-
-
-def sentence(error: BaseException) -> tuple[str, int]:
-    """Return one line and the exit code for ``error``."""
-    text, kind = _one_line(str(error)), type(error).__name__  # some kinds are of modules that load torch, and known by name
-    if isinstance(error, ConfigError) or type(error).__module__.startswith("yaml."):
-        return text, 2
-    if isinstance(error, RankFailedError):
-        return text, error.code
-    if isinstance(getattr(error, "number", None), int):  # of a signal
-        return text, 128 + error.number  # type: ignore[attr-defined]
-    if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
-        return text, 3
-    if is_of_hydra(error):
-        return message_of(error), 2
-    return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-# --- key=value arguments, for the programs whose keys are the fields of a dataclass
 
 
 def key(default: Any, meaning: str, *, is_path: bool = False) -> Any:

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.mistakes import explained, is_of_hydra, names_of
+from minitx.cli.hydra_errors import explained, is_of_hydra, names_of
 from minitx.config import CONFIG_DIR, ConfigError, EvaluationConfig, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.part import find_target, required, unknown_keys, usual
 from minitx.config.schema import config_class_of, defaults, require, to_dict

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minitx.config import ConfigError, Part, TransformerConfig, to_dict
 from minitx.config.schema import nearest, require, stated
 from minitx.config.training import MODEL
-from minitx.data.loaders import INPUTS, lightning_base, overrides
+from minitx.data.lightning_data import INPUTS, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
