@@ -118,7 +118,7 @@ class StoredConfig(Config):
         is_path=True,
     )
     device: str = key("auto", "cpu, cuda, cuda:1, mps ...; auto: the device that training takes, a GPU if there is one")
-    trust: bool = key(False, "build any class that the checkpoint names; it can run any code")
+    trust: bool = key(False, "build any class that the checkpoint names. This can run any code")
 
     @property
     def checkpoint(self) -> str:

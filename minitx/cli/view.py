@@ -38,8 +38,8 @@ class ViewConfig(StoredConfig):
 
     ckpt_path: str = key(
         "",
-        "checkpoint of a run, several with commas between (a step of the slider each), or the folder of a run: "
-        "what it recorded, or with text or knock_out its last checkpoint",
+        "checkpoint of a run, several separated by commas (each is a step of the slider), or the folder of a run: "
+        "its recorded attention, or, with text or knock_out, its last checkpoint",
         is_path=True,
     )
     model: str = key(
@@ -58,7 +58,7 @@ class ViewConfig(StoredConfig):
     num_beams: Count = key(1, "beams for an encoder-decoder's own answer; 1: greedy")
     max_new_tokens: Count = key(64, "longest own answer of an encoder-decoder, in tokens")
     knock_out: bool = key(
-        False, "compute what the model answers without each head, for the page's button; one forward pass for each head"
+        False, "compute the model's answer without each head, for the page's button; one forward pass per head"
     )
     head: Natural = key(0, "the head that a film shows")
     output: str = key(
