@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from minitx.ablation import curves
-from minitx.ablation import wording as say
+from minitx.ablation import formatting as say
 from minitx.ablation.chinese import chinese
 from minitx.ablation.design import AblationConfig, ComparisonConfig
 from minitx.ablation.intervals import mean_interval, median
@@ -112,16 +112,16 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
     def of_question(part: str, otherwise: list[Any]) -> list[Any]:
         return getattr(about, part)(findings) if hasattr(about, part) else otherwise  # type: ignore[no-any-return]
 
-    sentences = of_question("sentences", []) or [text("report.txt", "sentence", grid, f) for f in findings.findings[:6]]
+    sentences = of_question("sentences", []) or [text("sentences.txt", "sentence", grid, f) for f in findings.findings[:6]]
     sentences = sentences or ["No comparison of this grid has a pair: two finished runs of the same seed."]
     first, results = of_question("figure", own[:1]), [run.result for run in findings.runs.all if run.status == "done"]
     sections = [
         Section("Numbers", [_numbers(findings), _slopes(findings)]),
         *of_question("sections", []),
         Section("Figures", [picture for picture in own if picture not in first]),
-        Section("Controls", [_controls(findings), *text("report.txt", "starts", results).splitlines()]),
+        Section("Controls", [_controls(findings), *text("sentences.txt", "starts", results).splitlines()]),
         Section("Predictions", [_predictions(findings)]),
-        Section("Limits", [*of_question("limits", []), *text("report.txt", "limits", results).splitlines()]),
+        Section("Limits", [*of_question("limits", []), *text("sentences.txt", "limits", results).splitlines()]),
         Section("What was run, and how to run it again", [_runs(findings), _not_done(findings), *_reproduce(meta)]),
     ]
     sections = [Section(each.title, [block for block in each.blocks if getattr(block, "rows", True)]) for each in sections]
@@ -165,7 +165,7 @@ def _template(name: str) -> Any:
 
 
 def text(template: str, macro: str, *values: Any) -> str:
-    """Return the text of a template's macro. ``say`` in a template is ``minitx.ablation.wording``."""
+    """Return the text of a template's macro. ``say`` in a template is ``minitx.ablation.formatting``."""
     return str(getattr(_template(template).module, macro)(*values)).strip()
 
 
@@ -205,12 +205,12 @@ def _numbers(findings: Findings) -> Table:
             "first arm": f"{say.words(grid, f.comparison.arms[0])}: {say.span_text(values[0])}",
             "second arm": f"{say.words(grid, f.comparison.arms[1])}: {say.span_text(values[1])}",
             "ratio or difference": say.span_text(f.estimate),
-            "range": text("report.txt", "basis", f),
+            "range": text("sentences.txt", "basis", f),
             "predicted": f"{formula} (formula), at most {bound}" if formula else bound or "",
             "second arm has": f.word + (" (a rate at the edge of those tried)" if f.at_edge else ""),
         }
         rows.append(row)
-    return Table(text("report.txt", "numbers", grid), rows)
+    return Table(text("sentences.txt", "numbers", grid), rows)
 
 
 def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Finding]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.tables import column_of, divided, labels_of, load_tables, share_of, texts_of
+from minitx.data.file_formats import column_of, divided, labels_of, load_tables, share_of, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, package, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 

@@ -17,7 +17,7 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.tables import column_of, divided, load_tables, share_of
+from minitx.data.file_formats import column_of, divided, load_tables, share_of
 from minitx.data.task import Ragged, Task, VocabSize, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 

@@ -12,7 +12,7 @@ from minitx.config import Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
 from minitx.data.documents import DocumentStream, StreamSource
-from minitx.data.loaders import load_task
+from minitx.data.lightning_data import load_task
 from minitx.data.task import Batch, Split, Task, as_split, position_texts
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.transfer import is_pinned_for

@@ -23,7 +23,7 @@ from minitx.config import IGNORED
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Source
 from minitx.data.corpus import FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
-from minitx.data.tables import as_texts, column_names, column_of, divided, load_tables, share_of
+from minitx.data.file_formats import as_texts, column_names, column_of, divided, load_tables, share_of
 from minitx.data.task import Batch, Ragged, Task, VocabSize, generator, hold_out, num_held_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
 

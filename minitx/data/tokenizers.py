@@ -411,6 +411,21 @@ def require_marks(tokenizer: Tokenizer, *names: str) -> list[int]:
     return [tokenizer.mark_ids[name] for name in names]
 
 
+def encode_known(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
+    """Return the ids of ``text``, the value of the key ``name``.
+
+    Raises:
+        ConfigError: a tokenizer of characters does not know a character; see also ``Tokenizer.encode``.
+    """
+    known: str = tokenizer.characters or text
+    for character in text:
+        require(
+            character in known,
+            f"{name} has the character {character!r} (U+{ord(character):04X}), which is not among the {len(known)} of the tokenizer",
+        )
+    return tokenizer.encode(text).tolist()
+
+
 def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     """Return a label for each of ``ids`` as a part of one text, for axes and lists of tokens.
 
