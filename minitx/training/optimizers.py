@@ -170,6 +170,12 @@ def build_optimizer(part: Part, network: nn.Module, head_dim: int = 1) -> torch.
     return optimizer
 
 
+def check_strategy(optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    """Raise a ConfigError for an optimizer that cannot train with ``trainer.strategy``."""
+    if isinstance(optimizer, Muon) and strategy == "sharded":
+        raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
+
+
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer`` supports ``found_inf``, which skips updates after a non-finite step without waiting for the host."""
     return bool(optimizer.defaults.get("fused"))
