@@ -82,7 +82,8 @@ def run_job(composed: DictConfig) -> float | None:
             require(HydraConfig.get().mode == RunMode.MULTIRUN, said)  # in a sweep another job may read it
             log.warning("job %s: %s", HydraConfig.get().job.num, said)
         if config.trainer.plan:
-            return run_plan(config, folder)
+            run_plan(config, folder)
+            return None
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
         if not words and HydraConfig.get().job.config_name == "train":

@@ -325,10 +325,15 @@ def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
     return done
 
 
+def product_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of Newton–Schulz products on a kind of device: bfloat16 on CUDA, where it is fast, else that of the matrices."""
+    return torch.bfloat16 if device == "cuda" else dtype
+
+
 def _newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     """``orthogonalise`` of a stack (N, rows, cols) with rows ≤ cols."""
     a, b, c = COEFFICIENTS
-    x = matrices.bfloat16() if matrices.device.type == "cuda" else matrices
+    x = matrices.to(product_dtype(matrices.device.type, matrices.dtype))
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
