@@ -54,16 +54,17 @@ def report(backend, **options):
     return next(line for line in reports if line.name == backend)
 
 
+SERVED = {"device": "cuda", "dtype": torch.bfloat16, "widths": (16, 16), "num_rows": 2, "dropout_p": 0.0}
 LACKS = [
-    ("cuda", torch.bfloat16, 2, 0.0, None), ("cuda", torch.float32, 1, 0.0, None), ("cuda", torch.float64, 2, 0.0, "float32"),
-    ("cuda", torch.float32, 0, 0.0, "without rows"), ("cuda", torch.float32, 2, 0.1, "dropout"), ("cpu", torch.float32, 2, 0.0, "CUDA"),
-    ("mps", torch.float32, 2, 0.0, "CUDA"),
+    ({}, None), ({"dtype": torch.float32, "num_rows": 1}, None), ({"dtype": torch.float64}, "float32"), ({"num_rows": 0}, "without rows"),
+    ({"dropout_p": 0.1}, "dropout"), ({"widths": (15, 16)}, "width 16 or more"), ({"widths": (16, 8)}, "width 16 or more"),
+    ({"device": "cpu"}, "CUDA"), ({"device": "mps"}, "CUDA"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("device", "dtype", "num_rows", "dropout_p", "lack"), LACKS)
-def test_flex_takes_half_and_single_precision_on_cuda_without_dropout(device, dtype, num_rows, dropout_p, lack):
-    reason = flex.lacks(device, dtype, num_rows, dropout_p)
+@pytest.mark.parametrize(("facts", "lack"), LACKS, ids=str)
+def test_flex_takes_half_and_single_precision_from_width_16_on_cuda_without_dropout(facts, lack):
+    reason = flex.lacks(**(SERVED | facts))
     assert reason is None if lack is None else lack in reason
 
 
@@ -79,7 +80,7 @@ def test_flex_refuses_what_it_cannot_do():
         refused = report("flex", **options)
         assert not refused.can and named in refused.reason
     with FakeTensorMode():
-        cuda = report("flex", query=torch.randn(1, 4, 6, 8, device="cuda", requires_grad=True), softcap=2.0)
+        cuda = report("flex", query=torch.randn(1, 4, 6, 16, device="cuda", requires_grad=True), softcap=2.0)
     assert cuda.can and cuda.runs
     with pytest.raises(NotImplementedError, match="flex"):
         attention(q, q, q, backend="flex")

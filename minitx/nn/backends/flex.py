@@ -105,15 +105,18 @@ def seen_keys(mask: Mask | None, bias: Bias | None, call: AttentionCall) -> Tens
 def why_not(call: AttentionCall) -> str | None:
     """Return what FlexAttention cannot do or computes wrongly, or None."""
     query = call.query
-    if lack := lacks(query.device.type, query.dtype, query.shape[0], call.dropout_p):
+    if lack := lacks(query.device.type, query.dtype, (query.shape[-1], call.value.shape[-1]), query.shape[0], call.dropout_p):
         return lack
     return "a compiled kernel cannot be entered by torch.func or forward derivatives" if transforms(call) else None
 
 
-def lacks(device: str, dtype: torch.dtype, num_rows: int, dropout_p: float) -> str | None:
-    """Return what FlexAttention lacks for a call with a batch of ``num_rows`` on a kind of device, or None.
+def lacks(device: str, dtype: torch.dtype, widths: tuple[int, int], num_rows: int, dropout_p: float) -> str | None:
+    """Return what FlexAttention lacks for a call on a kind of device, or None.
 
-    >>> lacks("cuda", torch.float64, 2, 0.0)
+    Args:
+        widths: D and Dv, the widths of queries and values. num_rows: B, the rows of the batch.
+
+    >>> lacks("cuda", torch.float64, (64, 64), 2, 0.0)
     'FlexAttention computes in float32'
     """
     if dropout_p > 0.0:
@@ -124,4 +127,6 @@ def lacks(device: str, dtype: torch.dtype, num_rows: int, dropout_p: float) -> s
         return "FlexAttention makes no block mask for a batch without rows"
     if device != "cuda":
         return "FlexAttention needs CUDA: its kernel for CPUs has no backward pass and wrong answers at some sizes"
+    if min(widths) < 16:  # torch's compiler would raise it, in the first call
+        return f"FlexAttention's kernel for CUDA needs heads of width 16 or more, got {min(widths)}"
     return None
