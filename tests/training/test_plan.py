@@ -266,6 +266,16 @@ def folder_of_llama(folder):
     return [f"model.path={folder}", "model.adopt=true"]
 
 
+@pytest.mark.slow
+def test_a_low_rank_adapter_holds_gradients_and_states_of_its_own_weights_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path)
+    words = [*(word for word in BASE if not word.startswith("model")), "model=hf", *folder_of_llama(tmp_path / "model")]
+    config = compose_config([*words, "model.lora=2"])
+    plan = train(planned(config), tmp_path / "run")
+    assert plan == held_by(config, tmp_path / "run")
+    assert 0 < 2 * plan["gradients"] < plan["optimizer_states"] < plan["parameters"] / 5
+
+
 NARROW = ["model.embed_dim=64", "model.num_heads=2", "model.ffn_dim=128"]
 OF_64 = {
     "gpt2": (12, lambda folder: ["model=gpt2", *NARROW]),
