@@ -1,8 +1,8 @@
 """The plan of a run: what each of its processes will hold of parameters, gradients and optimizer states.
 
 Nothing is looked up in a table, and none of the devices is needed. The network of the run is copied without its numbers, to torch's
-device ``meta``. Of several processes that shard it, the first one is set up alone, in a process group that sends nothing. The optimizer
-of the run then takes one step, and the tensors are counted.
+device ``meta``. With sharding, the first process takes its part of it, in a process group that sends nothing. The optimizer of the run
+then makes two steps, and the tensors are counted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from minitx.training.optimizers import build_optimizer, check_strategy
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes that a process holds from its first step to its last. Of several processes with different parts, it is the first, which
-    holds most.
+    """Bytes that a process holds from its first step to its last. With sharding, the first process holds the most, and the plan is its.
 
     Attributes:
         parameters: the parameters, trained or frozen.
-        buffers: the buffers, which are never sharded.
+        buffers: the buffers, whole on every process.
         gradients: the gradients of the trained parameters.
         optimizer_states: the states of the optimizer.
         averaged_weights: the copies of callbacks that average the weights.
@@ -71,11 +70,11 @@ def _in_units(size: int) -> str:
 
 
 def make_plan(config: RunConfig, network: nn.Module, callbacks: Sequence[L.Callback] = ()) -> Plan:
-    """Return what a process of a run will hold.
+    """Return the plan of a run.
 
     Args:
         config: the config of the run.
-        network: the network of the run. It stays as it is; its numbers are not read.
+        network: the network of the run. It is copied without its numbers.
         callbacks: callbacks of the run. Those of Lightning that average weights keep a copy of them.
 
     Raises:
@@ -106,7 +105,7 @@ def _plan_of(network: nn.Module, config: RunConfig, copies: Sequence[nn.Module])
 
 
 def optimizer_states(network: nn.Module, part: Part, strategy: str) -> list[Tensor]:
-    """Return the tensors in the states of an optimizer of ``network``, which is on the device ``meta``, after two steps.
+    """Return the tensors in the states of an optimizer after two steps. ``network`` is on the device ``meta``.
 
     An optimizer that reads a number (Adafactor the norm of a weight) gets numbers, in the part of this process alone.
 
@@ -123,8 +122,8 @@ def optimizer_states(network: nn.Module, part: Part, strategy: str) -> list[Tens
         try:
             states = _states(network, part, strategy)
         except RuntimeError as error:
-            said = f"optimizer: {part.name} makes no step with trainer.strategy={strategy}"
-            raise ConfigError(f"{said}: {first_line(error)}") from error
+            where = f"with trainer.strategy={strategy}"
+            raise ConfigError(f"optimizer: {part.name} makes no step {where}: {first_line(error)}") from error
     first, second = states
     require(
         size_of(first) == size_of(second), f"optimizer: the states of {part.name} grow from step to step: they have no plan"
@@ -174,7 +173,7 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 
 def precision_of(options: TrainerConfig) -> str:
-    """Return the precision that a run has on its devices, which this machine need not have."""
+    """Return the precision that a run has on its devices. This machine need not have them."""
     on_cpu = options.accelerator == "cpu" or (options.accelerator == "auto" and device_of().type == "cpu")
     return cpu_precision(options.precision) if on_cpu else options.precision
 
@@ -188,7 +187,7 @@ def build_without_numbers(config: RunConfig, data: DataModule) -> nn.Module:
         ConfigError: the model cannot be built, or does not fit the data.
     """
     part, precision = config.model, config.trainer.precision
-    if part.is_given:  # the user's object stays as it is
+    if part.is_given:  # the object is not changed
         part = Part.given(without_numbers(part.build()), "model")
     try:
         with torch.device("meta"):
@@ -213,12 +212,12 @@ def without_numbers(network: nn.Module) -> nn.Module:
 
 @contextmanager
 def imagined_processes(count: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """A context in which this process is one of ``count``, of which no other exists. Nothing is sent, so sums over processes are wrong.
+    """A context in which this process is one of ``count``. The others do not exist: nothing is sent, so sums over processes are wrong.
 
     Raises:
         ConfigError: this process belongs to a group of processes already.
     """
-    # torch has no public name for this group, which is part of its own tests; FSDP needs one to shard by
+    # torch has no public name for this group. FSDP needs a group to shard.
     import torch.testing._internal.distributed.fake_pg
 
     is_free = not torch.distributed.is_initialized()
