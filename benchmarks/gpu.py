@@ -5,7 +5,8 @@
     python benchmarks/gpu.py --quick             # tiny sizes on any device: does it run?
 
 The same programs as on a CPU, on bfloat16; the clock waits for the device before and after each block. Tokens are random, never zeros; peak
-memory is ``max_memory_allocated`` after a reset. The ceilings: a product of two 8192² matrices of random bfloat16 numbers, and a copy
+memory is ``max_memory_allocated`` after a reset. First of all, the calls of attention of ``tests/lattice/calls.py`` run on the device for
+two minutes, and are judged by loops on the CPU. The ceilings: a product of two 8192² matrices of random bfloat16 numbers, and a copy
 of 4 GiB. Each kernel is held against float64 on a small call before it is timed. P2, P3 and P12 are whole runs: ``quality.py``.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 from attention import choice, fused
-from harness import Row, compare, exact, median_interval, over, parser, peak, row, seconds_of, write
+from harness import ROOT, Row, compare, exact, median_interval, over, parser, peak, row, seconds_of, write
 from peers import NANOGPT, loss_of, nano_gpt
 from step import chunked_loss, probed_over_none, raw_step, trainer_over_loop
 
@@ -115,6 +117,14 @@ def device() -> str:
     return DEVICE
 
 
+def calls(*options: str) -> dict[str, Any]:
+    """The lattice of calls on the device, as a program of its own: its exit code (1: a call is wrong), and what it prints."""
+    command = [sys.executable, str(ROOT / "tests" / "lattice" / "calls.py"), *options]
+    done = subprocess.run(command, env={**os.environ, "DEVICE": DEVICE}, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, flush=True)
+    return {"code": done.returncode, "said": done.stdout.splitlines()}
+
+
 def main() -> None:
     parse = parser(__doc__, pairs=8)
     parse.add_argument("--quick", action="store_true", help="tiny sizes, on any device; writes nothing")
@@ -122,6 +132,7 @@ def main() -> None:
     quick, pairs = given.quick, given.pairs
     if DEVICE == "cpu" and not quick:
         sys.exit("error: torch sees no GPU here; --quick tries the script on any device")
+    judged = calls("--limit=3" if quick else "--seconds=120")
     torch.manual_seed(0)
     rows: list[Row] = []
     with torch.device(DEVICE):
@@ -136,7 +147,7 @@ def main() -> None:
     if DEVICE == "cuda" and find_spec("lightning") is not None:
         rows += [*trainer_over_loop(pairs, 50, 2048, "<= 1.005"), *probed_over_none(pairs, rows=2048, wanted="<= 1.02")]
     if not quick:
-        write("gpu", rows, device=device(), ceilings=most)
+        write("gpu", rows, device=device(), ceilings=most, calls=judged)
 
 
 if __name__ == "__main__":

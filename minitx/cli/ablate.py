@@ -91,6 +91,8 @@ def check(chosen: Sequence[Cell]) -> None:
             raise ConfigError(f"{place}, arm {cell.place.arm}{levels}: {sentence(error)[0]}") from None
         if cell.keeps_weights and not config.trainer.ckpt_every:
             raise ConfigError(f"{place}: other runs start from its weights, so trainer.ckpt_every must not be 0")
+        if config.trainer.plan:
+            raise ConfigError(f"{place}: trainer.plan=true shows one run and trains none: leave it out of a grid")
         if config.trainer.world_size > 1:
             raise ConfigError(f"{place}: a run of a grid uses one device; trainer.devices must be 1")
 

@@ -82,6 +82,9 @@ def run_job(composed: DictConfig) -> float | None:
         for said in () if FOLDER in os.environ else idle(config, words):
             require(HydraConfig.get().mode == RunMode.MULTIRUN, said)  # in a sweep another job may read it
             log.warning("job %s: %s", HydraConfig.get().job.num, said)
+        if config.trainer.plan:
+            run_plan(config, folder)
+            return None
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
         if not words and HydraConfig.get().job.config_name == "train":
@@ -90,9 +93,7 @@ def run_job(composed: DictConfig) -> float | None:
         log.info("%s", summary_line(result, folder))
         return value_of(result, config.optimized_metric)
     except BaseException as error:
-        if (made := hydra_folder()) is not None:
-            with suppress(OSError):
-                made.rmdir()  # if nothing is in it
+        remove_hydra_folder()
         if not isinstance(error, Exception):
             raise
         if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
@@ -136,6 +137,13 @@ def hydra_folder() -> Path | None:
     return Path(job.runtime.output_dir) if job.mode == RunMode.MULTIRUN or job.run.dir != "." else None
 
 
+def remove_hydra_folder() -> None:
+    """Remove the folder that Hydra has created for this job, if nothing is in it."""
+    if (made := hydra_folder()) is not None:
+        with suppress(OSError):
+            made.rmdir()
+
+
 class SweepFolder(Callback):
     """Keep the config of a sweep, which names its folder, until ``remove`` is called. The config of a run is Hydra's own matter."""
 
@@ -172,6 +180,19 @@ def command() -> str:
     primary = HydraConfig.get().job.config_name
     named = [] if primary == "train" else [f"--config-name={primary}"]
     return shlex.join([*(called or ["python", "scripts/train.py"]), *named, *command_words()])
+
+
+def run_plan(config: RunConfig, folder: Path) -> None:
+    """Print what each process of a run will hold. The run would have ``folder``, and a plan has none.
+
+    Raises:
+        ConfigError: the run is one of a sweep, or could not begin.
+    """
+    from minitx.training.run import train
+
+    require(HydraConfig.get().mode == RunMode.RUN, "trainer.plan=true shows one run: leave out -m")
+    train(config, folder)
+    remove_hydra_folder()
 
 
 def run_on_devices(config: RunConfig, folder: Path) -> float:

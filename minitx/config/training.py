@@ -170,6 +170,8 @@ class TrainerConfig(Config):
         overfit: train on the batch of the first step in every step.
         rehearse: before the run's folder is created, try every stage of the run on two rows. Runs that resume, have several
             processes or belong to a grid are not rehearsed. Your own callbacks and loggers take no part.
+        plan: do not train: print the bytes that each process will hold of parameters, gradients and optimizer states, for any number
+            of devices; this machine need not have them. Activations are not counted.
         compile: compile network and loss with torch.compile. torch caches the kernels in $TORCHINDUCTOR_CACHE_DIR.
         deterministic: use only deterministic kernels. An error names a kernel that is not.
         threads: CPU threads per process; null: torch's default.
@@ -201,6 +203,7 @@ class TrainerConfig(Config):
     stop_at: StopAtConfig | None = None
     overfit: bool = False
     rehearse: bool = True
+    plan: bool = False
     compile: bool = False
     deterministic: bool = False
     threads: Count | None = None
@@ -405,5 +408,9 @@ class RunConfig(Config):
             path = getattr(self, name)
             require(path != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
             object.__setattr__(self, name, path and os.path.expanduser(path))
+        resumed = self.trainer.plan and self.ckpt_path is not None
+        require(
+            not resumed, "trainer.plan=true shows a run before its first step, and ckpt_path resumes one: leave one of them out"
+        )
         best = self.evaluation.test == "best" and not self.trainer.ckpt_every
         require(not best, "evaluation.test=best needs best.ckpt, which trainer.ckpt_every=0 does not write")

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -251,8 +251,12 @@ def check_processes(trainer: L.Trainer) -> None:
     own = str(trainer.precision)
     if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(own) != own, all=False):
         raise ConfigError(f"trainer.precision={own} differs between the machines of this run; set trainer.precision=32-true")
-    averaged = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    if averaged and isinstance(trainer.strategy, Sharded):
+    check_averages(trainer.callbacks, is_sharded=isinstance(trainer.strategy, Sharded))  # type: ignore[attr-defined]
+
+
+def check_averages(callbacks: Sequence[L.Callback], *, is_sharded: bool) -> None:
+    """Raise a ConfigError if one of the callbacks averages weights of which each process has a part."""
+    if is_sharded and any(isinstance(callback, WeightAveraging) for callback in callbacks):
         raise ConfigError("callbacks.ema needs whole weights on one device, got trainer.strategy=sharded")
 
 

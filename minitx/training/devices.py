@@ -57,13 +57,12 @@ def check_count(options: TrainerConfig) -> None:
         ConfigError: nobody has registered the accelerator, there are fewer devices than required, or the device has no float64 and
             ``trainer.precision`` is ``64-true``.
     """
-    asked, mps = options.accelerator, int(torch.backends.mps.is_available())
+    asked = options.accelerator
     if asked in _BUILT_IN:
-        found = mps if asked == "mps" else torch.cuda.device_count() or mps
+        found, most = count_devices(asked, torch.cuda.device_count(), torch.backends.mps.is_available())
     else:
         registered = _registered(asked)
-        found = registered.auto_device_count() if registered.is_available() else 0
-    most = {"cpu": math.inf, "auto": max(found, 1)}.get(asked, found)
+        found = most = registered.auto_device_count() if registered.is_available() else 0
     kind = "GPUs" if asked in _BUILT_IN else f"devices of {asked}"
     require(
         options.devices <= most,
@@ -75,6 +74,31 @@ def check_count(options: TrainerConfig) -> None:
         raise ConfigError(f"trainer.precision=64-true: {device_name(device)} has no float64; set trainer.accelerator=cpu")
 
 
+def count_devices(accelerator: str, num_cuda: int, has_mps: bool) -> tuple[int, float]:
+    """Return the GPUs of a machine that ``trainer.accelerator`` takes, and the largest ``trainer.devices`` there.
+
+    Args:
+        accelerator: ``auto``, ``cpu``, ``gpu`` or ``mps``.
+        num_cuda: CUDA's devices. has_mps: whether Apple's GPU is there.
+
+    >>> count_devices("gpu", 2, False), count_devices("auto", 0, False), count_devices("cpu", 2, False)
+    ((2, 2), (0, 1), (2, inf))
+    """
+    found = int(has_mps) if accelerator == "mps" else num_cuda or int(has_mps)
+    return found, {"cpu": math.inf, "auto": max(found, 1)}.get(accelerator, found)
+
+
+def kind_of_device(accelerator: str, num_cuda: int, has_mps: bool) -> str:
+    """Return the kind of device that a run takes on a machine, in Lightning's order. The arguments are those of ``count_devices``.
+
+    >>> [kind_of_device("auto", num_cuda, has_mps) for num_cuda, has_mps in ((0, False), (1, False), (1, True))]
+    ['cpu', 'cuda', 'mps']
+    """
+    if accelerator == "cpu":
+        return "cpu"
+    return "mps" if has_mps else "cuda" if num_cuda else "cpu"
+
+
 def device_of(accelerator: str = "auto") -> torch.device:
     """Return the first device that ``trainer.accelerator`` takes on this machine. Programs with ``device=auto`` take the same device.
 
@@ -82,14 +106,11 @@ def device_of(accelerator: str = "auto") -> torch.device:
         accelerator: ``auto`` takes Apple's GPU, else CUDA, else the CPU, in Lightning's order. Names other than ``cpu``, ``gpu`` and
             ``mps`` are looked up in Lightning's registry of accelerators.
     """
-    if accelerator == "cpu":
-        return torch.device("cpu")
     if accelerator not in _BUILT_IN:
         registered = _registered(accelerator)
         return registered.get_parallel_devices(registered.parse_devices(1))[0]
-    if torch.backends.mps.is_available():
-        return torch.device("mps", 0)
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kind = kind_of_device(accelerator, torch.cuda.device_count(), torch.backends.mps.is_available())
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
 
 
 _BUILT_IN = ("auto", "cpu", "gpu", "mps")

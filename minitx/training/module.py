@@ -42,7 +42,7 @@ from minitx.training.devices import (
 )
 from minitx.training.net import MASKS, Net
 from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, checked_sums
-from minitx.training.optimizers import Muon, build_optimizer, skips_on_device
+from minitx.training.optimizers import build_optimizer, check_strategy, skips_on_device
 
 log = logging.getLogger(__name__)
 
@@ -328,8 +328,7 @@ def build_module(
 
     first = make_optimizer(network)  # what they refuse is said before the run has a folder
     make_schedule(first, options.max_steps or sys.maxsize)
-    if isinstance(first, Muon) and options.strategy == "sharded":
-        raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
+    check_strategy(first, options.strategy)
     net.check(row, data.task.key_masks.values())
     net.check_documents(row)
     return TrainingModule(network, sums, make_optimizer, make_schedule, options, seed)

@@ -170,6 +170,12 @@ def build_optimizer(part: Part, network: nn.Module, head_dim: int = 1) -> torch.
     return optimizer
 
 
+def check_strategy(optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    """Raise a ConfigError for an optimizer that cannot train with ``trainer.strategy``."""
+    if isinstance(optimizer, Muon) and strategy == "sharded":
+        raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
+
+
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer`` supports ``found_inf``, which skips updates after a non-finite step without waiting for the host."""
     return bool(optimizer.defaults.get("fused"))
@@ -319,10 +325,15 @@ def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
     return done
 
 
+def product_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of Newton–Schulz products on a kind of device: bfloat16 on CUDA, where it is fast, else that of the matrices."""
+    return torch.bfloat16 if device == "cuda" else dtype
+
+
 def _newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     """``orthogonalise`` of a stack (N, rows, cols) with rows ≤ cols."""
     a, b, c = COEFFICIENTS
-    x = matrices.bfloat16() if matrices.device.type == "cuda" else matrices
+    x = matrices.to(product_dtype(matrices.device.type, matrices.dtype))
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
@@ -21,16 +22,25 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, Part, RunConfig, SamplesConfig, TrainerConfig, to_dict
+from minitx.config import CallbacksConfig, ConfigError, Part, RunConfig, SamplesConfig, TrainerConfig, to_dict
 from minitx.config.part import import_modules, parameter_names
 from minitx.config.schema import Count, defaults, first_line, read, require
 from minitx.config.training import LOADING
 from minitx.data.conversations import ChatFormat, is_chat, template_of
 from minitx.data.datamodule import DataModule, in_steps, open_data
-from minitx.data.task import Task
+from minitx.data.task import Task, kept_generators
 from minitx.data.tokenizers import Tokenizer, encode_known
 from minitx.training import rank
-from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
+from minitx.training.callbacks import (
+    BestCheckpoint,
+    LastCheckpoint,
+    Samples,
+    StepLog,
+    StopAt,
+    check_averages,
+    place_averages,
+    progress,
+)
 from minitx.training.checkpoints import (
     check_free,
     check_resumed,
@@ -40,9 +50,19 @@ from minitx.training.checkpoints import (
 )
 from minitx.training.devices import cpu_precision, device_of, machine
 from minitx.training.evaluation import check_test, evaluate_splits
-from minitx.training.loggers import COLUMNS, MetricsFile, WandbExtras, finish_wandb, run_folder, summarise, summary
+from minitx.training.loggers import (
+    COLUMNS,
+    MetricsFile,
+    WandbExtras,
+    describe_part,
+    finish_wandb,
+    run_folder,
+    summarise,
+    summary,
+)
 from minitx.training.module import AtomicCheckpointIO, NonFiniteError, Sharded, TrainingModule, build_module
-from minitx.training.net import build_network
+from minitx.training.net import Net, build_network
+from minitx.training.plan import build_without_numbers, make_plan, precision_of
 from minitx.training.probes import Probe
 from minitx.training.questions import questions_of
 from minitx.training.rehearse import is_rehearsed, rehearse
@@ -62,7 +82,8 @@ def train(
 ) -> dict[str, Any]:
     """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
 
-    Random generators, threads, environment variables and signal handlers of this process are afterwards as they were before.
+    Random generators, threads, environment variables and signal handlers of this process are afterwards as they were before. With
+    ``trainer.plan=true`` nothing is trained and no folder is made: the plan is logged, and its bytes are returned.
 
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
@@ -81,17 +102,44 @@ def train(
     """
     folder = Path(folder)
     config = checked(config, folder, model=model, data=data, objective=objective, batch_size=batch_size)
+    if config.trainer.plan:
+        return show_plan(config)
     with quiet_lightning(), machine(config.trainer):
         rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
         config = dataclasses.replace(config, trainer=in_steps(config.trainer, rows))
         network = build_network(config.model, rows, precision=config.trainer.precision, seed=config.seed)
         parts = config.objective, config.optimizer, config.schedule
         module = build_module(start_from(config.init_from, network), rows, *parts, config.trainer, config.seed)
-        check_asked(module, rows, config.model, config.callbacks, config.evaluation)
+        check_asked(module.net, rows, config)
         if is_rehearsed(config):
             rehearse(config, module, rows, perform)
         steps, nonfinite_step, metrics = perform(config, module, rows, folder, files)
     return summarise(folder, steps, nonfinite_step, metrics, rows.task.floors, network)
+
+
+def show_plan(config: RunConfig) -> dict[str, int]:
+    """Log the plan of a run (see ``make_plan``), and return its bytes by name."""
+    options = config.trainer
+    with quiet_lightning(), kept_generators(torch.device("cpu")):
+        rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
+        network = build_without_numbers(config, rows)
+        net = Net.of(network)
+        check_asked(net, rows, config)
+        callbacks = build_all(config.callbacks.parts, "callbacks", L.Callback)
+        check_averages(callbacks, is_sharded=options.strategy == "sharded")
+        plan = make_plan(config, network, callbacks)
+    is_sharded, count = options.strategy == "sharded", options.world_size
+    processes = f"{count} processes, {'sharded' if is_sharded else 'ddp'}" if count > 1 else "one process"
+    gathered = ", the layers that FSDP gathers while they compute" if is_sharded else ""
+    lines = {
+        "model": net.describe(),
+        "training": describe_part(config.optimizer),
+        "plan": f"{processes}, {precision_of(options)}; each process holds{' at most' if is_sharded else ''}",
+        "": plan.table(),
+        "beside": f"activations, which grow with the rows of a micro-batch{gathered}, and what the device's libraries take",
+    }
+    log_on_rank_zero("\n".join(f"{name:9}  {line}" if name else line for name, line in lines.items()))
+    return vars(plan)
 
 
 def perform(
@@ -157,9 +205,7 @@ def build_all(group: Mapping[str, Part | None], path: str, kind: type, **offered
     return entries
 
 
-def check_asked(
-    module: TrainingModule, data: DataModule, model: Part, callbacks: CallbacksConfig, evaluation: EvaluationConfig
-) -> None:
+def check_asked(net: Net, data: DataModule, config: RunConfig) -> None:
     """Check that the run can give what is asked of it.
 
     Raises:
@@ -167,14 +213,14 @@ def check_asked(
             are on, which need whole weights on one device, or a model that was given from Python would have to be built again to be
             evaluated.
     """
-    check_test(evaluation.test, data.task)
-    if module.options.strategy != "sharded":
+    check_test(config.evaluation.test, data.task)
+    if config.trainer.strategy != "sharded":
         return
-    module.net.layers(module.options.shard)
-    if callbacks.probe.every:
+    net.layers(config.trainer.shard)
+    if config.callbacks.probe.every:
         raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
-    is_built = module.net.stored_node is not None or not model.is_given
-    if evaluation.at_end and not is_built:
+    is_built = net.stored_node is not None or not config.model.is_given
+    if config.evaluation.at_end and not is_built:
         raise ConfigError("evaluation.at_end needs a model that the config can build again with trainer.strategy=sharded")
 
 

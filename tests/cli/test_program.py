@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import re
 import shlex
 import signal
 import sys
@@ -244,3 +245,20 @@ def test_letters_that_hydra_cannot_read_are_quoted_and_its_own_marks_are_left_to
     assert quoted("data.path=数据/小说 1.txt") == 'data.path="数据/小说 1.txt"'
     for word in ("a=b c", "seed=1,2", 'data.path="小说.txt"', "tags=[小,说]", "~小说", "data.path=小,说"):
         assert quoted(word) == word
+
+
+def test_a_plan_of_64_processes_is_printed_and_leaves_no_folder(cli, place, caplog):
+    caplog.set_level("INFO")
+    said = cli(*TINY, "data.batch_size=64", "trainer=fsdp", "trainer.devices=64", "hydra.run.dir=new", "trainer.plan=true")
+    assert (said.code, said.err) == (0, "")
+    assert re.search(
+        r"64 processes, sharded.*\nparameters +[\d,]+ bytes.*\ngradients .*\noptimizer states .*\ntogether ", caplog.text
+    )
+    assert "activations" in caplog.text
+    assert list(place.iterdir()) == []
+
+
+def test_a_plan_is_of_one_run_and_not_of_a_sweep(cli, place):
+    said = cli(*TINY, "-m", "seed=0,1", "trainer.plan=true")
+    assert said.code == 2 and "trainer.plan=true shows one run: leave out -m" in said.out + said.err
+    assert list(place.iterdir()) == []

@@ -2,6 +2,7 @@
 
     python tests/lattice/calls.py                                 # the points of today's seed
     python tests/lattice/calls.py 'backend=sdpa mask=empty'       # one point
+    DEVICE=cuda python tests/lattice/calls.py                     # the calls on a GPU, the judges on the CPU
 
 The judge is ``naive_attention`` in float64, and identities where there are some. The loops get each mask as the tensor that the mask
 itself makes, so they cannot judge a mask: ``tests/nn/test_masks.py`` does. The errors that are allowed are measured in the loops at
@@ -11,12 +12,14 @@ the same precision.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
+import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +54,10 @@ SHAPES = {  # B, L, S; the plain one tells the two ends of a sequence apart
 HEADS = {"4/4": (4, 4), "4/2": (4, 2), "4/1": (4, 1)}
 SCALES = {"default": None, "0": 0.0, "-.5": -0.5, "9": 9.0}
 SOFTCAPS = {"off": None, "1.5": 1.5}
-WIDTH = 8
-WIDTHS = {"same": WIDTH, "wide_values": 11}
+DEVICE = os.environ.get("DEVICE", "cpu")
+"""The device of the calls. What a call gets is moved there, and what it returns is moved back."""
+WIDTH = 8 if DEVICE == "cpu" else 16  # of FlexAttention's kernel on CUDA the smallest
+WIDTHS = {"same": WIDTH, "wide_values": WIDTH + 3}
 NOT_IN_MINITX = "lowered"
 """The backend that shows what ``flex`` hands over: torch's flex_attention, uncompiled. The compiled kernel runs on CUDA only."""
 
@@ -177,6 +182,13 @@ def learned(bias: Tensor | mx.Bias | None) -> dict[str, Tensor]:
     return dict(zip(("bias",), (tensor for tensor in bias_tensors(bias) if tensor.requires_grad), strict=False))
 
 
+def there(given: Any) -> Any:
+    """A tensor or a rule on the device of the calls."""
+    if DEVICE == "cpu" or given is None:
+        return given
+    return copy.deepcopy(given, {id(tensor): tensor.to(DEVICE) for tensor in tensors_of(given)})
+
+
 # ---- Surroundings
 
 
@@ -235,7 +247,7 @@ AROUND: dict[str, Callable[..., Any]] = {
     "plain": plainly,
     "no_grad": within(torch.no_grad),
     "inference_mode": within(torch.inference_mode),
-    "autocast": within(functools.partial(torch.autocast, "cpu", torch.bfloat16)),
+    "autocast": within(functools.partial(torch.autocast, DEVICE, torch.bfloat16)),
     "default_f64": within(functools.partial(default_dtype, torch.float64)),
     "default_bf16": within(functools.partial(default_dtype, torch.bfloat16)),
     "checkpoint": checkpointed,
@@ -350,15 +362,23 @@ class Call:
         return rule if isinstance(rule, Tensor) else rule.dense(self.L, self.S, batch_size=self.B, num_heads=self.H)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, weights: bool = False) -> Any:
-        return mx.scaled_dot_product_attention(
-            *(query, key, value, self.mask, self.dropout, self.is_causal),
+        result = mx.scaled_dot_product_attention(
+            *(self.placed(query, key, value)),
+            *(there(self.mask), self.dropout, self.is_causal),
             need_weights=weights,
             backend=backend or self.backend,
             **self.options(),
         )
+        return tuple(each.cpu() for each in result) if weights else result.cpu()
+
+    def placed(self, *inputs: Tensor) -> list[Tensor]:
+        """The inputs on the device of the calls, in their layout: heads that share their memory get one of their own there."""
+        if DEVICE == "cpu":
+            return [*inputs]
+        return [there(x) if self.point["layout"] == "expanded" else self.laid_out(there(x)) for x in inputs]
 
     def options(self) -> dict[str, Any]:
-        given = {"attn_bias": self.bias, "sinks": self.leaves.get("sinks")}
+        given = {"attn_bias": there(self.bias), "sinks": there(self.leaves.get("sinks"))}
         return {"scale": self.scale, "softcap": self.softcap, **given}
 
     @property
@@ -493,15 +513,19 @@ def the_output_is_weights_times_values(call: Call) -> None:
     near(call, "output", output, weights.detach().double() @ values)
 
 
+def generator_state() -> Tensor:
+    return torch.get_rng_state() if DEVICE == "cpu" else torch.get_device_module(DEVICE).get_rng_state()
+
+
 def a_call_writes_nothing_and_draws_nothing(call: Call) -> None:
     given = [*call.leaves.values(), *bias_tensors(call.bias), *tensors_of(call.mask)]
-    before, state = [tensor.detach().clone() for tensor in given], torch.get_rng_state()
+    before, state = [tensor.detach().clone() for tensor in given], generator_state()
     output = AROUND[call.around](call, call.attend, call.inputs)
     if output.requires_grad:
         call.gradients(output)
     same = [torch.equal(tensor, kept) for tensor, kept in zip(given, before, strict=True)]
     assert all(same), f"tensor {same.index(False)} is written to"
-    assert torch.equal(state, torch.get_rng_state()) == (call.dropout == 0.0 or call.B == 0), "random numbers are drawn"
+    assert torch.equal(state, generator_state()) == (call.dropout == 0.0 or call.B == 0), "random numbers are drawn"
     assert output.shape == call.cotangent.shape and output.dtype == call.dtype, f"{output.dtype} {tuple(output.shape)}"
 
 
@@ -587,20 +611,27 @@ def second_derivatives_are_those_of_loops_or_refused(call: Call) -> None:
         assert error <= 1e-12 * max(1.0, size), f"second derivative, {name}: error {error:.1e} of {size:.1e}"
 
 
+KERNELS = {f"_scaled_dot_product_{name}" for name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")}
+KERNELS.add("_scaled_dot_product_cudnn_attention")
+
+
 class KernelNames(TorchDispatchMode):
     """Notes whether torch's fused kernel runs. In inference mode torch shows the public function instead."""
 
     fused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.fused |= func.overloadpacket.__name__ == "_scaled_dot_product_flash_attention_for_cpu"
+        self.fused |= func.overloadpacket.__name__ in KERNELS
         return func(*args, **(kwargs or {}))
 
 
 def an_explanation_is_what_happens(call: Call) -> None:
     """Of each backend: whether it can. Of the one that runs: that it runs, and whether with torch's fused kernel."""
-    options = {**call.options(), "attn_mask": call.mask, "dropout_p": call.dropout, "is_causal": call.is_causal}
-    explain = functools.partial(mx.explain_backends, **options, backend=call.backend)
+    options = {**call.options(), "attn_mask": there(call.mask), "dropout_p": call.dropout, "is_causal": call.is_causal}
+
+    def explain(*inputs: Tensor) -> Any:
+        return mx.explain_backends(*call.placed(*inputs), **options, backend=call.backend)
+
     reports = AROUND[call.around](call, explain, call.inputs)
     (running,) = [report.name for report in reports if report.runs]
     for report in reports:
@@ -622,6 +653,7 @@ def asked(check: Callable[[Call], None], where: tuple[Where, ...] = (), unless: 
     return Oracle(inside, where, unless)
 
 
+UNNAMED: list[Where] = [] if DEVICE in ("cpu", "cuda") else [{}]  # a device whose kernels have other names
 NO_ROWS: Where = {"shape": "0x5x5"}
 DROPS: Where = {"dropout": ".3"}
 NO_GRADIENTS: Where = {"around": WITHOUT_GRADIENTS}
@@ -653,7 +685,7 @@ ORACLES = (
         where=({"dtype": "f64", "around": "plain|autocast|default_f64|default_bf16|checkpoint|func.vjp"},),
         unless=(NO_ROWS, DROPS),
     ),
-    asked(an_explanation_is_what_happens, where=({"around": CONTEXTS},), unless=({"backend": NOT_IN_MINITX},)),
+    asked(an_explanation_is_what_happens, where=({"around": CONTEXTS},), unless=({"backend": NOT_IN_MINITX}, *UNNAMED)),
 )
 
 
@@ -681,8 +713,13 @@ AXES = {
     "tiles": words("usual 2x2"),
     "around": tuple(AROUND),
 }
+FLEX = {"dropout": (".3", "no dropout"), "dtype": ("f64", "float32"), "shape": ("0x5x5", "without rows")}
+FLEX["around"] = ("jvp|func.vjp|vmap", "torch.func")
+OF_FLEX = [Refusal({"backend": "flex", axis: value}, message) for axis, (value, message) in FLEX.items()]
+if DEVICE != "cuda":
+    OF_FLEX = [Refusal({"backend": "flex"}, "CUDA|float32|no dropout|without rows")]
 REFUSALS = (
-    Refusal({"backend": "flex"}, "CUDA|float32|no dropout|without rows"),
+    *OF_FLEX,
     Refusal({"backend": NOT_IN_MINITX, "dropout": ".3"}, "no dropout"),
     Refusal({"backend": NOT_IN_MINITX, "dtype": "f64"}, "float32"),
     Refusal({"backend": NOT_IN_MINITX, "shape": "0x5x5"}, "without rows"),
@@ -696,6 +733,9 @@ REFUSALS = (
     Refusal({"backend": "chunked", "around": "jvp|func.vjp|vmap"}, "torch.func"),
 )
 MEANINGLESS: tuple[Where, ...] = (
+    *(
+        [] if DEVICE == "cpu" else [{"around": "checkpoint", "dropout": ".3"}]
+    ),  # it keeps the generators of the devices of its inputs
     {"around": "vmap", "dropout": ".3"},  # vmap wants to know whether the numbers differ
     {"around": "jvp", "layout": "expanded"},  # torch has no tangents of shared memory
     {"tiles": "2x2", "backend": "!chunked|auto"},
@@ -719,11 +759,11 @@ WARNINGS = (  # torch's, which tell nothing about the call
 )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message)
-    return run(CALLS)
+    return run(CALLS, arguments)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import argparse
 import datetime
 import functools
 import itertools
+import math
 import random
 import re
 import sys
@@ -404,6 +405,7 @@ def run(lattice: Lattice, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", action="store_true", help="every pair of values with all other axes plain")
     parser.add_argument("--count", action="store_true", help="print the number of points and of questions, and stop")
     parser.add_argument("--limit", type=int, help="at most so many points, drawn by the seed")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no point after so many seconds")
     parser.add_argument("--verbose", action="store_true", help="print each point")
     options = parser.parse_args(arguments)
     try:
@@ -419,13 +421,16 @@ def run(lattice: Lattice, arguments: Sequence[str] | None = None) -> int:
     print(f"{lattice.file}: {len(points)} points{draw}", flush=True)
     for name, count in lattice.asked(points).items():
         print(f"  {count:5} × {name}")
-    return 0 if options.count else _ask(lattice, points, options.verbose)
+    return 0 if options.count else _ask(lattice, points, options.verbose, options.seconds)
 
 
-def _ask(lattice: Lattice, points: Sequence[Point], verbose: bool) -> int:
-    start, reported = time.process_time(), Counter[str]()
+def _ask(lattice: Lattice, points: Sequence[Point], verbose: bool, seconds: float) -> int:
+    start, reported, end = time.process_time(), Counter[str](), time.monotonic() + seconds
     known = set()
-    for point in points:
+    for number, point in enumerate(points):
+        if time.monotonic() > end:
+            print(f"{number} of {len(points)} points in {seconds:g} seconds")
+            break
         if verbose:
             print(lattice.words(point), flush=True)
         for failure in lattice.failures(point):

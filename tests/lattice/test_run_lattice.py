@@ -32,6 +32,7 @@ BESIDE = {
     "shard": "names of classes: tests/training/test_devices.py",
     "plugins": "objects for Lightning: tests/training/test_parts.py",
     "threads": "each run has one",
+    "plan": "nothing is trained: tests/training/test_plan.py",
     "ckpt_every": "each run has checkpoints every two steps, and option=minutes after each step",
 }
 """Fields of TrainerConfig that are on no axis."""

@@ -54,13 +54,33 @@ def report(backend, **options):
     return next(line for line in reports if line.name == backend)
 
 
+SERVED = {"device": "cuda", "dtype": torch.bfloat16, "widths": (16, 16), "num_rows": 2, "dropout_p": 0.0}
+LACKS = [
+    ({}, None), ({"dtype": torch.float32, "num_rows": 1}, None), ({"dtype": torch.float64}, "float32"), ({"num_rows": 0}, "without rows"),
+    ({"dropout_p": 0.1}, "dropout"), ({"widths": (15, 16)}, "width 16 or more"), ({"widths": (16, 8)}, "width 16 or more"),
+    ({"device": "cpu"}, "CUDA"), ({"device": "mps"}, "CUDA"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "lack"), LACKS, ids=str)
+def test_flex_takes_half_and_single_precision_from_width_16_on_cuda_without_dropout(facts, lack):
+    reason = flex.lacks(**(SERVED | facts))
+    assert reason is None if lack is None else lack in reason
+
+
+def test_a_float_mask_has_the_dtype_of_the_queries_except_on_a_cpu():
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    assert [sdpa.mask_dtype("cpu", dtype) for dtype in (half, single, double)] == [single, single, double]
+    assert [sdpa.mask_dtype("cuda", dtype) for dtype in (half, single, double)] == [half, single, double]
+
+
 def test_flex_refuses_what_it_cannot_do():
     q = torch.randn(1, 4, 6, 8)
     for options, named in (({}, "CUDA"), ({"dropout_p": 0.1}, "dropout"), ({"query": q.double()}, "float32")):
         refused = report("flex", **options)
         assert not refused.can and named in refused.reason
     with FakeTensorMode():
-        cuda = report("flex", query=torch.randn(1, 4, 6, 8, device="cuda", requires_grad=True), softcap=2.0)
+        cuda = report("flex", query=torch.randn(1, 4, 6, 16, device="cuda", requires_grad=True), softcap=2.0)
     assert cuda.can and cuda.runs
     with pytest.raises(NotImplementedError, match="flex"):
         attention(q, q, q, backend="flex")
@@ -69,24 +89,30 @@ def test_flex_refuses_what_it_cannot_do():
 # ---- sdpa
 
 
-@pytest.mark.parametrize(
-    ("capability", "version", "avoided"),
-    [((9, 0), "2.11.0", True), ((10, 0), "3.0.0a0+cu130", True), ((9, 0), "2.10.0", False), ((8, 9), "3.0.0", False)],
-)
-def test_cudnn_is_avoided_on_hopper_from_torch_2_11_unless_the_caller_chose_the_kernels(
-    monkeypatch, capability, version, avoided
-):
+ALL = (True, True, True, True)
+HOPPER = [
+    ((9, 0), "2.11.0", ALL, True), ((10, 0), "3.0.0a0+cu130", ALL, True), ((9, 0), "2.10.0", ALL, False),
+    ((8, 9), "3.0.0", ALL, False), ((9, 0), "2.11.0", (False, False, True, True), False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("capability", "version", "enabled", "is_preferred"), HOPPER)
+def test_torch_prefers_cudnn_on_hopper_from_2_11_where_nobody_chose_the_kernels(capability, version, enabled, is_preferred):
+    assert sdpa.prefers_cudnn(capability, version, enabled) == is_preferred
+
+
+def test_cudnn_is_left_out_where_torch_would_prefer_it_unless_the_caller_chose_the_kernels(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(sdpa, "prefers_cudnn", lambda *facts: seen.append(facts) or all(facts[2]))
     chosen = []
     monkeypatch.setattr(sdpa, "sdpa_kernel", chosen.append)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch, "__version__", version)
-    cuda = torch.device("cuda")
-    sdpa._choice(cuda)
-    assert chosen == [[SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]] * avoided
-    chosen.clear()
+    sdpa._choice(torch.device("cuda"))
+    assert chosen == [[SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]]
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
-        sdpa._choice(cuda)
-    assert chosen == []
+        sdpa._choice(torch.device("cuda"))
+    assert len(chosen) == 1
+    assert seen == [((9, 0), torch.__version__, enabled) for enabled in (ALL, (False, False, True, True))]
 
 
 def test_torchs_compiler_follows_the_choice_of_kernels(monkeypatch):
@@ -117,29 +143,33 @@ def test_on_cuda_auto_gives_packed_documents_to_flex_or_with_dropout_to_torch():
         assert [line.name for line in reports if line.runs] == [wanted]
 
 
-def test_on_cuda_torch_is_asked_about_the_call_that_its_kernel_would_get(monkeypatch):
-    asked, takes = [], True
-    monkeypatch.setattr(sdpa.cuda, "SDPAParams", lambda *arguments: arguments)
+def test_on_cuda_torch_is_asked_about_the_call_that_its_kernel_would_get():
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    mask = Padding(torch.ones(1, 6, dtype=torch.bool))
+    for key in (q, k):  # a mask is spelled out as a tensor, causality and grouped heads with it
+        for options in ({}, {"is_causal": True}, {"is_causal": True, "attn_mask": mask, "dropout_p": 0.1}):
+            query, keys, values, given, dropout_p, is_causal, grouped = sdpa.kernel_arguments(make_call(q, key, key, **options))
+            masked = "attn_mask" in options
+            assert query is q and (given is not None, dropout_p) == (masked, options.get("dropout_p", 0.0))
+            assert (is_causal, grouped) == ("is_causal" in options and not masked, key is k and not masked)
+            assert keys.shape == values.shape == (1, 2 if grouped else 4, 6, 8)  # beside a mask they are repeated
+            assert given is None or given.shape == (1, 4, 6, 6)
+
+
+def test_on_cuda_a_call_is_fused_if_one_of_torchs_kernels_takes_it(monkeypatch):
+    takes, asked = set(), []
     for kernel in ("flash", "efficient", "cudnn"):
-        monkeypatch.setattr(
-            sdpa.cuda, f"can_use_{kernel}_attention", lambda params: asked.append((params[1].shape[1], *params[3:])) or takes
-        )
+        can = lambda params, kernel=kernel: asked.append(kernel) or kernel in takes  # noqa: E731
+        monkeypatch.setattr(sdpa.cuda, f"can_use_{kernel}_attention", can)
     with FakeTensorMode():
-        q, k = torch.randn(1, 4, 6, 8, device="cuda"), torch.randn(1, 2, 6, 8, device="cuda")
-        mask = Padding(torch.ones(1, 6, dtype=torch.bool, device="cuda"))
-        for key in (q, k):  # a mask is spelled out as a tensor, causality and grouped heads with it
-            for options in ({}, {"is_causal": True}, {"is_causal": True, "attn_mask": mask, "dropout_p": 0.1}):
-                asked.clear()
-                assert report("sdpa", query=q, key=key, **options).fused
-                masked = "attn_mask" in options
-                num_key_heads, given, dropout_p, is_causal, grouped = asked[0]
-                assert (given is not None, dropout_p) == (masked, options.get("dropout_p", 0.0))
-                assert (is_causal, grouped) == ("is_causal" in options and not masked, key is k and not masked)
-                assert num_key_heads == (2 if grouped else 4)  # beside a mask they are repeated
-        takes = False
+        q = torch.randn(1, 4, 6, 8, device="cuda")
+        for kernel in ("flash", "efficient", "cudnn"):
+            takes.add(kernel)
+            assert report("sdpa", query=q).fused
+            takes.clear()
         asked.clear()
         refused = report("sdpa", query=q)
-    assert refused.can and not refused.fused and len(asked) >= 3  # every kernel was asked
+    assert refused.can and not refused.fused and {"flash", "efficient", "cudnn"} <= set(asked)
 
 
 @pytest.fixture

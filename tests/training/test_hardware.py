@@ -9,7 +9,7 @@ from minitx.config import ConfigError, TrainerConfig
 from minitx.nn.precision import widest_float
 from minitx.training import devices
 from minitx.training.checkpoints import place
-from minitx.training.devices import check_count, cpu_precision, device_of, peak_tflops
+from minitx.training.devices import check_count, count_devices, cpu_precision, device_of, kind_of_device, peak_tflops
 from minitx.training.run import place_of
 
 
@@ -51,6 +51,14 @@ class Moved(torch.nn.Module):
 
     def to(self, device):
         return device
+
+
+@pytest.mark.parametrize("case", MACHINES, ids=str)
+def test_kind_and_number_of_devices_follow_from_what_the_machine_has(case):
+    cuda, mps, accelerator, devices, found = case
+    kind, (_, most) = kind_of_device(accelerator, cuda, mps), count_devices(accelerator, cuda, mps)
+    assert (devices <= most) == (found is not None)
+    assert found is None or kind == found
 
 
 @pytest.mark.parametrize("case", MACHINES, ids=str)

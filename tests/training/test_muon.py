@@ -6,7 +6,7 @@ from torch import nn
 
 from minitx.config import ConfigError, ParameterRule, TransformerConfig, node
 from minitx.nn import DecoderLM
-from minitx.training.optimizers import COEFFICIENTS, Muon, adamw, build_optimizer, matrix_names, muon, sgd
+from minitx.training.optimizers import COEFFICIENTS, Muon, adamw, build_optimizer, matrix_names, muon, product_dtype, sgd
 
 SHAPES = ((7, 13), (13, 7), (11, 11), (7, 13), (2, 5, 3))
 SMALL = TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2)
@@ -126,3 +126,9 @@ def test_a_model_without_linear_layers_is_refused():
         with pytest.raises(ConfigError, match=r"a torch\.nn\.Linear to train beside heads, and Sequential has none: use"):
             build_optimizer(node(muon, **frozen), network)
         network.add_module("3", nn.Linear(4, 4))
+
+
+def test_products_are_in_bfloat16_on_cuda_and_elsewhere_in_the_dtype_of_the_matrices():
+    dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    assert [product_dtype("cuda", dtype) for dtype in dtypes] == [torch.bfloat16] * 3
+    assert [product_dtype(device, dtype) for device in ("cpu", "mps") for dtype in dtypes] == [*dtypes, *dtypes]

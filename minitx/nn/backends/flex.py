@@ -104,12 +104,29 @@ def seen_keys(mask: Mask | None, bias: Bias | None, call: AttentionCall) -> Tens
 
 def why_not(call: AttentionCall) -> str | None:
     """Return what FlexAttention cannot do or computes wrongly, or None."""
-    if call.dropout_p > 0.0:
-        return "FlexAttention has no dropout"
-    if call.query.dtype == torch.float64:
-        return "FlexAttention computes in float32"
-    if call.query.shape[0] == 0:
-        return "FlexAttention makes no block mask for a batch without rows"
-    if call.query.device.type != "cuda":
-        return "FlexAttention needs CUDA: its kernel for CPUs has no backward pass and wrong answers at some sizes"
+    query = call.query
+    if lack := lacks(query.device.type, query.dtype, (query.shape[-1], call.value.shape[-1]), query.shape[0], call.dropout_p):
+        return lack
     return "a compiled kernel cannot be entered by torch.func or forward derivatives" if transforms(call) else None
+
+
+def lacks(device: str, dtype: torch.dtype, widths: tuple[int, int], num_rows: int, dropout_p: float) -> str | None:
+    """Return what FlexAttention lacks for a call on a kind of device, or None.
+
+    Args:
+        widths: D and Dv, the widths of queries and values. num_rows: B, the rows of the batch.
+
+    >>> lacks("cuda", torch.float64, (64, 64), 2, 0.0)
+    'FlexAttention computes in float32'
+    """
+    if dropout_p > 0.0:
+        return "FlexAttention has no dropout"
+    if dtype == torch.float64:
+        return "FlexAttention computes in float32"
+    if num_rows == 0:
+        return "FlexAttention makes no block mask for a batch without rows"
+    if device != "cuda":
+        return "FlexAttention needs CUDA: its kernel for CPUs has no backward pass and wrong answers at some sizes"
+    if min(widths) < 16:  # torch's compiler would raise it, in the first call
+        return f"FlexAttention's kernel for CUDA needs heads of width 16 or more, got {min(widths)}"
+    return None

@@ -24,6 +24,7 @@ difference: torch's CPU kernel gives 0 for a query that contains a NaN, where ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import isfinite
@@ -109,10 +110,22 @@ def _choice(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _prefers_cudnn(device: torch.device) -> bool:
-    """Whether torch takes cuDNN first: by default, on Hopper and later GPUs, from torch 2.11."""
     enabled = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return all(enabled) and torch.cuda.get_device_capability(device) >= (9, 0) and (major, minor) >= (2, 11)
+    return prefers_cudnn(torch.cuda.get_device_capability(device), torch.__version__, enabled)
+
+
+def prefers_cudnn(capability: tuple[int, int], version: str, enabled: Sequence[bool]) -> bool:
+    """Return whether torch takes cuDNN first: by default, on Hopper and later GPUs, from torch 2.11.
+
+    Args:
+        capability: the compute capability of the GPU. version: the version of torch.
+        enabled: whether flash, memory-efficient, plain and cuDNN attention are enabled. All are by default.
+
+    >>> prefers_cudnn((9, 0), "2.11.0+cu130", [True] * 4), prefers_cudnn((8, 9), "2.11.0", [True] * 4)
+    (True, False)
+    """
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return all(enabled) and capability >= (9, 0) and (major, minor) >= (2, 11)
 
 
 # Torch's compiler cannot follow these questions, and would break the graph in every layer: it is told to ask once, as
@@ -125,11 +138,16 @@ def repeats_heads(device: str, group: int) -> bool:
     return device == "cuda" and group > 1
 
 
+def mask_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a float mask beside queries of ``dtype``: the CPU kernel takes float32 beside half precision, others the same."""
+    return torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
+
+
 def _plan(call: AttentionCall) -> Plan:
     """Mask and bias as the kernel takes them. Empty rows and hidden keys are None where values can be read at no cost and there are none.
 
     A bias becomes a float mask with -inf where a key is hidden and finite numbers elsewhere: a float32 bias of -1e5 would be -inf in
-    float16. The CPU kernel takes float32 beside half-precision queries.
+    float16.
     """
     _, _, L, S = call.shape
     attn_bias, on_cpu, dtype = call.dense_bias(), call.query.device.type == "cpu", call.query.dtype
@@ -147,7 +165,7 @@ def _plan(call: AttentionCall) -> Plan:
     all_rows, all_keys = looks and bool(some.all()), looks and bool(seen.all())
     kernel_mask = visible if all_rows else visible | ~some
     if attn_bias is not None:
-        dtype = torch.promote_types(dtype, torch.float32) if on_cpu else dtype
+        dtype = mask_dtype(call.query.device.type, dtype)
         limit = min(torch.finfo(dtype).max, torch.finfo(attn_bias.dtype).max)
         finite = attn_bias.masked_fill(attn_bias == -torch.inf, 0.0).clamp(-limit, limit).to(dtype)
         kernel_mask = torch.where(kernel_mask, finite, -torch.inf)
@@ -208,15 +226,20 @@ def falls_back(call: AttentionCall) -> str | None:
 
 def _falls_back_on_cuda(call: AttentionCall) -> str | None:
     """Ask torch whether a fused kernel takes these tensors, this dropout, and a mask or none."""
+    parameters = cuda.SDPAParams(*kernel_arguments(call))
+    kernels = (cuda.can_use_flash_attention, cuda.can_use_efficient_attention, cuda.can_use_cudnn_attention)
+    return None if any(can(parameters) for can in kernels) else "no fused CUDA kernel takes these dtypes, widths or options"
+
+
+def kernel_arguments(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool, bool]:
+    """Return the arguments of ``SDPAParams`` for what ``run`` gives a CUDA kernel: query, key, value, mask, dropout, causality, and
+    whether heads are grouped. A mask stands for any mask of this call, and keys beside it are repeated for each query head."""
     _, H, L, S = call.shape
     mask = simplify(call.mask, L, S)
     is_causal = type(mask) is Causal and L == S
     key, value, some = call.key, call.value, None
     if call.attn_bias is not None or not (mask is None or is_causal):
         some = call.query.new_empty(1, 1, 1, 1).expand(call.shape)
-        # ``run`` repeats grouped heads
-        key, value = (t if t.shape[1] == H else t.narrow(1, 0, 1).expand(-1, H, -1, -1) for t in (key, value))
-    grouped = key.shape[1] != H
-    parameters = cuda.SDPAParams(call.query, key, value, some, call.dropout_p, is_causal and some is None, grouped)
-    kernels = (cuda.can_use_flash_attention, cuda.can_use_efficient_attention, cuda.can_use_cudnn_attention)
-    return None if any(can(parameters) for can in kernels) else "no fused CUDA kernel takes these dtypes, widths or options"
+        if repeats_heads("cuda", H // key.shape[1]):
+            key, value = (t.narrow(1, 0, 1).expand(-1, H, -1, -1) for t in (key, value))
+    return call.query, key, value, some, call.dropout_p, is_causal and some is None, key.shape[1] != H
