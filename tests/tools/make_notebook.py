@@ -3,7 +3,7 @@
 ``make_notebook.py exercise`` does the same with examples/exercise.py.
 
 The source is a Python file with cells (``# %%``). Text cells say their language; code cells belong to both. A picture of each frame of
-the viewer stands below it, because sites such as GitHub remove frames. It is taken with playwright in Chromium.
+the viewer stands below it, because sites such as GitHub remove frames. It ends below the maps, and is taken with playwright in Chromium.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ def _picture(page: Any, height: int, text: str) -> str:
     page.set_viewport_size({"width": page.viewport_size["width"], "height": height})
     page.set_content(text)
     page.wait_for_selector("#panes .cells")
-    shot, small = Image.open(io.BytesIO(page.screenshot())), io.BytesIO()
+    maps = [found.bounding_box() for found in page.locator("#panes .map").all()]
+    bottom = max(box["y"] + box["height"] for box in maps) + 40
+    clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": bottom}
+    shot, small = Image.open(io.BytesIO(page.screenshot(full_page=True, clip=clip))), io.BytesIO()
     shot.convert("RGB").quantize(128).save(small, "PNG", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 
