@@ -39,12 +39,12 @@ docs: $(VENV)/dev.installed
 	$(BIN)/python benchmarks/report.py
 
 # a rendered notebook requests nothing from other hosts
-OFFLINE := $(foreach script,mathjax require_js jquery mermaid_js,--HTMLExporter.$(script)_url=)
+OFFLINE := $(foreach script,mathjax require_js jquery,--HTMLExporter.$(script)_url=)
 site: $(VENV)/train.installed $(VENV)/docs.installed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@mkdir -p site/benchmarks && cp -r benchmarks/results site/benchmarks/ && cp -r configs examples minitx README.md README.zh.md CONTRIBUTING.md site/
 	@find site -name __pycache__ -prune -exec rm -r {} +
-	@$(BIN)/jupyter-nbconvert --log-level WARN --to html $(OFFLINE) --output-dir site/examples examples/*.ipynb
+	@$(BIN)/jupyter-nbconvert --log-level ERROR --to html $(OFFLINE) --output-dir site/examples examples/*.ipynb
 	@find site/docs -name '*.html' -exec sed -i.bak -E 's#(examples/[a-z.]*)\.ipynb"#\1.html"#g' {} +
 	@sed -i.bak -E 's#"(\.\./docs/[^"]*)\.md#"\1.html#g; s#/README\.html#/index.html#g' site/examples/*.html
 	@find site -name '*.bak' -delete

@@ -27,7 +27,7 @@ PHRASES = STATES | {
     "Predictions": "预测",
     "Limits": "局限",
     "What the runs look like": "训练过程",
-    "What was run, and how to run it again": "运行了什么，怎样重新运行",
+    "What was run, and how to run it again": "运行的内容和复现的方法",
     # columns
     "study": "研究",
     "setting": "设置",
@@ -61,16 +61,16 @@ PHRASES = STATES | {
     "validation accuracy": "验证准确率",
     # captions and sentences
     "Two ways to write the same model must have the same losses, bit for bit": "同一个模型的两种写法，损失必须逐位相等",
-    "Written before the runs; what did not hold comes first": "在运行之前写下；不成立的排在前面",
-    "What made this page": "本页的来历",
+    "Written before the runs; what did not hold comes first": "运行之前写下；不成立的排在前面",
+    "What made this page": "本页由什么生成",
     "Exponents of the ratios: the mean of the slopes of single seeds": "比值的指数：各个种子的斜率的平均",
     "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves.": "每次运行都是一次普通的训练。cells.csv 里有单独运行它的命令，cells.jsonl 里有它的曲线。",
-    "No comparison of this grid has a pair: two finished runs of the same seed.": "这次实验里没有一对可以比较的运行，即同一个种子的两次完成的运行。",
+    "No comparison of this grid has a pair: two finished runs of the same seed.": "没有可以比较的运行：每次比较需要同一个种子的两次已完成的运行。",
     "The null control failed: two ways to write the same model differ. Do not trust the numbers.": "空白对照没有通过：同一个模型的两种写法结果不同。不要相信这些数。",
     "Without the scale, every attention score is √d_k times larger.": "没有缩放，每个注意力分数都是原来的 √d_k 倍。",
     "Without the scale, every attention score is √d_k times larger. Two effects follow.": "没有缩放，每个注意力分数都是原来的 √d_k 倍。这有两种影响。",
-    "The largest stable rate is that of a model that has solved its task and is trained on at a constant rate. Where other weights limit the rate before W_Q and W_K do, the scale matters less: see the formula.": "最大的稳定学习率，是一个已经学会任务的模型以固定学习率继续训练时的。如果其他权重先于 W_Q 和 W_K 限制学习率，缩放的影响就更小：见公式。",
-    "Steps to solve say how soon a run learns the task, not how good it becomes in the end.": "学会任务的步数说明学得多快，而不是最后有多好。",
+    "The largest stable rate belongs to a model that has solved its task and is trained further at a constant rate. If other weights limit the rate before W_Q and W_K do, the scale matters less: see the formula.": "最大的稳定学习率，是让已经学会任务的模型以固定学习率继续训练而测得的。如果其他权重比 W_Q 和 W_K 更早限制学习率，缩放的影响就小一些：见公式。",
+    "Steps to solve measure how soon a run learns the task, not its final quality.": "学会任务的步数衡量学得多快，不衡量最终学得多好。",
     "Every dot is a seed. The formula predicts from the first arm alone.": "每个点是一个种子。公式只用第一组来预测。",
 }  # fmt: skip
 
@@ -157,14 +157,14 @@ PATTERNS: tuple[tuple[re.Pattern[str], Callable[[Match], str]], ...] = tuple(
             _start,
         ),
         (
-            r"At every step: an update moves the scores further\. We removed the scale from solved models without changing what they compute, and "
-            r"trained on\. The largest rate without a collapse was (.+?)(?:; d_k = (\d+): (.+?))?\.( Smaller learning rates for W_Q and W_K undo this\.)?",
+            r"At every step: an update moves the scores further\. We removed the scale from solved models, kept their function, and "
+            r"trained them further\. The largest rate without a collapse was (.+?)(?:; d_k = (\d+): (.+?))?\.( Smaller learning rates for W_Q and W_K undo this\.)?",
             _step,
         ),
         (r"(.*)\. (.*), “(.*)” against “(.*)”: ([A-Z ]+), (ratio|difference) (.*) \((.*)\)\.", _comparison),
         (
-            r"Every line or dot is a seed(; a triangle ended at its cap of steps, not solved)?\. Ranges in brackets are those of the median over the "
-            r"seeds\.(?:\s+A collapse: the (?:loss rises more than (\S+) nats above that at the start|accuracy falls below (\S+)) \(mean of (\d+) steps\)\. "
+            r"Every line or dot is a seed(; a triangle reached its cap of steps unsolved)?\. Brackets hold the range of the median over the "
+            r"seeds\.(?:\s+A collapse: the (?:loss rises more than (\S+) nats above its start|accuracy falls below (\S+)) \(mean of (\d+) steps\)\. "
             r"The scale was removed by dividing W_Q and W_K by d_k\^¼ each\.)?",
             _caption,
         ),
@@ -185,8 +185,8 @@ PATTERNS: tuple[tuple[re.Pattern[str], Callable[[Match], str]], ...] = tuple(
             lambda m: f"{m[2]} 次搜索中有 {m[1]} 次，在第一次失败之上又有稳定的学习率。以第一次失败为准。",
         ),
         (
-            r"Continued models start as the same function: of (\S+) the largest difference of the outputs at the start is (\S+) of the largest output\.",
-            lambda m: f"继续训练的模型从同一个函数开始：{m[1]} 个模型中，开始时输出的最大差别是最大输出的 {m[2]}。",
+            r"Continued models start as the same function: in (\S+) starts, outputs differ by at most (\S+) of the largest output\.",
+            lambda m: f"继续训练的模型从同一个函数出发：{m[1]} 次开始时，输出之差不超过最大输出的 {m[2]}。",
         ),
         (
             r"([\d,]+) runs? and searches?: (.*)\.",

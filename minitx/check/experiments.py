@@ -26,7 +26,7 @@ class Experiment:
         mask: "" (none), "cells" (random), "keys" (hides the same keys from all queries) or "nothing" (a query sees no key).
         is_causal: with the causal option.
         spread: a factor on the scores.
-        low: the score of visible keys. None: random scores.
+        low: about the score of visible keys; exactly, with a mask. None: random scores.
         hidden: a number that is added to hidden values; with the mask "nothing" to all values.
         is_extreme: a function that is right in theory may fail.
         dtype: of the inputs. None: the dtype of the whole check.
@@ -129,6 +129,8 @@ def draw(experiment: Experiment, sizes: Sizes = Sizes(), seed: int = 0) -> Input
     hidden = torch.zeros(BATCH, 1, S, 1, dtype=torch.bool) if allowed is None else ~allowed.any(2)[..., None]
     if experiment.low is not None:  # the last coordinate gives the score
         query[..., -1] = 1.0
+        if experiment.mask:  # visible scores are equal: float32 cannot hold their differences
+            query[..., :-1] = 0.0
         key[..., -1:] = torch.where(hidden, 0.0, experiment.low * D**0.5)
     moved = torch.ones_like(hidden) if experiment.mask == "nothing" else hidden  # there, one query is looked at
     value = value + experiment.hidden * torch.arange(1.0, S + 1)[:, None] * moved

@@ -263,9 +263,18 @@ def with_a_number(q, k, v, mask=None):
     return scores.softmax(-1) @ v
 
 
+def in_float32(q, k, v, mask=None):
+    scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+    if mask is None:
+        return (scores.softmax(-1) @ v.float()).to(v.dtype)
+    weights = scores.masked_fill(~mask, torch.finfo(torch.float32).min).softmax(-1).masked_fill(~mask, 0)
+    return (weights @ v.float()).to(v.dtype)
+
+
 REACHED = {  # points of each stage
     right_careful: {1: (2, 2), 2: (3, 3), 3: (3, 3), 4: (3, 3), 5: (8, 8)},
     right_textbook: {1: (2, 2), 2: (3, 3), 3: (0, 3), 4: (3, 3), 5: (8, 8)},
+    in_float32: {1: (2, 2), 2: (3, 3), 3: (3, 3), 4: (3, 3), 5: (8, 8)},
     with_a_number: {1: (2, 2), 2: (3, 3), 3: (2, 3), 4: (3, 3), 5: (6, 8)},
     without_masks: {1: (2, 2), 2: (0, 3), 3: (0, 3), 4: (1, 3), 5: (4, 8)},
 }

@@ -3,7 +3,7 @@
 ``make_notebook.py exercise`` does the same with examples/exercise.py.
 
 The source is a Python file with cells (``# %%``). Text cells say their language; code cells belong to both. A picture of each frame of
-the viewer stands below it, because sites such as GitHub remove frames. It is taken with playwright in Chromium.
+the viewer stands below it, because sites such as GitHub remove frames. It ends below the maps, and is taken with playwright in Chromium.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOKS = {"en": EXAMPLES / "attention.ipynb", "zh": EXAMPLES / "attention.zh.ipynb"}
@@ -92,14 +94,28 @@ def add_pictures(made: Any) -> None:
                     cell.outputs.insert(cell.outputs.index(output) + 1, new_output("display_data", picture))
 
 
-def _picture(page: Any, height: int, text: str) -> str:
-    from PIL import Image
+def shrink_figures(made: Any) -> None:
+    """Give the figures of matplotlib a palette."""
+    for cell in made.cells:
+        for output in cell.get("outputs", []):
+            if (data := output.get("data", {})).get("image/png"):
+                data["image/png"] = _small(base64.b64decode(data["image/png"]))
 
+
+def _picture(page: Any, height: int, text: str) -> str:
     page.set_viewport_size({"width": page.viewport_size["width"], "height": height})
     page.set_content(text)
     page.wait_for_selector("#panes .cells")
-    shot, small = Image.open(io.BytesIO(page.screenshot())), io.BytesIO()
-    shot.convert("RGB").quantize(128).save(small, "PNG", optimize=True)
+    maps = [found.bounding_box() for found in page.locator("#panes .map").all()]
+    bottom = max(box["y"] + box["height"] for box in maps) + 40
+    clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": bottom}
+    return _small(page.screenshot(full_page=True, clip=clip))
+
+
+def _small(picture: bytes) -> str:
+    """A picture with a palette, in base64."""
+    small = io.BytesIO()
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(128).save(small, "PNG", optimize=True)
     return base64.b64encode(small.getvalue()).decode()
 
 
@@ -109,6 +125,7 @@ def main() -> None:
     is_exercise = "exercise" in sys.argv[1:]
     source, notebooks = ("exercise.py", EXERCISES) if is_exercise else ("attention.py", NOTEBOOKS)
     done = run(notebook("en", source))
+    shrink_figures(done)
     if not is_exercise:
         add_pictures(done)
     for cell in done.cells:
