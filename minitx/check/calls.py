@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from minitx.check import strict as kernels
-from minitx.check.calling import chosen_forms, instance_of, read_signature
 from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, PLAIN, Experiment, Outcome
 from minitx.check.mutants import Mutant
 from minitx.check.reference import naive_attention, tolerance
@@ -37,6 +36,7 @@ from minitx.check.search import (
     passes,
     trials,
 )
+from minitx.check.signatures import chosen_forms, instance_of, read_signature
 from minitx.check.subjects import DoesNotApplyError, Function, Layer, NotTriedError, Subject, Way
 
 STAGES = (1, 2, 3, 4, 5)

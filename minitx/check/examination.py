@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.model_inputs import CalledModel, Stream, decoder_signs, find_forms, is_refusal, said, with_form
+from minitx.check.called_model import CalledModel, Stream, decoder_signs, find_forms, is_refusal, said, with_form
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import Check, Finding, Severity, Status
 from minitx.check.witness import first_moved

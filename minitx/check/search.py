@@ -11,9 +11,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from minitx.check.calling import MaskForm
 from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, EXPERIMENTS, PLAIN, Experiment, Inputs, Outcome
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, as_they_are, attention_in_steps
+from minitx.check.signatures import MaskForm
 from minitx.check.subjects import NotTriedError, Subject, Way
 
 Mistakes = tuple[Mutant, ...]

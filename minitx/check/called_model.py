@@ -99,6 +99,13 @@ class Stream:
     form: MaskForm | None = None
     refused: str = ""
 
+    @property
+    def why_unmasked(self) -> str:
+        """Return why no mask can be given."""
+        if self.mask is None:
+            return "no argument for a mask was found, so rows of one batch must have one length"
+        return f"no form of {self.mask} was accepted: {self.refused}"
+
 
 @dataclass
 class CalledModel:
