@@ -24,6 +24,10 @@ def cache(exam: Examination) -> None:
     if name is None or not called.streams or not called.has_positions:
         exam.skip("cache", "no argument for a cache was found")
         return
+    learned_prompt = getattr(getattr(called.model, "active_peft_config", None), "is_prompt_learning", False)
+    if called.prepended or learned_prompt:
+        exam.skip("cache", "each call adds the virtual tokens again, with or without a cache")
+        return
     L = called.stream.length
     random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
     pieces = _Pieces(exam, name)
@@ -166,6 +170,9 @@ class _Pieces:
         library = sys.modules.get("transformers")
         kind = getattr(library, "StaticCache", None)
         if kind is None or self.name != "past_key_values" or exam.called.config is None:
+            return
+        if len(exam.called.streams) > 1:
+            exam.skip(id, "encoder–decoders need a cache of two parts, which is not made here")
             return
         if getattr(exam.called.model, "_can_compile_fullgraph", True) is False:
             exam.skip(id, "the model says that it supports no cache of fixed size")

@@ -115,6 +115,7 @@ class CalledModel:
         streams: of tokens. The outputs belong to the last one. Empty: the model reads pictures.
         picture: channels and side.
         has_positions: whether the output is (B, L, ...).
+        prepended: positions of the output in front of those of the tokens, as prompt tuning adds. They are left out.
         vocabulary: the number of ids. usable: ids that are no special tokens.
         names: of the arguments.
     """
@@ -127,6 +128,7 @@ class CalledModel:
     picture: tuple[int, int] | None = None
     pixels: str = ""
     has_positions: bool = True
+    prepended: int = 0
     vocabulary: int = 0
     usable: Tensor = field(default_factory=lambda: torch.arange(0))
     constants: dict[str, Any] = field(default_factory=dict)
@@ -206,7 +208,7 @@ class CalledModel:
             B, L = inputs[self.stream.name].shape[:2]
             if found.shape[:1] == (B * L,) and B > 1 < L and found.dim() == 2:
                 found = found.view(B, L, -1)
-        return found
+        return found[:, self.prepended :] if self.prepended else found
 
     def describe(self) -> str:
         """Return how it is called, for people."""
@@ -222,7 +224,8 @@ class CalledModel:
                 given.append(stream.mask)
                 told.append(f"{stream.mask} {stream.form}")
         given += ["targets"] * self.gives_targets
-        out = "(B, L, ·)" if self.has_positions else "(B, ·)"
+        length = f"{self.prepended} + L" if self.prepended else "L"
+        out = f"(B, {length}, ·)" if self.has_positions else "(B, ·)"
         return f"{name}({', '.join(given)}): {'; '.join(told)}; output {out}"
 
 
@@ -257,11 +260,24 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
             if "targets" in names and found.dim() == 3 and found.shape[1] == 1 < L:  # nanoGPT: all logits only with targets
                 candidate.gives_targets = True
                 found = candidate.answer(inputs)
-            candidate.has_positions = found.dim() >= 3 and found.shape[1] == L
+            candidate.prepended = _prepended(candidate, found)
+            candidate.has_positions = found.dim() >= 3 and found.shape[1] == candidate.prepended + L
         else:
             candidate.has_positions = False
         return candidate
     raise CannotBeCalledError("; ".join(list(faults)[:3]) or "no argument for tokens or pictures was found")
+
+
+def _prepended(called: CalledModel, output: Tensor) -> int:
+    """How many positions the output has in front of those of the tokens: as many for fewer tokens."""
+    name, L = called.stream.name, called.stream.length
+    if output.dim() < 3 or output.shape[1] <= L:
+        return 0
+    try:
+        shorter = called.answer(called.draw(ROWS, {name: L - 1}))
+    except Exception:  # it reads whole blocks
+        return 0
+    return output.shape[1] - L if output.shape[1] - shorter.shape[1] == 1 else 0
 
 
 def _ways(called: CalledModel, required: Sequence[str]) -> Iterator[CalledModel]:

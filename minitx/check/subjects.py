@@ -134,8 +134,9 @@ class Subject:
     def options(self, way: Way, inputs: Inputs, heads: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments besides the inputs."""
         options = dict(way.fixed)
-        if inputs.is_causal:
-            options[self.causal(way) or ""] = True
+        causal = self.causal(way)
+        if causal is not None and (inputs.is_causal or causal in self.signature.switched_on):
+            options[causal] = inputs.is_causal
         if inputs.allowed is not None:
             if way.form is None or way.shape is None:
                 raise NotTriedError("no kind of mask that was tried is accepted")
@@ -331,16 +332,11 @@ class Product:
     gradients: tuple[Tensor, ...] = ()
 
 
-class Products(TorchDispatchMode):
-    """Record the products of activations with parameters of a module.
+class _Recorder:
+    """The method of ``Products``. Torch wraps the method of a direct subclass, and then imports its compiler, for some seconds."""
 
-    They are seen below autograd, because ``nn.MultiheadAttention`` and layers with bare parameters call no submodule.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.ndim > 1}
-        self.seen: list[Product] = []
+    names: dict[int, str]
+    seen: list[Product]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -355,6 +351,18 @@ class Products(TorchDispatchMode):
         parameter = next((name for name in names if name is not None), None)
         if parameter is not None and activation is not None:
             self.seen.append(Product(parameter, activation, result))
+
+
+class Products(_Recorder, TorchDispatchMode):
+    """Record the products of activations with parameters of a module.
+
+    They are seen below autograd, because ``nn.MultiheadAttention`` and layers with bare parameters call no submodule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.ndim > 1}
+        self.seen: list[Product] = []
 
 
 # --- helpers
