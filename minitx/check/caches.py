@@ -78,7 +78,7 @@ class _Pieces:
             if "use_cache" in called.names:
                 options["use_cache"] = True
             given = None
-            if keep is not None:  # a cache of ours keeps the earlier part of the mask
+            if keep is not None:  # minitx's cache keeps the earlier part of the mask
                 given = {stream.name: keep[:, (0 if self.make is None else start) : end]}
             options |= {key: value[:, start:end] for key, value in (extra or {}).items()}
             result = self._piece(piece, given, options, keep, start, end)

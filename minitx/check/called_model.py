@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 ROWS = 3
 LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
-"""Numbers of tokens, of which the first that the model reads is taken: some models need whole blocks, some read only a few."""
+"""Numbers of tokens to try, in this order: some models need whole blocks, some read only a few."""
 
 IDS = ("input_ids", "idx", "ids", "tokens", "token_ids", "inputs", "x", "src", "input", "xb")
 TARGET_IDS = ("decoder_input_ids", "tgt", "target_ids", "tgt_ids", "decoder_ids")
@@ -116,7 +116,7 @@ class CalledModel:
         picture: channels and side.
         has_positions: whether the output is (B, L, ...).
         prepended: positions of the output in front of those of the tokens, as prompt tuning adds. They are left out.
-        vocabulary: the number of ids. usable: ids that are no special tokens.
+        vocabulary: the number of ids. usable: the ids without special tokens.
         names: of the arguments.
     """
 
@@ -236,7 +236,7 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
         CannotBeCalledError: no way was found.
     """
     generator = torch.Generator().manual_seed(seed)
-    with contextlib.suppress(RuntimeError, TypeError):  # tensors that are no leaves, or parts that cannot be copied
+    with contextlib.suppress(RuntimeError, TypeError):  # non-leaf tensors, or parts that cannot be copied
         model = copy.deepcopy(model)
     model = model.to(device).eval() if dtype is None else model.to(device, dtype).eval()
     fill_zeros(model, generator)
@@ -384,7 +384,7 @@ def said(error: Exception) -> str:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether an error says that something is not supported, which is no fault."""
+    """Return whether an error means that something is not supported. Such an error is not a fault."""
     return isinstance(error, ValueError | NotImplementedError | TypeError)
 
 
@@ -410,7 +410,7 @@ def _width(model: nn.Module) -> int | None:
 
 
 def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
-    """The number of ids, and the ids that are no special tokens."""
+    """The number of ids, and the ids without special tokens."""
     config, tables = getattr(model, "config", None), _tables(model)
     table: Any = None
     getter: Any = getattr(model, "get_input_embeddings", None)
@@ -434,7 +434,7 @@ def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
 
 
 def _floats(result: Any) -> Tensor | None:
-    """The first tensor of floats that is no single number, logits before all others."""
+    """The first tensor of floats with at least one axis. Logits come first."""
     if isinstance(result, Tensor):
         return result if result.is_floating_point() and result.dim() else None
     for name in OUTPUTS:
@@ -451,7 +451,7 @@ def decoder_signs(model: nn.Module) -> str:
     if re.search(r"CausalLM|(?<!With)LMHeadModel|GPT|DecoderLM", name):
         return f"its class is {name}"
     if getattr(model, "causal", False) is True or _stated(config, "is_decoder") is True:
-        return "it says that it is a decoder"
+        return "its config or class marks it as a decoder"
     for path, buffer in model.named_buffers():
         if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] > 2:
             square = buffer.flatten(0, -3)[0] if buffer.dim() > 2 else buffer

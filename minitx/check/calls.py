@@ -427,7 +427,7 @@ class _Verdicts:
                 continue
             got = outcome.weights.reshape(right.shape).double()
             if not are_close(got, right, is_loose=True):
-                fault = "the weights that it returns are not those of its output"
+                fault = "the returned weights differ from the weights behind the output"
                 witness = f"seen in: {outcome.experiment.name} (by {(got - right).abs().max().item():.2g})"
                 yield Finding("other-weights", Severity.WRONG, fault, witness=witness), {outcome.experiment.id}
                 return

@@ -133,7 +133,7 @@ class _Padding:
                 "padding-leaks",
             )
             if self.prefix != "padding":
-                advice = "Hide their keys in every layer of the encoder, and in cross-attention, which needs the mask of the source, too."
+                advice = "Hide their keys in every layer of the encoder, and in cross-attention: it needs the mask of the source, too."
         exam.failed(id, self._id(name), Severity.WRONG, fault, advice, witness, gap)
 
     def _alone(self, id: str, side: str, keep: Tensor, padded: Tensor) -> None:

@@ -35,7 +35,7 @@ class Trial:
     Attributes:
         outcomes: of the experiments that were done.
         not_tried: why the others were not done.
-        is_causal: the attention hides later keys although nobody asks it to.
+        is_causal: the attention hides later keys without being told to.
         is_masked: a mask was given, or it takes none.
     """
 

@@ -40,7 +40,7 @@ class MaskForm:
         name: for people.
         make: from a bool tensor, True = may attend.
         polarity: "keep", "hide" or "added".
-        again: another mask with the same meaning, which must give the same output. None: no other is known.
+        again: another mask with the same meaning. It must give the same output. None: no other is known.
     """
 
     name: str
@@ -94,7 +94,7 @@ PADDING = (
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of the axes of query, key and value, which are (B, H, L, D) here.
+    """The order of the axes of query, key and value. Inside the checker they are (B, H, L, D).
 
     Attributes:
         put: from (B, H, L, D) to the layout.
@@ -191,7 +191,7 @@ class Signature:
 
 
 def read_signature(function: Callable[..., Any]) -> Signature:
-    """Return what the names of the arguments of a function, class or module say."""
+    """Read the signature of a function, class or module: the names of the arguments decide their roles."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()

@@ -373,7 +373,7 @@ def _shape_of_output(inputs: Inputs) -> torch.Size:
 
 
 def _parts(found: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-    """The output, which has this shape, and the first other tensor of a tuple, the weights."""
+    """The output of this shape, and the first other tensor of a tuple, the weights."""
     parts = [part for part in (found if isinstance(found, tuple | list) else (found,)) if isinstance(part, Tensor)]
     output = next((part for part in parts if part.shape == shape), None)
     if output is None:  # perhaps with another width

@@ -168,13 +168,13 @@ def _gradients(exam: Examination, id: str) -> None:
         i, j = cut.nonzero()[-1].tolist()
         witness = f"changing token {j} moves the output of token {i} by {influence[i, j]:.2g}, and its gradient is 0; {int(cut.sum())} such pairs"
         if int(cut.sum()) > 0.5 * int(seen.sum()) - int(seen.diagonal().sum()) > 0:
-            fault = "outputs depend on tokens to which no gradient goes"
+            fault = "outputs depend on tokens that get no gradient"
             advice = "Look for detach(), no_grad, .data or a copy through numpy."
             exam.failed(id, "gradient-cut", Severity.WRONG, fault, advice, witness)
             return
         exam.note(
             "gradient-cut-in-part",
-            f"some outputs depend on tokens to which no gradient goes, as a choice by argmax does: {witness}",
+            f"some outputs depend on tokens that get no gradient, as after an argmax: {witness}",
         )
     late = grads.triu(1) > 1e-6 * grads.max() if exam.is_causal else torch.zeros_like(zero)
     if late.any() and not (influence.triu(1) > exam.allowed).any():
