@@ -1,4 +1,4 @@
-"""The state of one check of a model: what was measured, what was tried, and what is wrong."""
+"""The state of one check of a model: measurements, checks and findings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.model_inputs import CalledModel, Stream, decoder_signs, find_forms, is_refusal, said, with_form
+from minitx.check.called_model import CalledModel, Stream, decoder_signs, find_forms, is_refusal, said, with_form
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import Check, Finding, Severity, Status
 from minitx.check.witness import first_moved
@@ -30,7 +30,7 @@ class Examination:
         word: the property that is checked now.
         inputs: random rows. base: the answer for them. noise: how far rounding moves the answer.
         turned: streams whose mask means the opposite of its name.
-        causal: what the caller says. repeat: a command with a place for its options.
+        causal: the caller's argument. repeat: a command with a place for its options.
     """
 
     def __init__(self, called: CalledModel, seed: int, causal: bool | None, repeat: str) -> None:
@@ -123,7 +123,7 @@ class Examination:
         except Exception:
             return False
 
-    # --- what is measured
+    # --- measurements
 
     @property
     def whole(self) -> Tensor:
@@ -204,7 +204,7 @@ class Examination:
         """Whether rounding moves the output about as much as a token."""
         return self.allowed > SHARE * self.typical
 
-    # --- what is reported
+    # --- checks and findings
 
     def passed(self, id: str, gap: Gap | None = None) -> None:
         """Record a check that passed. It is not tried if rounding would hide a mistake."""
@@ -271,7 +271,7 @@ class Examination:
         """Return the end of a sentence: the first module that moves."""
         try:
             return _first(first_moved(self.called.model, calm, moved, *stills))
-        except Exception:  # a witness is no reason to fail
+        except Exception:  # the check must not fail because its witness does
             return ""
 
     def answers(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None) -> Callable[[], Tensor]:

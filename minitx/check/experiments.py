@@ -168,7 +168,7 @@ class Outcome:
     Attributes:
         inputs: what went into the attention; of a layer, the projected queries, keys and values.
         output: (B, H, L, Dv). None: the call raised, or the output has another shape.
-        weights: what was returned beside the output.
+        weights: the second tensor that was returned, if any.
         gradients: of the sum of the squared output, for query, key and value; of a layer for its inputs.
         has_inner_gradients: whether they are for query, key and value.
         fault: why there is no output.

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from minitx.check import behaviour, visibility
+from minitx.check import behaviour, caches, gradients, padding, visibility
+from minitx.check.called_model import CannotBeCalledError, make_called
 from minitx.check.examination import Examination, StopError
-from minitx.check.model_inputs import CannotBeCalledError, make_called
 from minitx.check.results import Check, Finding, Report, Severity, Status
 
 PROPERTIES: dict[str, Callable[[Examination], None]] = {
@@ -34,11 +34,11 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
     "rows": visibility.rows,
     "causality": visibility.causality,
     "reach": visibility.reach,
-    "padding": visibility.padding,
+    "padding": padding.padding,
     "sizes": behaviour.sizes,
-    "cache": behaviour.cache,
-    "documents": visibility.documents,
-    "gradient": behaviour.gradient,
+    "cache": caches.cache,
+    "documents": padding.documents,
+    "gradient": gradients.gradient,
     "train-mode": behaviour.train_mode,
     "bfloat16": behaviour.bfloat16,
     "compile": behaviour.compiled,
@@ -137,7 +137,7 @@ def assert_causal(model: nn.Module, *, seed: int = 0, device: torch.device | str
     Raises:
         AssertionError: the report of ``check_model``.
     """
-    _assert(check_model(model, only="causality", causal=True, seed=seed, device=device))
+    _assert(model, "causality", seed, device, causal=True)
 
 
 def assert_ignores_padding(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
@@ -146,7 +146,7 @@ def assert_ignores_padding(model: nn.Module, *, seed: int = 0, device: torch.dev
     Raises:
         AssertionError: the report of ``check_model``.
     """
-    _assert(check_model(model, only="padding", seed=seed, device=device))
+    _assert(model, "padding", seed, device)
 
 
 def assert_rows_are_independent(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
@@ -155,7 +155,7 @@ def assert_rows_are_independent(model: nn.Module, *, seed: int = 0, device: torc
     Raises:
         AssertionError: the report of ``check_model``.
     """
-    _assert(check_model(model, only="rows", seed=seed, device=device))
+    _assert(model, "rows", seed, device)
 
 
 def assert_cache_changes_nothing(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
@@ -164,7 +164,7 @@ def assert_cache_changes_nothing(model: nn.Module, *, seed: int = 0, device: tor
     Raises:
         AssertionError: the report of ``check_model``.
     """
-    _assert(check_model(model, only="cache", seed=seed, device=device))
+    _assert(model, "cache", seed, device)
 
 
 def assert_documents_are_apart(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
@@ -173,7 +173,7 @@ def assert_documents_are_apart(model: nn.Module, *, seed: int = 0, device: torch
     Raises:
         AssertionError: the report of ``check_model``.
     """
-    _assert(check_model(model, only="documents", seed=seed, device=device))
+    _assert(model, "documents", seed, device)
 
 
 def assert_deterministic(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
@@ -182,7 +182,7 @@ def assert_deterministic(model: nn.Module, *, seed: int = 0, device: torch.devic
     Raises:
         AssertionError: the report of ``check_model``.
     """
-    _assert(check_model(model, only="determinism", seed=seed, device=device))
+    _assert(model, "determinism", seed, device)
 
 
 def assert_gradients_reach_everything(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
@@ -191,11 +191,12 @@ def assert_gradients_reach_everything(model: nn.Module, *, seed: int = 0, device
     Raises:
         AssertionError: the report of ``check_model``.
     """
-    _assert(check_model(model, only="gradient", seed=seed, device=device))
+    _assert(model, "gradient", seed, device)
 
 
-def _assert(report: Report) -> None:
+def _assert(model: nn.Module, only: str, seed: int, device: torch.device | str, causal: bool | None = None) -> None:
     """Fail if something is wrong, or if nothing was tried."""
+    report = check_model(model, only=only, causal=causal, seed=seed, device=device)
     tried = [check for check in report.with_status(Status.PASSED) if not check.id.startswith("call/")]
     if not tried or not report.is_right or report.with_status(Status.FAILED):
         raise AssertionError(str(report))

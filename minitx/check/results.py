@@ -1,4 +1,4 @@
-"""What a check reports: what was tried, what is wrong, and how to mend it.
+"""Results of a check: what was tried, what is wrong, and how to mend it.
 
 A ``Report`` is printed as a table. ``Report.json`` is for graders: its ids stay the same when a sentence is written anew.
 
@@ -93,10 +93,10 @@ class Report:
     """The result of a check.
 
     Attributes:
-        subject: the name of what was checked.
+        subject: the name of the function, layer or model.
         called_as: how it was called. "": no way to call it was found.
         seed: of the random inputs.
-        checks: everything that was tried, and what was not.
+        checks: all checks, also those that were not tried.
         findings: the mistakes. Of equal severity, the one to mend first comes first.
         stage: of a graded exercise. None: not graded.
     """

@@ -11,9 +11,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from minitx.check.calling import MaskForm
 from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, EXPERIMENTS, PLAIN, Experiment, Inputs, Outcome
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, as_they_are, attention_in_steps
+from minitx.check.signatures import MaskForm
 from minitx.check.subjects import NotTriedError, Subject, Way
 
 Mistakes = tuple[Mutant, ...]
@@ -35,7 +35,7 @@ class Trial:
     Attributes:
         outcomes: of the experiments that were done.
         not_tried: why the others were not done.
-        is_causal: the attention hides later keys although nobody asks it to.
+        is_causal: the attention hides later keys without being told to.
         is_masked: a mask was given, or it takes none.
     """
 
@@ -57,10 +57,11 @@ class Trial:
         return [self.outcomes[experiment] for experiment in chosen]
 
     @property
-    def oddity(self) -> tuple[bool, bool, int]:
-        """Return a sort key: usual ways of calling come first."""
+    def oddity(self) -> tuple[bool, bool, int, int]:
+        """Return a sort key: usual ways of calling come first, and those in which nothing raises."""
         is_hiding = self.way.form is not None and self.way.form.polarity == "hide"
-        return is_hiding, self.is_causal, -len(self.outcomes)
+        raising = sum(outcome.output is None for outcome in self.outcomes.values())
+        return is_hiding, self.is_causal, raising, -len(self.outcomes)
 
 
 class Answer:
@@ -146,6 +147,8 @@ def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: di
 
     If the plain experiment is right in some way, other orders of arguments and axes are not tried.
     """
+    if unknown := subject.signature.unknown():
+        faults[f"no value is known for {', '.join(unknown)}: give a default, or another name, such as mask"] = None
     for named in subject.ways():
         way = named
         unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])

@@ -55,16 +55,20 @@ def cases() -> tuple[Case, ...]:
 
 
 def _cases() -> Iterator[Case]:
-    """Yield cases with masks, scales, grouped heads, empty rows, decoding, several tiles, and the other options."""
+    """Yield all cases."""
     generator = torch.Generator().manual_seed(7)
     cells = torch.rand(2, 4, 5, 5, generator=generator) < 0.6
     empty = cells & (torch.arange(5) % 3 > 0).view(5, 1)  # queries 0 and 3 see nothing
-    padding = (torch.arange(5) >= torch.tensor([[2], [0]]))[:, None, None]  # left padding in the first sequence of the batch
-    bias, sinks = torch.randn(1, 4, 5, 5, generator=generator), torch.linspace(-2, 2, 4)
-    learned_bias = (4 * bias).round().div(4).requires_grad_()  # the same number in each dtype
+    bias = torch.randn(1, 4, 5, 5, generator=generator)
+    yield from _shapes_and_scales()
+    yield from _masks(cells, empty)
+    yield from _further_options(bias, empty)
+
+
+def _shapes_and_scales() -> Iterator[Case]:
+    """Yield cases without a mask: grouped heads, widths, scales, causal decoding and several tiles."""
     yield Case("plain")
     yield Case("as many key heads", heads=(4, 4))
-    yield Case("as many key heads, mask and causal", {"attn_mask": cells, "is_causal": True}, heads=(4, 4))
     yield Case("multi-query", heads=(4, 1))
     yield Case("wide values", value_width=11)
     yield Case("wide queries and keys", width=19)
@@ -78,6 +82,12 @@ def _cases() -> Iterator[Case]:
     yield Case("causal, decoding three", {"is_causal": True}, rows=3)
     yield Case("causal, several tiles", {"is_causal": True}, rows=3, keys=271)
     yield Case("causal, several tiles of queries", {"is_causal": True}, rows=131, keys=131, heads=(1, 1))
+
+
+def _masks(cells: Tensor, empty: Tensor) -> Iterator[Case]:
+    """Yield cases with masks. ``empty`` has queries that see nothing."""
+    padding = (torch.arange(5) >= torch.tensor([[2], [0]]))[:, None, None]  # left padding in the first sequence of the batch
+    yield Case("as many key heads, mask and causal", {"attn_mask": cells, "is_causal": True}, heads=(4, 4))
     yield Case("mask (L, S)", {"attn_mask": cells[0, 0]})
     yield Case("mask per batch", {"attn_mask": cells[:, :1]})
     yield Case("mask per head", {"attn_mask": cells[:1]})
@@ -97,6 +107,12 @@ def _cases() -> Iterator[Case]:
         judged=("output",),
         dtypes=tuple(dtype for dtype in DTYPES if dtype != torch.float16),  # where such scores overflow
     )
+
+
+def _further_options(bias: Tensor, empty: Tensor) -> Iterator[Case]:
+    """Yield cases with a bias, a soft-cap, sinks, large scores, weights and dropout."""
+    sinks = torch.linspace(-2, 2, 4)
+    learned_bias = (4 * bias).round().div(4).requires_grad_()  # the same number in each dtype
     yield Case("bias", {"attn_bias": bias})
     yield Case("bias per batch", {"attn_bias": torch.cat((bias, -bias))})
     yield Case("bias of -inf", {"attn_bias": bias.masked_fill(~empty, -torch.inf)})

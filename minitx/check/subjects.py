@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending it
 
-from minitx.check import calling
-from minitx.check.calling import INPUTS, Layout, MaskForm, MaskShape, Signature
+from minitx.check import signatures
 from minitx.check.experiments import BATCH, HEADS, WIDTH, Experiment, Inputs, Outcome, Sizes, draw, through_mask
+from minitx.check.signatures import INPUTS, Layout, MaskForm, MaskShape, Signature
 
 
 class NotTriedError(Exception):
@@ -42,7 +42,7 @@ class Way:
 
     order: Mapping[str, str]
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    layout: Layout = calling.HEADS_FIRST
+    layout: Layout = signatures.HEADS_FIRST
     form: MaskForm | None = None
     shape: MaskShape | None = None
     inner: Inner | None = None
@@ -82,7 +82,7 @@ class Subject:
 
     def __init__(self, function: Callable[..., Any], dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
         self.function, self.dtype, self.device, self.seed = function, dtype, device, seed
-        self.signature: Signature = calling.read_signature(function)
+        self.signature: Signature = signatures.read_signature(function)
         self.refused: dict[str, str] = {}  # arguments that raise, and what
 
     def ways(self) -> Iterator[Way]:
@@ -91,7 +91,7 @@ class Subject:
 
     def mask_ways(self, way: Way, forms: tuple[MaskForm, ...]) -> Iterator[Way]:
         """Yield a way for each form and shape of a mask."""
-        shapes = calling.PADDING if self.signature.is_padding else way.layout.shapes
+        shapes = signatures.PADDING if self.signature.is_padding else way.layout.shapes
         yield from (replace(way, form=form, shape=shape) for shape, form in product(shapes, forms))
 
     def run(self, way: Way, experiment: Experiment) -> Outcome:
@@ -134,8 +134,9 @@ class Subject:
     def options(self, way: Way, inputs: Inputs, heads: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments besides the inputs."""
         options = dict(way.fixed)
-        if inputs.is_causal:
-            options[self.causal(way) or ""] = True
+        causal = self.causal(way)
+        if causal is not None and (inputs.is_causal or causal in self.signature.switched_on):
+            options[causal] = inputs.is_causal
         if inputs.allowed is not None:
             if way.form is None or way.shape is None:
                 raise NotTriedError("no kind of mask that was tried is accepted")
@@ -171,18 +172,18 @@ class Function(Subject):
 
     def ways(self) -> Iterator[Way]:
         for order in self.signature.orders():
-            layouts = [*calling.LAYOUTS, calling.WHOLE_WIDTH] if self.signature.named("heads") else calling.LAYOUTS
+            layouts = [*signatures.LAYOUTS, signatures.WHOLE_WIDTH] if self.signature.named("heads") else signatures.LAYOUTS
             for layout in layouts:
                 fixed = self.signature.fixed(order, HEADS, WIDTH)
                 if fixed is not None:
                     heads = self.signature.named("heads")
-                    given = {heads: HEADS} if heads and layout is calling.WHOLE_WIDTH else {}
+                    given = {heads: HEADS} if heads and layout is signatures.WHOLE_WIDTH else {}
                     yield Way(order, {**fixed, **given}, layout)
 
     def run(self, way: Way, experiment: Experiment) -> Outcome:
         if "x" in way.order:
             raise NotTriedError("a function of one input has no projections")
-        if experiment.kv_heads and way.layout not in (calling.HEADS_FIRST, calling.LENGTH_FIRST):
+        if experiment.kv_heads and way.layout not in (signatures.HEADS_FIRST, signatures.LENGTH_FIRST):
             raise NotTriedError(f"the layout {way.layout.name} has no heads")
         inputs = self.inputs(way, experiment, Sizes(mask=way.mask_kind))
         dtype = self.dtype_of(experiment)
@@ -206,7 +207,7 @@ class Function(Subject):
         self, way: Way, given: list[Tensor], options: dict[str, Any], shape: torch.Size
     ) -> tuple[Tensor, Tensor | None]:
         """The output (B, H, L, Dv), and the weights if it returns some."""
-        if way.layout is calling.AXES_2:
+        if way.layout is signatures.AXES_2:
             return self._matrices(way, given, options, shape)
         names = [way.order[role] for role in INPUTS]
         found = self.call({**options, **dict(zip(names, map(way.layout.put, given), strict=True))})
@@ -258,7 +259,7 @@ class Layer(Subject):
                 yield from (Way(order, fixed, _layer_layout(self.module), inner=inner) for inner in inners)
 
     def mask_ways(self, way: Way, forms: tuple[MaskForm, ...]) -> Iterator[Way]:
-        shapes = calling.PADDING if self.signature.is_padding else calling.LAYER_AXES
+        shapes = signatures.PADDING if self.signature.is_padding else signatures.LAYER_AXES
         yield from (replace(way, form=form, shape=shape) for shape, form in product(shapes, forms))
 
     def run(self, way: Way, experiment: Experiment) -> Outcome:
@@ -331,16 +332,11 @@ class Product:
     gradients: tuple[Tensor, ...] = ()
 
 
-class Products(TorchDispatchMode):
-    """Record the products of activations with parameters of a module.
+class _Recorder:
+    """The method of ``Products``. Torch wraps the method of a direct subclass, and then imports its compiler, for some seconds."""
 
-    They are seen below autograd, because ``nn.MultiheadAttention`` and layers with bare parameters call no submodule.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.ndim > 1}
-        self.seen: list[Product] = []
+    names: dict[int, str]
+    seen: list[Product]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -357,6 +353,18 @@ class Products(TorchDispatchMode):
             self.seen.append(Product(parameter, activation, result))
 
 
+class Products(_Recorder, TorchDispatchMode):
+    """Record the products of activations with parameters of a module.
+
+    They are seen below autograd, because ``nn.MultiheadAttention`` and layers with bare parameters call no submodule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.ndim > 1}
+        self.seen: list[Product] = []
+
+
 # --- helpers
 
 
@@ -365,7 +373,7 @@ def _shape_of_output(inputs: Inputs) -> torch.Size:
 
 
 def _parts(found: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-    """The output, which has this shape, and the first other tensor of a tuple, the weights."""
+    """The output of this shape, and the first other tensor of a tuple, the weights."""
     parts = [part for part in (found if isinstance(found, tuple | list) else (found,)) if isinstance(part, Tensor)]
     output = next((part for part in parts if part.shape == shape), None)
     if output is None:  # perhaps with another width
@@ -403,15 +411,15 @@ def _mask_said(signature: Signature, way: Way) -> str:
 
 def _layer_layout(module: nn.Module) -> Layout:
     if getattr(module, "batch_first", True):
-        return replace(calling.WHOLE_WIDTH, name="(B, L, E)")
-    take = calling.WHOLE_WIDTH.take
+        return replace(signatures.WHOLE_WIDTH, name="(B, L, E)")
+    take = signatures.WHOLE_WIDTH.take
     return Layout(
-        "(L, B, E)", lambda x: calling.WHOLE_WIDTH.put(x).transpose(0, 1), lambda x, heads: take(x.transpose(0, 1), heads)
+        "(L, B, E)", lambda x: signatures.WHOLE_WIDTH.put(x).transpose(0, 1), lambda x, heads: take(x.transpose(0, 1), heads)
     )
 
 
 def _attributes(module: nn.Module, role: str) -> list[int]:
-    names = (name for name in vars(module) if re.fullmatch(calling.ROLES[role], name.lower()))
+    names = (name for name in vars(module) if re.fullmatch(signatures.ROLES[role], name.lower()))
     return [value for name in names if isinstance(value := getattr(module, name), int) and not isinstance(value, bool)]
 
 

@@ -47,7 +47,7 @@ def first_moved(model: nn.Module, calm: Callable[[], Any], moved: Callable[[], A
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[list[Call]]:
-    """The calls of all modules, in the order in which they end."""
+    """The calls of all modules, ordered by when they end."""
     calls: list[Call] = []
     handles = []
     for name, module in model.named_modules():

@@ -90,7 +90,7 @@ def _report(subject: Any, config: CheckConfig) -> Report:
     if model is not None:
         return _model_report(model, config)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
-        require(config.only is None and config.causal is None, "only and causal are for models, and this is no model")
+        require(config.only is None and config.causal is None, f"only and causal are for models{_why_none(subject)}")
         return check_attention(
             subject,
             strict=config.strict,
@@ -130,6 +130,14 @@ def _model_of(subject: Any, target: str) -> Any:
         return None
     reads = (nn.Embedding, nn.Conv2d)
     return subject if any(isinstance(module, reads) for module in subject.modules()) or hasattr(subject, "config") else None
+
+
+def _why_none(subject: Any) -> str:
+    """The end of a sentence: why a subject is checked as attention."""
+    if not inspect.isclass(subject):
+        return f", and this is a {type(subject).__name__}"
+    required = [p.name for p in inspect.signature(subject).parameters.values() if p.default is p.empty]
+    return f"; to check a model, write a function without arguments that returns {subject.__name__}({', '.join(required)})"
 
 
 def _loaded(config: CheckConfig) -> Any:

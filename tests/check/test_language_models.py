@@ -241,6 +241,50 @@ def test_the_cross_attention_to_padding_is_told_from_the_encoder():
     assert "cross" in report.findings[0].witness
 
 
+@pytest.mark.parametrize("name", ["decoder", "encoder–decoder"])
+def test_a_model_of_ours_with_lora_is_checked(name):
+    peft = pytest.importorskip("peft")
+    kind = name.replace("–", "_")
+    adapted = peft.get_peft_model(our(kind), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    report = check_model(adapted, only=QUICK)
+    assert not [finding for finding in report.findings if finding.severity != Severity.NOTE], str(report)
+    tried = {check.id.partition("/")[0] for check in report.with_status(Status.PASSED)}
+    assert tried >= {"causality", "padding", "cache", "gradient"}, str(report)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_with_lora_is_checked():
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 3, "vocab_size": 31, "n_positions": 48}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.3))
+    report = check_model(adapted, only=QUICK)
+    assert report.called_as.startswith("PeftModel(input_ids, attention_mask)") and report.is_right, str(report)
+    assert {"cache", "gradient"} <= {check.id.partition("/")[0] for check in report.with_status(Status.PASSED)}
+
+
+class WithPrompt(nn.Module):
+    """Two learned positions in front of the tokens, as prompt tuning adds them; ``leaks`` adds the last token to all others."""
+
+    def __init__(self, leaks=False):
+        super().__init__()
+        self.model, self.prompt, self.leaks = gpt(), nn.Parameter(torch.randn(2, 32)), leaks
+
+    def forward(self, input_ids):
+        x = self.model.token(input_ids) + self.model.place(torch.arange(input_ids.shape[1]))
+        x = torch.cat((self.prompt.expand(len(x), -1, -1), x), 1)
+        for block in self.model.blocks:
+            x, _ = block(x)
+        return self.model.head(self.model.norm(x + x[:, -1:] if self.leaks else x))
+
+
+def test_positions_in_front_of_the_tokens_are_left_out():
+    report = check_model(WithPrompt(), only=["rows", "causality", "reach", "gradient"])
+    assert report.called_as.endswith("output (B, 2 + L, ·)") and report.is_right, str(report)
+    assert check_model(WithPrompt(leaks=True), only="causality").mend_first.id == "not-causal"
+
+
 def test_what_cannot_be_called_is_wrong_and_says_what_was_seen():
     class Odd(nn.Module):
         def forward(self, graph, nodes):

@@ -4,16 +4,27 @@ import json
 import sys
 
 import pytest
+import torch
 
 from minitx.cli import check
+from minitx.cli.compose import compose_config
+from minitx.cli.launch import run_training
+from minitx.training.checkpoints import write_checkpoint
+from tests.cli.conftest import TINY
 
 SOURCE = """
+import torch
+
 def right(q, k, v, mask=None):
     from minitx.nn import scaled_dot_product_attention
     return scaled_dot_product_attention(q, k, v, mask)
 
 def no_scale(q, k, v):
     return (q @ k.mT).softmax(-1) @ v
+
+class NeedsSizes(torch.nn.Module):
+    def __init__(self, vocab_size, n_positions):
+        super().__init__()
 
 number = 3
 """
@@ -46,6 +57,7 @@ def program(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "broken.py").write_text("def attention(q, k, v:\n")
+    (tmp_path / "raises.py").write_text("{}['weights']\n")
     (tmp_path / "model.py").write_text(MODEL)
 
     def run(*words):
@@ -55,7 +67,7 @@ def program(tmp_path, monkeypatch, capsys):
         return code, shown.out, shown.err
 
     yield run
-    for name in ("mine", "broken", "model"):
+    for name in ("mine", "broken", "raises", "model"):
         sys.modules.pop(name, None)
 
 
@@ -87,7 +99,9 @@ def test_help_says_that_the_file_runs(program):
     (["broken.py:attention"], "broken.py cannot be imported: SyntaxError"),
     (["model.py:model", "stage=1"], "is a model with the embedding"),
     (["model.py:model", "only=causalty"], "only=causalty must be one of"),
-    (["mine.py:right", "only=rows"], "only and causal are for models"),
+    (["mine.py:right", "only=rows"], "only and causal are for models, and this is a function"),
+    (["mine.py:NeedsSizes", "only=rows"], "write a function without arguments that returns NeedsSizes(vocab_size, n_positions)"),
+    (["raises.py:model"], "raises.py cannot be imported: KeyError: 'weights'"),
     (["model=nowhere"], "model=nowhere does not exist"),
     (["model=."], "model=. is neither a Hugging Face folder (config.json) nor a run"),
     (["mine.py:right", "model=."], "exclude each other"),
@@ -132,3 +146,24 @@ def test_a_folder_of_hugging_face_is_checked_and_its_code_does_not_run(program, 
     assert "GPT2LMHeadModel, seed 0" in shown and "passed     call, causality, padding" in shown
     assert not (tmp_path / "ran").exists()
     assert json.loads((tmp_path / "out.json").read_text())["subject"] == "GPT2LMHeadModel"
+
+
+def test_a_run_and_its_checkpoint_are_checked(program, tmp_path):
+    run_training(compose_config([*TINY, "trainer.max_steps=1"]), tmp_path / "run", "a test")
+    for path in ("run", "run/checkpoints/last.ckpt"):
+        code, shown, error = program(f"model={path}", "only=causality,cache")
+        assert code == 0, error
+        assert "DecoderLM, seed 0\ncalled as  DecoderLM(input_ids, key_mask)" in shown
+        assert "passed     call, causality, cache" in shown
+
+
+def test_a_checkpoint_that_names_a_class_of_another_package_is_refused(program, tmp_path):
+    run_training(compose_config([*TINY, "trainer.max_steps=1"]), tmp_path / "run", "a test")
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    content = torch.load(path, weights_only=True)
+    content["minitx"]["model"] = {"_target_": "model.Own"}
+    write_checkpoint(content, path)
+    (tmp_path / "model.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    code, shown, error = program("model=run", "only=rows")
+    assert code == 2 and not shown and "model.Own" in error and "trust" in error
+    assert not (tmp_path / "ran").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -19,8 +19,8 @@ ROLES = {
     "key": r"(\w_)?(k|ks|key|keys|key_states|x_k|k_in)",
     "value": r"(\w_)?(v|vs|value|values|value_states|x_v|v_in)",
     "x": r"x|xs|inputs?|hidden(_states)?|embeddings?|src|embeds?",
-    "padding": r"(src_)?(key_)?padding_mask|key_mask|pad_mask",
-    "mask": r"m|mask|attn_mask|attention_mask|src_mask|\w+_mask",
+    "padding": r"(src_)?(key_)?padding_mask|key_mask|pad_mask|pad|padding",
+    "mask": r"m|mask|attn_mask|attention_mask|src_mask|\w+_mask|keep|allowed|visible",
     "causal": r"(is_)?causal",
     "width": r"d_?k|d_?head|head_dim|head_size",
     "heads": r"(num|n)_?heads?|heads|nhead|h|num_attention_heads",
@@ -40,7 +40,7 @@ class MaskForm:
         name: for people.
         make: from a bool tensor, True = may attend.
         polarity: "keep", "hide" or "added".
-        again: another mask with the same meaning, which must give the same output. None: no other is known.
+        again: another mask with the same meaning. It must give the same output. None: no other is known.
     """
 
     name: str
@@ -94,7 +94,7 @@ PADDING = (
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of the axes of query, key and value, which are (B, H, L, D) here.
+    """The order of the axes of query, key and value. Inside the checker they are (B, H, L, D).
 
     Attributes:
         put: from (B, H, L, D) to the layout.
@@ -129,12 +129,14 @@ class Signature:
         required: the arguments without a default.
         names: of all arguments.
         positional: arguments that cannot be given by name.
+        switched_on: arguments whose default is True.
     """
 
     roles: Mapping[str, str]
     required: tuple[str, ...]
     names: tuple[str, ...]
     positional: tuple[str, ...] = ()
+    switched_on: tuple[str, ...] = ()
 
     def named(self, role: str) -> str | None:
         """Return the argument with this role."""
@@ -163,6 +165,11 @@ class Signature:
             if len(free) == len(INPUTS):
                 yield from (dict(zip(order, free, strict=True)) for order in permutations(INPUTS))
 
+    def unknown(self) -> list[str]:
+        """Return the required arguments that no order gives and that have no known meaning."""
+        given = {name for order in self.orders() for name in order.values()}
+        return [name for name in self.required if name not in given and self.roles.get(name) is None]
+
     def fixed(self, order: Mapping[str, str], heads: int, width: int) -> dict[str, Any] | None:
         """Return values for all other required arguments, or None if one has no known meaning."""
         known = {
@@ -184,7 +191,7 @@ class Signature:
 
 
 def read_signature(function: Callable[..., Any]) -> Signature:
-    """Return what the names of the arguments of a function, class or module say."""
+    """Read the signature of a function, class or module: the names of the arguments decide their roles."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()
@@ -193,7 +200,8 @@ def read_signature(function: Callable[..., Any]) -> Signature:
         return _signature(names, tuple(names[: len(INPUTS)]))
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.POSITIONAL_ONLY)]
     positional = tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY)
-    return _signature([p.name for p in named], tuple(p.name for p in named if p.default is p.empty), positional)
+    signature = _signature([p.name for p in named], tuple(p.name for p in named if p.default is p.empty), positional)
+    return replace(signature, switched_on=tuple(p.name for p in named if p.default is True))
 
 
 def _signature(names: Sequence[str], required: tuple[str, ...], positional: tuple[str, ...] = ()) -> Signature:
@@ -217,7 +225,9 @@ def instance_of(cls: type[Any]) -> tuple[Any, str]:
         unknown = [
             name for name in signature.required if signature.roles.get(name) not in ("heads", "width", "embed", "dropout")
         ]
-        raise ValueError(f"{cls.__name__} cannot be made: no value is known for {', '.join(unknown)}; give an instance")
+        raise ValueError(
+            f"{cls.__name__} cannot be made: no value is known for {', '.join(unknown)}; give an instance, such as layer = {cls.__name__}(...) in the file"
+        )
     return cls(**given), f"{cls.__name__}({', '.join(f'{name}={value}' for name, value in given.items())})"
 
 

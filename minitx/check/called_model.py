@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 ROWS = 3
 LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
-"""Numbers of tokens, of which the first that the model reads is taken: some models need whole blocks, some read only a few."""
+"""Numbers of tokens to try, in this order: some models need whole blocks, some read only a few."""
 
 IDS = ("input_ids", "idx", "ids", "tokens", "token_ids", "inputs", "x", "src", "input", "xb")
 TARGET_IDS = ("decoder_input_ids", "tgt", "target_ids", "tgt_ids", "decoder_ids")
@@ -99,6 +99,13 @@ class Stream:
     form: MaskForm | None = None
     refused: str = ""
 
+    @property
+    def why_unmasked(self) -> str:
+        """Return why no mask can be given."""
+        if self.mask is None:
+            return "no argument for a mask was found, so rows of one batch must have one length"
+        return f"no form of {self.mask} was accepted: {self.refused}"
+
 
 @dataclass
 class CalledModel:
@@ -108,7 +115,8 @@ class CalledModel:
         streams: of tokens. The outputs belong to the last one. Empty: the model reads pictures.
         picture: channels and side.
         has_positions: whether the output is (B, L, ...).
-        vocabulary: the number of ids. usable: ids that are no special tokens.
+        prepended: positions of the output in front of those of the tokens, as prompt tuning adds. They are left out.
+        vocabulary: the number of ids. usable: the ids without special tokens.
         names: of the arguments.
     """
 
@@ -120,6 +128,7 @@ class CalledModel:
     picture: tuple[int, int] | None = None
     pixels: str = ""
     has_positions: bool = True
+    prepended: int = 0
     vocabulary: int = 0
     usable: Tensor = field(default_factory=lambda: torch.arange(0))
     constants: dict[str, Any] = field(default_factory=dict)
@@ -199,7 +208,7 @@ class CalledModel:
             B, L = inputs[self.stream.name].shape[:2]
             if found.shape[:1] == (B * L,) and B > 1 < L and found.dim() == 2:
                 found = found.view(B, L, -1)
-        return found
+        return found[:, self.prepended :] if self.prepended else found
 
     def describe(self) -> str:
         """Return how it is called, for people."""
@@ -215,7 +224,8 @@ class CalledModel:
                 given.append(stream.mask)
                 told.append(f"{stream.mask} {stream.form}")
         given += ["targets"] * self.gives_targets
-        out = "(B, L, ·)" if self.has_positions else "(B, ·)"
+        length = f"{self.prepended} + L" if self.prepended else "L"
+        out = f"(B, {length}, ·)" if self.has_positions else "(B, ·)"
         return f"{name}({', '.join(given)}): {'; '.join(told)}; output {out}"
 
 
@@ -226,7 +236,7 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
         CannotBeCalledError: no way was found.
     """
     generator = torch.Generator().manual_seed(seed)
-    with contextlib.suppress(RuntimeError, TypeError):  # tensors that are no leaves, or parts that cannot be copied
+    with contextlib.suppress(RuntimeError, TypeError):  # non-leaf tensors, or parts that cannot be copied
         model = copy.deepcopy(model)
     model = model.to(device).eval() if dtype is None else model.to(device, dtype).eval()
     fill_zeros(model, generator)
@@ -250,11 +260,24 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
             if "targets" in names and found.dim() == 3 and found.shape[1] == 1 < L:  # nanoGPT: all logits only with targets
                 candidate.gives_targets = True
                 found = candidate.answer(inputs)
-            candidate.has_positions = found.dim() >= 3 and found.shape[1] == L
+            candidate.prepended = _prepended(candidate, found)
+            candidate.has_positions = found.dim() >= 3 and found.shape[1] == candidate.prepended + L
         else:
             candidate.has_positions = False
         return candidate
     raise CannotBeCalledError("; ".join(list(faults)[:3]) or "no argument for tokens or pictures was found")
+
+
+def _prepended(called: CalledModel, output: Tensor) -> int:
+    """How many positions the output has in front of those of the tokens: as many for fewer tokens."""
+    name, L = called.stream.name, called.stream.length
+    if output.dim() < 3 or output.shape[1] <= L:
+        return 0
+    try:
+        shorter = called.answer(called.draw(ROWS, {name: L - 1}))
+    except Exception:  # it reads whole blocks
+        return 0
+    return output.shape[1] - L if output.shape[1] - shorter.shape[1] == 1 else 0
 
 
 def _ways(called: CalledModel, required: Sequence[str]) -> Iterator[CalledModel]:
@@ -361,7 +384,7 @@ def said(error: Exception) -> str:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether an error says that something is not supported, which is no fault."""
+    """Return whether an error means that something is not supported. Such an error is not a fault."""
     return isinstance(error, ValueError | NotImplementedError | TypeError)
 
 
@@ -387,7 +410,7 @@ def _width(model: nn.Module) -> int | None:
 
 
 def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
-    """The number of ids, and the ids that are no special tokens."""
+    """The number of ids, and the ids without special tokens."""
     config, tables = getattr(model, "config", None), _tables(model)
     table: Any = None
     getter: Any = getattr(model, "get_input_embeddings", None)
@@ -411,7 +434,7 @@ def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
 
 
 def _floats(result: Any) -> Tensor | None:
-    """The first tensor of floats that is no single number, logits before all others."""
+    """The first tensor of floats with at least one axis. Logits come first."""
     if isinstance(result, Tensor):
         return result if result.is_floating_point() and result.dim() else None
     for name in OUTPUTS:
@@ -428,7 +451,7 @@ def decoder_signs(model: nn.Module) -> str:
     if re.search(r"CausalLM|(?<!With)LMHeadModel|GPT|DecoderLM", name):
         return f"its class is {name}"
     if getattr(model, "causal", False) is True or _stated(config, "is_decoder") is True:
-        return "it says that it is a decoder"
+        return "its config or class marks it as a decoder"
     for path, buffer in model.named_buffers():
         if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] > 2:
             square = buffer.flatten(0, -3)[0] if buffer.dim() > 2 else buffer

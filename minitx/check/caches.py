@@ -1,0 +1,185 @@
+"""Caches of models: pieces with a cache equal one call."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitx.check.called_model import CACHES, said
+from minitx.check.examination import Examination
+from minitx.check.properties import Gap
+from minitx.check.results import Severity
+
+
+def cache(exam: Examination) -> None:
+    """Pieces with a cache equal one call."""
+    called = exam.called
+    name = next((name for name in CACHES if name in called.names), None)
+    if name is None or not called.streams or not called.has_positions:
+        exam.skip("cache", "no argument for a cache was found")
+        return
+    learned_prompt = getattr(getattr(called.model, "active_peft_config", None), "is_prompt_learning", False)
+    if called.prepended or learned_prompt:
+        exam.skip("cache", "each call adds the virtual tokens again, with or without a cache")
+        return
+    L = called.stream.length
+    random_cuts = sorted((torch.randperm(L - 1, generator=called.generator)[:3] + 1).tolist())
+    pieces = _Pieces(exam, name)
+    cuts = {"token-by-token": range(1, L), "prefill-then-tokens": range(L // 2, L), "pieces": random_cuts}
+    for kind, places in cuts.items():
+        exam.attempt(f"cache/{kind}", partial(pieces.compare, cuts=list(places)))
+    exam.attempt("cache/left-padding", partial(pieces.padded, cuts=[L // 2, L // 2 + 1, L - 3]))
+    exam.attempt("cache/static", partial(pieces.static, cuts=[L // 2, L // 2 + 1]))
+
+
+class NoCacheError(ValueError):
+    """The model gives no cache back."""
+
+
+class WrongShapeError(RuntimeError):
+    """A piece has an output of another shape."""
+
+
+class _Pieces:
+    """Calls in pieces."""
+
+    def __init__(self, exam: Examination, name: str) -> None:
+        self.exam, self.name = exam, name
+        self.make = getattr(exam.called.model, "make_cache", None)
+
+    def _new(self, rows: int, length: int) -> Any:
+        if self.make is None:
+            return None
+        count = len(inspect.signature(self.make).parameters)
+        return self.make(*(rows, length)[-count:]) if count else self.make()
+
+    def run(
+        self,
+        cuts: Sequence[int],
+        keep: Tensor | None = None,
+        extra: Mapping[str, Tensor] | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """Return the outputs of all pieces, joined."""
+        called, inputs = self.exam.called, self.exam.inputs
+        stream, tokens = called.stream, inputs[called.stream.name]
+        B, L = tokens.shape[:2]
+        cache = self._new(B, L) if cache is None else cache
+        found, start = [], 0
+        for end in [*cuts, L]:
+            piece = {**inputs, stream.name: tokens[:, start:end].contiguous()}
+            options: dict[str, Any] = {} if cache is None else {self.name: cache}
+            if "use_cache" in called.names:
+                options["use_cache"] = True
+            given = None
+            if keep is not None:  # minitx's cache keeps the earlier part of the mask
+                given = {stream.name: keep[:, (0 if self.make is None else start) : end]}
+            options |= {key: value[:, start:end] for key, value in (extra or {}).items()}
+            result = self._piece(piece, given, options, keep, start, end)
+            found.append(called.output(result, piece))
+            if found[-1].shape[:2] != (B, end - start):
+                raise WrongShapeError(f"{end - start} of {B} rows give an output of shape {tuple(found[-1].shape)}")
+            if self.make is None:
+                cache = self._returned(result)
+                if cache is None:
+                    raise NoCacheError("no cache comes back")
+            start = end
+        return torch.cat(found, 1)
+
+    def _piece(
+        self, piece: dict[str, Tensor], given: Any, options: dict[str, Any], keep: Tensor | None, start: int, end: int
+    ) -> Any:
+        """One call. Some models want the mask of all tokens so far, others of the new ones."""
+        called = self.exam.called
+        try:
+            return called.run(piece, given, **options)
+        except (RuntimeError, ValueError):
+            if keep is None or start == 0 or self.make is not None:
+                raise
+            return called.run(piece, {called.stream.name: keep[:, start:end]}, **options)
+
+    def _returned(self, result: Any) -> Any:
+        for name in (self.name, "past_key_values", "cache_params", "state"):
+            found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+            if found is not None:
+                return found
+        if isinstance(result, tuple) and len(result) > 1:
+            rest = [part for part in result[1:] if part is not None and not (isinstance(part, Tensor) and part.dim() == 0)]
+            return rest[-1] if rest else None
+        return None
+
+    def compare(self, id: str, cuts: Sequence[int]) -> None:
+        """Compare pieces with one call."""
+        try:
+            found = self.run(cuts)
+        except NoCacheError as reason:
+            self.exam.skip(id, str(reason))
+            return
+        self._judge(id, self.exam.gap(found, self.exam.base), cuts)
+
+    def _judge(self, id: str, gap: Gap, cuts: Sequence[int], what: str = "") -> None:
+        exam = self.exam
+        if gap.is_rounding:
+            exam.passed(id, gap)
+            return
+        if any(finding.id == "cache-differs" for finding in exam.findings):
+            exam.explained(id, "the cache", gap)
+            return
+        witness = (
+            f"pieces that end at {', '.join(map(str, cuts))}: the output of token {gap.place[1]} differs by {gap.size:.2g}"
+        )
+        if len(cuts) > 5:
+            witness = f"token by token from {cuts[0]}: the output of token {gap.place[1]} differs by {gap.size:.2g}"
+        fault = f"with a cache{what}, pieces differ from one call"
+        advice = "Look at the positions of new tokens, and align the causal mask to the lower right: tril(diagonal=S - L)."
+        exam.failed(id, f"cache-differs{what.replace(' ', '-').replace(',', '')}", Severity.WRONG, fault, advice, witness, gap)
+
+    def padded(self, id: str, cuts: Sequence[int]) -> None:
+        """The same with a row that has padding on its left."""
+        exam, called = self.exam, self.exam.called
+        stream = called.stream
+        if stream.form is None:
+            exam.skip(id, "no mask")
+            return
+        B, L = exam.inputs[stream.name].shape[:2]
+        keep = torch.ones(B, L, dtype=torch.bool)
+        keep[1, : L // 3] = False
+        extra: dict[str, Tensor] = {}
+        if "position_ids" in called.names:
+            extra = {"position_ids": (keep.long().cumsum(-1) - 1).clamp(min=0).to(called.device)}
+        try:
+            wanted = called.answer(exam.inputs, {stream.name: keep}, **extra)
+        except (ValueError, NotImplementedError):  # it has no use for positions
+            extra, wanted = {}, called.answer(exam.inputs, {stream.name: keep})
+        try:
+            found = self.run(cuts, keep, extra)
+        except NoCacheError as reason:
+            exam.skip(id, str(reason))
+            return
+        self._judge(id, exam.gap(found, wanted, keep), cuts, " and padding on the left")
+
+    def static(self, id: str, cuts: Sequence[int]) -> None:
+        """The same with a cache of fixed size of transformers."""
+        exam = self.exam
+        library = sys.modules.get("transformers")
+        kind = getattr(library, "StaticCache", None)
+        if kind is None or self.name != "past_key_values" or exam.called.config is None:
+            return
+        if len(exam.called.streams) > 1:
+            exam.skip(id, "encoder–decoders need a cache of two parts, which is not made here")
+            return
+        if getattr(exam.called.model, "_can_compile_fullgraph", True) is False:
+            exam.skip(id, "the model says that it supports no cache of fixed size")
+            return
+        try:
+            found = self.run(cuts, cache=kind(config=exam.called.config, max_cache_len=exam.called.stream.length + 3))
+        except Exception as error:  # not every architecture has one
+            exam.skip(id, f"it raises {said(error)}")
+            return
+        self._judge(id, exam.gap(found, exam.base), cuts, " of fixed size")

@@ -1,0 +1,181 @@
+"""Gradients of models: every parameter that matters has one, and it equals the slope of the output."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from minitx.check.called_model import CalledModel, said
+from minitx.check.examination import Examination
+from minitx.check.properties import Gap
+from minitx.check.results import Severity
+
+Parameters = Mapping[str, Tensor]
+
+TRIED_ALONE = 8
+"""How many parameters without a gradient are moved, one at a time."""
+
+LARGE, GROUPS, WIDTH, SLOPE = 200_000_000, 24, 1e-4, 0.05
+"""Limits of the comparison with differences: parameters, groups of parameters, width of a step, and the share that may differ."""
+
+
+def gradient(exam: Examination) -> None:
+    """Every parameter that changes the output gets a finite gradient."""
+    parameters = _trained(exam.called)
+    if not parameters:
+        exam.skip("gradient", "no parameter requires a gradient")
+        return
+    grads = _gradients(exam, parameters)
+    if grads is None:
+        advice = "Look for no_grad, detach() or .data around the whole model."
+        exam.failed("gradient", "no-gradient", Severity.WRONG, "the output has no gradient", advice)
+        return
+    if broken := [name for name, grad in grads.items() if grad is not None and not grad.isfinite().all()]:
+        fault, witness = "NaN or infinity in gradients", f"of {', '.join(broken[:3])}"
+        exam.failed("gradient", "gradient-not-finite", Severity.WRONG, fault, witness=witness)
+        return
+    silent = [name for name, grad in grads.items() if grad is None or not grad.any()]
+    tried = silent[:TRIED_ALONE]
+    moving = {name: gap for name in tried if (gap := _moved_by(exam, parameters[name])) is not None}
+    if moving:
+        name, gap = next(iter(moving.items()))
+        fault, advice = "parameters change the output and get no gradient", "Look for detach(), no_grad or .data."
+        witness = f"another {name} moves the output by {gap.size:.2g}, and its gradient is 0; {len(moving)} of {len(tried)} that were tried"
+        exam.failed("gradient", "parameter-without-gradient", Severity.WRONG, fault, advice, witness, gap)
+        return
+    if silent:
+        names = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
+        exam.note("unused-parameters", f"{len(silent)} of {len(parameters)} parameters change nothing here: {names}")
+    exam.passed("gradient/all")
+    exam.attempt("gradient/differences", partial(_differences, exam))
+
+
+def _trained(called: CalledModel) -> dict[str, Tensor]:
+    return {name: p for name, p in called.model.named_parameters() if p.requires_grad and p.numel()}
+
+
+def _gradients(exam: Examination, parameters: Parameters) -> dict[str, Tensor | None] | None:
+    """The gradients of a random sum of the output. None: the output has no gradient."""
+    with torch.enable_grad():
+        out = exam.called.answer(exam.inputs)
+        if not out.requires_grad:
+            return None
+        weights = torch.randn(out.shape, generator=exam.called.generator).to(out)
+        grads = torch.autograd.grad((out * weights).sum(), list(parameters.values()), allow_unused=True)
+    return dict(zip(parameters, grads, strict=True))
+
+
+def _moved_by(exam: Examination, parameter: Tensor) -> Gap | None:
+    """How far another value of a parameter moves the output. None: not at all."""
+    called, kept = exam.called, parameter.detach().clone()
+    size = 1e-3 * (0.1 + kept.abs().max().item())  # so small that a router chooses the same experts
+    gaps = []
+    for _ in range(2):
+        parameter.copy_(kept + size * torch.randn(kept.shape, generator=called.generator).to(kept))
+        gaps.append(exam.gap(called.answer(exam.inputs), exam.base))
+    parameter.copy_(kept)
+    return None if any(gap.is_rounding for gap in gaps) else gaps[0]
+
+
+# --- gradients against differences
+
+
+@dataclass(frozen=True)
+class _Slope:
+    """The slope of the output along a random step of some parameters, and the slope that their gradients give.
+
+    Attributes:
+        share: the difference of the two, as a share of ``found`` or of larger numbers.
+    """
+
+    share: float
+    names: tuple[str, ...]
+    found: float
+    expected: float
+
+
+def _differences(exam: Examination, id: str) -> None:
+    """Gradients equal differences of the output, in float64."""
+    called = exam.called
+    if called.floats() != torch.float32 or sum(p.numel() for p in called.model.parameters()) > LARGE:
+        exam.skip(id, f"it is for float32 and at most {LARGE // 10**6} million parameters")
+        return
+    with _in_float64(called):
+        try:
+            called.answer(exam.inputs if called.streams else {n: v.double() for n, v in exam.inputs.items()})
+        except Exception as error:  # parts of some models compute in one dtype alone
+            exam.skip(id, f"in float64 it raises {said(error)}")
+            return
+        worst = max(_slopes(exam), key=lambda slope: slope.share)
+    if worst.share <= SLOPE:
+        exam.passed(id)
+        return
+    fault = "gradients differ from the slope of the output"
+    advice = "Look for detach(), no_grad, .data or a backward of your own. A straight-through estimator does this on purpose."
+    name = worst.names[0] if len(worst.names) == 1 else f"{worst.names[0]} ... {worst.names[-1]}"
+    witness = f"along a random step of {name}: gradient {worst.expected:.3g}, slope {worst.found:.3g}"
+    exam.failed(id, "gradient-differs", Severity.FRAGILE, fault, advice, witness)
+
+
+@contextmanager
+def _in_float64(called: CalledModel) -> Iterator[None]:
+    model = called.model
+    try:
+        called.model = copy.deepcopy(model).to(torch.float64)
+        yield
+    finally:
+        called.model = model
+
+
+def _slopes(exam: Examination) -> Iterator[_Slope]:
+    """Yield the slope of each group of parameters."""
+    called, parameters = exam.called, _trained(exam.called)
+    inputs = {name: v[:1].double() if v.is_floating_point() else v[:1] for name, v in exam.inputs.items()}
+    with torch.enable_grad():
+        out = called.answer(inputs)
+        weights = torch.randn(out.shape, generator=called.generator).to(out)
+        loss = (out * weights).sum()
+        grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    gradients = dict(zip(parameters, grads, strict=True))
+    for names in _groups(list(parameters)):
+        steps = {name: _step(parameters[name], called.generator) for name in names}
+        parts = [gradients[name] * step for name, step in steps.items()]
+        expected = sum(part.sum().item() for part in parts)
+        slope = partial(_slope, lambda: (called.answer(inputs) * weights).sum().item(), parameters, steps)
+        found = slope(WIDTH)
+        size = max(
+            sum(part.norm().item() ** 2 for part in parts) ** 0.5, abs(found), abs(expected), 1e-4 * abs(loss.item()), 1e-9
+        )
+        difference = abs(found - expected)
+        if difference > SLOPE * size:  # the error of the difference is estimated by a wider one
+            difference = max(0.0, difference - 4 * abs(found - slope(8 * WIDTH)))
+        yield _Slope(difference / size, tuple(names), found, expected)
+
+
+def _step(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(parameter.shape, generator=generator).to(parameter) * max(parameter.detach().abs().mean().item(), 1e-2)
+
+
+def _groups(names: list[str]) -> list[list[str]]:
+    """The names, one by one or in at most ``GROUPS`` groups."""
+    size = -(-len(names) // GROUPS)
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+def _slope(call: Callable[[], float], parameters: Parameters, steps: Parameters, width: float) -> float:
+    """The slope of a number along a step, by differences on both sides."""
+    kept = {name: parameters[name].detach().clone() for name in steps}
+    ends = []
+    for length in (width, -2 * width):
+        for name, step in steps.items():
+            parameters[name].add_(step, alpha=length)
+        ends.append(call())
+    for name, value in kept.items():
+        parameters[name].copy_(value)
+    return (ends[0] - ends[1]) / (2 * width)
