@@ -235,20 +235,45 @@ def check_processes(trainer: L.Trainer) -> None:
     own = str(trainer.precision)
     if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(own) != own, all=False):
         raise ConfigError(f"trainer.precision={own} differs between the machines of this run; set trainer.precision=32-true")
-    averaged = any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    if averaged and isinstance(trainer.strategy, Sharded):
+    if _averaging(trainer) and isinstance(trainer.strategy, Sharded):
         raise ConfigError("callbacks.ema needs whole weights on one device, got trainer.strategy=sharded")
 
 
-def place_averages(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Move averaged weights to the device of training, unless they have a ``device`` of their own. Lightning copies the model before it moves it.
+class Averages(L.Callback):
+    """Place averaged weights on the device of training, and keep their precision. It must come before the callbacks of the average.
 
-    On the CPU, the average would cost a download of all weights in every step.
+    Lightning copies the model before it moves it, and on the CPU the average would cost a download of all weights in every step. An
+    average with a ``device`` of its own stays there. To validate the average, Lightning swaps it with the weights of the model. With
+    ``bf16-true`` that rounds it to 16 bits, so the average is copied before each validation and put back after it.
     """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
     # the average and the argument ``device`` have no public name; lightning is bounded in pyproject.toml
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging) and callback._device is None and callback._average_model is not None:
-            callback._average_model.to(module.device)
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for callback in _averaging(trainer):
+            if callback._device is None and callback._average_model is not None:
+                callback._average_model.to(module.device)
+
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        models = [callback._average_model.module for callback in _averaging(trainer) if callback._average_model is not None]
+        self._kept = [
+            (average, average.detach().clone())
+            for model in models
+            for average, weight in zip(model.parameters(), module.parameters(), strict=True)
+            if average.dtype != weight.dtype
+        ]
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        with torch.no_grad():
+            for average, kept in self._kept:
+                average.copy_(kept)
+        self._kept = []
+
+
+def _averaging(trainer: L.Trainer) -> list[WeightAveraging]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]  # type: ignore[attr-defined]
 
 
 # --- progress

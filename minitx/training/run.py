@@ -29,7 +29,7 @@ from minitx.data.conversations import ChatFormat, is_chat, template_of
 from minitx.data.datamodule import DataModule, in_steps, open_data
 from minitx.data.task import Task
 from minitx.training import rank
-from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
+from minitx.training.callbacks import Averages, BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, progress
 from minitx.training.checkpoints import (
     check_free,
     check_resumed,
@@ -204,8 +204,8 @@ def build_callbacks(
     own.append(WandbExtras(state["config"], folder, **to_dict(asked.wandb)))
     last = LastCheckpoint(folder / "checkpoints", options, state)
     # WeightAveraging puts the average into the model at the end
-    before = LambdaCallback(on_fit_start=place_averages, on_train_end=last.on_train_end)
-    return [before, *own, *build_all(asked.parts, "callbacks", L.Callback), last]
+    before = LambdaCallback(on_train_end=last.on_train_end)
+    return [Averages(), before, *own, *build_all(asked.parts, "callbacks", L.Callback), last]
 
 
 def build_samples(options: SamplesConfig, seed: int, data: DataModule, folder: Path, node: Mapping[str, Any]) -> Samples:
