@@ -109,8 +109,7 @@ class StepLog(StepCallback):
         self._open, self.unit = step, unit_of(batch["labels"])
         if step % self.log_every == 0 or step in (1, trainer.max_steps):
             self._write(trainer, module, step)
-            # for other callbacks, such as EarlyStopping; what the module logs, Lightning handles in each later step
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self.row.items()})
+            _publish(trainer, self.row)
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if self._open is not None:  # the run was stopped before max_steps
@@ -139,8 +138,10 @@ class StepLog(StepCallback):
         for logger in trainer.loggers:
             logger.log_metrics(self.row, step)
 
-    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, module: Any) -> None:
         self._paused = time.perf_counter()
+        if self._open is not None:  # a monitor must not depend on which steps have a row
+            _publish(trainer, step_means(trainer, module))
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._mark += time.perf_counter() - self._paused
@@ -149,6 +150,11 @@ class StepLog(StepCallback):
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
         for logger in trainer.loggers:
             logger.log_metrics(values, trainer.global_step)
+
+
+def _publish(trainer: L.Trainer, values: Mapping[str, float]) -> None:
+    """Show metrics to other callbacks, such as EarlyStopping. What the module logs, Lightning handles in each later step."""
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
 
 
 def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
