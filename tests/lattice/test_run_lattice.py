@@ -24,6 +24,9 @@ QUICK = (
 PARTS = 12
 """Tests into which the other points are divided."""
 
+SLOW = 4
+"""The part of the slow tier: none of its points is compiled."""
+
 PROCESSES = {"place": "ddp_cpu|fsdp"}
 
 BESIDE = {
@@ -49,8 +52,15 @@ def test_a_cheap_point_has_every_property(words):
     RUNS.check(point)
 
 
+@pytest.mark.slow
+def test_a_part_of_the_points_of_one_process_has_every_property():
+    part = points(several=False)[SLOW::PARTS]
+    assert not any(point["compile"] == "yes" for point in part)
+    assert_all(part)
+
+
 @pytest.mark.release
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", sorted({*range(PARTS)} - {SLOW}))
 def test_every_point_of_one_process_has_every_property(part):
     assert_all(points(several=False)[part::PARTS])
 
