@@ -13,7 +13,7 @@ SEED = 0
 QUICK = (
     "ends=crash_after optimizer=muon network=own start=init_from log_every=3 precision=bf16-true schedule=plateau asked=evaluated "
     "validation=end",
-    "ends=nonfinite clip=.5 start=init_from log_every=3 data=drawn accumulate=4 objective=smoothed asked=top_k",
+    "ends=nonfinite clip=.5 start=init_from log_every=3 data=drawn accumulate=3 objective=smoothed asked=top_k",
     "data=classify optimizer=sgd objective=smoothed precision=bf16-true schedule=plateau clip=.5 log_every=3 rules=frozen "
     "asked=evaluated checkpointing=yes ends=stop_at",
     "ends=crash_before data=chat accumulate=2 schedule=plateau start=folded log_every=3 asked=evaluated clip=.5 "
