@@ -110,8 +110,7 @@ class StepLog(StepCallback):
         self._open, self.unit = step, unit_of(batch["labels"])
         if step % self.log_every == 0 or step in (1, trainer.max_steps):
             self._write(trainer, module, step)
-            # for other callbacks, such as EarlyStopping; what the module logs, Lightning handles in each later step
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self.row.items()})
+            _publish(trainer, self.row)
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if self._open is not None:  # the run was stopped before max_steps
@@ -145,8 +144,10 @@ class StepLog(StepCallback):
         for logger in trainer.loggers:
             logger.log_metrics(self.row, step)
 
-    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: L.Trainer, module: Any) -> None:
         self._paused = time.perf_counter()
+        if self._open is not None:  # a monitor must not depend on which steps have a row
+            _publish(trainer, step_means(trainer, module))
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._mark += time.perf_counter() - self._paused
@@ -155,6 +156,11 @@ class StepLog(StepCallback):
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
         for logger in trainer.loggers:
             logger.log_metrics(values, trainer.global_step)
+
+
+def _publish(trainer: L.Trainer, values: Mapping[str, float]) -> None:
+    """Show metrics to other callbacks, such as EarlyStopping. What the module logs, Lightning handles in each later step."""
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
 
 
 def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
@@ -256,19 +262,46 @@ def check_processes(trainer: L.Trainer) -> None:
 
 def check_averages(callbacks: Sequence[L.Callback], *, is_sharded: bool) -> None:
     """Raise a ConfigError if one of the callbacks averages weights of which each process has a part."""
-    if is_sharded and any(isinstance(callback, WeightAveraging) for callback in callbacks):
+    if is_sharded and _averaging(callbacks):
         raise ConfigError("callbacks.ema needs whole weights on one device, got trainer.strategy=sharded")
 
 
-def place_averages(trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Move averaged weights to the device of training, unless they have a ``device`` of their own. Lightning copies the model before it moves it.
+class Averages(L.Callback):
+    """Place averaged weights on the device of training, and keep their precision. It must come before the callbacks of the average.
 
-    On the CPU, the average would cost a download of all weights in every step.
+    Lightning copies the model before it moves it, and on the CPU the average would cost a download of all weights in every step. An
+    average with a ``device`` of its own stays there. To validate the average, Lightning swaps it with the weights of the model. With
+    ``bf16-true`` that rounds it to 16 bits, so the average is copied before each validation and put back after it.
     """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
     # the average and the argument ``device`` have no public name; lightning is bounded in pyproject.toml
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging) and callback._device is None and callback._average_model is not None:
-            callback._average_model.to(module.device)
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for callback in _averaging(trainer.callbacks):  # type: ignore[attr-defined]
+            if callback._device is None and callback._average_model is not None:
+                callback._average_model.to(module.device)
+
+    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        averaging = _averaging(trainer.callbacks)  # type: ignore[attr-defined]
+        models = [callback._average_model.module for callback in averaging if callback._average_model is not None]
+        self._kept = [
+            (average, average.detach().clone())
+            for model in models
+            for average, weight in zip(model.parameters(), module.parameters(), strict=True)
+            if average.dtype != weight.dtype
+        ]
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        with torch.no_grad():
+            for average, kept in self._kept:
+                average.copy_(kept)
+        self._kept = []
+
+
+def _averaging(callbacks: Sequence[L.Callback]) -> list[WeightAveraging]:
+    return [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
 
 
 # --- progress

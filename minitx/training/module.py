@@ -144,7 +144,9 @@ class TrainingModule(L.LightningModule):
                 ):
                     group["lr"] = base * factor(schedule.last_epoch)
         if self._resumed is not None:
-            saved = {name: weight.dtype for name, weight in network_weights(self._resumed).items()}
+            # state_dict is the average, if there is one, in float32 also under bf16-true
+            weights = self._resumed.get("current_model_state", self._resumed["state_dict"])
+            saved = {name: weight.dtype for name, weight in network_weights({"state_dict": weights}).items()}
             dtypes = {parameter: saved.get(name) for name, parameter in self.network.named_parameters()}
             for optimizer, state in zip(self.trainer.optimizers, self._resumed["optimizer_states"], strict=True):
                 keep_dtypes(optimizer, state, dtypes)
@@ -392,6 +394,10 @@ class Sharded(ModelParallelStrategy):
         whole = StateDictOptions(full_state_dict=True)
         load_whole(self.model, checkpoint["state_dict"])
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if not state["state"]:  # SGD without momentum: torch looks for the device of a tensor
+                for group, stored in zip(_plain(optimizer).param_groups, state["param_groups"], strict=True):
+                    group.update({name: value for name, value in stored.items() if name != "params"})
+                continue
             names: Any = get_optimizer_state_dict(self.model, _plain(optimizer), options=whole)["param_groups"]
             set_optimizer_state_dict(self.model, _plain(optimizer), by_name(state, names), options=whole)
         return checkpoint

@@ -331,7 +331,10 @@ def _kept(module: nn.Module) -> Callable[[], None]:
             for tensor, value, requires_grad in values:
                 tensor.requires_grad_(requires_grad)
                 tensor.grad = None
-                tensor.copy_(value)
+                if tensor.dtype == value.dtype:
+                    tensor.copy_(value)
+                else:  # bf16-true: an average starts from the weights as they were
+                    tensor.data = value.to(tensor.device)
 
     return restore
 

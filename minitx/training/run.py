@@ -32,13 +32,13 @@ from minitx.data.task import Task, kept_generators
 from minitx.data.tokenizers import Tokenizer, encode_known
 from minitx.training import rank
 from minitx.training.callbacks import (
+    Averages,
     BestCheckpoint,
     LastCheckpoint,
     Samples,
     StepLog,
     StopAt,
     check_averages,
-    place_averages,
     progress,
 )
 from minitx.training.checkpoints import (
@@ -250,8 +250,8 @@ def build_callbacks(
     own.append(WandbExtras(state["config"], folder, **to_dict(asked.wandb)))
     last = LastCheckpoint(folder / "checkpoints", options, state)
     # WeightAveraging puts the average into the model at the end
-    before = LambdaCallback(on_fit_start=place_averages, on_train_end=last.on_train_end)
-    return [before, *own, *build_all(asked.parts, "callbacks", L.Callback), last]
+    before = LambdaCallback(on_train_end=last.on_train_end)
+    return [Averages(), before, *own, *build_all(asked.parts, "callbacks", L.Callback), last]
 
 
 def build_samples(options: SamplesConfig, seed: int, data: DataModule, folder: Path, node: Mapping[str, Any]) -> Samples:

@@ -13,7 +13,7 @@ SEED = 0
 QUICK = (
     "ends=crash_after optimizer=muon network=own start=init_from log_every=3 precision=bf16-true schedule=plateau asked=evaluated "
     "validation=end",
-    "ends=nonfinite clip=.5 start=init_from log_every=3 data=drawn accumulate=4 objective=smoothed asked=top_k",
+    "ends=nonfinite clip=.5 start=init_from log_every=3 data=drawn accumulate=3 objective=smoothed asked=top_k",
     "data=classify optimizer=sgd objective=smoothed precision=bf16-true schedule=plateau clip=.5 log_every=3 rules=frozen "
     "asked=evaluated checkpointing=yes ends=stop_at",
     "ends=crash_before data=chat accumulate=2 schedule=plateau start=folded log_every=3 asked=evaluated clip=.5 "
@@ -23,6 +23,9 @@ QUICK = (
 
 PARTS = 12
 """Tests into which the other points are divided."""
+
+SLOW = 4
+"""The part of the slow tier: none of its points is compiled."""
 
 PROCESSES = {"place": "ddp_cpu|fsdp"}
 
@@ -50,8 +53,15 @@ def test_a_cheap_point_has_every_property(words):
     RUNS.check(point)
 
 
+@pytest.mark.slow
+def test_a_part_of_the_points_of_one_process_has_every_property():
+    part = points(several=False)[SLOW::PARTS]
+    assert not any(point["compile"] == "yes" for point in part)
+    assert_all(part)
+
+
 @pytest.mark.release
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", sorted({*range(PARTS)} - {SLOW}))
 def test_every_point_of_one_process_has_every_property(part):
     assert_all(points(several=False)[part::PARTS])
 

@@ -1,17 +1,16 @@
 """Sixty seeded faults: what the suite notices, what the lattices notice.
 
     python tests/tools/seeded_faults.py --list                  # the faults, with the places that they change
-    python tests/tools/seeded_faults.py --cover                 # once: which quick tests execute which lines
     python tests/tools/seeded_faults.py suite                   # every fault that has no result yet, against the quick tests
     python tests/tools/seeded_faults.py calls models runs       # the same against the lattices
     python tests/tools/seeded_faults.py calls --only fold_lora  # one fault, again
-    python tests/tools/seeded_faults.py --table                 # the results
+    python tests/tools/seeded_faults.py                         # the table of the results
 
 Thirty faults are drawn by a seed from all changes of ``mutants.py`` to nn, training, analysis, interop, generation and data. Thirty are
 written (``WRITTEN``): mistakes that people make where two options meet. They were written before the lattices were read.
 
 No file is changed. For each fault a process forks, and imports the changed code of one module in the place of its own; so do the
-processes that it starts. The judge then runs to the first failure: of the suite the quick tests that execute the changed lines, of a
+processes that it starts. The judge then runs to the first failure: of the suite the quick tests that are about the changed module, of a
 lattice the points of its quick tests, then the points of its slow tests. The clean control is the same without a fault; a test or a
 point that fails there notices nothing. What is known is kept in ``build/seeded/results.json``.
 """
@@ -371,36 +370,34 @@ def mutants_of(path: str, number: int = -1) -> list[Any]:
 def drawn(seed: int, each: int = 5) -> list[Drawn]:
     """``each`` mutants of every package: a file by its number of lines, then one of its mutants.
 
-    They are kept. A fault of a file that has changed since is looked up by its texts.
+    They are kept. A fault of a file that has changed since is looked up by its texts; where these are gone, the next one is drawn.
     """
     kept = WORK / f"drawn_{seed}.json"
-    if kept.exists():
-        found = [Drawn(**{**one, "texts": tuple(one["texts"])}) for one in json.loads(kept.read_text())]
-        return [_found_again(one) for one in found if one.name not in SKIPPED]
-    found = []
+    known = json.loads(kept.read_text()) if kept.exists() else []
+    found = [again for one in known if (again := _found_again(Drawn(**{**one, "texts": tuple(one["texts"])})))]
+    chosen = {fault.name: fault for fault in found if fault.name not in SKIPPED}
     for package in PACKAGES:
-        draw, chosen = random.Random(f"{seed} {package}"), dict[str, Drawn]()
+        draw = random.Random(f"{seed} {package}")
         files = sorted(path for path in (ROOT / "minitx" / package).rglob("*.py") if path.name != "__init__.py")
         sizes = [len(path.read_text().splitlines()) for path in files]
-        while len(chosen) < each:
+        while sum(name.startswith(f"{package}/") for name in chosen) < each:
             path = draw.choices(files, sizes)[0].relative_to(ROOT).as_posix()
             every = mutants_of(path)
             number = draw.randrange(len(every))
             mutant = every[number]
             name = mutant.name.removeprefix("minitx/")
-            if mutant.scope and name not in SKIPPED:
+            if mutant.scope and name not in {*SKIPPED, *chosen}:
                 chosen[name] = Drawn(name, path, mutant.scope, number, (mutant.before, mutant.after), _state(path))
-        found += chosen.values()
-    kept.write_text(json.dumps([asdict(one) for one in found], indent=1, ensure_ascii=False) + "\n")
-    return found
+    kept.write_text(json.dumps([asdict(fault) for fault in chosen.values()], indent=1, ensure_ascii=False) + "\n")
+    return list(chosen.values())
 
 
 def _state(path: str) -> str:
     return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16]
 
 
-def _found_again(fault: Drawn) -> Drawn:
-    """The same mutant, by its function and texts, in the file as it is now."""
+def _found_again(fault: Drawn) -> Drawn | None:
+    """The same mutant, by its function and texts, in the file as it is now, or None if there is none."""
     if fault.state == _state(fault.file):
         return fault
     alike = [
@@ -408,7 +405,7 @@ def _found_again(fault: Drawn) -> Drawn:
         for number, mutant in enumerate(mutants_of(fault.file))
         if (mutant.scope, mutant.before, mutant.after) == (fault.scope, *fault.texts)
     ]
-    return replace(fault, number=min(alike, key=lambda number: abs(number - fault.number)))
+    return replace(fault, number=min(alike, key=lambda number: abs(number - fault.number))) if alike else None
 
 
 # --- a fault in a process
@@ -703,14 +700,14 @@ ABOUT: dict[str, dict[str, Where]] = {
     "lora_tied": {"models": {"wrapper": "lora", "mode": "eval", "look": "nothing"}},
     "beam_rows": {"models": {"rows": "plain|left", "mode": "eval", "precision": "f64|f32", "wrapper": "none"}},
     "chunk_tokens_smoothing": {"runs": {"objective": "smoothed_chunked"}},
-    "accumulate_counts": {"runs": {"accumulate": "2|4", "data": "padded|masked|pairs|chat"}},
+    "accumulate_counts": {"runs": {"accumulate": "2|3", "data": "padded|masked|pairs|chat"}},
     "record_first_step": {"runs": {"ends": "nonfinite"}},
-    "resume_accumulate_rate": {"runs": {"accumulate": "2|4", "schedule": "cosine", "place": "one"}},
+    "resume_accumulate_rate": {"runs": {"accumulate": "2|3", "schedule": "cosine", "place": "one"}},
     "crash_after_save": {"runs": {"ends": "crash_after", "place": "one"}},
     "stop_at_resume": {"runs": {"ends": "stop_at", "place": "one"}},
     "samples_stop_at": {"runs": {"asked": "samples", "ends": "stop_at", "place": "one"}},
     "best_resume": {"runs": {"place": "one", "ends": "crash_after|term|int"}},
-    "stream_workers_accumulate": {"runs": {"data": "stream", "workers": "2", "accumulate": "2|4"}},
+    "stream_workers_accumulate": {"runs": {"data": "stream", "workers": "2", "accumulate": "2|3"}},
     "ema_test_best": {"runs": {"asked": "ema_tested", "data": "pairs"}},
     "ddp_gradient": {"runs": {"place": "ddp_cpu", "optimizer": "sgd|SGD"}},
     "fsdp_groups": {"runs": {"place": "fsdp", "rules": "factor", "optimizer": "adamw"}},
