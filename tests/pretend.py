@@ -27,11 +27,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 NAME = "pretend"
 IS_SUPPORTED = torch.__version__ >= (2, 13)
+is_needed = pytest.mark.skipif(not IS_SUPPORTED, reason="the pretended accelerator needs torch 2.13")
 missing_dtypes: set[torch.dtype] = set()
 
 _READING = {

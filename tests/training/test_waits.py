@@ -26,7 +26,7 @@ from minitx.nn.masks import Dense
 from tests import pretend
 from tests.docs.page_blocks import read
 
-pytestmark = pytest.mark.skipif(not pretend.IS_SUPPORTED, reason="the pretended accelerator needs torch 2.13")
+pytestmark = pretend.is_needed
 
 LAYERS, TOKENS = 3, 5
 
