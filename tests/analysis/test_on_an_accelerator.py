@@ -85,7 +85,7 @@ def everything(device, folder):
     }
     corrupted = {**inputs, "input_ids": ids.flip(0)}
     results["patch_heads"] = effects = patch_heads(model, inputs, corrupted, lambda logits: logits[:, -1, 4])
-    sentences = [Sentence(("a", "b", "cd", "e"), ((2, 0, "of"), (3, 1, "of")))] * 20
+    sentences = [Sentence(("a", "b", "cd", "e"), ((2, 0, "of"), (3, 1, "of")))] * 10
     read = lambda text: [ord(letter) % 29 for letter in text]  # noqa: E731
     results["syntax_scores"] = syntax_scores(lambda one: take_snapshot(model, {"input_ids": one.to(device)}), sentences, read)
     results["Sentence"] = len(sentences)
@@ -146,7 +146,6 @@ def assert_near(there, here, place):
         assert there == here, place
 
 
-@pytest.mark.slow
 def test_every_tool_returns_on_an_accelerator_what_it_returns_on_the_cpu(tmp_path):
     here, there = run_ranks(1, on_both_devices, tmp_path)[0]
     assert {*minitx.analysis.__all__} - OF_FILES <= here.keys(), "a tool is not tried on the accelerator"

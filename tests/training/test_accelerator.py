@@ -299,7 +299,8 @@ FEW = [
     "callbacks.progress=false",
 ]
 SMALLER = {"gpt2_baseline": ["model.num_layers=2", "model.embed_dim=48", "model.num_heads=2"]}
-EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml") if path.stem != "scaling_ablation")
+NAMES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml") if path.stem != "scaling_ablation")
+EXPERIMENTS = [name if name == "kv_lookup" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
 def of_experiment(config, folder):
@@ -313,7 +314,6 @@ def of_experiment(config, folder):
     return [[row[name] for name in names] for row in rows], metrics
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_has_the_numbers_of_the_cpu(name, tmp_path):
     words = [f"experiment={name}", *FEW, *SMALLER.get(name, ())]
@@ -341,7 +341,6 @@ def resumed_elsewhere(config, folder):
     return [(content(folder / name)["metrics"], last(folder / name)["state_dict"]) for name in ("whole", "moved")]
 
 
-@pytest.mark.slow
 def test_a_run_is_resumed_on_the_other_device_with_the_same_numbers(make_config, tmp_path):
     config = make_config(**MATH, model__dropout=0.4, trainer__ckpt_every=3, callbacks__parts=EMA)
     for (rows, weights), (rows_there, weights_there) in on_both(resumed_elsewhere, tmp_path, config):
@@ -373,7 +372,6 @@ def programs(config, folder):
     return printed, page, (folder / "exported" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
 def test_the_programs_write_on_the_device_what_they_write_on_the_cpu(make_config, tmp_path):
     config = make_config(**MATH, trainer__ckpt_every=3)
     here, there = on_both(programs, tmp_path, config)

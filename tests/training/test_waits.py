@@ -203,7 +203,9 @@ def test_a_model_of_transformers_waits_once_a_step(tmp_path):
 def test_samples_cost_a_wait_a_token(make_config, tmp_path):
     config = make_config(**PLAIN, callbacks__samples=SamplesConfig(every=2, max_new_tokens=TOKENS))
     parts = run_ranks(1, runs_on_device, {"samples": config}, tmp_path)[0]["samples"]
-    allowed("a token, greedy, sampled or by beam search", parts["step", 2], 3 * TOKENS + 2)  # three prompts; their texts, the latch
+    allowed(
+        "a token, greedy, sampled or by beam search", parts["step", 2], 3 * TOKENS + 2
+    )  # three prompts; their texts, the latch
 
 
 # --- looking and generating
