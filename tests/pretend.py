@@ -12,7 +12,8 @@ CPU tensor. Its rules differ from the CPU's:
 * Autocast has CUDA's lists of operations.
 * A dtype in ``missing_dtypes`` is an error: ``like_apple()`` removes float64. After ``like_cuda()``, what CUDA lacks is an error.
 
-It cannot show kernels, streams, speed, memory, several devices, or operations that change a shape in place. The API of torch under it is
+It cannot show kernels, streams, speed, memory, several devices, operations that change a shape in place, or storages (``torch.load`` with
+``map_location=`` the device). The API of torch under it is
 experimental, and torch cannot remove the device again: use it in a separate process (``ranks.run_ranks``).
 """
 

@@ -113,9 +113,9 @@ def waiting_and_moving():
     assert twin.weight.device == device and torch.equal(twin.weight, network.weight) and twin.weight is not network.weight
     file = io.BytesIO()
     torch.save(network.state_dict(), file)
-    for place_there in (device, torch.device("cpu")):
+    for kind, options in {pretend.NAME: {}, "cpu": {"map_location": "cpu"}}.items():
         file.seek(0)
-        assert torch.load(file, map_location=place_there, weights_only=True)["weight"].device.type == place_there.type
+        assert torch.load(file, weights_only=True, **options)["weight"].device.type == kind
     assert network.to("cpu").weight.device.type == "cpu"
 
     with torch.autocast(pretend.NAME, torch.bfloat16):  # CUDA's lists
