@@ -91,6 +91,7 @@ BUILT = {
     "imports=[no_such_module_anywhere]": "imports=no_such_module_anywhere",
     "model.architecture=encoder": "model.architecture=encoder",
     "trainer.devices=2 trainer.accelerator=auto": "trainer.devices=2",
+    "trainer.accelerator=cuda": "trainer.accelerator=cuda is not allowed: one of auto, cpu, gpu, mps",
     "output_dir=short.txt/below": "output_dir=",
     "data=hf data.path=short.txt data.subset=x": "data.subset=x has no effect",
     "output_dir=new/run model.backend=nonsense": "nonsense",
