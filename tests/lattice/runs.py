@@ -962,6 +962,11 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {"option": "instruments", "ends": "nonfinite"},  # anomaly detection raises first
     {"place": "pretended", "compile": "yes"},  # it has no compiler
     {"place": "pretended", "workers": "2|spawn"},  # its process is a daemon, which has no children
+    {
+        "place": "pretended",
+        "optimizer": "sgd",
+        "precision": "bf16-true",
+    },  # the CPU's fused SGD, which torch 2.13 computes wrongly
     {**OURS_ALONE, "checkpointing": "yes"},  # keys of our models
     {**OURS_ALONE, "rules": "frozen|factor"},
     {**OURS_ALONE, "start": "folded"},
