@@ -39,7 +39,7 @@ def training(pairs: int) -> Row:
 
 
 def decoding(theirs: nn.Module, name: str, pairs: int, start: int = 64, new: int = 64, wanted: str | None = "<= 1.05") -> Row:
-    """Tokens. The target is that of SmolLM2: in a model of width 128 a layer's products take less time than its Python."""
+    """Tokens. The target is SmolLM2's: in a model of width 128 a layer's products take less time than its Python."""
     ours, prompt = adopt_hf(copy.deepcopy(theirs)), torch.randint(theirs.config.vocab_size, (1, start))
 
     def ids(model: nn.Module) -> Tensor:

@@ -3,8 +3,8 @@
 - P5: forward and backward of causal attention over ``math``: seconds, and the most bytes at once.
 - P6: what ``backend=auto`` takes over the best backend of each kind of call, its regret; and calls under a mask over torch's bare
   kernel with the same mask as a dense tensor.
-- P7: training an encoder on rows of unequal length, 40 % of the padded batch being text: real tokens a second over others, which get
-  the rows padded in the order in which they come; ours gets them packed (several rows in one), or sorted by length.
+- P7: training an encoder on rows of unequal length, 40 % of the padded batch being text: real tokens a second over others. They get
+  the rows padded in their order; ours gets them packed (several rows in one), or sorted by length.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def rounds_of(kind: Kind, rounds: int, block: float, dtype: torch.dtype) -> tupl
 
 
 def regret(auto: str, seconds: dict[str, list[float]]) -> tuple[list[float], list[str]]:
-    """Auto's seconds over those of the best backend of the other half of the rounds, a round; and the best of either half.
+    """Auto's seconds over the seconds of the best backend of the other half of the rounds, a round; and the best of either half.
 
     The backend that looks best in some rounds looks better than it is in those (the winner's curse).
     """
@@ -145,7 +145,7 @@ def choice(pairs: int, words: str = "", dtype: torch.dtype = torch.float32) -> I
 
 
 def under_a_mask(tensors: list[Tensor], key_mask: Tensor) -> None:
-    """Calls of ours under one causal and padded mask."""
+    """Our calls under one causal and padded mask."""
     work(partial(attention, *tensors, Causal() & Padding(key_mask)), CALLS)()
 
 
@@ -178,7 +178,7 @@ def packed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def padded(rows: list[Tensor]) -> dict[str, Tensor]:
-    """A batch of rows of ids above 0; every token is its own label, which costs what any other label does."""
+    """A batch of rows of ids above 0; every token is its own label, as costly as any other label."""
     ids = nn.utils.rnn.pad_sequence(rows, True, 0)
     return {"input_ids": ids, "key_mask": ids > 0, "labels": ids.masked_fill(ids == 0, -100)}
 

@@ -120,7 +120,7 @@ def start(text: Path, folder: Path) -> tuple[float, float]:
 
 
 def of_tokenizers(text: Path, at_once: int = 10_000) -> tuple[float, float]:
-    """Seconds in which ``tokenizers`` alone learns from the text, and encodes it with ``encode_batch`` on all cores."""
+    """Seconds that ``tokenizers`` alone takes to learn from the text, and to encode it with ``encode_batch`` on all cores."""
     from tokenizers import ByteLevelBPETokenizer
 
     bpe, began = ByteLevelBPETokenizer(), time.perf_counter()
@@ -135,7 +135,7 @@ def of_tokenizers(text: Path, at_once: int = 10_000) -> tuple[float, float]:
 def large_text(pairs: int, megabytes: float) -> Iterator[Row]:
     """P13."""
     lines, label = "".join(read_text(None)).splitlines(keepends=True), f"{megabytes:g} MB"
-    wanted = (">= 0.8", "<= 600", "<= 1.1") if megabytes >= 1000 else (None, None, None)  # what the targets speak of
+    wanted = (">= 0.8", "<= 600", "<= 1.1") if megabytes >= 1000 else (None, None, None)  # the targets are for such texts
     with tempfile.TemporaryDirectory(prefix="minitx-bench-") as name:
         large, small = texts = [Path(name) / f"{size}.txt" for size in ("large", "small")]
         make_text(large, megabytes, lines)

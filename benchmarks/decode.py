@@ -2,7 +2,7 @@
 
 - GPT-2's shape with random weights over Hugging Face's ``generate`` with its default cache: same weights, same prompt, same ids; reading
   the prompt counts on both sides. And with bfloat16 weights, where the processor multiplies them, over Hugging Face in float32.
-- The share of a token's time that reading weights takes: a sum over each matrix, which no implementation can do without.
+- The share of a token's time that reading weights takes: a sum over each matrix; every implementation must read them.
 - A small model over a plain ``nn.Module`` of the same sizes with a preallocated cache and no checks, where only overhead counts.
 """
 
@@ -41,13 +41,13 @@ def our_ids(model: nn.Module, prompt: Tensor, new: int) -> Tensor:
 
 
 def checked(work: Callable[[], Tensor], wanted: Tensor) -> None:
-    """``work``, which ends the benchmark if it writes other ids than ``wanted``."""
+    """``work``, as a function that ends the benchmark if it writes other ids than ``wanted``."""
     if not torch.equal(found := work(), wanted):
         raise SystemExit(f"error: other ids: {found.tolist()} instead of {wanted.tolist()}")
 
 
 def token_seconds(model: nn.Module, prompt: Tensor, new: int = 9) -> float:
-    """Median seconds between two tokens of ours; the first, which needs the whole prompt, is left out."""
+    """Median seconds between two of our tokens, without the first: it needs the whole prompt."""
     clock: list[float] = []
     generate(model, prompt, max_new_tokens=new, stop=(), on_token=lambda row, token: clock.append(time.perf_counter()))
     return median_interval([b - a for a, b in pairwise(clock)])["median"]
@@ -59,7 +59,7 @@ def large(pairs: int, new: int, start: int = 256) -> Iterator[Row]:
     peer.module.eval()
     model, prompt = peer.ours.eval(), torch.randint(VOCABULARY, (1, start))
     label = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M, {start} + {new} tokens"
-    wanted = (">= 1.0", ">= 1.5") if new >= 256 else (None, None)  # what the targets speak of
+    wanted = (">= 1.0", ">= 1.5") if new >= 256 else (None, None)  # the targets are for such texts
     theirs, ours = partial(hugging_face_ids, peer, prompt, new), partial(our_ids, model, prompt, new)
     ids = theirs()
     found = compare(partial(checked, theirs, ids), partial(checked, ours, ids), pairs=pairs, warm=1)

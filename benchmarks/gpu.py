@@ -1,7 +1,7 @@
 """One GPU in one call of at most ten minutes: P1, P4, P5, P6, P8, P9 and P11, with the ceilings of the same run.
 
     python benchmarks/gpu.py                     # benchmarks/results/gpu.json; needs torch and this checkout; P4 and P11 Lightning, too
-    NANOGPT=PATH python benchmarks/gpu.py        # and nanoGPT beside, from a checkout
+    NANOGPT=PATH python benchmarks/gpu.py        # and nanoGPT, from a checkout
     python benchmarks/gpu.py --quick             # tiny sizes on any device: does it run?
 
 The same programs as on a CPU, on bfloat16; the clock waits for the device before and after each block. Tokens are random, never zeros; peak

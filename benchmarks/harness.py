@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def parser(text: str | None, targets: Sequence[str] = (), pairs: int = 20) -> argparse.ArgumentParser:
-    """A parser with what all programs take: the pairs of blocks, and, where there are some, which ``targets`` to measure."""
+    """A parser with the arguments of all programs: the pairs of blocks, and the ``targets`` to measure, if there are any."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--pairs", type=int, default=pairs, help="pairs of blocks of a row, an even number")
     if targets:
@@ -51,7 +51,7 @@ def measure(topic: str, given: argparse.Namespace, parts: Mapping[str, Callable[
 
 
 def now() -> float:
-    """The clock, once a GPU has done what it was given."""
+    """The clock, after a GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -142,7 +142,7 @@ def row(target: str, what: str, label: str, found: Row, wanted: str | None, bett
     Args:
         target: such as P4. what: the sides. label: the setting, machine apart.
         found: an interval, or what ``compared`` returned; of that, B's time over A's where less is better.
-        wanted: ``>= 1.2`` or ``<= 1.03``, which says what is better, too; None where no target speaks of the number.
+        wanted: ``>= 1.2`` or ``<= 1.03``; its sign tells which numbers are better. None: no target.
         more: further entries.
     """
     if wanted is not None:

@@ -1,6 +1,6 @@
 """Other people's models and ours with the same weights.
 
-Each peer is built from one ``TransformerConfig`` as its own documentation has it. The decoders get the weights of ours, so that equal
+Each peer is built from one ``TransformerConfig`` as its own documentation has it. The decoders get our weights, so that equal
 losses show that both sides compute the same thing. Where a peer lacks a bias, ours goes without it too.
 """
 
@@ -24,7 +24,7 @@ from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM
 
 NANOGPT = os.environ.get("NANOGPT")
-"""A checkout of nanoGPT, which is no package; its rows are there where the environment names one."""
+"""A checkout of nanoGPT (it is not a package); its rows are measured if the environment names one."""
 
 
 @dataclass(frozen=True)

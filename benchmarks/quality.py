@@ -3,14 +3,14 @@
     python benchmarks/quality.py --text FILE          # tiny-shakespeare, one file of 1,115,394 characters; 25 minutes on two cores
 
 Every run is kept in runs/quality/ under what its config, the code's commit and the machine's threads are, so that a benchmark that was
-stopped goes on.
+stopped resumes.
 
 P2. ``experiment=gpt2_baseline`` (0.80 million parameters, 2,000 steps of 12 x 64 characters: nanoGPT's recipe for a CPU) over
-``experiment=speedrun_char``, each as ``scripts/train.py`` runs it, in a process of its own, seed by seed in turn. Training seconds leave
-out the validation. The loss is that of the whole validation split, the last tenth of the text.
+``experiment=speedrun_char``, each as ``scripts/train.py`` runs it, in a separate process, seed by seed in turn. Training seconds leave
+out the validation. The loss is over the whole validation split, the last tenth of the text.
 
 P3. Both presets at two lengths of training around the loss; a line through loss against the logarithm of tokens says, seed by seed, where
-it is reached. GPT-2's rate is chosen among four on a seed of its own; the modern preset's rates were chosen on another text, the
+it is reached. GPT-2's rate is chosen among four on a separate seed; the modern preset's rates were chosen on another text, the
 King James Bible, on one seed (docs/dev/decisions.md).
 """
 
@@ -112,7 +112,7 @@ def main() -> None:
     parse.add_argument("--text", type=Path, required=True, help="tiny-shakespeare, one file")
     given = parse.parse_args()
     if not (text := given.text.resolve()).is_file():
-        sys.exit(f"error: --text {given.text} is no file")
+        sys.exit(f"error: --text {given.text} is not a file")
     measure("quality", given, {"P2": lambda: time_to_loss(text, 5), "P3": lambda: tokens_to_loss(text, 3)})
 
 

@@ -43,22 +43,36 @@ def read(folder: Path = RESULTS) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """A line for every row († where the control does not hold), then the runs; a target without a row is not recorded."""
-    lines = ["| target | what | setting | median (95 %) | wanted | |", "|---|---|---|---|---|---|"]
+    """A line for every quantity that has a target, with its settings († where the control does not hold), then the runs.
+
+    Settings are left out where they equal those of the line above.
+    """
+    lines = ["| quantity and target | setting: median (95 %) |", "|---|---|"]
     machines: dict[str, dict[str, list[str]]] = {}  # the runs on each, and the targets of each run
     for target, (about, program) in TARGETS.items():
-        mine = [one for one in rows if one["target"] == target]
-        if not mine:
-            lines.append(f"| {target} | {about} | | | | not recorded yet (`{program}`) |")
-        for one in mine:
-            targets = machines.setdefault(machine(one["run"]), {}).setdefault(told(one["run"]), [])
+        quantities: dict[str, list[Row]] = {}
+        for row in (row for row in rows if row["target"] == target and row["wanted"]):
+            targets = machines.setdefault(machine(row["run"]), {}).setdefault(told(row["run"]), [])
             targets += [target] if target not in targets else []
-            mark, what = "" if one.get("control_holds", True) else " †", "GPU: " * ("device" in one["run"]) + one["what"]
-            cells = [target, what, one["label"], spread(one) + mark, sign(one["wanted"]), verdict(one)]
-            lines.append(f"| {' | '.join(cells)} |")
+            quantity = f"{'GPU: ' * ('device' in row['run'])}{row['what']}, {sign(row['wanted'])}"
+            quantities.setdefault(quantity, []).append(row)
+        above: list[str] = []
+        for quantity, same in quantities.items():
+            settings = [row["label"] for row in same]
+            places = ["" if settings == above else f"{setting}: " for setting in settings]
+            values = [f"{place}{value(row)}" for place, row in zip(places, same, strict=True)]
+            lines.append(f"| {target} {quantity} | {'<br>'.join(values)} |")
+            above = settings
+        if not quantities:
+            lines.append(f"| {target} {about} | not recorded yet (`{program}`) |")
     for where, runs in machines.items():
         lines += ["", f"{where}:", "", *(f"- {', '.join(targets)}: {run}" for run, targets in runs.items())]
     return "\n".join(lines) + "\n"
+
+
+def value(row: Row) -> str:
+    """The median with its interval, † where the control does not hold, and whether the target is met."""
+    return f"{spread(row)}{'' if row.get('control_holds', True) else ' †'}, {verdict(row)}"
 
 
 def machine(run: Row) -> str:

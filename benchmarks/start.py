@@ -1,4 +1,4 @@
-"""P10: what a command takes before it works, in fresh processes with bytecode, and with files in the page cache.
+"""P10: the seconds before a command begins its work, in fresh processes with bytecode, and with files in the page cache.
 
 - ``scripts/train.py`` to the end of its first step, when ``metrics.csv`` has its first row, over a bare Lightning script with the same
   network, random windows of the same token file and the same AdamW.
@@ -60,7 +60,7 @@ def run(*words: str) -> float:
 
 
 def until(seen: Callable[[subprocess.Popen[str]], bool], *words: str) -> float:
-    """Wall seconds of a Python process to what is ``seen`` of it; what comes after is not counted."""
+    """Wall seconds from the start of a Python process until ``seen`` is true; later seconds are not counted."""
     began, command = time.perf_counter(), [sys.executable, *words]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         done = seen(process)

@@ -230,7 +230,7 @@ def probed_over_none(pairs: int, every: int = 50, rows: int = 12, wanted: str = 
 
 
 def chunked_loss(model: Any, ids: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
-    """Mean cross-entropy of ours without all logits at once; ``model`` may be compiled."""
+    """Our mean cross-entropy without all logits at once; ``model`` may be compiled."""
     hidden = model(ids, return_hidden=True)
     sums = chunked_cross_entropy(hidden, model.head.weight, None, labels, chunk_tokens=chunk_tokens)
     return sums["loss"] / labels.numel()

@@ -1,8 +1,8 @@
 """What each part of a model costs, and how the cost of one layer grows with the length of the row. Nothing is timed.
 
-Operations are those of matrix products (``minitx.analysis.counting``), in millions. Softmax, scale and mask count no operations, but they
+Operations are counted in matrix products (``minitx.analysis.counting``), in millions. Softmax, scale and mask count no operations, but they
 read and write O(L²) bytes if the scores are stored. ``formula``: what exact attention needs, with the keys that a query sees.
-``forward`` and ``backward``: what was counted. ``kept``: bytes that wait for the backward pass.
+``forward`` and ``backward``: counted operations. ``kept``: bytes that wait for the backward pass.
 
     python examples/cost.py        # half a minute; writes cost.png
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which counts the bytes, prints messages otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler counts the bytes, and prints messages otherwise
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CONFIG = TransformerConfig(vocab_size=256, embed_dim=128, num_heads=4, num_layers=4, max_len=256)
 PARTS = ("embedding", "q_proj", "k_proj", "v_proj", "core", "out_proj", "feedforward", "norms", "head")
 """The parts of a model, as ``Part.name`` has them. ``norms`` is the residual stream with its norms."""
-_PART_OF = {  # the first of these words in a module's name decides; the head is what is left
+_PART_OF = {  # the first of these words in a module's name decides; the rest is the head
     **{word: word for word in ("q_proj", "k_proj", "v_proj", "out_proj", "feedforward")},
     **{"embeddings": "embedding", "attention": "core", "cross_attention": "core", "attn_bias": "core"},
     **{"blocks": "norms", "final_norm": "norms", "encoder": "norms", "": "norms"},
@@ -153,7 +153,7 @@ class _Tally:
         self.running.append(part)
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        """The autograd nodes behind ``out`` that no part has yet are those of the part that ends."""
+        """The autograd nodes behind ``out`` that belong to no part yet belong to the part that ends."""
         self._settle()
         part = self.running.pop()
         nodes: list[Any] = [t.grad_fn for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]

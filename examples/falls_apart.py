@@ -108,7 +108,7 @@ def trained_further(folder):
         for rate in rates:
             for arm in ARMS:
                 place = folder / f"{optimizer}_{rate}_{arm}"
-                # one step more than is shown: a step's loss is that of its batch before the step
+                # one step more than is shown: a step's loss is measured before its update
                 words = f"optimizer={optimizer} optimizer.lr={rate} model.scale={arm} trainer.max_steps={STEPS + 1} {init}"
                 loss, right = run(words, place, look=node(Look))
                 looks = [json.loads(line) for line in (place / "looks.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -149,7 +149,7 @@ def largest_rates():
 
 
 def main(output=OUTPUT):
-    """Make the runs, and write what the page shows. Return it."""
+    """Make the runs, and write the page's numbers. Return them."""
     with tempfile.TemporaryDirectory() as folder:
         record = {"looks": LOOKS, "runs": trained_further(Path(folder)), "limits": largest_rates()}
     Path(output).write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")

@@ -42,7 +42,7 @@ def run(call: AttentionCall) -> Tensor:
 
 
 def window_of(call: AttentionCall) -> tuple[int, int] | None:
-    """Return how many keys a query sees to the left and to the right of its own, -1 for all. None for any other mask."""
+    """Return how many keys a query sees left and right of itself, -1 for all. None for any other mask."""
     mask = simplify(call.mask, *call.shape[2:])
     left = right = -1
     for part in () if mask is None else mask.parts():

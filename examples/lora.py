@@ -1,7 +1,7 @@
 """LoRA with the ``peft`` library: train 3 % of the parameters of a model and keep the others frozen.
 
 Hu et al. 2021, arXiv:2106.09685. A frozen matrix W is replaced by W + (α / r) B A, where B (out, r) and A (r, in) are trained.
-``q_proj``, ``v_proj`` and ``out_proj`` are ``nn.Linear`` layers of ``MultiHeadAttention``, which ``peft`` finds by name.
+``q_proj``, ``v_proj`` and ``out_proj`` are ``nn.Linear`` layers of ``MultiHeadAttention``; ``peft`` finds them by name.
 
     python examples/lora.py
 

@@ -43,7 +43,7 @@ class Rows(Dataset):
 
 
 def load_task(train_size: int = 512, seed: int = 0) -> Task:
-    """Return the data as a ``Task``. minitx then draws the batches, and a run can be resumed bit for bit. ``seed`` is that of the run."""
+    """Return the data as a ``Task``. minitx then draws the batches, and a run can be resumed bit for bit. ``seed`` is the run's."""
     return Task(
         name="sorted rows",
         train=Rows(train_size, seed=2 * seed),
@@ -53,7 +53,7 @@ def load_task(train_size: int = 512, seed: int = 0) -> Task:
 
 
 class Module(L.LightningDataModule):
-    """The same data as a ``LightningDataModule``, which an existing project may already have."""
+    """The same data as a ``LightningDataModule``, as an existing project may have it."""
 
     def __init__(self, batch_size: int = 32, train_size: int = 512) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The words of a report in Chinese: phrases, and patterns for sentences with numbers and names. What is unknown here stays English.
 
-The words of a grid (questions, arms, studies, predictions) are those of its YAML file.
+The words of a grid (questions, arms, studies, predictions) come from its YAML file.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def _span(text: str) -> str:
 
 def _start(found: Match) -> str:
     width, times, optimizer, interval, none, more = found.groups()
-    said = f"在起点，当初始权重较大时：方差为 1/宽度（LeCun）时，一个头（d_k = {width}）的模型要学会查值，{optimizer} 需要 {times} 倍的步数（{_span(interval)}）"
+    sentence = f"在起点，当初始权重较大时：方差为 1/宽度（LeCun）时，一个头（d_k = {width}）的模型要学会查值，{optimizer} 需要 {times} 倍的步数（{_span(interval)}）"
     if none:
-        said += "；用 GPT-2 较小的权重（minitx 的默认值），并不需要更多"
+        sentence += "；用 GPT-2 较小的权重（minitx 的默认值），并不需要更多"
     elif more:
-        said += f"；用 GPT-2 较小的权重（minitx 的默认值），是 {_span(more)} 倍"
-    return f"{said}。"
+        sentence += f"；用 GPT-2 较小的权重（minitx 的默认值），是 {_span(more)} 倍"
+    return f"{sentence}。"
 
 
 def _rates(text: str) -> str:
@@ -121,10 +121,10 @@ def _rates(text: str) -> str:
 
 def _step(found: Match) -> str:
     wide, width, narrow, undo = found.groups()
-    said = f"在每一步：一次更新使分数移动得更远。我们从学会的模型里去掉缩放，不改变它算出的结果，再继续训练。不崩溃的最大学习率，{_rates(wide)}"
+    sentence = f"在每一步：一次更新使分数移动得更远。我们从学会的模型里去掉缩放，不改变它算出的结果，再继续训练。不崩溃的最大学习率，{_rates(wide)}"
     if narrow:
-        said += f"；d_k = {width} 时：{_rates(narrow)}".replace("：缩小到", "分别缩小到").replace("，缩小到 ", "、")
-    return f"{said}。" + ("把 W_Q 和 W_K 的学习率调小，就能抵消。" if undo else "")
+        sentence += f"；d_k = {width} 时：{_rates(narrow)}".replace("：缩小到", "分别缩小到").replace("，缩小到 ", "、")
+    return f"{sentence}。" + ("把 W_Q 和 W_K 的学习率调小，就能抵消。" if undo else "")
 
 
 def _comparison(found: Match) -> str:
@@ -135,11 +135,11 @@ def _comparison(found: Match) -> str:
 
 def _caption(found: Match) -> str:
     triangle, loss, accuracy, window = found.groups()
-    said = f"每条线或每个点是一个种子{'；三角形表示到了步数上限仍没有学会' if triangle else ''}。括号里是种子中位数的范围。"
+    sentence = f"每条线或每个点是一个种子{'；三角形表示到了步数上限仍没有学会' if triangle else ''}。括号里是种子中位数的范围。"
     if window:
         limit = f"损失比开始时高出 {loss} nat 以上" if loss else f"准确率低于 {accuracy}"
-        said += f"崩溃：{limit}（{window} 步的平均）。去掉缩放的办法是把 W_Q 和 W_K 各除以 d_k^¼。"
-    return said
+        sentence += f"崩溃：{limit}（{window} 步的平均）。去掉缩放的办法是把 W_Q 和 W_K 各除以 d_k^¼。"
+    return sentence
 
 
 PATTERNS: tuple[tuple[re.Pattern[str], Callable[[Match], str]], ...] = tuple(

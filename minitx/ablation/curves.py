@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minitx.ablation.design import AblationConfig
+from minitx.ablation.formatting import condition_text, words
 from minitx.ablation.grid import Run, solved_step
 from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Finding, Findings, middle
-from minitx.ablation.wording import condition_text, words
 from minitx.analysis.canvas import GREY, INK, PALETTE, Entry, dodge, label, legend, log_ticks, panels, wrapped_panels
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _draw_by_rate(ax: Axes, grid: AblationConfig, heights: Mapping[Run, float], 
         medians = []
         for rate in rates:
             ys = [y for run, y in heights.items() if (run.arm, float(run.rate)) == (arm, rate)]
-            xs = [rate * 10 ** (slot * beside(len(arms), i, len(ys), k)) for k in range(len(ys))]
+            xs = [rate * 10 ** (slot * offset(len(arms), i, len(ys), k)) for k in range(len(ys))]
             ax.plot(xs, ys, marker, color=color, markersize=3.6, alpha=0.8, markeredgewidth=0, gid="runs")
             median = float(np.median(ys)) if ys else top
             medians.append(median if median < top else math.nan)
@@ -88,7 +88,7 @@ def _draw_by_rate(ax: Axes, grid: AblationConfig, heights: Mapping[Run, float], 
         ax.text(1.01, top, missing.replace(" ", "\n"), transform=ax.get_yaxis_transform(), va="center", fontsize=7, color=INK)
 
 
-def beside(arms: int, arm: int, seeds: int, seed: int) -> float:
+def offset(arms: int, arm: int, seeds: int, seed: int) -> float:
     """Return the offset of a dot from the middle of its slot, in slots. All runs of a slot have different offsets."""
     return dodge(arms, arm, 1 / arms) + dodge(seeds, seed, 0.8 / (seeds * arms))
 
@@ -118,12 +118,12 @@ def law_lines(grid: AblationConfig, listed: Sequence[Finding]) -> list[Entry]:
 def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -> None:
     """Draw the largest stable rates of both arms against the factor of the law. Each seed is a dot.
 
-    Below the medians of the first arm: what the formula predicts as a line, and the law dashed.
+    Below the medians of the first arm: the formula's prediction as a line, and the law as a dashed line.
     """
     xs, predicted, bounds = [], [], []
     for f in sorted(listed, key=lambda f: f.level):
         xs.append(f.level)
-        dots(ax, grid, f, lambda beside, x=f.level: x * 2 ** (0.5 * beside))  # type: ignore[misc]
+        dots(ax, grid, f, lambda shift, x=f.level: x * 2 ** (0.5 * shift))  # type: ignore[misc]
         median = float(np.median([middle(pair.values[0]) for pair in f.pairs]))
         predicted.append(median / f.predicted if f.predicted else math.nan)
         bounds.append(median / f.bound if f.bound else math.nan)
@@ -143,7 +143,7 @@ def dots(ax: Axes, grid: AblationConfig, finding: Finding, x: Callable[[float], 
     """
     for k, pair in enumerate(finding.pairs):
         for i, (arm, span) in enumerate(zip(finding.comparison.arms, pair.values, strict=True)):
-            (color, marker), at = style(grid, arm), x(beside(2, i, len(finding.pairs), k))
+            (color, marker), at = style(grid, arm), x(offset(2, i, len(finding.pairs), k))
             known = span if math.isfinite(span.high) else Span(span.low, span.low)
             ax.plot([at, at], [known.low, known.high], "-", color=color, linewidth=1)
             ax.plot([at], [middle(known)], marker if known == span else "^", color=color, markersize=4.5, gid="runs")
@@ -180,10 +180,10 @@ def curve_panels(findings: Findings, study: str) -> Figure:
 
 
 def attention(maps: Sequence[tuple[str, Sequence[Any]]], keys: Sequence[int] = ()) -> Figure:
-    """Draw the weights (examples, L, S) of one head, by title: those of the last query, one row per example.
+    """Draw the last query's weights, one row per example, from the weights (examples, L, S) of one head, by title.
 
     Args:
-        keys: the right key of each example, which is marked.
+        keys: the right key of each example; the figure marks it.
     """
     figure, axes = panels(1, len(maps), width=3.2, height=1.6)
     for ax, (title, weights) in zip(axes[0], maps, strict=True):

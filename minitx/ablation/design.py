@@ -100,9 +100,9 @@ class StudyConfig(Config):
         skip: combinations to leave out, each a mapping from factor (or ``arm``, ``seed``) to a list of levels.
         start: the runs whose weights these runs start from.
         threshold: measure the largest stable rate of each arm, instead of one run for each level of ``lr``.
-        scores: what is judged. time: steps until the task is solved; loss, accuracy: of validation after the last step; equal:
+        scores: the quantities to judge. time: steps until the task is solved; loss, accuracy: of validation after the last step; equal:
             whether the losses are equal bit for bit.
-        measures: other numbers to judge, at the rate that the first score chose: names of ``MEASURES`` in
+        measures: further quantities to judge, at the rate chosen by the first score: names of ``MEASURES`` in
             ``minitx.ablation.measures``, such as ``loss_at_256``.
         solved: when the task counts as solved, for ``time`` and for runs that start from these.
         keep_attention: keep the attention weights of ``callbacks.probe.weights_every`` in the records.
@@ -212,10 +212,10 @@ class ExpectedConfig(OverConfig):
         study: the study of the comparison.
         arms: the arms of the comparison.
         condition: consider only comparisons with these levels.
-        endpoint: what is compared: threshold, time, loss, accuracy, or the name of a measure.
+        endpoint: the compared quantity: threshold, time, loss, accuracy, or the name of a measure.
         range: the smallest and the largest number expected; null: no bound on this side.
-        over: divide the ratio by that of another comparison, before it is held against the range; null: do not.
-        formula: divide the ratio by the one that the comparison's law predicts.
+        over: divide the ratio by another comparison's ratio before comparing it with the range; null: do not.
+        formula: divide the ratio by the prediction of the comparison's law.
         by: median: the median lies within the range; interval: the interval of the median has a number within it.
     """
 
@@ -245,7 +245,7 @@ class AblationConfig(Config):
 
     Attributes:
         name: the name of the grid. Its folder is ``runs/<experiment>/<name>/``.
-        question: the question, which is the title of the report.
+        question: the question, used as the title of the report.
         about: a module with sentences and figures for this question (see ``minitx.ablation.report``); null: the general report.
         options: options of the module ``about``, for example which studies it describes.
         note: a sentence for the first screen, for example that the grid is a demonstration.

@@ -52,7 +52,7 @@ class LocalPool:
 
     Args:
         workers: the number of processes.
-        devices: values of ``CUDA_VISIBLE_DEVICES``. Each worker gets one of them, in turn.
+        devices: values of ``CUDA_VISIBLE_DEVICES``. Each worker gets one value, in turn.
     """
 
     def __init__(self, workers: int, devices: Sequence[str] = ()) -> None:
@@ -76,7 +76,7 @@ class LocalPool:
     def close(self) -> None:
         """Kill the workers."""
         for executor in self._executors.values():
-            processes = list((executor._processes or {}).values())  # shutdown forgets them, and waits for what they do
+            processes = list((executor._processes or {}).values())  # shutdown forgets them, and waits for their calls
             executor.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.kill()
@@ -265,7 +265,7 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
 
 
 def _progress_bar(runs: int) -> Any:
-    """A bar with the time left, at the pace of the runs so far; where there is no terminal, a line of the log now and then."""
+    """A bar with the time left, at the pace of the runs so far; without a terminal, a line of the log now and then."""
     text = "{desc}{percentage:3.0f}%, {elapsed} passed, {remaining} left"
     file, pause = (sys.stdout, 0.5) if sys.stdout.isatty() else (_Lines(), 20.0)
     shown = {"bar_format": text, "file": file, "mininterval": pause, "miniters": 0}  # else tqdm's monitor writes lines twice

@@ -5,11 +5,11 @@ A record is one line of ``cells.jsonl``:
 ==============  ==========================================================================================================
 ``cell``        a hash that names the run: its place in the grid, its overrides, and the code that decides its result
 ``study, arm, factors, seed``  the place in the grid; ``factors`` maps a factor to its level
-``overrides, command``  what was run, and the command that runs it alone
+``overrides, command``  the overrides of the run, and the command that runs it alone
 ``start``       ``cell`` of the run whose weights it started from, or null
 ``status``      ``done``, ``failed``, or ``not run`` (a rule of the grid left it out); ``reason`` says why
 ``seconds``     wall time
-``result``      null unless done; else what ``minitx.ablation.measures.result_of`` read from the run's folder:
+``result``      null unless done; else the result of ``minitx.ablation.measures.result_of`` for the run's folder:
 ==============  ==========================================================================================================
 
 ===================  =====================================================================================================
@@ -27,11 +27,11 @@ A record is one line of ``cells.jsonl``:
 ``attention``        {step: (rows, L, S) weights of the first layer's first head}, where the study keeps them; else {}
 ===================  =====================================================================================================
 
-The ``result`` of a threshold is what ``minitx.ablation.thresholds.measure_threshold`` found:
+The ``result`` of a threshold comes from ``minitx.ablation.thresholds.measure_threshold``:
 
 ===================  =====================================================================================================
 ``low, high``        the largest stable rate is between them: ``low`` is stable and ``high`` is not
-``above``            rates above ``high`` that were stable all the same: a second crossing
+``above``            rates above ``high`` that were stable nevertheless: a second crossing
 ``start``            for train_loss, the mean loss of the starting model on the first batches, else null
 ``cap``              ``trainer.max_steps``
 ``parameters, start_error``  as above
@@ -123,7 +123,7 @@ class Cell:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def folder(self, grid: Path) -> Path:
-        """The run's folder, relative to that of the grid."""
+        """The run's folder in the grid's folder."""
         return grid / "cells" / self.hash
 
     def weights(self, grid: Path) -> Path:
@@ -166,7 +166,7 @@ class Cell:
 
 
 def _quoted(path: str) -> str:
-    """In quotes, as Hydra reads them. It knows no escapes but that of the quote."""
+    """Return ``path`` in quotes for Hydra. Its only escape is the escaped quote."""
     return '"' + path.replace('"', r"\"") + '"'
 
 
@@ -188,7 +188,8 @@ def command_of(words: Sequence[str]) -> str:
 def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     """Return all cells of the grid's chosen studies, ordered by seed: all studies at their first seed, then at their second, and so on.
 
-    A grid that is interrupted is therefore still balanced. A cell comes after the one that it starts from. Overrides apply in the order base, arm, factors, seed, common.
+    An interrupted grid is therefore still balanced. A cell comes after the cell that it starts from. Overrides apply in the order
+    base, arm, factors, seed, common.
 
     Args:
         common: overrides for every cell.
@@ -267,10 +268,10 @@ def code_fingerprint() -> str:
 
 @cache
 def folder_fingerprint(folder: str) -> str:
-    """Return a digest of the configs in a folder of the user's, without the grids in its ``ablation/``, and of the user's own code.
+    """Return a digest of the configs in a user's folder, without the grids in its ``ablation/``, and of the user's code.
 
-    That is each module or package that a ``_target_`` there names, in the current folder, else in this one, else in the one above
-    it. Where the folders are has no influence.
+    The code is each module or package that a ``_target_`` there names, in the current folder, else in ``folder``, else in its
+    parent. The places of the folders have no influence.
     """
     found = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.yaml")}
     named = {name for path in found.values() for name in re.findall(r"_target_\W+(\w+)", path.read_text(encoding="utf-8"))}
@@ -283,7 +284,7 @@ def folder_fingerprint(folder: str) -> str:
 
 
 def _digest(files: Mapping[str, Path], first: str = "") -> str:
-    """Of names and contents, in the order of the names; of Python, of what is executed."""
+    """A digest of names and contents, in the order of the names; of Python files, of the executed code."""
     digest = hashlib.sha256(first.encode())
     for name in sorted(files):
         digest.update(name.encode())
@@ -293,10 +294,10 @@ def _digest(files: Mapping[str, Path], first: str = "") -> str:
 
 
 def _executed(source: bytes) -> bytes:
-    """Python without comments, docstrings and layout, none of which decides a run."""
+    """Python without comments, docstrings and layout: these do not change a run."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # something else below a folder of the user's
+    except (SyntaxError, ValueError):  # another file in the user's folder
         return source
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
@@ -309,7 +310,7 @@ def _executed(source: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Run(Place):
-    """A run of the grid and its record, or {} if there is no record."""
+    """A run of the grid and its record, or {} without a record."""
 
     record: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -362,7 +363,7 @@ def read_records(path: Path, keys: Iterable[str] = KEYS) -> list[Record]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], 1):
         with suppress(json.JSONDecodeError):
             record = json.loads(line)
-            require(isinstance(record, dict) and record.keys() >= {*keys}, f"{path}: line {number} is no record of a run")
+            require(isinstance(record, dict) and record.keys() >= {*keys}, f"{path}: line {number} is not a record of a run")
             found.append(record)
     return found
 

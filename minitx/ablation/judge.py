@@ -33,7 +33,7 @@ class Endpoint:
 
     @property
     def is_ratio(self) -> bool:
-        """Whether the effect is a ratio: that of times is treatment / reference, that of largest stable rates reference / treatment."""
+        """Whether the effect is a ratio: treatment / reference for times, reference / treatment for largest stable rates."""
         return self.name in RATIOS
 
     def value(self, run: Run) -> Span | None:
@@ -57,7 +57,8 @@ class Endpoint:
         return None if found is None else Span(found, found)
 
     def cost(self, run: Run) -> float:
-        """Return what the best rate minimises: the logarithm of the time, or the score; of a measure, the first loss or accuracy."""
+        """Return the quantity that the best rate minimises: the logarithm of the time, or the score; for a measure, the first loss or
+        accuracy."""
         name = self.name if self.name in self.study.scores else next(score for score in self.study.scores if score in SCORES)
         found = replace(self, name=name).value(run)
         if found is None:
@@ -114,12 +115,12 @@ class Finding:
     """One comparison on one endpoint under one condition.
 
     Attributes:
-        comparison, endpoint, condition: what is compared: study, arms, law; the endpoint; the levels of all factors but the rate.
+        comparison, endpoint, condition: study, arms and law; the endpoint; the levels of all factors but the rate.
         pairs: the seeds that have both arms.
         at_edge: whether a rate of ``pairs`` is the smallest or the largest that was tried.
         margin: effects within ``margin`` count as the same.
-        bound: what the law gives, or None; where only W_Q and W_K train, the ratio itself. predicted: what its formula gives from
-            the thresholds of the reference, or None; only where all weights train.
+        bound: the law's bound on the ratio, or None; the ratio itself if only W_Q and W_K train. predicted: the ratio by the law's
+            formula from the thresholds of the reference, or None; only if all weights train.
     """
 
     comparison: ComparisonConfig
@@ -149,7 +150,7 @@ class Finding:
 
     @property
     def word(self) -> str:
-        """MORE or LESS: the treatment has more or less of what is measured, by more than the margin, in the whole interval.
+        """MORE or LESS: the treatment has more or less of the measured quantity, by more than the margin, in the whole interval.
 
         The interval of a ratio of thresholds is made wider by the step of their search, high / low.
         """
@@ -184,13 +185,13 @@ class Findings:
     equalities: tuple[Equality, ...]
 
     def find(self, study: str, endpoint: str, arms: tuple[str, ...] = (), condition: Mapping[str, str] = {}) -> list[Finding]:
-        """Return the findings that match all arguments. Without ``arms``, those of all arms."""
+        """Return the findings that match all arguments. Without ``arms``, findings of all arms match."""
         found = (f for f in self.findings if (f.comparison.study, f.endpoint.name) == (study, endpoint))
         return [f for f in found if arms in ((), f.comparison.arms) and condition.items() <= f.condition.items()]
 
 
 def slopes(listed: Sequence[Finding]) -> list[float]:
-    """Return for each seed the slope of the logarithm of its ratio on that of the law's factor, over all levels in ``listed``."""
+    """Return for each seed the slope of log(ratio) on log(the law's factor), over all levels in ``listed``."""
     xs = np.log([f.level for f in listed])
     by_seed = [{pair.seed: pair.effect.low for pair in f.pairs} for f in listed]
     seeds = sorted(set.intersection(*map(set, by_seed))) if len(listed) > 1 else []
@@ -281,7 +282,7 @@ def answers(findings: Findings) -> Iterator[Answer]:
 
 
 def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) -> Span | None:
-    """The number that is held against the range, or its interval; None where what it is divided by is missing."""
+    """The number to compare with the range, or its interval; None if the divisor is missing."""
     found = finding.estimate if expected.by == "median" else finding.interval and finding.interval[0]
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""What a run of a grid measures: Lightning callbacks, which any training run can use, and ``result_of``, which reads a finished run.
+"""Measures of a grid's run: Lightning callbacks for any training run, and ``result_of`` to read a finished run.
 
 Add one with an override::
 
@@ -29,7 +29,7 @@ from minitx.config import ConfigError, EvaluationConfig, InitFrom, TransformerCo
 from minitx.config.schema import read, require
 from minitx.config.training import MODEL, Data, Model
 from minitx.data.datamodule import DataModule
-from minitx.data.loaders import load_task
+from minitx.data.lightning_data import load_task
 from minitx.data.task import Batch, without_targets
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.functional import AttentionCall, reference_attention
@@ -45,7 +45,7 @@ from minitx.training.trust import check_trusted
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
 TOLERANCE = 1e-5
 MEASURES = ("loss_at_N", "attention_error", "attention_cost")
-"""The numbers that ``Measures`` can write, which a study may name in ``measures``. N is a length."""
+"""The numbers that ``Measures`` can write. A study may name them in ``measures``. N is a length."""
 _ROWS = 8
 
 
@@ -58,10 +58,10 @@ def check_measures(grid: AblationConfig) -> None:
 
 
 class SameStart(L.Callback):
-    """Check that the run starts as the same function as the weights at ``path``, also with another score scale.
+    """Check that the run starts as the same function as the weights at ``path``, even with another score scale.
 
-    ``path`` is what ``init_from.path`` may be: a checkpoint, a folder, or a name on the hub; for an adopted model of transformers,
-    what ``model.path`` may be.
+    ``path`` is a value of ``init_from.path``: a checkpoint, a folder, or a name on the hub; for an adopted model of transformers, a
+    value of ``model.path``.
 
     Both networks read a validation batch. The largest difference of their outputs, divided by the largest output, is written to
     ``start.json`` in the run's folder.
@@ -81,8 +81,10 @@ class SameStart(L.Callback):
             expected, got = Net.of(before)(batch), module.net(batch)
         error = float((got - expected).abs().max() / expected.abs().max())
         Path(trainer.default_root_dir, START_FILE).write_text(json.dumps({"error": error}) + "\n", encoding="utf-8")
-        wrong = f"the outputs differ from those of {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed"
-        require(error <= TOLERANCE, wrong)
+        require(
+            error <= TOLERANCE,
+            f"the outputs differ from the model's at {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed",
+        )
 
 
 def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
@@ -115,7 +117,7 @@ class Measures(L.Callback):
                            every N as ``evaluation.num_rows`` rows of training's length have, from the start of the split
     ``attention_error``    ||core - exact||_F / ||exact||_F of the trained attention, mean over layers, on 8 validation rows
                            (exact softmax attention under the same scale and mask, without a window)
-    ``attention_cost``     counted operations of the cores, forward, over those of the ``math`` backend on the same rows
+    ``attention_cost``     counted operations of the cores, forward, over the ``math`` backend's operations on the same rows
     =====================  ======================================================================================
 
     Args:
@@ -173,7 +175,7 @@ def _check_lengths(longest: int, model: TransformerConfig, data: DataModule) -> 
 
 @torch.no_grad()
 def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
-    """Each core is called once more with what it got, and its operations are counted for that shape."""
+    """Call each core once more with its arguments, and count its operations for that shape."""
     calls: list[tuple[nn.Module, AttentionCall]] = []
     device = next(network.parameters()).device
     with evaluating(network):
@@ -183,12 +185,12 @@ def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
                     hook = module.core.register_forward_pre_hook(lambda core, args: calls.append((core, args[0])))
                     hooks.enter_context(hook)
             network(**{name: tensor.to(device) for name, tensor in without_targets(batch).items()})
-        errors, flops, exact = zip(*(_beside_exact(core, call) for core, call in calls), strict=True)
+        errors, flops, exact = zip(*(_against_exact(core, call) for core, call in calls), strict=True)
     return {"attention_error": mean(errors), "attention_cost": sum(flops) / sum(exact)}
 
 
-def _beside_exact(core: nn.Module, call: AttentionCall) -> tuple[float, int, int]:
-    """(error, operations, operations of exact attention) of one core. Exact attention sees what a window hides."""
+def _against_exact(core: nn.Module, call: AttentionCall) -> tuple[float, int, int]:
+    """(error, operations, operations of exact attention) of one core. Exact attention has no window."""
     with flop_counter() as counter:
         out = core(call)
     with flop_counter() as plain:

@@ -1,6 +1,6 @@
 """The report of a grid: one HTML file, its figures, a Markdown summary, and a table of the runs.
 
-A grid's ``about`` names a module for its question, which may define any of
+A grid's ``about`` names a module for its question. The module may define any of
 
 ``sentences(findings) -> list[str]``   the first screen's sentences
 ``figure(findings) -> list[Picture]``  the first screen's figures
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from minitx.ablation import curves
-from minitx.ablation import wording as say
+from minitx.ablation import formatting as say
 from minitx.ablation.chinese import chinese
 from minitx.ablation.design import AblationConfig, ComparisonConfig
 from minitx.ablation.intervals import mean_interval, median
@@ -41,7 +41,7 @@ NUMBERS = ("steps", "cap", "val_loss", "val_accuracy", "nonfinite_step", "low", 
 """The numbers of a result in the table of runs."""
 
 FACTS = ("study", "arm", "seed", "status", "reason", "seconds", "command")
-"""The other columns of that table, which also has one for each factor."""
+"""The other columns of that table. Each factor has a column, too."""
 
 PARTS = ("sentences", "figure", "sections", "limits")
 """What a module ``about`` may define."""
@@ -92,7 +92,7 @@ def module_of(grid: AblationConfig) -> Any:
         return None
     try:
         found = importlib.import_module(grid.about)
-    except (ImportError, TypeError, ValueError) as error:  # also of a name that cannot be one
+    except (ImportError, TypeError, ValueError) as error:  # a name that is not a module name raises the last two
         raise ConfigError(f"ablation.about={grid.about} cannot be imported: {error}") from error
     require(any(hasattr(found, part) for part in PARTS), f"ablation.about={grid.about} defines none of {', '.join(PARTS)}")
     return found
@@ -112,16 +112,16 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
     def of_question(part: str, otherwise: list[Any]) -> list[Any]:
         return getattr(about, part)(findings) if hasattr(about, part) else otherwise  # type: ignore[no-any-return]
 
-    sentences = of_question("sentences", []) or [text("report.txt", "sentence", grid, f) for f in findings.findings[:6]]
+    sentences = of_question("sentences", []) or [text("sentences.txt", "sentence", grid, f) for f in findings.findings[:6]]
     sentences = sentences or ["No comparison of this grid has a pair: two finished runs of the same seed."]
     first, results = of_question("figure", own[:1]), [run.result for run in findings.runs.all if run.status == "done"]
     sections = [
         Section("Numbers", [_numbers(findings), _slopes(findings)]),
         *of_question("sections", []),
         Section("Figures", [picture for picture in own if picture not in first]),
-        Section("Controls", [_controls(findings), *text("report.txt", "starts", results).splitlines()]),
+        Section("Controls", [_controls(findings), *text("sentences.txt", "starts", results).splitlines()]),
         Section("Predictions", [_predictions(findings)]),
-        Section("Limits", [*of_question("limits", []), *text("report.txt", "limits", results).splitlines()]),
+        Section("Limits", [*of_question("limits", []), *text("sentences.txt", "limits", results).splitlines()]),
         Section("What was run, and how to run it again", [_runs(findings), _not_done(findings), *_reproduce(meta)]),
     ]
     sections = [Section(each.title, [block for block in each.blocks if getattr(block, "rows", True)]) for each in sections]
@@ -165,13 +165,13 @@ def _template(name: str) -> Any:
 
 
 def text(template: str, macro: str, *values: Any) -> str:
-    """Return what a macro of a template gives. ``say`` in a template is ``minitx.ablation.wording``."""
+    """Return the text of a template's macro. ``say`` in a template is ``minitx.ablation.formatting``."""
     return str(getattr(_template(template).module, macro)(*values)).strip()
 
 
-def _markdown(said: str) -> str:
-    """Text in which no table, emphasis, link or tag begins or ends."""
-    return html.escape(re.sub(r"[\\|_*`\[\]$]", r"\\\g<0>", " ".join(said.split())), quote=False)
+def _markdown(plain: str) -> str:
+    """Text with the signs of tables, emphasis, links and tags escaped."""
+    return html.escape(re.sub(r"[\\|_*`\[\]$]", r"\\\g<0>", " ".join(plain.split())), quote=False)
 
 
 def _write_cells(findings: Findings, path: Path) -> None:
@@ -205,12 +205,12 @@ def _numbers(findings: Findings) -> Table:
             "first arm": f"{say.words(grid, f.comparison.arms[0])}: {say.span_text(values[0])}",
             "second arm": f"{say.words(grid, f.comparison.arms[1])}: {say.span_text(values[1])}",
             "ratio or difference": say.span_text(f.estimate),
-            "range": text("report.txt", "basis", f),
+            "range": text("sentences.txt", "basis", f),
             "predicted": f"{formula} (formula), at most {bound}" if formula else bound or "",
             "second arm has": f.word + (" (a rate at the edge of those tried)" if f.at_edge else ""),
         }
         rows.append(row)
-    return Table(text("report.txt", "numbers", grid), rows)
+    return Table(text("sentences.txt", "numbers", grid), rows)
 
 
 def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Finding]]:
@@ -262,7 +262,7 @@ def _predictions(findings: Findings) -> Table:
     return Table("Written before the runs; what did not hold comes first", rows)
 
 
-# --- what was run
+# --- the runs of the grid
 
 
 def _incomplete(findings: Findings) -> str:
@@ -272,8 +272,8 @@ def _incomplete(findings: Findings) -> str:
 
 def _counted(findings: Findings) -> str:
     total = Counter(str(run.status) for run in findings.runs.all)
-    said = ", ".join(f"{total[status]} {status}" for status in ("done", "not run", "failed", "missing") if total[status])
-    return f"{say.count_text(total.total(), 'run')} and searches: {said}."
+    counts = ", ".join(f"{total[status]} {status}" for status in ("done", "not run", "failed", "missing") if total[status])
+    return f"{say.count_text(total.total(), 'run')} and searches: {counts}."
 
 
 def _runs(findings: Findings) -> Table:
@@ -308,26 +308,28 @@ def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
         if value := meta.get(name):
             shown = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
             rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else shown})
-    said = "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves."
-    return [said, Table("What made this page", rows)]
+    sentence = (
+        "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves."
+    )
+    return [sentence, Table("What made this page", rows)]
 
 
 def study_pictures(findings: Findings) -> list[Picture]:
     """Return a figure for each endpoint of each judged study: thresholds against the factor of a law, other runs against the rate."""
-    found = []
+    pictures = []
     for name, study in findings.grid.studies.items():
         runs = findings.runs.select(name, status="done")
         title = say.title(findings.grid, name)
         of_study = [item for item in _series(findings).items() if item[0][0].study == name]
         for i, ((_, setting), listed) in enumerate(of_study):
             heading = f"{title}{setting and f' ({setting})'}: {RATIOS['threshold']}"
-            said = "Every dot is a seed. The formula predicts from the first arm alone."
+            caption = "Every dot is a seed. The formula predicts from the first arm alone."
             drawn = curves.threshold_panel(findings, listed)
-            found.append(Picture(f"{name}_threshold{f'_{i}' if i else ''}", heading, said, drawn))
+            pictures.append(Picture(f"{name}_threshold{f'_{i}' if i else ''}", heading, caption, drawn))
         for score in study.scores if runs else ():
             if score != "equal" and study.factors.get("lr"):
                 y, missing = ("steps to solve", "not solved") if score == "time" else (f"validation {score}", "not finite")
                 drawn = curves.by_rate(findings, name, score, y, missing)
-                said = f"Every finished run is a dot; lines join the medians over seeds. Budget: {say.budget(runs)}."
-                found.append(Picture(f"{name}_{score}", f"{title}: {y}", said, drawn))
-    return found
+                caption = f"Every finished run is a dot; lines join the medians over seeds. Budget: {say.budget(runs)}."
+                pictures.append(Picture(f"{name}_{score}", f"{title}: {y}", caption, drawn))
+    return pictures

@@ -39,7 +39,7 @@ MOST_DOUBLINGS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Bracket:
-    """The result of ``search``: ``low`` is stable and ``high`` is not. ``above``: rates above ``high`` that were stable all the same."""
+    """The result of ``search``: ``low`` is stable and ``high`` is not. ``above``: rates above ``high`` that were stable nevertheless."""
 
     low: float
     high: float

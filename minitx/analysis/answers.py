@@ -15,7 +15,7 @@ TOP = 5
 
 @dataclass(frozen=True)
 class Question:
-    """What a row of the batch asks.
+    """The question of a row of the batch.
 
     Attributes:
         text: the question in words.
@@ -111,7 +111,7 @@ class Answers:
 
 
 def logits_of(output: Any) -> Any:
-    """Return the logits: what a model returned, or its ``logits``, an attribute or a key."""
+    """Return the logits in a model's output: its ``logits`` (an attribute or a key), else the output."""
     return output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
 
 

@@ -1,7 +1,7 @@
 """Panels, legends, axes, text of any script, and files, shared by all figures.
 
-Figures are made without pyplot, because pyplot has global state and may need a display. Colours are those of Okabe and Ito,
-which colour-blind readers can tell apart. Series also differ by marker.
+Figures are made without pyplot, because pyplot has global state and may need a display. Colours are Okabe and Ito's:
+colour-blind readers can tell them apart. Series also differ by marker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI, FILE_DPI = 110, 200
-"""Dots per inch of a PNG on a screen (``png``) and in a file of its own (``save_figure``)."""
+"""Dots per inch of a PNG on a screen (``png``) and in a separate file (``save_figure``)."""
 
 INK, GREY = "#222222", "#767676"
 PALETTE = (

@@ -1,4 +1,4 @@
-"""Record attention during a forward pass. The output stays bit-equal to that of a run without recording."""
+"""Record attention during a forward pass. The output stays bit-equal to a run without recording."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def _scores(look: Look) -> Tensor:
 
 def _values(look: Look) -> Tensor:
     group = look.call.query.shape[1] // look.call.value.shape[1]
-    return look.call.value[:, look.heads // group].clone()  # a cache goes on writing into what it handed out
+    return look.call.value[:, look.heads // group].clone()  # a cache writes into tensors that it returned
 
 
 RECORDERS: dict[str, Recorder] = {"statistics": _statistics, "weights": _weights, "scores": _scores, "values": _values}
 
 
 OUTPUTS = ("heads", "feedforward", "residual")
-"""What is an output of a module and recorded as it is."""
+"""The records that are unchanged outputs of modules."""
 
 FEEDFORWARD = ("mlp", "feed_forward", "ffn", "DenseReluDense", "fc2", "ffn_output", "output.dense")
 """The names of the feed-forward part, or of its last matrix, in the layers of transformers' families. Other names are unknown."""
@@ -88,7 +88,7 @@ class Seen(dict[str, list[Any]]):
 
     Attributes:
         kinds: the kind of each core's last call: ``causal``, ``self`` (not causal), or ``cross`` (keys of another sequence).
-        what: what was recorded, as in ``capture``; None for a recorder of your own.
+        what: the kind of record, as in ``capture``; None for your own recorder.
     """
 
     def __init__(self, names: Sequence[str], what: str | None) -> None:
@@ -122,7 +122,7 @@ def capture(
         layers: the layers to record: numbers, or parts of the names of the recorded modules, such as ``"cross"``; one, or
             several. All records have the same numbers. Layer 0 is the first in the order of ``named_modules``, layer -1 the
             last. A block is one layer, with all its attention. Elsewhere, modules belong to the same layer if their names are
-            equal up to the last number; attention without a number in its name is a layer of its own. ``"blocks.1"`` does not
+            equal up to the last number; attention without a number in its name is a separate layer. ``"blocks.1"`` does not
             select ``blocks.10``, and a full name selects only that module. Default: all.
         heads: the heads to record, in this order, or one. Default: all.
         what: one of the names above.
@@ -247,7 +247,7 @@ def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
         wanted = [module.core for module in modules if isinstance(module, MultiHeadAttention)]
         inside = {part for core in wanted for part in core.modules()}  # a core may be wrapped, or hold another core
         wanted += [module for module in modules if _is_core(module) and module not in inside]
-    else:  # the class is asked, because wrappers such as those of PEFT lend their instances the attributes of what they wrap
+    else:  # the attribute of the class: instances of wrappers, such as PEFT's, lend the attributes of the wrapped module
         wanted = [module for module in modules if getattr(type(module), "softmax_weights", False)]
     found = set(wanted)
     return {name: module for name, module in model.named_modules() if module in found}
@@ -278,7 +278,7 @@ def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
 
 @cache
 def _mask_of_queries(kind: type[nn.Module]) -> str | None:
-    """The argument with which modules of this class, ours or decoders of torch or transformers, get the padding of the queries."""
+    """The argument that tells modules of this class (ours, or decoders of torch or transformers) the padding of the queries."""
     names = inspect.signature(kind.forward).parameters
     for name in ("decoder_key_mask", "tgt_key_padding_mask"):
         if name in names:
@@ -302,11 +302,11 @@ def chosen_modules(model: nn.Module, what: str, layers: Layers, heads: Indices =
     """Return, by name, the modules of ``modules_of`` that ``layers`` selects.
 
     Raises:
-        ValueError: the model has none, ``layers`` selects none, or ``heads`` are chosen of what has no heads. RuntimeError: a part of
+        ValueError: the model has none, ``layers`` selects none, or ``heads`` is given for a record without heads. RuntimeError: a part of
             the model is compiled.
     """
     if heads is not None and what in ("feedforward", "residual"):
-        raise ValueError(f"heads={heads} has no meaning for {what}, which has no heads")
+        raise ValueError(f"heads={heads} has no meaning for {what}: it has no heads")
     modules = modules_of(model, what)
     if not modules:
         raise ValueError(f"{type(model).__name__} has no {_missing(model, what)}")
@@ -363,7 +363,7 @@ def layer_numbers(names: Sequence[str]) -> list[str]:
 
 
 LACKS = {"weights": "attention with weights", "heads": "attention", "feedforward": "one feed-forward part", "residual": "block"}
-"""In words, what a layer lacks that has no record."""
+"""The missing part of a layer without a record, in words."""
 
 
 def chosen_names(
@@ -372,9 +372,9 @@ def chosen_names(
     """Return the names that ``layers`` selects, in the order of ``names``. ``layers`` are numbers of layers, or parts of names.
 
     Args:
-        layer_of_name: the layer of each name. Its different values, in their order, are what numbers select. Default: as in
+        layer_of_name: the layer of each name. Numbers select among its different values, in their order. Default: as in
             ``layer_of``.
-        lacks: what a layer of none of the names lacks, for the error.
+        lacks: the missing part of a layer without a name, for the error.
 
     Raises:
         ValueError: no entry, or one that selects nothing.
@@ -408,12 +408,14 @@ def chosen_names(
 
 
 def warn_of_silence(model: nn.Module, ran: Mapping[str, Any]) -> None:
-    """Warn of layers in which no hook ran, or that have left the model. ``ran`` holds, by name of a module, whether its hook ran."""
+    """Warn of layers whose hooks did not run, or that have left the model. ``ran`` tells, by name of a module, whether its hook ran."""
     places = layers_of(model)
     heard = {places[name] for name, did in ran.items() if did and name in places}
     if gone := [name for name in ran if name not in places]:
-        said = "left the model (release_hf) while the context was open: what ran later was not recorded or changed"
-        warnings.warn(f"{', '.join(gone)} {said}", stacklevel=4)
+        warnings.warn(
+            f"{', '.join(gone)} left the model (release_hf) while the context was open: later calls were not recorded or changed",
+            stacklevel=4,
+        )
     silent = [name for name in ran if name in places and places[name] not in heard]
     if silent:
         warnings.warn(
@@ -432,15 +434,18 @@ def refuse_compiled(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            said = f"{name or type(module).__name__} is compiled, and hooks added after compiling never fire"
-            raise RuntimeError(f"{said}: capture the plain module")
+            raise RuntimeError(
+                f"{name or type(module).__name__} is compiled, and hooks added after compiling never fire: capture the plain module"
+            )
 
 
 def warn_of_calls(seen: Mapping[str, list[Any]], shown: str) -> None:
     """Warn of cores that ran several times, as layers with shared weights do. ``shown`` is the call that somebody looks at."""
     if many := [f"{name} ({len(calls)} times)" for name, calls in seen.items() if len(calls) > 1]:
-        said = f"ran several times, and only the {shown} call is shown: capture records all of them"
-        warnings.warn(f"{', '.join(many)} {said}", stacklevel=3)
+        warnings.warn(
+            f"{', '.join(many)} ran several times, and only the {shown} call is shown: capture records all of them",
+            stacklevel=3,
+        )
 
 
 def _is_causal(call: AttentionCall) -> bool:

@@ -2,7 +2,7 @@
 
 **Operations** are counted by torch's ``FlopCounterMode``: matrix products, two operations for each multiplication with its
 addition. Softmax, norms, activations and look-ups count nothing. ``flop_counter`` also counts the CPU's fused attention
-(all L × S scores, hidden or not), which torch does not count. **Bytes** are the most that torch's allocator gave out at any time, as
+(all L × S scores, hidden or not); torch does not. **Bytes** are the most that torch's allocator gave out at any time, as
 torch's profiler reports them.
 """
 

@@ -1,6 +1,6 @@
 """Figures of attention: all heads, one head with its tokens, any matrix of weights, statistics over training steps, effects of heads. Also input for BertViz.
 
-Each function returns a matplotlib ``Figure``, which a notebook shows and ``save_figure`` writes to a file. Numbers are drawn
+Each function returns a matplotlib ``Figure``: a notebook shows it, and ``save_figure`` writes it to a file. Numbers are drawn
 without smoothing or clipping. Weights run from white to dark blue, on the same scale in all figures. Hidden cells are grey and
 hatched, so that they can be recognised without colours.
 """
@@ -92,14 +92,14 @@ def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
 def _of(snapshot: Any, row: int) -> Snapshot:
     """One row of a snapshot."""
     if not isinstance(snapshot, Snapshot):
-        raise TypeError(f"expected a Snapshot, which take_snapshot(model, inputs) returns, got {type(snapshot).__name__}")
+        raise TypeError(f"expected a Snapshot, as take_snapshot(model, inputs) returns it, got {type(snapshot).__name__}")
     return snapshot.sentence(row)
 
 
 def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) -> Figure:
     """Draw the weights of one head, with the tokens on both axes. With up to twelve tokens, cells contain numbers.
 
-    Colours are those of ``heatmap_grid``. If there is no room for all tokens, only every second, third … has a label. Tokens of
+    Colours are as in ``heatmap_grid``. If not all tokens fit, only every second, third … has a label. Tokens of
     any script are drawn with installed fonts, or as code points if no font has them.
 
     Args:
@@ -134,11 +134,11 @@ def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) 
 def heatmap(weights: Any, tokens: Any = None, *, title: str = "") -> Figure:
     """Draw one matrix of attention weights, from anywhere. With up to twelve tokens, cells contain numbers.
 
-    Colours are those of ``heatmap_grid``, and labels those of ``head_heatmap``. Cells whose weight is exactly 0 are grey and hatched.
+    Colours are as in ``heatmap_grid``, labels as in ``head_heatmap``. Cells whose weight is exactly 0 are grey and hatched.
 
     Args:
         weights: (L, S), as a tensor, an array or nested lists. Row i holds the weights of query i over the S keys.
-        tokens: the texts of the tokens, if queries and keys are the same; or two lists, those of the queries and those of the
+        tokens: the texts of the tokens, if queries and keys are the same; or two lists, one for the queries and one for the
             keys. Default: numbers from 0.
         title: a title above the map.
 
@@ -167,8 +167,8 @@ def heatmap(weights: Any, tokens: Any = None, *, title: str = "") -> Figure:
             3: "weights[0] is the first head",
             4: "weights[0, 0] is row 0 of the batch, head 0",
         }
-        said = f": {remedy[drawn.dim()]}" if drawn.dim() in remedy else ""
-        raise ValueError(f"weights must be one matrix (L, S), got {tuple(drawn.shape)}{said}")
+        hint = f": {remedy[drawn.dim()]}" if drawn.dim() in remedy else ""
+        raise ValueError(f"weights must be one matrix (L, S), got {tuple(drawn.shape)}{hint}")
     if bad := (~drawn.isfinite().all(-1)).nonzero().flatten().tolist():
         why = "softmax gives NaN to a query that sees no key; fill its row with 0"
         raise ValueError(f"weights are not finite in row {bad[0]}, so there is nothing to draw ({why})")
@@ -195,7 +195,7 @@ def _texts_of(tokens: Any, L: int, S: int) -> list[list[str]]:
 
 
 def _draw_head(layer: AttentionMap, head: int, texts: Sequence[Sequence[str]], title: str, hidden: str) -> Figure:
-    """One head of the only row of ``layer``, with the texts of queries and keys. ``hidden``: what the hatched cells are."""
+    """One head of the only row of ``layer``, with the texts of queries and keys. ``hidden`` explains the hatched cells."""
     L, S = layer.weights.shape[2:]
     cell = max(0.034, min(0.42, 6.8 / max(L, S)))  # inches
     width, height = max(S * cell, 1.5), max(L * cell, 1.5)
@@ -238,7 +238,7 @@ def draw_weights(ax: Axes, layer: AttentionMap, head: int, extent: tuple[float, 
 
 
 def _colour_bar(figure: Figure, ax: Axes, image: AxesImage, layers: Sequence[AttentionMap], hidden: str) -> None:
-    """The colour bar, and what the hatched cells are."""
+    """The colour bar, and the explanation of the hatched cells."""
     from matplotlib.patches import Patch
 
     height = figure.get_figheight()
@@ -252,7 +252,7 @@ def _colour_bar(figure: Figure, ax: Axes, image: AxesImage, layers: Sequence[Att
 
 
 def _headline(figure: Figure, snapshot: Snapshot) -> None:
-    """Above all, what was looked at and when."""
+    """The title and the step, above the figure."""
     words = [snapshot.title] * bool(snapshot.title) + [f"step {snapshot.step}"] * (snapshot.step is not None)
     if words:
         (headline,), families = drawable([", ".join(words)])
@@ -284,7 +284,7 @@ def saturation_over_steps(probes: Mapping[str, Records] | Records) -> Figure:
     Args:
         probes: the result of ``minitx.training.loggers.read_probes``, or up to ten such results by label. A record is ``{"step":
             int, "layers": [{"entropy": …, "max_logit": …, "saturation_90": …, "saturation_99": …}]}``, with one number per
-            layer, or one per head, which are averaged.
+            layer, or one per head to average.
 
     Raises:
         ValueError: no run, more than ten runs, a run without records, or a record without these statistics.

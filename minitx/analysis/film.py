@@ -1,4 +1,4 @@
-"""A recorded training as an animated picture: one head's map at each step, what the model answers, and the accuracy on all rows."""
+"""A recorded training as an animated picture: one head's map at each step, the model's answer, and the accuracy on all rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_LABELS = 30
 SIGNS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼"}
 """Of the markers of the curves."""
 SURE = 0.9
-"""The least weight on the right key with which a wrong answer is no fault of the weights."""
+"""From this weight on the right key on, a wrong answer is not the fault of the weights."""
 
 
 def write_film(traces: Sequence[Trace], path: Path | str, *, head: int = 0, note: str = "") -> int:
@@ -124,7 +124,7 @@ class _Pane:
         if asked and asked.at is not None and first.answers and first.answers.axis == first.maps[0].queries:
             self._frame(asked, first.maps[0].weights.shape[-1])
         ax.set_title("\n\n\n\n\n", fontsize=9)  # room for the lines above the map
-        colour, marker = look  # of its curves, which have no legend
+        colour, marker = look  # of its curves: they have no legend
         self.name = f"{SIGNS.get(marker, '')} {trace.name}" + (f", head {head}" if first.maps[0].weights.shape[1] > 1 else "")
         self.title = self._line(self.name, 54, 10, weight="bold")
         self.title.set_color(colour)
@@ -175,7 +175,7 @@ class _Pane:
             self.reason.set_text("" if answer.is_right else self._why(snapshot, answer))
 
     def _why(self, snapshot: Snapshot, answer: Answer) -> str:
-        """Why a wrong answer is wrong, where this head alone decides what the model reads."""
+        """Why a wrong answer is wrong, if the model reads through this head alone."""
         [layer] = snapshot.maps
         if (
             answer.key is None

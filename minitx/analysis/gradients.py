@@ -52,9 +52,7 @@ def gradient_statistics(model: nn.Module, parts: Sequence[Any], loss: Loss) -> d
     """
     for name, module in model.named_modules():
         if re.match(r"torch\.ao\.nn\..*quantized", type(module).__module__):
-            raise TypeError(
-                f"{name} is one of torch's int8 layers, which have no backward pass: take the one before quantize_dynamic"
-            )
+            raise TypeError(f"{name} is a torch int8 layer without a backward pass: use the model before quantize_dynamic")
     cores, projections = attention_cores(model), projection_weights(model)
     trained = {name: {x: w for x, w in projections.get(name, {}).items() if w.requires_grad} for name in cores}
     weights = {(name, f"snr_{letter}"): weight for name, of in trained.items() for letter, weight in of.items()}
@@ -108,7 +106,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _log_histogram(norms: Tensor) -> dict[str, int]:
-    """Counts by the lower edge of a quarter of a decade, ascending; zeros (and what is no number) first."""
+    """Counts by the lower edge of a quarter of a decade, ascending; zeros and NaN first."""
     positive = norms[norms > 0]
     edges, counts = torch.unique((positive.log10() * 4).floor() / 4, return_counts=True)
     found = {f"{edge:.2f}": int(count) for edge, count in zip(edges.tolist(), counts.tolist(), strict=True)}

@@ -1,8 +1,8 @@
 """Scores that tell what each attention head does, also on sentences with a known structure. Each has controls and a 95 % interval.
 
 Every score is computed in each sentence and then averaged over sentences. It is compared with uniform attention over the
-visible keys of the same rows. If position alone could explain it, it is also compared with the best fixed position, which is
-chosen on the other half of the sentences.
+visible keys of the same rows. If position alone could explain it, it is also compared with the best fixed position, chosen on
+the other half of the sentences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ THRESHOLD, MARGIN, BROAD = 0.5, 0.1, 0.9
 MIN_SENTENCES = 5
 OFFSETS = range(-8, 9)
 PATTERNS = ("previous", "duplicate", "induction", "syntactic", "offset", "global", "local")
-"""The patterns, in the order in which ``Head.label`` tries them: narrow patterns come first."""
+"""The patterns, in the order that ``Head.label`` tries them: narrow patterns come first."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Score:
     """How much a head follows a pattern.
 
     Attributes:
-        value, uniform: the head's weight on the pattern's keys, and that of uniform attention in the same rows. For
-            ``syntactic``, the share of words whose favourite word is one that an arc names.
+        value, uniform: the head's weight on the pattern's keys, and uniform attention's weight in the same rows. For
+            ``syntactic``, the share of words whose favourite word is named by an arc.
         excess: (value − uniform) / (1 − uniform): 0 is uniform attention, 1 is all weight on the pattern.
         position: the value that the best fixed position would give. It is chosen on the even sentences and judged on the odd
             ones. For ``previous`` and ``local`` it is the head's own weight at one distance, for the others how often a fixed
@@ -209,7 +209,7 @@ def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, F
 
 
 def _stacked(found: Sequence[Found]) -> tuple[Tensor, Tensor]:
-    """The values of several results, and those of uniform attention."""
+    """The values of several results, and uniform attention's values."""
     return torch.stack([one.value for one in found]), torch.stack([one.uniform for one in found])
 
 
@@ -428,10 +428,10 @@ def _sentence(tokens: Sequence[Mapping[str, Any]]) -> Sentence:
 
 
 def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: Sentence) -> dict[str, Found]:
-    """Return the share of words whose favourite word is one that an arc names, by relation and direction (``nsubj →``).
+    """Return the share of words whose favourite word is named by an arc, by relation and direction (``nsubj →``).
 
-    Source: Clark et al. 2019, §4. Weights between words are summed over the tokens of the key word and averaged over those of
-    the query word. A word is never its own favourite. Words with equal weights share the count. A word counts only if arcs name
+    Source: Clark et al. 2019, §4. Weights between words are summed over the tokens of the key word and averaged over the tokens
+    of the query word. A word is never its own favourite. Words with equal weights share the count. A word counts only if arcs name
     some, but not all, of the words that it sees.
     """
     place, (start, stop) = torch.arange(layer.weights.shape[-1]), torch.tensor(spans).T[..., None]

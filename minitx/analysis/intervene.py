@@ -74,18 +74,18 @@ def intervene(
     result of ``capture(other, what="values")``. For ``scores`` and ``weights``, the changed layers use the backend ``math``;
     all others keep their kernel. Gradients flow through the changed computation. Contexts can be nested: each one sees the
     changes of the contexts around it, and so does ``capture``. Where activation checkpointing runs a call again, the backward pass
-    must run inside the context, too: outside of it, the second run computes what the model computes without a change.
+    must run inside the context, too: outside of it, the second run is a run without the change.
 
     Args:
-        to: a number or a tensor, which is broadcast to the chosen part; a function of the chosen part; or the result of
+        to: a number or a tensor to broadcast to the chosen part; a function of the chosen part; or the result of
             ``capture``. The n-th call then uses the n-th record, and later calls the last one. Where activation checkpointing
             runs a call again, it gets the same record again.
         layers: as in ``capture``. Default: all.
         heads: the query heads. Default: all. Not for ``feedforward`` and ``residual``.
         positions: the queries; for ``values`` the keys; for ``feedforward`` and ``residual`` the tokens. They are columns of the
             whole text, padding included: with a cache, position 0 is in the first call, and the calls after it stay unchanged. A
-            record of a text of another length gives the same positions. Negative positions count from the end of what a call
-            reads. Where a cache continues a text, they are refused, because the text has no end yet. Default: all.
+            record of a text of another length gives the same positions. Negative positions count from the end of a call's
+            input. If a cache continues a text, they are refused, because the text has no end yet. Default: all.
 
     Raises:
         ValueError: an unknown ``what``, layer, head or position; a shape that does not fit; a core whose weights are not the
@@ -249,7 +249,7 @@ class _Part:
         return new
 
     def number(self, tensor: Tensor, num_records: int) -> int:
-        """The number of the record of this call. A recomputed call is known by its ``tensor``, which is what it was."""
+        """The number of the record of this call. A recomputed call is recognised by its ``tensor``: it has the same values."""
         if num_records == 1:
             return 0
         norm = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
@@ -298,11 +298,11 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     2023, "The Hydra Effect", arXiv:2307.15771).
 
     Args:
-        loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows. A row in which
-            the whole model's loss is NaN does not count. A head has the effect NaN if another loss is NaN without it.
+        loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows. Rows where
+            the whole model's loss is NaN do not count. A head has the effect NaN if another loss is NaN without it.
 
     Raises:
-        ValueError: no attention of ours ran, or the loss is not (n,): the interval is that of a mean over rows.
+        ValueError: no attention of ours ran, or the loss is not (n,): the interval needs a loss per row.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> x, model = torch.randn(7, 3, 6), MultiHeadAttention(6, 2)
@@ -332,13 +332,13 @@ def patch_heads(
 
     The effect of a head is mean (score patched - score corrupted) / mean (score clean - score corrupted): 1 if this head alone
     restores the clean score, 0 if it restores nothing (Vig et al. 2020, arXiv:2004.12265; Heimersheim and Nanda 2024, "How to
-    use and interpret activation patching", arXiv:2404.15255). The interval is that of a ratio of means, by linearisation.
+    use and interpret activation patching", arXiv:2404.15255). The interval is a linearised interval of a ratio of means.
 
     Args:
         clean, corrupted: two batches of the same shape. They differ in the tokens that the answer depends on.
-        score: a function from the logits (of a Hugging Face model, from its output's ``logits``) to one number per row, (n,), for example the logit of the clean answer minus that of
-            the corrupted one.
-        what: ``values`` (what the head reads), ``heads`` (its output), ``weights`` or ``scores`` (where it looks).
+        score: a function from the logits (of a Hugging Face model, from its output's ``logits``) to one number per row, (n,), for
+            example the logit of the clean answer minus the logit of the corrupted answer.
+        what: ``values`` (the head's input), ``heads`` (its output), ``weights`` or ``scores`` (its attention).
 
     Raises:
         ValueError: the clean and the corrupted run have the same mean score or NaN, the score is not (n,), or another ``what``.
@@ -351,7 +351,7 @@ def patch_heads(
     torch.Size([2, 3])
     """
     if what not in (kinds := ("values", "heads", "weights", "scores")):
-        raise ValueError(f"what={what!r} must be one of {', '.join(kinds)}: what a head has")
+        raise ValueError(f"what={what!r} must be one of {', '.join(kinds)}")
     clean, corrupted = (with_positions(model, batch) for batch in (clean, corrupted))
     with evaluating(model):
         with capture(model, what=what) as seen:
@@ -378,8 +378,8 @@ def answers_without_heads(
 ) -> dict[str, list[Rows]]:
     """Return the answers with the output of one head set to 0, for every head of each layer.
 
-    The model reads several copies of the batch at once, each without another head of one layer. The work is that of one forward pass
-    for each head.
+    The model reads several copies of the batch at once, each without another head of one layer. The work is one forward pass for each
+    head.
 
     Args:
         layers: as in ``capture``.
@@ -475,7 +475,7 @@ def _each_head(
 
 
 def _of_rows(found: Any, what: str) -> Tensor:
-    """What a function of the user's returned, in the widest type of its device."""
+    """Return the numbers of a user's function, in the widest type of their device."""
     if not isinstance(found, Tensor) or found.dim() != 1:
         got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"{what} must return one number for each row, (n,), got {got}")
@@ -496,10 +496,10 @@ def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor]
 def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
     """Return the logits that the model would give if it ended after each block: (blocks, B, L, V).
 
-    The output of the last block is replaced by that of each block before, so the final norm and the head are applied to the
+    The output of the last block is replaced by the output of each block before, so the final norm and the head are applied to the
     residual stream after each block (nostalgebraist 2020, "interpreting GPT: the logit lens"). A block that is applied several
-    times counts each time. Blocks may sit in other modules. Blocks of another stream than the last block's are left out: for an
-    encoder–decoder, those of the encoder; for a model of transformers that reads pictures with a model of their own, those of it.
+    times counts each time. Blocks may sit in other modules. Blocks of another stream than the last block's are left out: the
+    encoder's blocks of an encoder–decoder, and the blocks of a separate vision model.
 
     Raises:
         ValueError: the model has no block, none runs, or the residual stream changes its shape between them; or the model has

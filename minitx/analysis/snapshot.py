@@ -99,8 +99,8 @@ class Snapshot:
             argument of a model of your own) and each row of the batch.
         ids: int (B, n) for each axis, but not for images. real: bool (B, n) for each axis, False at padding.
         step: the training step, or None. title: a title for the viewer and the figures.
-        answers: what the model answers, or None.
-        layers: the names of all layers of the model, also of those without a map: their places are the numbers of the layers.
+        answers: the model's answers, or None.
+        layers: the names of all layers of the model, with and without a map: their places are the numbers of the layers.
         tally: of a row that was cut out of a batch (``sentence``), the answers on all rows of the batch, or None.
 
     >>> from minitx.config import TransformerConfig
@@ -310,7 +310,7 @@ def _assembled(
             f'tokens must be a dict of the texts of each axis and row, such as {{"{maps[0].queries}": [["the", "cat"]]}}'
         )
     if unknown := set(tokens) - set(sizes):
-        raise ValueError(f"tokens={sorted(unknown)} must be among {', '.join(sizes)}: the texts of what the model reads")
+        raise ValueError(f"tokens={sorted(unknown)} must be among {', '.join(sizes)}, the inputs of the model")
     texts = {axis: _texts(axis, size, B, ids, tokens) for axis, size in sizes.items()}
     return Snapshot(tuple(maps), texts, ids, real)
 
@@ -319,7 +319,7 @@ def named_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Mappin
     """Return ``inputs`` by name. A tensor is the first argument of ``model``; ids (L,) and, for a layer, x (L, E) are one row.
 
     Raises:
-        ValueError: ``model`` is the core of a layer, which takes no tensor; or ``inputs`` are neither a tensor nor a dict.
+        ValueError: ``model`` is the core of a layer (cores take no tensor); or ``inputs`` are neither a tensor nor a dict.
     """
     if not isinstance(inputs, Tensor):
         if not isinstance(inputs, Mapping):
@@ -429,7 +429,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
     maps = [layer.place() for layer in snapshot.maps]
     header: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "tokens": snapshot.tokens, "maps": maps}
     header["layers"] = snapshot.layers
-    if snapshot.answers is not None:  # of the whole model; what it answers without its heads is not kept
+    if snapshot.answers is not None:  # of the whole model; answers without heads are not kept
         header["answers"] = [snapshot.answers.axis, [[asdict(one) for one in row] for row in snapshot.answers.rows]]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{snapshot.step or 0:08}.safetensors"
@@ -472,7 +472,7 @@ def read_snapshots(folder: Path | str) -> list[Snapshot]:
     """Read all snapshots of a run, in the order of their steps. ``folder`` is the run's folder or its ``attention/``.
 
     Raises:
-        ValueError: there are no snapshots, or a file is not a snapshot.
+        ValueError: the folder has no snapshots, or a file is not a snapshot.
 
     >>> from tempfile import TemporaryDirectory
     >>> from minitx.nn import MultiHeadAttention

@@ -32,7 +32,7 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
 
     =====================  ================================================================================
     ``logit_std``          std of z over all visible pairs
-    ``row_std``            mean_i std_j z_ij: what softmax sees, which a constant added to a row does not change
+    ``row_std``            mean_i std_j z_ij, the spread that matters to softmax: adding a constant to a row leaves it unchanged
     ``max_logit``          max |z|
     ``dot_product_variance``       mean_i var_j (q_i · k_j), before scaling, row-centred (R1: equals D on unit-normal input)
     ``entropy``            mean_i H_i / ln n_i with H_i = -Σ p ln p; 1 is uniform, 0 is one key
@@ -42,9 +42,9 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     ``jacobian_l1``        mean_i (1 - Σ p²) = ½ ‖J‖₁ of softmax's Jacobian J = diag(p) - p pᵀ
     ``jacobian_fro``       mean_i (Σp² - 2 Σp³ + (Σp²)²) = ‖J‖_F²
     ``scaled_jacobian_l1``  ½ ‖c·J‖₁ = |c| · ``jacobian_l1``, what reaches q·k; ``scaled_jacobian_fro`` = c² · ``jacobian_fro``
-    ``query_norm``         mean ‖q‖, ``key_norm`` mean ‖k‖ over keys that are no padding, ``cosine`` mean_ij cos(q_i, k_j)
+    ``query_norm``         mean ‖q‖, ``key_norm`` mean ‖k‖ over keys that are not padding, ``cosine`` mean_ij cos(q_i, k_j)
     ``favourite``          int (B, H, L), the key with the largest weight; -1 in rows that are not counted. At scale 0,
-                           where all weights are equal, the order is that of q·k
+                           if all weights are equal, q·k decides the order
     =====================  ================================================================================
 
     With sinks the p of a row sum to less than 1: ``entropy`` may then exceed 1, and ``jacobian_l1`` is 1 - Σ p², not the norm.

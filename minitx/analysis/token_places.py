@@ -93,9 +93,9 @@ class Teller:
 
 
 def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the modules that say with their arguments how much of a text was read before.
+    """Return, by name, the modules whose arguments tell how much of a text was read before.
 
-    They are the models of transformers, our blocks, and attention of ours in no such block. Attention in a block isn't asked, because
+    They are transformers models, our blocks, and our attention outside of blocks. Attention inside a block is left out, because
     cross-attention runs when the block's cache already counts the new tokens.
     """
     found: dict[str, nn.Module] = {}
@@ -107,7 +107,7 @@ def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def length_before(module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return how many positions the cache holds with which one of ``modules_with_caches`` is called."""
+    """Return the number of positions in the cache of a call of a module of ``modules_with_caches``."""
     given = dict(zip(_arguments(module), args, strict=False)) | dict(options)
     if not _is_model(module):
         return getattr(given.get("cache"), "length", 0)

@@ -22,8 +22,8 @@ from minitx.ablation.execution import SLURM_JOBS, LocalPool, Pool, SlurmPool, du
 from minitx.ablation.grid import Cell, Record, Runs, cells, code_fingerprint, command_of, read_records, settings
 from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
-from minitx.cli.command_line import CellsFailedError, sentence
 from minitx.cli.compose import by_key, compose_cell, compose_config, for_cells
+from minitx.cli.exit_codes import CellsFailedError, sentence
 from minitx.cli.launch import ProgramStoppedError, run_training
 from minitx.config import CONFIG_DIR, ConfigError
 from minitx.config.schema import require

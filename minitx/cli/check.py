@@ -33,17 +33,17 @@ STAGES = "1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal
 class CheckConfig(Config):
     """The keys of ``check.py``."""
 
-    target: str = key("", "FILE.py:NAME; target= may be left out")
-    model: str = key("", "a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME")
+    target: str = key("", "FILE.py:NAME; target= may be left out", is_path=True)
+    model: str = key("", "a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME", is_path=True)
     only: str | None = key(None, "properties of a model to check, such as causality,padding")
-    causal: bool | None = key(None, "whether later tokens must change nothing; null: what the model looks like")
-    trust: bool = key(False, "build any class that a checkpoint names, which can run any code")
+    causal: bool | None = key(None, "whether later tokens must change nothing; null: inferred from the model")
+    trust: bool = key(False, "build any class that a checkpoint names. This can run any code")
     stage: Natural | None = key(None, f"grade one stage of the exercise: {STAGES}")
     strict: bool = key(False, "check a kernel with the arguments of scaled_dot_product_attention in all cases and dtypes")
-    mask: str | None = key(None, "what True in the mask means, keep or hide; null: what fits")
+    mask: str | None = key(None, "what True in the mask means, keep or hide; null: the meaning that fits")
     seed: Natural = key(0, "seed of the random inputs")
     device: str = key("cpu", "cpu, cuda, cuda:1, mps ...")
-    json: str = key("", "also write the report to this file, for graders")
+    json: str = key("", "also write the report to this file, for graders", is_path=True)
 
     def check(self) -> None:
         require(bool(self.target or self.model), "FILE.py:NAME is missing, such as mine.py:attention, or model=FOLDER")
@@ -136,7 +136,7 @@ def _loaded(config: CheckConfig) -> Any:
     """The model of a Hugging Face folder, a checkpoint or the folder of a run. None of them runs code."""
     from minitx.cli.inputs import open_stored
 
-    path = os.path.expanduser(config.model)
+    path = config.model
     require(os.path.exists(path), f"model={config.model} does not exist")
     if not (Path(path) / "config.json").is_file():
         file = checkpoint_of(path)
@@ -153,7 +153,7 @@ def _loaded(config: CheckConfig) -> Any:
 
 def _module(path: str) -> ModuleType:
     """Run the file, with its folder first on the path of imports."""
-    file = Path(os.path.expanduser(path))
+    file = Path(path)
     require(file.is_file(), f"{path} does not exist" if not file.exists() else f"{path} is not a file")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if file.suffix != ".py" or spec is None or spec.loader is None:

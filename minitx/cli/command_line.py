@@ -1,18 +1,12 @@
-"""What every program does with its command line: check and read it, run, and turn exceptions into one sentence and an exit code.
-
-0 done · 2 anything wrong in what was typed · 3 failed after starting · 130 SIGINT, 143 SIGTERM (with a checkpoint, unless
-trainer.ckpt_every=0 or training had not begun).
-"""
+"""Read the command line of a program, and run it."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,99 +16,69 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from minitx import __version__
-from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
-from minitx.cli.mistakes import is_of_hydra, message_of
+from minitx.cli.exit_codes import exit_code
+from minitx.cli.hydra_errors import unreadable
 from minitx.config import CONFIG_DIR, ConfigError, from_dict
 from minitx.config.schema import Config, require
 
 T = TypeVar("T")
 
 
-# --- exceptions, as a sentence and an exit code
-
-
-class CellsFailedError(RuntimeError):
-    """Cells of a grid failed. The others are done and reported."""
-
-
-def exit_code(program: Callable[[], Any]) -> int:
-    """Run ``program`` and return its exit code. The sentence of an exception is written to stderr.
-
-    If the reader of stdout goes away (``train.py ... | head``), the program goes on without a word; also if a stream is closed.
-    """
-    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
-        if getattr(sys, name) is None:  # closed by whoever started the program
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # which loses a line for one letter
-        sys.stdout.reconfigure(errors="backslashreplace")
-    code = _code_of(program)
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so at its end
-    return code
-
-
-def _code_of(program: Callable[[], Any]) -> int:
-    try:
-        program()
-    except SystemExit as stop:
-        if isinstance(stop.code, str):  # of a module of the user's
-            return _say(stop, stop.code, 2)
-        return 2 if stop.code == 1 else stop.code or 0  # 1: Hydra has said what is wrong
-    except KeyboardInterrupt as stop:
-        cause = stop.__cause__
-        return _say(cause, *(sentence(cause) if cause else ("stopped by SIGINT", 130)))
-    except BrokenPipeError:  # of `train.py --help`
-        return 0
-    except Exception as error:
-        return _say(error, *sentence(error))
-    return 0
-
-
-def _say(error: BaseException | None, text: str, code: int) -> int:
-    if error is not None and "traceback=true" in sys.argv[1:]:
-        traceback.print_exception(error)
-    tell_launcher(text)
-    if FOLDER not in os.environ:  # else the program that started this process says it, once for all of them
-        sys.stderr.write(f"{'error: ' if code < 128 else ''}{text}\n")
-    return code
-
-
-class _Flags(argparse.ArgumentParser):
-    """Hydra's flags without ``--experimental-rerun``, which reads a pickle. Hydra would print a whole page for an unknown flag."""
+class Flags(argparse.ArgumentParser):
+    """The flags of a program. The remaining words are ``overrides``. An unknown flag is a ConfigError."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         self.add_argument("overrides", nargs="*")
         self.add_argument("--version", action="version", version=f"minitx {__version__}")
-        for names in ("--help -h", "--hydra-help", "--multirun -m", "--run -r", "--resolve", "--shell-completion -sc"):
-            self.add_argument(*names.split(), action="store_true")
-        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-        self.add_argument(
-            "--info", "-i", nargs="?", choices=("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-        )
-        for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
-            self.add_argument(*names.split())
+        self.add_argument("--help", "-h", action="store_true")
 
     def error(self, message: str) -> NoReturn:
         dashed = message.partition("unrecognized arguments: --")[2]
-        advice = f"a key has no dashes: {dashed}" if dashed else "--help shows what there is"
+        advice = f"a key has no dashes: {dashed}" if "=" in dashed else "--help shows the keys and flags"
         raise ConfigError(f"{message}; {advice}")
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Separate flags from overrides.
+
+        Raises:
+            ConfigError: a flag is unknown, a word is not UTF-8 text in the locale of this process, or an override has no key.
+        """
+        for word in words:
+            is_text = word == word.encode(errors="ignore").decode()
+            require(is_text, f"{word!a} is not UTF-8 text; in a locale without UTF-8, PYTHONUTF8=1 reads it")
+            require(not word.startswith("="), f"{word} has no key; --help shows the keys")
+        return self.parse_intermixed_args(list(words))
+
+
+class HydraFlags(Flags):
+    """The flags of ``train.py``: Hydra's, except ``--experimental-rerun``, because it reads a pickle.
+
+    They are checked here because Hydra prints a page of usage for an unknown flag.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for names in ("--hydra-help", "--multirun -m", "--run -r", "--resolve", "--shell-completion -sc"):
+            self.add_argument(*names.split(), action="store_true")
+        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+        topics = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+        self.add_argument("--info", "-i", nargs="?", choices=topics)
+        for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+            self.add_argument(*names.split())
 
 
 def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
-    """Check the flags. Return the arguments with all flags at the end, as Hydra needs them; the words of ``compose.composed`` among
-    them; and whether ``--help`` or ``--cfg job`` asks for the config of ``train``.
+    """Check the command line of ``train.py``.
+
+    Returns:
+        The arguments with all flags at the end, because Hydra expects them there; the words for ``compose.composed``; and whether
+        ``--help`` or ``--cfg job`` prints the config of ``train``.
 
     Raises:
-        ConfigError: a flag is unknown, or a word is not UTF-8 text in the locale of this process.
+        ConfigError: see ``Flags.read``.
     """
-    for word in arguments:
-        require(not word.startswith("="), f"{word} has no key; --help shows the keys")
-        is_text = word == word.encode(errors="ignore").decode()
-        require(is_text, f"{word!a} is not UTF-8 text; in a locale without UTF-8, PYTHONUTF8=1 reads it")
-    given = _Flags().parse_intermixed_args(list(arguments))
+    given = HydraFlags().read(arguments)
     flags = [word for word in arguments if word not in given.overrides]
     overrides = [quoted(word) for word in given.overrides]
     words = [f"{CONFIG_DIR}{given.config_dir}", *overrides] if given.config_dir else overrides
@@ -122,40 +86,26 @@ def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
 
 
 def quoted(word: str) -> str:
-    """Return the override with its value in quotes, if the value has a letter that Hydra's grammar does not know (``data.path=小说.txt``)
-    and no mark that has a meaning there."""
+    """Return an override with its value in quotes if Hydra's grammar cannot read a letter of it (``data.path=小说.txt``).
+
+    A value with a character that has a meaning in the grammar is not quoted.
+    """
     name, _, value = word.partition("=")
     return word if value.isascii() or set(value) & set("'\"\\,()[]{}") else f'{name}="{value}"'
 
 
-def sentence(error: BaseException) -> tuple[str, int]:
-    """Return one line and the exit code for ``error``."""
-    text, kind = _one_line(str(error)), type(error).__name__  # some kinds are of modules that load torch, and known by name
-    if isinstance(error, ConfigError) or type(error).__module__.startswith("yaml."):
-        return text, 2
-    if isinstance(error, RankFailedError):
-        return text, error.code
-    if isinstance(getattr(error, "number", None), int):  # of a signal
-        return text, 128 + error.number  # type: ignore[attr-defined]
-    if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
-        return text, 3
-    if is_of_hydra(error):
-        return message_of(error), 2
-    return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
+def key(default: Any, meaning: str, *, is_path: bool = False) -> Any:
+    """Return a field for a key.
 
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-# --- key=value arguments, for the programs whose keys are the fields of a dataclass
-
-
-def key(default: Any, meaning: str) -> Any:
-    """Return a field with a default (for a mutable one, a function without arguments) and a line about its meaning."""
+    Args:
+        default: the default value; for a mutable one, a function without arguments that returns it.
+        meaning: a line for ``--help``.
+        is_path: whether a leading ``~`` is the home folder. Not every shell expands it.
+    """
+    metadata = {"meaning": meaning, "is_path": is_path}
     if callable(default):
-        return dataclasses.field(default_factory=default, metadata={"meaning": meaning})
-    return dataclasses.field(default=default, metadata={"meaning": meaning})
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,10 +113,12 @@ class StoredConfig(Config):
     """The keys of every program that reads a checkpoint."""
 
     ckpt_path: str = key(
-        dataclasses.MISSING, "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt, or the run's folder"
+        dataclasses.MISSING,
+        "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt, or the run's folder",
+        is_path=True,
     )
     device: str = key("auto", "cpu, cuda, cuda:1, mps ...; auto: the device that training takes, a GPU if there is one")
-    trust: bool = key(False, "build any class that the checkpoint names, which can run any code")
+    trust: bool = key(False, "build any class that the checkpoint names. This can run any code")
 
     @property
     def checkpoint(self) -> str:
@@ -180,57 +132,68 @@ def checkpoint_of(path: str) -> str:
     return last if os.path.isfile(last) else path  # False also for a list that is longer than a path may be
 
 
-def run_program(
-    cls: type[T], usage: str, program: Callable[[T], None], *, flag: str = "", arguments: Sequence[str] | None = None
-) -> int:
+def run_program(cls: type[T], usage: str, program: Callable[[T], None], *, arguments: Sequence[str] | None = None) -> int:
     """Run ``program`` with a config of class ``cls`` from the command line. Errors are printed as one sentence. Return the exit code.
 
-    ``flag`` is a word of the command line that chose this program. ``arguments`` replace those of the command line.
+    Args:
+        arguments: the words to read instead of ``sys.argv[1:]``.
     """
-    typed = sys.argv[1:] if arguments is None else arguments
-    arguments = [word for word in typed if word not in ("traceback=true", "traceback=false", flag)]
-    if {"--help", "-h"} & set(arguments):
-        return exit_code(lambda: write(help_text(cls, usage)))
-    if "--version" in arguments:
-        return exit_code(lambda: write(f"minitx {__version__}\n"))
-    return exit_code(lambda: program(parse(cls, arguments)))
+    words = sys.argv[1:] if arguments is None else arguments
+
+    def read_and_run() -> None:
+        given = Flags().read(words)
+        if given.help:
+            write(help_text(cls, usage))
+        else:
+            program(parse(cls, [word for word in given.overrides if word not in ("traceback=true", "traceback=false")]))
+
+    return exit_code(read_and_run)
 
 
-def parse(cls: type[T], arguments: Iterable[str]) -> T:
-    """Parse ``key=value`` arguments in Hydra's syntax as a ``cls``. ``a.b=1`` sets an entry of the mapping ``a``.
+def parse(cls: type[T], overrides: Iterable[str]) -> T:
+    """Parse ``key=value`` overrides in Hydra's syntax as a ``cls``. ``a.b=1`` sets an entry of the mapping ``a``.
 
-    If Hydra's grammar cannot read the value of a text key (``prompt=Hello, world!``), it is used as it is.
+    The value of a text key that Hydra's grammar cannot read (``prompt=Hello, world!``) is taken literally.
 
     Raises:
-        ConfigError: an argument is not ``key=value``, a key is unknown (the message suggests a similar one), or a value has
+        ConfigError: an override is not ``key=value``, a key is unknown (the message suggests a similar one), or a value has
             another type.
     """
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
-    for argument in arguments:
-        name, is_pair, value = argument.lstrip("+").partition("=")
-        require(bool(is_pair), f"{argument} is not key=value; --help shows the keys")
+    read: set[str] = set()
+    for override in overrides:
+        name, is_pair, _ = override.lstrip("+").partition("=")
+        require(bool(is_pair), unreadable(override))
+        require(name not in read, f"{name} is given twice")
+        read.add(name)
         first, *nested = name.split(".")
-        value = os.path.expanduser(value) if first in ("ckpt_path", "compare", "output") else value  # not every shell does it
-        require(first not in values or bool(nested), f"{name} is given twice")
-        found = _read(name, value, is_text=kinds.get(first, "str").startswith("str"))
+        field = fields.get(first)
+        value = _value(override, is_text=field is None or str(field.type).startswith("str"))
+        if field is not None and field.metadata["is_path"] and isinstance(value, str):
+            value = os.path.expanduser(value)
         for part in reversed(nested):
-            found = {part: found}
-        values[first] = {**values.get(first, {}), **found} if nested else found
+            value = {part: value}
+        before = values.get(first, {})
+        require(not nested or isinstance(before, dict), f"{first} is given twice")
+        values[first] = {**before, **value} if nested else value
     return from_dict(cls, values)
 
 
-def _read(name: str, value: str, *, is_text: bool) -> Any:
-    """A value as Hydra reads it on the command line of ``train.py``."""
-    if is_text and value[:1] not in ("'", '"') and value != "null":
-        return value
+def _value(override: str, *, is_text: bool) -> Any:
+    """The value of an override as ``train.py`` reads it."""
+    name, _, text = override.partition("=")
+    if is_text and text[:1] not in ("'", '"') and text != "null":
+        return text
     try:
-        found = OverridesParser.create().parse_override(f"{name}={value}").value()
+        parsed = OverridesParser.create().parse_override(quoted(override))
     except HydraException:
         if is_text:
-            return value
-        raise ConfigError(f"{name}={value} cannot be read: write it as on the command line of train.py") from None
-    return getattr(found, "text", found)  # a text in quotes
+            return text
+        raise ConfigError(unreadable(override)) from None
+    require(not parsed.is_sweep_override(), f"{override} has several values: write {name}=[...] for a list")
+    value = parsed.value()
+    return getattr(value, "text", value)  # of a text in quotes
 
 
 def help_text(cls: type[Any], usage: str) -> str:

@@ -1,4 +1,7 @@
-"""Compose configs from overrides with Hydra, as dataclasses."""
+"""Compose configs with Hydra, and read them as dataclasses.
+
+``words`` are the words typed after ``train.py``: overrides, and ``--config-dir=FOLDER`` for the user's configs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.mistakes import explained, is_of_hydra, names_of
+from minitx.cli.hydra_errors import explained, is_of_hydra, names_of
 from minitx.config import CONFIG_DIR, ConfigError, EvaluationConfig, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.part import find_target, required, unknown_keys, usual
 from minitx.config.schema import config_class_of, defaults, require, to_dict
@@ -34,10 +37,10 @@ from minitx.config.training import LOADING, MODEL, NODES, CallbacksConfig
 log = logging.getLogger(__name__)
 
 GROUPS = (*NODES, "trainer")
-"""The groups of which every run has one option."""
+"""The groups that must have an option in every run."""
 
 NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "seed=")
-"""How overrides of a grid itself begin; every other one on the command line reaches every cell."""
+"""Prefixes of overrides that configure a grid. All other overrides on the command line apply to every cell."""
 
 
 @cache
@@ -48,61 +51,78 @@ def register_defaults() -> None:
     for name, values in {"trainer": defaults(TrainerConfig), "ablation": defaults(AblationConfig)}.items():
         store.store(group="schema", name=name, node=OmegaConf.create(values, flags={"struct": False}))
     node = OmegaConf.create(run)
-    for group in filter(OmegaConf.is_dict, node.values()):  # takes any key, which is read later: one reader says what is wrong
+    for group in filter(OmegaConf.is_dict, node.values()):  # accepts any key: keys are checked when the config is read
         OmegaConf.set_struct(group, False)
     store.store(group="schema", name="run", node=node)
 
 
 def by_key(words: Iterable[str]) -> dict[str, str]:
-    """Return overrides by the key that they set or delete. The last one for a key counts."""
+    """Return overrides by the key that they set or delete. The last override of a key wins."""
     return {word.lstrip("+~").partition("=")[0]: word for word in words}
 
 
 def for_cells(words: Iterable[str]) -> list[str]:
-    """Return the overrides of a grid that reach every cell."""
+    """Return the overrides of a grid that apply to every cell."""
     return [word for word in words if not word.lstrip("+~").startswith(NOT_FOR_CELLS)]
 
 
 def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
-    """Return the composed config as dataclasses, with interpolations resolved and fields checked.
+    """Return a composed config as dataclasses, with interpolations resolved and fields checked.
 
     Args:
-        words: those of ``composed``. With ``init_from``, they take precedence over the shape of the model in the file.
+        words: the words that ``composed`` was composed from. With ``init_from``, fields of the model that were typed replace those in
+            the file.
     """
     with explaining(words):
         try:
             values = plain(composed)
-        except InterpolationKeyError:  # it may name a key that is at the default of its target
+        except InterpolationKeyError:  # the key may have only the default of its target
             values = plain(_with_defaults(composed))
-    for name in ("experiment", "debug"):  # what a file without that line says lands there
-        said = f"{name}={values.get(name)} is no config: its file must hold keys and begin with the line '# @package _global_'"
-        require(not isinstance(values.get(name), dict | list), said)
+    for name in ("experiment", "debug"):  # a file without the line of the message puts its keys there
+        require(
+            not isinstance(values.get(name), dict | list),
+            f"{name}={values.get(name)} is not a config: its file must hold keys and begin with the line '# @package _global_'",
+        )
     for name in GROUPS:
-        said = f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'"
-        require(bool(values.get(name)), said)
+        require(
+            bool(values.get(name)),
+            f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'",
+        )
     for name in ("debug", "ablation"):
         values.pop(name, None)
     typed = by_key(words)
     if (values.get("init_from") or {}).get("path") and values["model"].get("_target_") == MODEL:
-        from minitx.training.checkpoints import stored_shape
-
-        shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."), values.get("trust") is True)
-        chosen = {name.partition(".")[2] for name in typed if name.startswith("model.")}
-        values["model"] = {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
+        values["model"] = _as_stored(values, typed)
     if isinstance(values["trainer"], Mapping):
         check_trainer(values["trainer"])
     values |= {name: _as_chosen(values[name], name, typed) for name in NODES if name in typed and is_node(values[name])}
     config = _with_fitting_warmup(from_dict(RunConfig, values), typed)
     if config.experiment == "finetune" and config.init_from.path is None and config.model.name == MODEL:
-        raise ConfigError("experiment=finetune goes on with a model: add init_from.path=FOLDER, or model=hf model.path=FOLDER")
+        raise ConfigError(
+            "experiment=finetune needs a trained model: add init_from.path=FOLDER, or choose model=hf model.path=FOLDER"
+        )
     _check_loading(config, typed)
     return config
 
 
+def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
+    """The node of a model with the shape that the file of ``init_from`` has, and the fields that were typed."""
+    from minitx.training.checkpoints import stored_shape
+
+    shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."), values.get("trust") is True)
+    chosen = {name.partition(".")[2] for name in typed if name.startswith("model.")}
+    return {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
+
+
 def check_trainer(node: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for an argument of Lightning's Trainer that is a key of ``trainer`` or ``trainer.extra`` here. The message names the key."""
-    ours, extra = list(defaults(TrainerConfig)), node.get("extra")
-    # a plain typo is answered without a wait of seconds for lightning
+    """Check the keys of ``trainer`` that are arguments of Lightning's Trainer.
+
+    Raises:
+        ConfigError: such an argument has another key, or is a key of ``trainer.extra``. The message names it.
+    """
+    ours = list(defaults(TrainerConfig))
+    extra = node.get("extra")
+    # skips typos, because importing lightning takes seconds
     names = [name for name in node if name not in ours and not difflib.get_close_matches(str(name), ours, n=1, cutoff=0.85)]
     if not names and not extra:
         return
@@ -116,37 +136,41 @@ def check_trainer(node: Mapping[str, Any]) -> None:
 
 
 def _as_chosen(node: Mapping[str, Any], group: str, typed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the node of a group of which ``group=OPTION`` was typed, without the keys that an experiment sets for its own option.
+    """Return the node of a group whose option was typed (``group=OPTION``), without the keys that an experiment set for another option.
 
-    These keys belong to another option of ours. Any other key that the target does not know is kept, and refused later.
+    Only keys that another of our options has are dropped. Other unknown keys stay, and are refused when the config is read.
 
     Raises:
-        ConfigError: keys of an experiment make the group something else than the option.
+        ConfigError: an experiment changes the target of the option.
     """
-    word, targets = typed[group], _targets(group)
+    word = typed[group]
+    targets = _targets(group)
     target = targets.get(word.partition("=")[2], node["_target_"])
-    said = f"{word} was typed, but the config also says {group}._target_={node['_target_']}, which comes later"
-    require(node["_target_"] == target, f"{said}: leave out {word}, or these keys of {group}")
+    require(
+        node["_target_"] == target,
+        f"{word} was typed, but the config later sets {group}._target_={node['_target_']}: leave out {word}, or these keys of {group}",
+    )
     if group == "data":
         return dict(node)
     known = {key for target in set(targets.values()) for key in defaults(find_target(target, group))}
-    left = [key for key in unknown_keys(node, group) if key in known and f"{group}.{key}" not in typed]
-    if left:
-        log.info("%s: without %s, which the experiment sets for another option", group, ", ".join(left))
-    return {key: value for key, value in node.items() if key not in left}
+    dropped = [key for key in unknown_keys(node, group) if key in known and f"{group}.{key}" not in typed]
+    if dropped:
+        log.info("%s: without the experiment's %s, set for another option", group, ", ".join(dropped))
+    return {key: value for key, value in node.items() if key not in dropped}
 
 
 @cache
 def _targets(group: str) -> dict[str, str]:
-    """Return the targets of our options of a group. An option without one has that of the option which its ``defaults`` name."""
+    """Return the targets of our options of a group. An option without a target has the target of the option in its ``defaults``."""
     paths = shipped_configs().joinpath(group).glob("*.yaml")
     options: dict[str, Any] = {path.stem: OmegaConf.create(path.read_text(encoding="utf-8")) for path in paths}
     return {name: option.get("_target_") or options[option.defaults[0]]["_target_"] for name, option in options.items()}
 
 
 def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConfig:
-    """Cut the warm-up of an experiment that exceeds ``trainer.max_steps`` to a tenth of the steps. A typed one stays, and is refused later."""
-    steps, warmup = config.trainer.max_steps, config.schedule.get("warmup_steps", 0)
+    """Shorten a warm-up longer than ``trainer.max_steps`` to a tenth of the steps, unless it was typed."""
+    steps = config.trainer.max_steps
+    warmup = config.schedule.get("warmup_steps", 0)
     is_ours = config.schedule.name.startswith("minitx.training.optimizers.")
     if steps is None or not is_ours or warmup <= steps or "schedule.warmup_steps" in typed:
         return config
@@ -155,7 +179,7 @@ def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConf
 
 
 def _check_loading(config: RunConfig, typed: Mapping[str, str]) -> None:
-    """Raise a ConfigError if a key of loading was typed that a LightningDataModule does not take: its loaders have their own value."""
+    """Raise a ConfigError if a key of loading was typed that a LightningDataModule ignores."""
     target = config.data.target
     names = [name for name in LOADING if f"data.{name}" in typed and name not in config.data.names]
     if names and isinstance(target, type) and hasattr(target, "train_dataloader"):
@@ -166,64 +190,72 @@ def _check_loading(config: RunConfig, typed: Mapping[str, str]) -> None:
 
 
 def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each value that was typed, is not the default, and is read only beside another key."""
-    callbacks, data = config.callbacks, config.data.plain() if config.data.name.startswith("minitx.") else {}
+    """Yield a sentence for each typed value without effect: it differs from the default, but another key switches it off."""
+    callbacks = config.callbacks
+    data = config.data.plain() if config.data.name.startswith("minitx.") else {}
     targets = [part.name for part in (*config.logger.values(), *callbacks.parts.values()) if part is not None]
-    own = [name for name in targets if not name.startswith(("lightning.", "minitx.training."))]  # may read any key
+    foreign = [name for name in targets if not name.startswith(("lightning.", "minitx.training."))]  # may read any key
     paths = [Path(data[name]).expanduser() for name in ("path", "val_path", "test_path") if data.get(name)]
     held_out = data.get("val_path") or data.get("val_split")
     rules = (
-        (r"evaluation\.num_\w+", config.evaluation.at_end or own, "evaluation.at_end=true"),
+        (r"evaluation\.num_\w+", config.evaluation.at_end or foreign, "evaluation.at_end=true"),
         (r"callbacks\.probe\.\w+", callbacks.probe.every, "callbacks.probe.every=STEPS"),
         (r"callbacks\.samples\.\w+", callbacks.samples.every, "callbacks.samples.every=STEPS"),
-        (r"callbacks\.wandb\.\w+", own or "Wandb" in str(targets), "'logger=[csv,wandb]'"),
+        (r"callbacks\.wandb\.\w+", foreign or "Wandb" in str(targets), "'logger=[csv,wandb]'"),
         (r"data\.bpe_vocab_size", data.get("tokenizer", "bpe") == "bpe", "data.tokenizer=bpe"),
         (r"data\.val_rows", data.get("streaming", True), "data.streaming=true"),
         (r"data\.(val_fraction|bucket)", not data.get("streaming"), "data.streaming=false"),
         (r"data\.val_fraction", not held_out, "data.val_path=null and data.val_split=null"),
         (r"data\.subset", not data or not all(path.is_file() for path in paths), "a name on the hub as data.path"),
     )
-    usual = {"evaluation": defaults(EvaluationConfig), "callbacks": defaults(CallbacksConfig)}
-    usual["data"] = _completed({"_target_": config.data.name}, "data")
-    given, default = (OmegaConf.create(each) for each in (to_dict(config), usual))
+    usual = {
+        "evaluation": defaults(EvaluationConfig),
+        "callbacks": defaults(CallbacksConfig),
+        "data": _completed({"_target_": config.data.name}, "data"),
+    }
+    values, default = (OmegaConf.create(each) for each in (to_dict(config), usual))
     for (name, word), (pattern, is_read, needed) in itertools.product(by_key(words).items(), rules):
-        if not is_read and re.fullmatch(pattern, name) and OmegaConf.select(given, name) != OmegaConf.select(default, name):
+        if not is_read and re.fullmatch(pattern, name) and OmegaConf.select(values, name) != OmegaConf.select(default, name):
             yield f"{word} has no effect without {needed}"
 
 
-def build_grid(found: DictConfig, words: Sequence[str]) -> AblationConfig | None:
-    """Return the grid of the composed config, or None.
+def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | None:
+    """Return the grid of a composed config, or None if it has no grid.
+
+    Args:
+        words: the words that ``config`` was composed from.
 
     Raises:
-        ConfigError: a key is wrong; or the config sets a key beside the grid that ``words``, those of ``composed``, do not set, so
-            that no run of the grid would have it. An experiment may, if it is in the ``base`` of every study.
+        ConfigError: a key is wrong, or a file sets a key outside of ``ablation``. Runs of a grid get only typed overrides and those of
+            their study, so they would not have that key. An experiment may set it if the ``base`` of every study has the experiment.
     """
-    if (node := OmegaConf.select(found, "ablation")) is None:
+    if (node := OmegaConf.select(config, "ablation")) is None:
         return None
     with explaining(words):
         values = plain(node)
     grid = from_dict(AblationConfig, values, "ablation.")
     bases = [study.base for study in grid.chosen().values()]
     kept = for_cells(words)
-    of_runs = composed([word for word in words if word in kept or all(word in base for base in bases)])
-    whole, theirs = (dict[str, Any](OmegaConf.to_container(config)) for config in (found, of_runs))  # type: ignore[arg-type]
-    for name in sorted(set(whole) - {"experiment", "ablation", "output_dir", "seed"}):
-        said = f"{name} is set beside the grid, in a file of experiment= or --config-name, and no run of the grid would have it"
-        require(whole[name] == theirs.get(name), f"{said}: set it on the command line, or in ablation.studies.NAME.base")
+    config_of_runs = composed([word for word in words if word in kept or all(word in base for base in bases)])
+    of_grid, of_runs = (dict[str, Any](OmegaConf.to_container(each)) for each in (config, config_of_runs))  # type: ignore[arg-type]
+    for name in sorted(set(of_grid) - {"experiment", "ablation", "output_dir", "seed"}):
+        require(
+            of_grid[name] == of_runs.get(name),
+            f"{name} is set outside of ablation, in a file of experiment= or --config-name, so the runs of the grid would not have "
+            f"it: set it on the command line, or in ablation.studies.NAME.base",
+        )
     return grid
 
 
 def plain(composed: DictConfig) -> dict[str, Any]:
-    """Return a composed config, or a group of it, as plain data with interpolations resolved."""
+    """Return a composed config, or one of its groups, as plain data with interpolations resolved."""
     values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
 def composed(words: Sequence[str]) -> DictConfig:
-    """Return the config that Hydra composes for ``train.py WORDS``. It also works inside a program that Hydra runs.
-
-    ``words`` are overrides, and ``--config-dir=FOLDER`` for configs of the user's own.
+    """Return the config that Hydra composes for ``train.py WORDS``, also within a job of Hydra.
 
     Raises:
         ConfigError: Hydra cannot compose it.
@@ -234,7 +266,7 @@ def composed(words: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def explaining(words: Sequence[str], *, sweeps: bool = False) -> Iterator[None]:
-    """A context in which an error of Hydra or OmegaConf becomes a ConfigError. The arguments are those of ``explained``."""
+    """Turn errors of Hydra and OmegaConf into a ConfigError. For the arguments see ``explained``."""
     try:
         yield
     except Exception as error:
@@ -254,7 +286,7 @@ def _compose(words: Sequence[str]) -> DictConfig:
     folders = find_own_modules(words)
     quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
     search = [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
-    running = GlobalHydra.instance().hydra  # Hydra keeps one at a time
+    running = GlobalHydra.instance().hydra  # a singleton
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"):
@@ -264,42 +296,44 @@ def _compose(words: Sequence[str]) -> DictConfig:
 
 
 def unlisted(words: Sequence[str]) -> list[str]:
-    """Return overrides that add the keys of nodes which are at the defaults of their targets, for ``--help`` and ``--cfg``."""
-    found = composed(words)
-    whole: Any = OmegaConf.to_container(_with_defaults(found))
-    nodes = {group: whole[group] for group in NODES if is_node(whole.get(group))}
-    added = [(group, name, node[name]) for group, node in nodes.items() for name in node if name not in found[group]]
+    """Return overrides that add the defaults of targets to the config, so that ``--help`` and ``--cfg`` show all keys."""
+    config = composed(words)
+    complete: Any = OmegaConf.to_container(_with_defaults(config))
+    nodes = {group: complete[group] for group in NODES if is_node(complete.get(group))}
+    added = [(group, name, node[name]) for group, node in nodes.items() for name in node if name not in config[group]]
     return [f"+{group}.{name}={json.dumps(value)}" for group, name, value in added if not isinstance(value, dict)]
 
 
 def _with_defaults(composed: DictConfig) -> DictConfig:
-    """Return a config with every key of its nodes. Interpolations are kept."""
+    """Return a config whose nodes have all keys. Interpolations are not resolved."""
     values: Any = OmegaConf.to_container(composed)
     return OmegaConf.create({name: _completed(node, name) if is_node(node) else node for name, node in values.items()})
 
 
 def _completed(node: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """A node with the defaults of its target. A key of data that must be given is ``???``. A model of the user's stays as it is."""
+    """A node with the defaults of its target. Required keys of data are ``???``. The node of a foreign model is unchanged."""
     try:
         target = find_target(str(node["_target_"]), group)
     except ConfigError:
         return dict(node)
     if group == "model" and config_class_of(target) is None:
         return dict(node)
-    found = usual(target)
+    values = usual(target)
     if group == "data":
-        found |= dict.fromkeys(required(target), "???") | {name: default for name, (_, default) in LOADING.items()}
-    return {**node, **{name: value for name, value in found.items() if name not in node}}
+        values |= dict.fromkeys(required(target), "???") | {name: default for name, (_, default) in LOADING.items()}
+    return {**node, **{name: value for name, value in values.items() if name not in node}}
 
 
 def compose_config(words: Sequence[str]) -> RunConfig:
-    """Return the config of the run ``train.py WORDS``. ``words`` are those of ``composed``."""
+    """Return the config of the run ``train.py WORDS``."""
     return build_config(composed(words), words)
 
 
 def compose_cell(words: Sequence[str]) -> RunConfig:
-    """Like ``compose_config``, for runs of a grid that differ only in seed, rate and start. Hydra composes once (a quarter of a
-    second), and these keys are set in the result. The config files must not change meanwhile.
+    """Like ``compose_config``, for the runs of a grid.
+
+    Hydra composes once for all runs that differ only in seed, learning rate and start, because composing takes a quarter of a second.
+    These keys are then set in the result. The config files must not change in between.
     """
     late = [word for word in words if word.startswith(("seed=", "optimizer.lr=", "init_from.path=", "+callbacks.same_start="))]
     config = copy.deepcopy(_composed_once(tuple(word for word in words if word not in late)))
@@ -312,18 +346,17 @@ _composed_once = cache(composed)
 
 
 def compose_grid(words: Sequence[str]) -> AblationConfig | None:
-    """Return the grid of ``train.py WORDS``, or None. ``words`` are those of ``composed``."""
+    """Return the grid of ``train.py WORDS``, or None if it is a single run."""
     return build_grid(composed(words), words)
 
 
 def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
-    """Let ``_target_`` find modules in the current folder, in each folder of configs, and in the folder above it. Return those
-    folders of configs, which ``words``, those of ``composed``, name.
+    """Make the user's modules importable, and return the folders of ``--config-dir``.
 
-    They come last in ``sys.path``, so that a file of the user's never replaces a library.
+    The current folder, each folder of configs and its parent are appended to ``sys.path``, so that no file there replaces a library.
 
     Raises:
-        ConfigError: an option of a group in such a folder has the name of one of ours, which Hydra would take instead.
+        ConfigError: a config in such a folder has the group and name of one of minitx's, and would replace it.
     """
     folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
     for place in [Path.cwd(), *(place for folder in folders for place in (folder, folder.parent))]:
@@ -337,4 +370,4 @@ def _check_names(folder: Path) -> None:
     for path in sorted(folder.glob("*/**/*.yaml")):
         ours = shipped_configs() / path.relative_to(folder)
         if ours.is_file() and ours.read_bytes() != path.read_bytes():
-            raise ConfigError(f"{path} has the name of minitx's own {ours}, which would hide it: give it another name")
+            raise ConfigError(f"{path} would replace minitx's config {ours}: rename it")

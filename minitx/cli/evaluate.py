@@ -24,7 +24,7 @@ class EvaluateConfig(StoredConfig):
     num_beams: Count = key(1, "beams for generated answers; 1: greedy")
     num_shown: Natural = key(3, "number of answers to show")
     batch_size: Count | None = key(None, "rows at a time; null: as in training")
-    output: str | None = key(None, "also write the numbers to this JSON file")
+    output: str | None = key(None, "also write the numbers to this JSON file", is_path=True)
     model: Mapping[str, Any] = key(
         dict, "a model that replaces the stored one: {_target_: ...}; like the next two keys, it needs no trust"
     )

@@ -18,9 +18,11 @@ USAGE = "python scripts/export.py ckpt_path=FILE output=FOLDER [key=value ...]"
 class ExportConfig(StoredConfig):
     """The keys of ``export.py``. Model, tokenizer and chat template come from the checkpoint."""
 
-    output: str = key(MISSING, "a new or empty folder for config.json, the weights, the tokenizer and README.md")
+    output: str = key(MISSING, "a new or empty folder for config.json, the weights, the tokenizer and README.md", is_path=True)
     model_type: str | None = key(None, "the family to write, such as mistral; null: the first that can express the model")
-    chat_template: str | None = key(None, "a file with a chat template (jinja2); null: that of the run, if data=chat")
+    chat_template: str | None = key(
+        None, "a file with a chat template (jinja2); null: the run's template, if data=chat", is_path=True
+    )
 
     def check(self) -> None:
         require(bool(self.output), "output= must name a folder")

@@ -27,8 +27,8 @@ class GenerateConfig(StoredConfig):
     """The keys of ``generate.py``. Decoding is described in ``minitx.generation``: ``generate``, ``Sampler``, ``beam_search``."""
 
     prompt: str | None = key(None, "text to continue or (encoder-decoder) to answer; null: each line of stdin is a prompt")
-    max_new_tokens: int | None = key(None, "longest answer; null: 256, or what the positions of an encoder-decoder leave")
-    context: int | None = key(None, "longest context; beyond it the older half is dropped; null: the model's max_len")
+    max_new_tokens: int | None = key(None, "longest answer; null: 256, or as many as an encoder-decoder has positions for")
+    context: int | None = key(None, "longest context; beyond it, the older half is dropped; null: the model's max_len")
     temperature: float = key(0.0, "0: the most probable token; above 0: a random one (1: the model's probabilities)")
     top_k: int | None = key(None, "draw only from the k most probable tokens")
     top_p: float | None = key(None, "draw only from the most probable tokens that sum to this probability, in (0, 1]")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
 from minitx.data.conversations import ChatFormat, template_of
 from minitx.data.task import Task, as_split, key_value_texts, position_texts, without_targets
-from minitx.data.tokenizers import Tokenizer, fingerprint, token_texts
+from minitx.data.tokenizers import Tokenizer, encode_known, fingerprint, token_texts
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
 from minitx.interop.finetune import load_folder, quiet
@@ -193,11 +192,7 @@ def encode_text(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
         ConfigError: the text is not UTF-8, or a character model does not know a character.
     """
     check_utf8(text, name)
-    known: str = getattr(tokenizer, "characters", None) or text
-    for unknown in (character for character in text if character not in known):
-        code = f"{unknown!r} (U+{ord(unknown):04X})"
-        raise ConfigError(f"{name} has the character {code}, which is none of the {len(known)} that the model knows")
-    return tokenizer.encode(text).tolist()
+    return encode_known(tokenizer, text, name)
 
 
 def check_utf8(text: str, name: str) -> None:
@@ -260,7 +255,7 @@ def _hf_folder(path: str, said: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    folder = Path(os.path.expanduser(path))
+    folder = Path(path)
     if not folder.is_dir():
         try:
             folder = Path(snapshot_download(path, local_files_only=True))

@@ -38,28 +38,33 @@ class ViewConfig(StoredConfig):
 
     ckpt_path: str = key(
         "",
-        "checkpoint of a run, several with commas between (a step of the slider each), or the folder of a run: "
-        "what it recorded, or with text or knock_out its last checkpoint",
+        "checkpoint of a run, several separated by commas (each is a step of the slider), or the folder of a run: "
+        "its recorded attention, or, with text or knock_out, its last checkpoint",
+        is_path=True,
     )
     model: str = key(
         "",
         "instead of ckpt_path: a Hugging Face folder with its tokenizer, or the name of a model in the local cache of the hub",
+        is_path=True,
     )
     text: str | None = key(None, "text for the model; without a tokenizer, ids (ID or ID:TYPE) separated by spaces")
     target: str | None = key(None, "target text of an encoder-decoder; null: its own answer")
     row: Natural | None = key(None, "instead of text: number of a validation row or of a recorded sentence, from 0")
-    compare: str | None = key(None, "a second model, as in ckpt_path or model, to compare side by side and as a difference")
+    compare: str | None = key(
+        None, "a second model, as in ckpt_path or model, to compare side by side and as a difference", is_path=True
+    )
     compare_text: str | None = key(None, "a second text with as many tokens as text, to compare in the same way")
     layers: str | None = key(None, "layers to show: numbers from 0 or parts of names (cross), separated by commas; null: all")
     num_beams: Count = key(1, "beams for an encoder-decoder's own answer; 1: greedy")
     max_new_tokens: Count = key(64, "longest own answer of an encoder-decoder, in tokens")
     knock_out: bool = key(
-        False, "compute what the model answers without each head, for the page's button; one forward pass for each head"
+        False, "compute the model's answer without each head, for the page's button; one forward pass per head"
     )
     head: Natural = key(0, "the head that a film shows")
     output: str = key(
         "attention.html",
         "the file to write; one that ends in .gif, .png or .webp is a film of one head of one layer over its steps",
+        is_path=True,
     )
 
     @property
@@ -102,7 +107,7 @@ RULES: dict[RowRule, str] = {
 class PlayConfig(Config):
     """The keys of ``view_attention.py --play``."""
 
-    output: str = key("play.html", "the file to write")
+    output: str = key("play.html", "the file to write", is_path=True)
     pages: str | None = key(None, "address of pages about minitx, for a link at the top; null: no link")
 
     def check(self) -> None:
@@ -112,7 +117,7 @@ class PlayConfig(Config):
 def main() -> int:
     """The program behind ``scripts/view_attention.py`` and ``minitx-view``; returns the exit code."""
     if PLAY in sys.argv[1:]:
-        return run_program(PlayConfig, PLAY_USAGE, _play, flag=PLAY)
+        return run_program(PlayConfig, PLAY_USAGE, _play, arguments=[word for word in sys.argv[1:] if word != PLAY])
     return run_program(ViewConfig, USAGE, _view)
 
 

@@ -152,8 +152,8 @@ class TrainerConfig(Config):
         num_nodes: number of machines. torchrun or srun starts the processes.
         accelerator: the device: auto | cpu | gpu | mps, or the name under which a plugin of Lightning registers its devices.
         strategy: auto (ddp on several devices) | ddp | sharded (FSDP2).
-        shard: with sharded, the names of the classes whose modules are sharded one by one; []: the blocks of our models, and the
-            layers that a model of transformers names.
+        shard: for strategy=sharded: names of the classes whose modules are sharded one by one; []: the blocks of our models, and
+            the layer classes listed by a transformers model.
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
         accumulate: micro-batches per step. data.batch_size is the global batch; the batch of a LightningDataModule is a micro-batch.
         clip: largest global gradient norm, for any optimizer; null: off.
@@ -168,15 +168,15 @@ class TrainerConfig(Config):
         monitor_mode: whether best.ckpt has the smallest (min) or the largest (max) value of monitor.
         stop_at: end the run early, for example {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: off.
         overfit: train on the batch of the first step in every step.
-        rehearse: before the run has a folder, try on two rows everything that it is asked for. Runs that resume, have several
-            processes or belong to a grid are not rehearsed, and callbacks and loggers of your own take no part.
-        compile: compile network and loss with torch.compile. torch keeps the kernels for the next run, in $TORCHINDUCTOR_CACHE_DIR.
+        rehearse: before the run's folder is created, try every stage of the run on two rows. Runs that resume, have several
+            processes or belong to a grid are not rehearsed. Your own callbacks and loggers take no part.
+        compile: compile network and loss with torch.compile. torch caches the kernels in $TORCHINDUCTOR_CACHE_DIR.
         deterministic: use only deterministic kernels. An error names a kernel that is not.
         threads: CPU threads per process; null: torch's default.
         flush_denormal: on a CPU, take float32 numbers below 1.2e-38 for 0. Without the scale 1/√d_k this can save most of a step.
         peak_tflops: peak speed of the device in TFLOP/s, for mfu in metrics.csv; null: from a table, for some GPUs.
-        plugins: nodes with _target_, for Lightning's Trainer.
-        profiler: a node with _target_, for Lightning's Trainer.
+        plugins: plugins for Lightning's Trainer, each with a _target_.
+        profiler: a profiler for Lightning's Trainer, with a _target_.
         extra: further arguments of Lightning's Trainer that have no key of their own.
     """
 
@@ -233,8 +233,8 @@ class EvaluationConfig(Config):
     """The task's metrics on the validation split, with 95 % intervals, as ``scripts/evaluate.py`` prints them, and the test split.
 
     Attributes:
-        test: after training, evaluate the test split with the last or the best weights: last | best; null: do not.
-        at_end: also print the metrics after training, and write evaluation.json; with test, also for the test split, and
+        test: after training, evaluate the test split with the last or the best weights: last | best; null: no test.
+        at_end: print the metrics after training and write evaluation.json; if test is set, the same for the test split, in
             evaluation_test.json.
         num_rows: number of rows of a split; null: all.
         num_beams: beams for generated answers; 1: greedy.
@@ -256,7 +256,7 @@ class ProbeConfig(Config):
         every: steps between probes; 0: no probes.
         batch_size: number of validation rows.
         weights_every: steps between files of attention weights in attention/, a multiple of every; 0: none.
-        weights_rows: number of rows whose weights are kept.
+        weights_rows: number of rows whose weights are saved.
     """
 
     every: Natural = 0
@@ -277,7 +277,7 @@ class SamplesConfig(Config):
 
     Attributes:
         every: steps between samples; 0: no samples.
-        prompts: texts to continue or answer, with data=chat messages of a user; empty: the beginnings of validation rows.
+        prompts: texts to continue or answer; with data=chat, user messages; empty: the beginnings of validation rows.
         max_new_tokens: longest sample, in tokens.
         temperature: 0: the most probable token; above 0: a random token.
     """
@@ -309,8 +309,8 @@ class CallbacksConfig(Config):
         progress: show a bar on a terminal, lines elsewhere.
         probe: attention statistics during training.
         samples: text written during training.
-        wandb: what to send to Weights & Biases.
-        parts: other callbacks, by name; null switches one off.
+        wandb: files to send to Weights & Biases.
+        parts: other callbacks, by name; null removes a callback.
     """
 
     progress: bool = True
@@ -327,10 +327,10 @@ class InitFrom(Config):
     Attributes:
         path: a checkpoint, a folder with config.json and weights (Hugging Face's or ours), or a name on the hub; null: new
             weights.
-        overrides: keys that replace those of a Hugging Face config.json.
+        overrides: keys that replace keys of a Hugging Face config.json.
         ignore: names or patterns of tensors in a Hugging Face folder to ignore.
-        fold_scale: allow another model.scale than that of the file. W_Q and W_K are then multiplied so that the model starts as
-            the same function.
+        fold_scale: allow a model.scale that differs from the file's. W_Q and W_K are then multiplied so that the model starts
+            as the same function.
     """
 
     path: str | None = None
@@ -359,7 +359,7 @@ class RunConfig(Config):
         tags: words about the run, for config.yaml and Weights & Biases.
         optimized_metric: the metric of result.json that a sweep optimizes.
         model: the model.
-        data: the data set; batch_size and num_workers are keys of every one.
+        data: the data set; batch_size and num_workers are keys of every data set.
         objective: the loss.
         optimizer: the optimizer.
         schedule: the learning-rate schedule.
@@ -372,7 +372,7 @@ class RunConfig(Config):
         init_from: weights to start from.
         output_dir: the run's folder, relative to the current one.
         on_nonfinite: at a loss or gradient that is not finite: stop (exit code 3, the last good checkpoint is kept) | record
-            (end with exit code 0).
+            (exit code 0).
         imports: modules to import first, for example one that registers a backend.
         traceback: show the traceback of an error.
         trust: build any class that a checkpoint names. This can run any code.

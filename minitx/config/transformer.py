@@ -115,32 +115,32 @@ class TransformerConfig(Config):
 
     Attributes:
         architecture: the kind of model: decoder | encoder | encoder_decoder | vision.
-        vocab_size: V, the number of tokens; null: that of the data.
-        type_vocab_size: number of token types; 0: that of the data (none for text).
-        pad_id: the padding token; null: that of the data.
-        bos_id: the token that begins the target of an encoder-decoder; null: that of the data.
-        eos_id: the token that ends a text, or a list of them, beside that of the data.
+        vocab_size: V, the number of tokens; null: taken from the data.
+        type_vocab_size: number of token types; 0: taken from the data (none for text).
+        pad_id: the padding token; null: taken from the data.
+        bos_id: the token that begins the target of an encoder-decoder; null: taken from the data.
+        eos_id: the token that ends a text, or a list of such tokens, in addition to the data's.
         embed_dim: E, the width of a token.
         num_heads: H, query heads.
         num_kv_heads: Hkv, key and value heads, a divisor of num_heads; null: num_heads.
         head_dim: D (d_k), the width of a head; null: embed_dim // num_heads.
-        num_layers: number of blocks; of encoder_decoder, on each side.
+        num_layers: number of blocks; for encoder_decoder, on each side.
         num_decoder_layers: number of decoder blocks of encoder_decoder; null: num_layers.
         ffn_dim: hidden units of the feed-forward; null: 4 * embed_dim (8/3 of it if gated).
         max_len: the longest row with position=learned, the longest context in generation, and the length in scale=log_length.
         dropout: probability of dropping activations and attention weights in training.
         attention: the attention core: exact | additive | linear | performer | linformer; or one of your own, a mapping with
             _target_.
-        window: number of visible keys, the query's own included; null: all. A list is a repeating pattern over the layers:
+        window: number of visible keys, including the query's own; null: all. A list is a repeating pattern over the layers:
             [4096, null].
         num_features: number of random features of attention=performer; null: d_k ln d_k.
-        num_slots: number of slots of attention=linformer, which requires it.
+        num_slots: number of slots, required by attention=linformer.
         scale: the factor on q.k: inv_sqrt 1/sqrt(d_k) | unscaled 1 | inv 1/d_k | learned | log_length | 'head_dim^p' | a
             number.
         scale_factor: multiplies the scale.
         backend: the kernel: auto | math | sdpa | chunked | flex | a registered name.
         qk_norm: norm of queries and keys: rms | layer | l2; null: off.
-        qk_norm_eps: eps of qk_norm, added under the square root; of l2, the smallest norm to divide by.
+        qk_norm_eps: eps of qk_norm, added under the square root; for l2, the smallest norm to divide by.
         softcap: t in t * tanh(z / t); null: off.
         sinks: add one learned logit per head that has no value.
         position: the kind of positions: learned | sinusoidal | rotary | alibi | t5 | none.
@@ -150,9 +150,9 @@ class TransformerConfig(Config):
         rotary_scaling: linear | ntk | yarn | llama3, for long contexts; null: off.
         rotary_factor: the new length divided by the length in training. A list is a pattern over the layers; 1 does not change
             a layer.
-        rotary_original_len: the length in training, which yarn and llama3 need.
-        rotary_low: yarn and llama3 interpolate channel pairs with fewer turns; null: the paper's value.
-        rotary_high: yarn and llama3 keep channel pairs with more turns; null: the paper's value.
+        rotary_original_len: the length in training, required by yarn and llama3.
+        rotary_low: for yarn and llama3: channel pairs with fewer turns are interpolated; null: the paper's value.
+        rotary_high: for yarn and llama3: channel pairs with more turns are unchanged; null: the paper's value.
         num_buckets: number of buckets of position=t5.
         max_distance: with position=t5, keys from this distance on share a bucket.
         norm: the kind of norms: layer | rms.
@@ -164,7 +164,7 @@ class TransformerConfig(Config):
         parallel: compute attention and feed-forward from the same input and add both.
         layer_scale: initial value of a learned gain for each channel of a sublayer's output; null: off.
         stochastic_depth: probability, per sample, of dropping a sublayer of the last block. It grows linearly with depth.
-        checkpointing: compute activations again in the backward pass instead of keeping them.
+        checkpointing: recompute activations in the backward pass instead of storing them.
         activation: the activation of the feed-forward: gelu | gelu_tanh | relu | relu2 | swiglu | geglu | geglu_tanh | reglu.
         bias: whether the linear layers of attention and feed-forward have biases.
         qkv_bias: whether the query, key and value projections have biases; null: as bias.
@@ -178,12 +178,12 @@ class TransformerConfig(Config):
         head: the output of an encoder: lm (each token) | sequence (num_labels per row) | token (num_labels per token) | none.
         head_bias: whether an lm head has a bias.
         logit_softcap: t in t * tanh(logits / t), for architecture=decoder and encoder_decoder; null: off.
-        head_transform: add BERT's layer before the head: before lm a dense layer, activation and norm; before sequence that of pooler.
-        num_labels: number of labels, for head=sequence and token; null: that of the data.
+        head_transform: add BERT's layer before the head: before lm a dense layer, activation and norm; before sequence the pooler's layer.
+        num_labels: number of labels, for head=sequence and token; null: taken from the data.
         pooling: for head=sequence: first (the first real token) | mean.
         pooler: add BERT's tanh layer after pooling, for head=sequence and none.
-        image_size: side of the images, in pixels; null: that of the data.
-        num_channels: number of colour channels; null: that of the data.
+        image_size: side of the images, in pixels; null: taken from the data.
+        num_channels: number of colour channels; null: taken from the data.
         patch_size: side of a patch in pixels, for architecture=vision.
 
     Raises:

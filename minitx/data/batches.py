@@ -99,7 +99,7 @@ class TrainSource(Source):
     two epochs are not sorted. A slice is padded to its longest row.
 
     Args:
-        split: the rows, or a function (count, generator) → batch, which draws new rows in each step from (seed, step).
+        split: the rows, or a function (count, generator) → batch that draws new rows in each step from (seed, step).
         batch_size, accumulate, world: see ``Source``.
         seed: the seed of the order and of random draws.
         bucket: put rows of similar length into the same batch.
@@ -162,7 +162,7 @@ class TrainSource(Source):
 class ValSource(Source):
     """Validation batches: every row once over all ranks, in order. Random draws depend only on the number of the row.
 
-    Every rank gets the same number of batches, so that no collective waits for ever. The last batches may have fewer rows. A
+    Every rank gets the same number of batches, so that no collective hangs. The last batches may have fewer rows. A
     rank without rows gets one row whose labels are all ignored (or no row, if labels are not whole numbers).
 
     Args:
@@ -208,7 +208,7 @@ def count(split: Split, items: np.ndarray, draw: Draw, batch: Batch | None = Non
 
 
 class WorkerError(RuntimeError):
-    """A process that loads batches has died."""
+    """A worker process of the loader died."""
 
 
 class AddressedLoader(DataLoader[Batch]):
@@ -254,8 +254,10 @@ class AddressedLoader(DataLoader[Batch]):
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
-            said = f"data.num_workers={self.num_workers}: a process that makes batches was killed, often because memory ran out"
-            raise WorkerError(f"{said}; use fewer, or 0 to make batches in the training process ({error})") from error
+            raise WorkerError(
+                f"data.num_workers={self.num_workers}: a worker process was killed, often because memory ran out; use fewer workers, "
+                f"or 0 to load batches in the training process ({error})"
+            ) from error
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"step": the next optimizer step}`` and the state of the source at that step."""

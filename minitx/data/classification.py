@@ -11,7 +11,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, read, require
-from minitx.data.tables import column_of, divided, labels_of, load_tables, share_of, texts_of
+from minitx.data.file_formats import column_of, divided, labels_of, load_tables, share_of, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, package, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -55,7 +55,7 @@ def classify(
         text_column: the column of texts.
         second_column: a column of second texts. They follow the first text and an end mark, or
             another class token if the tokenizer has no end mark; ``null``: none.
-        label_column: the column of labels, which are numbers or words.
+        label_column: the column of labels (numbers or words).
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
         max_len: longest row, in tokens, with the class token. Longer texts are cut.
         bucket: put rows of similar length into the same batch.
@@ -79,10 +79,12 @@ def classify(
     )
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), MARKS)
     marks = made_by.mark_ids
-    only_end = "pad" not in marks and "eos" in marks  # the tokenizers of decoders, which people pad with the end mark
+    only_end = "pad" not in marks and "eos" in marks  # tokenizers of decoders are padded with the end mark
     pad_id = marks["eos"] if only_end else require_marks(made_by, "pad")[0]
-    said = f"data.second_column={second_column} needs a tokenizer with an end mark or a class token between texts"
-    require(not second_column or "eos" in marks or "cls" in marks, said)
+    require(
+        not second_column or "eos" in marks or "cls" in marks,
+        f"data.second_column={second_column} needs a tokenizer with an end mark or a class token to put between texts",
+    )
     words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
     (rows, cut), (val_rows, cut_val) = (_rows(part, made_by, max_len) for part in (train, val))
     count_unknown(made_by, (row["input_ids"] for row in rows), f"data.path={path}")
@@ -107,8 +109,8 @@ def classify(
 
 
 def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of a split, and what is cut of them: the class token if there is one, and the texts; an end mark, or the class token
-    again, stands between two."""
+    """Return the rows of a split (class token if any, first text, separator, second text), and sentences about cut rows. The separator
+    is the end mark, or the class token if there is no end mark."""
     (texts, labels), marks = examples, tokenizer.mark_ids
     first = [[marks["cls"]]] if "cls" in marks else []
     rows: list[list[Any]] = [first.copy() for _ in texts]
@@ -168,7 +170,7 @@ def images(
         path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of every class that is held out for validation.
         image_column: the column of images.
-        label_column: the column of labels, which are numbers or words.
+        label_column: the column of labels (numbers or words).
         image_size: resize images to a square with sides of this many pixels; ``null``: do not resize.
         shift: move each training image by a random number of pixels, up to this one, in every step; 0: do not move it.
 
@@ -185,7 +187,9 @@ def images(
 
 def _image_task(name: str, train: Labelled, val: Labelled, names: tuple[str, ...], *, largest: int, shift: int) -> Task:
     channels, height, width = train[0].shape[-3:]
-    require(height == width, f"{name} has images of {height}x{width} pixels, which must be squares: data.image_size=SIZE")
+    require(
+        height == width, f"{name} must have square images, got {height}x{width} pixels: set data.image_size=SIZE to resize them"
+    )
     require(shift < height, f"data.shift={shift} must be less than the {height} pixels of an image")
     return Task(
         name=name,
@@ -204,7 +208,7 @@ class LabelledImages:
     Args:
         pixels: an array or ``Pictures``. ``pixels[i]`` is (C, H, W) uint8.
         labels: the labels (N,).
-        largest: the largest pixel value, which becomes 1.
+        largest: the largest pixel value; it is mapped to 1.
         shift: move an image by a random number of pixels, up to this one, in both directions, each time it is read. New pixels
             are 0.
     """
@@ -236,7 +240,7 @@ class Pictures:
         table: a ``datasets.Dataset``.
         column: the column of images.
         size: resize images to a square with sides of this many pixels. ``None``: do not resize.
-        like: other images, whose size and number of channels are used. ``None``: those of the first image.
+        like: other images that set the size and the number of channels. ``None``: the first image sets them.
     """
 
     _said_grey = False

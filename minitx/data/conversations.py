@@ -17,7 +17,7 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
-from minitx.data.tables import column_of, divided, load_tables, share_of
+from minitx.data.file_formats import column_of, divided, load_tables, share_of
 from minitx.data.task import Ragged, Task, VocabSize, hold_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -43,7 +43,7 @@ OPEN, CLOSE = "\ue002", "\ue003"
 class ChatFormat:
     """Encode conversations as ids with a chat template.
 
-    The template writes everything but the contents, which are inserted afterwards. A content is therefore never interpreted as
+    The template writes everything but the contents; they are inserted afterwards. A content is therefore never interpreted as
     a template or as a special token. Special tokens in the template (``{{ eos_token }}``, ``<|im_end|>``) become their ids.
 
     Args:
@@ -112,12 +112,12 @@ class ChatFormat:
                 continue
             if not self.marks_answers:
                 in_answer = in_answer or (slot is not None and messages[int(slot[1])]["role"] == "assistant")
-            said = next(contents) if slot else part
-            counted += [in_answer] * len(said)
+            text = next(contents) if slot else part
+            counted += [in_answer] * len(text)
             if part in self.special:
                 sections, in_answer = [*sections, part, ""], in_answer and self.marks_answers
             else:
-                sections[-1] += said
+                sections[-1] += text
         ids, places = self.tokenizer.encode_sections(sections)
         before, (start, end) = np.cumsum([0, *counted, False]), places.T  # answers' characters before each
         return ids, before[np.maximum(end, start + 1)] > before[start]
@@ -153,7 +153,7 @@ class ChatFormat:
             raise ConfigError(f"{self.name} refuses a conversation: {first_line(error)}") from None
 
     def _as_written(self, slots: str, whole: str, messages: Sequence[Message]) -> list[str]:
-        """The contents in ``whole`` in order, as they are or without the white space at their ends. ``slots`` has a placeholder for each.
+        """Return the contents in ``whole`` in order, possibly stripped. ``slots`` has a placeholder for each.
 
         Raises:
             ConfigError: ``whole`` is not ``slots`` with such contents.
@@ -167,7 +167,7 @@ class ChatFormat:
         found = re.fullmatch("".join(map("".join, zip(map(re.escape, literals[::2]), [*each, ""], strict=True))), whole)
         if found is None:
             first = messages[0]["content"]
-            raise ConfigError(f"{self.name} changes what a message says, in the conversation that begins with {first!r:.60}")
+            raise ConfigError(f"{self.name} changes the text of a message in the conversation that begins with {first!r:.60}")
         return [*found.groups()]
 
 
@@ -233,7 +233,7 @@ def chat(
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of the conversations that is held out for validation.
-        messages_column: the column of conversations, which are lists of messages with ``role`` and ``content``.
+        messages_column: the column of conversations (lists of messages with ``role`` and ``content``).
         template: a chat template (jinja2), as on the Hugging Face hub; ``null``: the template in the tokenizer's folder, else ours.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
         context_len: longest row, in tokens. A longer conversation is cut.
@@ -250,8 +250,10 @@ def chat(
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
     format, name = ChatFormat(template or made_by.chat_template or TEMPLATE, made_by), f"data.path={path}"
     has_tools = any("tools" in table.column_names and any(table["tools"]) for table in tables)
-    said = f"{name} has a column tools, which the template reads and does not get: write the tools into a message, or remove the column"
-    require(not has_tools or "tools" not in format.reads, said)
+    require(
+        not has_tools or "tools" not in format.reads,
+        f"{name} has a column tools, but the template gets no tools: write them into a message, or remove the column",
+    )
     if format.writes_date:
         log.warning("data.template writes today's date, so a run that resumes on another day has other rows")
     (train, of_train), (val, of_val) = (_rows(part, format, context_len, packing, name) for part in splits)
@@ -291,14 +293,16 @@ def _rows(
 def _conversations(table: Any, column: str) -> Sequence[Sequence[Message]]:
     chats = _without_none([chat or [] for chat in table[column_of(table, column, "messages_column")]])
     messages = [message for chat in chats for message in (chat if isinstance(chat, list) else [None])]
-    alright = all(isinstance(one, dict) and isinstance(one.get(key), str) for one in messages for key in ("role", "content"))
-    said = f"data.messages_column={column} must have lists of messages, each with texts role and content"
-    require(alright, f'{said}: a content of null, such as beside tool_calls, must be ""')
+    require(
+        all(isinstance(each, dict) and isinstance(each.get(key), str) for each in messages for key in ("role", "content")),
+        f"data.messages_column={column} must have lists of messages, each with texts role and content: a content of null, as in "
+        'messages with tool_calls, must be ""',
+    )
     return chats
 
 
 def _without_none(value: Any) -> Any:
     """A table has None for each key that only other messages have, and for each argument that only other calls have."""
     if isinstance(value, dict):
-        return {key: _without_none(said) for key, said in value.items() if said is not None}
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [*map(_without_none, value)] if isinstance(value, list) else value

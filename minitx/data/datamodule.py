@@ -12,7 +12,7 @@ from minitx.config import Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
 from minitx.data.documents import DocumentStream, StreamSource
-from minitx.data.loaders import load_task
+from minitx.data.lightning_data import load_task
 from minitx.data.task import Batch, Split, Task, as_split, position_texts
 from minitx.data.tokenizers import Tokenizer
 from minitx.nn.transfer import is_pinned_for
@@ -102,8 +102,10 @@ class DataModule(LightningDataModule):
         Raises:
             ConfigError: the data are new in every step, or a stream.
         """
-        said = f"trainer.max_epochs={epochs} needs a number of training rows, which {self.task.name} has not"
-        require(isinstance(self._train, Split), f"{said}: set trainer.max_steps")
+        require(
+            isinstance(self._train, Split),
+            f"trainer.max_epochs={epochs} needs a fixed number of training rows, but {self.task.name} has none: set trainer.max_steps",
+        )
         return math.ceil(epochs * len(self._train) / self.batch_size)
 
     def val_batch_size(self, world: int) -> int:

@@ -23,7 +23,7 @@ from minitx.config import IGNORED
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Source
 from minitx.data.corpus import FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
-from minitx.data.tables import as_texts, column_names, column_of, divided, load_tables, share_of
+from minitx.data.file_formats import as_texts, column_names, column_of, divided, load_tables, share_of
 from minitx.data.task import Batch, Ragged, Task, VocabSize, generator, hold_out, num_held_out, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
 
@@ -176,7 +176,7 @@ def task_of(
     *,
     left_out: Mapping[str, Sequence[str]],
 ) -> Task:
-    """Return the task of language modelling on rows of documents, which end with one of ``ends``. ``bits`` is ``Task.bits_per``."""
+    """Return the task of language modelling on rows of documents that end with an id in ``ends``. ``bits`` is ``Task.bits_per``."""
     eos_id = {"eos_id": ends[0] if len(ends) == 1 else tuple(ends)} if ends else {}
     return Task(
         name=name,
@@ -202,8 +202,8 @@ def _tokenised(
     cache_dir: str | None,
     *splits: str | None,
 ) -> tuple[list[Ragged], Tokenizer, dict[str, int], dict[str, list[str]]]:
-    """The documents of both splits with marks around them, the tokenizer, the counts of validation, and what is left out; from the cache
-    or made anew."""
+    """Return the documents of both splits with marks around them, the tokenizer, the counts of validation, and sentences about dropped
+    documents; from the cache, or made anew."""
     given = find_tokenizer(wanted)
     word = fingerprint(given) if given else [wanted, bpe_vocab_size]
     # a table that datasets keeps in memory has no files, but a fingerprint
@@ -230,10 +230,10 @@ def _tokenised(
         counts = [counts[0] - held_out, held_out]
     first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
     documents, left_out = [], {}
-    for which, tokens, own, count in zip(("train", "val"), parts, np.split(lengths, [first_of_val]), counts, strict=True):
-        require(len(own) > 0, f"{name} has no document for the {which} split: all of them are blank")
-        documents.append(Ragged(tokens, np.cumsum(own) - own, own))
-        left_out[which] = share_of(count - len(own), count, BLANK)
+    for split, tokens, of_split, count in zip(("train", "val"), parts, np.split(lengths, [first_of_val]), counts, strict=True):
+        require(len(of_split) > 0, f"{name} has no document for the {split} split: all of them are blank")
+        documents.append(Ragged(tokens, np.cumsum(of_split) - of_split, of_split))
+        left_out[split] = share_of(count - len(of_split), count, BLANK)
     return documents, tokenizer, record["splits"]["val"], left_out
 
 
@@ -254,13 +254,13 @@ def learned_marks(tokenizer: str | Tokenizer) -> tuple[str, ...]:
 
 
 def with_marks(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """Return the ids of documents with marks around them: bos and eos. If the tokenizer has only one of them, it is used for both.
+    """Return the ids of documents with marks around them: bos and eos. A tokenizer with a single mark uses it for both.
 
     Raises:
         ConfigError: the tokenizer has neither.
     """
     marks = [[tokenizer.mark_ids[mark]] for mark in ("bos", "eos") if mark in tokenizer.mark_ids]
-    require(bool(marks), "data.tokenizer has no bos or eos token, which ends a document")
+    require(bool(marks), "data.tokenizer has no bos or eos token to end a document with")
     return [np.concatenate([marks[0], ids, marks[-1]]) for ids in tokenizer.encode_batch(texts)]
 
 
@@ -333,15 +333,15 @@ class DocumentStream:
 class StreamSource(Source):
     """Training batches from a stream, in the order of their addresses.
 
-    Every process that trains has ``max(1, num_workers)`` parts of the documents, and its micro-batches come from them in turn. A
-    batch has its ``position``: the part, and the position after the batch, which ``AddressedLoader`` takes out and keeps. The
-    batches depend only on (seed, world, num_workers).
+        Every process that trains has ``max(1, num_workers)`` parts of the documents, and its micro-batches come from them in turn. A
+    ``AddressedLoader`` removes and keeps the ``position`` of a batch: the part, and the position after the batch. The batches
+        depend only on (seed, world, num_workers).
 
-    Args:
-        stream: the documents.
-        seed: the seed of the order of shards.
-        num_workers: processes that load batches.
-        batch_size, accumulate, world: see ``Source``.
+        Args:
+            stream: the documents.
+            seed: the seed of the order of shards.
+            num_workers: processes that load batches.
+            batch_size, accumulate, world: see ``Source``.
     """
 
     def __init__(self, stream: DocumentStream, *, seed: int, num_workers: int = 0, **slices: Any) -> None:
@@ -349,7 +349,7 @@ class StreamSource(Source):
         self.stream, self.seed, self.parts = stream, seed, max(1, num_workers)
         self._first, self._starts = 0, [[START] * self.parts for _ in range(self.world)]  # a step, and the positions before it
         self._rows: Iterator[tuple[np.ndarray, str]] = iter(())
-        self._next = -1  # the micro-batch that ``_rows`` goes on with
+        self._next = -1  # the micro-batch that ``_rows`` yields next
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return the next ``len(rows)`` rows of a rank. All of their labels count."""
@@ -384,23 +384,26 @@ class StreamSource(Source):
         """
         starts = [list(of_rank) for of_rank in state.get("stream", ())]
         before, now = list(map(len, starts)), [self.parts] * self.world
-        said = "data.streaming=true resumes with the same number of processes and the same data.num_workers"
-        require(before == now, f"{self.stream.name}: {said}: {before} before, {now} now, by process")
+        require(
+            before == now,
+            f"{self.stream.name}: a stream resumes with the same number of processes and the same data.num_workers: "
+            f"{before} before, {now} now, by process",
+        )
         self._first, self._starts, self._next = int(state["step"]), starts, -1
 
 
 def _stream(
     tables: list[Any], column: str, name: str, wanted: str | Tokenizer, bpe_vocab_size: int, val_rows: int, **options: Any
 ) -> tuple[DocumentStream, Ragged, dict[str, int], dict[str, list[str]]]:
-    """The training documents of a streamed table, those of validation in memory, how many characters and bytes these have, and what is
-    left out of them."""
+    """Return the training documents of a streamed table, the validation documents in memory, the characters and bytes of validation, and
+    sentences about dropped documents."""
     from datasets import Features, Value, concatenate_datasets
 
     (table, *own_val), known = tables, find_tokenizer(wanted)
     shards = [table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards)]
     rows = ((index, row[column]) for index, shard in enumerate(shards) for row in shard)
     texts, held_out = list[str](), Counter[int]()
-    for index, text in ((0, row[column]) for row in own_val[0]) if own_val else rows:  # what is left of them trains
+    for index, text in ((0, row[column]) for row in own_val[0]) if own_val else rows:  # the rest of ``rows`` trains
         held_out[index] += 1
         texts += not_blank([text], column)
         if len(texts) == val_rows:

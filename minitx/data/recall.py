@@ -15,10 +15,10 @@ from minitx.data.task import VALIDATION_SEED, Batch, Task, generator
 
 
 def kv_lookup(*, num_keys: Count = 64, num_values: Count = 16, num_pairs: Count = 16, val_size: Count = 1024) -> Task:
-    """T1: each position shows a key with its value; the last position shows a key and asks for its value.
+    """T1: each position shows a key with its value; the last position shows a key, and its label is the key's value.
 
     With P pairs a row has L = P + 1 positions. Position i < P shows key k_i (distinct, uniform) with value v_i (independent,
-    uniform); position P shows k_j for a uniform j and asks for v_j:
+    uniform); position P shows k_j for a uniform j and has the label v_j:
 
         input_ids       k_1 … k_P       k_j                    keys are 0 … num_keys − 1
         token_type_ids  v_1+1 … v_P+1   0                      0 means "no value"
@@ -49,18 +49,18 @@ def multi_query_recall(
 
     A value is one position after its key, so two layers are needed: the first tells each value which key is before it, the
     second looks up the key. Unlike in Zoology, values may repeat (a guess is always right with probability 1/num_values), and
-    there are no filler tokens between the queries: a query is 2 to L − 1 positions after its key.
+    the queries have no filler tokens between them: a query is 2 to L − 1 positions after its key.
 
     Args:
         num_keys: number of different keys.
         num_values: number of different values. A guess is right with probability 1 / num_values.
         num_pairs: key-value pairs in a row.
-        num_queries: number of keys that are asked for, each once, in random order.
+        num_queries: number of queried keys, each queried once, in random order.
         val_size: number of validation rows. They are the same for every seed.
     """
     _check_pairs(num_pairs, num_keys)
     fits = num_queries <= num_pairs
-    require(fits, f"data.num_queries={num_queries} must not exceed data.num_pairs={num_pairs}: a key is asked for once")
+    require(fits, f"data.num_queries={num_queries} must not exceed data.num_pairs={num_pairs}: a key is queried once")
     draw = partial(_multi_query_recall, num_keys, num_values, num_pairs, num_queries)
     return _recall("multi_query_recall", draw, val_size, 1 / num_values, vocab_size=num_keys + num_values)
 
@@ -147,11 +147,11 @@ def _distinct(num_kinds: int, shape: tuple[int, int], random: np.random.Generato
     return random.permuted(every, axis=1)[:, : shape[1]]
 
 
-def _batch(input_ids: np.ndarray, answers: np.ndarray, **beside: np.ndarray) -> Batch:
-    """A batch whose last positions ask for ``answers``."""
+def _batch(input_ids: np.ndarray, answers: np.ndarray, **inputs: np.ndarray) -> Batch:
+    """A batch whose last positions have ``answers`` as labels."""
     before = input_ids.shape[1] - answers.shape[1]
     labels = np.pad(answers, ((0, 0), (before, 0)), constant_values=IGNORED)
-    return {key: torch.from_numpy(array) for key, array in {"input_ids": input_ids, **beside, "labels": labels}.items()}
+    return {key: torch.from_numpy(array) for key, array in {"input_ids": input_ids, **inputs, "labels": labels}.items()}
 
 
 def previous_occurrences(input_ids: Tensor) -> Tensor:
@@ -186,6 +186,6 @@ def answer_positions(batch: Batch) -> Tensor:
     A head with its weight there solves the task. In kv-lookup a value is at the position of its key, otherwise one position
     after it.
     """
-    beside = "token_type_ids" in batch
-    found = previous_occurrences(batch["input_ids"]) if beside else induction_targets(batch["input_ids"])
-    return torch.where(batch["labels"] == IGNORED, -1, found)
+    has_pairs = "token_type_ids" in batch  # a position holds a key and its value
+    positions = previous_occurrences(batch["input_ids"]) if has_pairs else induction_targets(batch["input_ids"])
+    return torch.where(batch["labels"] == IGNORED, -1, positions)

@@ -1,4 +1,4 @@
-"""A ``Task``: the two splits of a data set, with what the trainer, the model and the evaluation need to know."""
+"""A ``Task``: the two splits of a data set, and the facts that the trainer, the model and the evaluation need."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class Task:
     """A data set for training and validation. The loaders of this package return one. A function of yours can return one too.
 
     A split is a map-style data set: a list, a torch ``Dataset`` or a ``datasets.Dataset``. ``split[i]`` is a dict of tensors,
-    arrays, numbers or lists of numbers. It must contain ``labels``, which are −100 where they do not count. A split may also
-    have:
+    arrays, numbers or lists of numbers. It must contain ``labels``, with −100 at positions that do not count. A split may
+    also have:
 
     * ``row(i, generator)``, used instead of ``[i]`` for rows with random draws. ``generator`` is a ``numpy.random.Generator``
       that depends on (seed, step, row), or in validation only on the row.
     * ``num_targets(i)``, the number of labels that count in row i. Without it, all labels of a step are read to count them.
-    * ``lengths`` (N,), by which ``bucket`` sorts. Without it, every row is read once to measure the keys of ``key_masks``.
+    * ``lengths`` (N,): ``bucket`` sorts by it. Without it, every row is read once to measure the keys of ``key_masks``.
 
     Two kinds of splits make whole batches and are faster: a ``Split``, and for training a function ``(count, generator) →
     Batch`` that draws new examples in every step.
@@ -80,7 +80,7 @@ class Task:
             ``PAD`` (``labels``: −100; ``token_type_ids`` ...). A key of ``key_masks`` without an entry here is padded with 0.
         key_masks: the keys that get a bool mask (True = real), and the names of the masks in the batch.
         bucket: put rows of similar length into the same batch.
-        longest: the number of tokens of the longest row, which a model with learned positions must reach. ``None``: unknown.
+        longest: the number of tokens of the longest row. A model with learned positions must reach it. ``None``: unknown.
         tokenizer: the tokenizer of the texts.
         model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
         left_out: how many rows of each split were left out or cut, and why: sentences by split. A run shows them before
@@ -158,7 +158,7 @@ class Rows(Split):
     """A map-style data set as a ``Split``. See ``Task``."""
 
     def __init__(self, rows: Any, task: Task) -> None:
-        # not the task: its baselines are lambdas, which no process can be sent
+        # not the task: its baselines are lambdas and cannot be pickled
         self.rows, self.name, self.pad, self.key_masks = rows, task.name, task.pad, task.key_masks
 
     def __len__(self) -> int:
@@ -180,11 +180,15 @@ class Rows(Split):
     def collate(self, items: np.ndarray, draw: Draw) -> Batch:
         """See ``Split``."""
         rows = self._read(items, draw)
-        said = f"{self.name}: rows must be dicts of arrays, such as {{'input_ids': ..., 'labels': ...}}, got a {type(rows[0]).__name__}"
-        require(isinstance(rows[0], Mapping), said)
+        require(
+            isinstance(rows[0], Mapping),
+            f"{self.name}: rows must be dicts of arrays, such as {{'input_ids': ..., 'labels': ...}}, got a {type(rows[0]).__name__}",
+        )
         other = next((row for row in rows if row.keys() != rows[0].keys()), rows[0])
-        said = f"{self.name}: rows must have the same keys, got {', '.join(map(str, rows[0]))} and {', '.join(map(str, other))}"
-        require(other is rows[0], said)
+        require(
+            other is rows[0],
+            f"{self.name}: rows must have the same keys, got {', '.join(map(str, rows[0]))} and {', '.join(map(str, other))}",
+        )
         batch = {key: self._tensor(key, [row.get(key) for row in rows]) for key in rows[0]}
         for key, mask in self.key_masks.items():
             if key in batch and batch[key].dim() == 2 and mask not in rows[0]:
@@ -204,8 +208,10 @@ class Rows(Split):
         except (TypeError, ValueError):
             array = np.array(None)
         if array.dtype.kind not in "biuf":
-            said = "tensors, numbers or lists of numbers, of one shape in every row but for the length of lists"
-            raise ConfigError(f"{self.name}: {key} must be {said}, got {first!r:.60}")
+            raise ConfigError(
+                f"{self.name}: {key} must be tensors, numbers or lists of numbers whose shapes differ in the length of lists alone, "
+                f"got {first!r:.60}"
+            )
         if array.dtype.kind in "iu" and array.ndim < 3:
             array = array.astype(np.int64, copy=False)
         elif array.dtype.kind == "f" and isinstance(first, float | list):
@@ -232,24 +238,24 @@ class Rows(Split):
     def _read(self, items: np.ndarray, draw: Draw) -> list[Mapping[str, Any]]:
         if hasattr(self.rows, "row"):
             return [self.rows.row(int(i), draw(place)) for place, i in enumerate(items)]
-        at_once = getattr(self.rows, "__getitems__", None)  # torch's name for it, which ``datasets`` has, too
+        at_once = getattr(self.rows, "__getitems__", None)  # torch's name for reading many rows; ``datasets`` has it
         return at_once(items.tolist()) if at_once else [self.rows[int(i)] for i in items]
 
 
-def as_split(task: Task, which: str) -> Split:
+def as_split(task: Task, name: str) -> Split:
     """Return ``task.train``, ``task.val`` or ``task.test`` as a ``Split``.
 
     Raises:
         ConfigError: it has no ``len()`` or ``[i]``, or it is empty.
     """
-    data = getattr(task, which)
+    data = getattr(task, name)
     filled = hasattr(data, "__len__") and len(data) > 0 and not isinstance(data, IterableDataset)
-    require(filled, f"{task.name}: {which} must have rows, len() and [i], got {type(data).__name__}")
+    require(filled, f"{task.name}: {name} must have rows, len() and [i], got {type(data).__name__}")
     return data if isinstance(data, Split) else Rows(data, task)
 
 
 def num_targets(labels: Tensor) -> Tensor:
-    """Return the number of targets, 0-d int64, by which losses are divided: the elements of ``labels`` that are not -100.
+    """Return the number of elements of ``labels`` that are not -100, 0-d int64. Losses are divided by it.
 
     >>> int(num_targets(torch.tensor([[1, -100], [2, 3]]))), int(num_targets(torch.zeros(2, 3)))
     (3, 6)
@@ -319,11 +325,11 @@ def generator(seed: int, *path: int | str) -> np.random.Generator:
 
 
 def seed_device(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators of Python, NumPy and torch: data and models of the user's may draw from any of them.
+    """Seed the generators of Python, NumPy and torch: a user's data and model may draw from any of them.
 
     Args:
-        device: seed this device beside the CPU. None: all devices. ``torch.manual_seed`` is then used, each call of which, before
-            CUDA is initialised, queues another seeding with a formatted stack trace.
+        device: seed this device and the CPU. None: all devices, by ``torch.manual_seed``. Each call of it before CUDA is initialised
+            queues another seeding with a formatted stack trace.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)

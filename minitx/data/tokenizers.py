@@ -28,7 +28,7 @@ END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 UNKNOWN = "<unk>"
 LONGEST_WORD = 100_000
-# the first name is ours, the others are those of common models
+# the first name is ours, the others are common in published models
 NAMES_OF_MARKS = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
     "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
@@ -56,8 +56,8 @@ class Tokenizer:
         mark_ids: the ids of the marks that this tokenizer has.
         end_id: the id of ``<|endoftext|>``, or None.
         characters: the characters that a character model knows, sorted; None for other models.
-        chat_template: the chat template beside its file, or None.
-        special_tokens: the texts of the special tokens that ``tokenizer_config.json`` beside its file names, such as ``pad_token``.
+        chat_template: the chat template in the tokenizer's folder, or None.
+        special_tokens: the texts of special tokens by role, such as ``pad_token``, from ``tokenizer_config.json`` in that folder.
     """
 
     def __init__(
@@ -111,17 +111,18 @@ class Tokenizer:
         for text, ids in zip(texts, found, strict=True):
             if self._never[ids].any():
                 name = self._model.id_to_token(int(ids[self._never[ids]][0]))
-                said = f"data.tokenizer would read its special token {name} in the text {text!r:.60}"
-                more = f"its vocabulary has {name} as a word; remove it from the text, or take another tokenizer"
-                raise ConfigError(f"{said}: {more}")
+                raise ConfigError(
+                    f"data.tokenizer would read its special token {name} in the text {text!r:.60}: its vocabulary has {name} as a word; "
+                    "remove it from the text, or use another tokenizer"
+                )
         return found
 
     def encode_sections(self, sections: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids (N,) of texts with special tokens between them, and the characters (start, end) of each id in all sections
         joined, shape (N, 2).
 
-        The ids are those of the whole: a tokenizer that begins a text with a space does so once. Each section is encoded alone where
-        a text has the name of a special token, which stays text, also in a form that a normaliser makes that name (``</S>``).
+        The joined text is encoded once, so a tokenizer that begins a text with a space does so once. If a text contains the name of a
+        special token, or a form that the normaliser turns into one (``</S>``), each section is encoded alone and the name stays text.
 
         Args:
             sections: text, special token, text, and so on to the last text. A text may be "".
@@ -156,7 +157,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _of_whole(self) -> tokenizers.Tokenizer:
-        """The model, for texts in which the name of a special token is that token."""
+        """The model for texts where the name of a special token means that token."""
         return tokenizers.Tokenizer.from_str(self._model.to_str())
 
     def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
@@ -173,7 +174,7 @@ class Tokenizer:
     def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
         """Return the UTF-8 bytes that each of ``ids`` stands for, marks by their names.
 
-        Where the vocabulary is not byte-level, the bytes are those of the piece, with a space for ``▁`` and the byte
+        If the vocabulary is not byte-level, the bytes are the text of the piece, with a space for ``▁`` and the byte
         itself for ``<0xE4>``. An id that no token has is ``<7>``.
 
         Raises:
@@ -216,9 +217,13 @@ class Tokenizer:
         self._model.save(str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data from which ``from_dict`` makes an equal tokenizer."""
-        beside = {"chat_template": self.chat_template, "special_tokens": self.special_tokens}
-        return {"kind": "tokenizers", "json": self._model.to_str(), **{name: value for name, value in beside.items() if value}}
+        """Return plain data. ``from_dict`` makes an equal tokenizer of it."""
+        optional = {"chat_template": self.chat_template, "special_tokens": self.special_tokens}
+        return {
+            "kind": "tokenizers",
+            "json": self._model.to_str(),
+            **{name: value for name, value in optional.items() if value},
+        }
 
 
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
@@ -233,7 +238,7 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
 
 
 def tell_unknown(unknown: int, tokens: int, source: str) -> None:
-    """Say which share of the training tokens is the one for characters that a tokenizer does not know."""
+    """Log the share of training tokens that stand for characters unknown to the tokenizer."""
     if unknown:
         share = f"{unknown / tokens:.2g}"
         log.warning("a share of %s of the tokens of %s is <unk>: the tokenizer does not know these characters", share, source)
@@ -285,12 +290,14 @@ def train_tokenizer(kind: str, chunks: Iterable[str], *, vocab_size: int = 0, ma
 
 
 def _with_spaces(chunks: Iterable[str]) -> Iterator[str]:
-    """Yield ``chunks``; refuse a word over which BPE, which learns inside of words, would take hours."""
+    """Yield ``chunks``; refuse a word so long that BPE, which merges within words, would take hours."""
     for chunk in chunks:
         longest = max(map(len, chunk.split()), default=0)
         if longest > LONGEST_WORD:
-            said = f"data.tokenizer=bpe cannot learn from a word of {longest} characters, above {LONGEST_WORD}"
-            raise ConfigError(f"{said}: the text has no white space there; take data.tokenizer=char")
+            raise ConfigError(
+                f"data.tokenizer=bpe cannot learn from a word of {longest} characters, above {LONGEST_WORD}: the text has no white space "
+                "there; use data.tokenizer=char"
+            )
         yield chunk
 
 
@@ -317,7 +324,7 @@ def _character_model(characters: Iterable[str], special: Sequence[str]) -> token
 
 
 def _characters_of(model: tokenizers.Tokenizer) -> str | None:
-    """The sorted characters from which ``_character_model`` makes exactly this model; None if it does not."""
+    """The sorted characters, if ``_character_model`` makes exactly this model of them; else None."""
     if not isinstance(model.model, models.WordLevel):
         return None
     characters = "".join(sorted(word for word in model.get_vocab() if len(word) == 1))
@@ -326,10 +333,10 @@ def _characters_of(model: tokenizers.Tokenizer) -> str | None:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a ``tokenizer.json``, given as the file or as the folder that holds it, with the chat template beside it.
+    """Load a ``tokenizer.json``, given as the file or as its folder, and the chat template in that folder.
 
     Raises:
-        ConfigError: there is no such file, or ``tokenizers`` cannot read it.
+        ConfigError: the file does not exist, or ``tokenizers`` cannot read it.
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
@@ -343,7 +350,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; a tokenizer.json is wanted") from None
     except ValueError as error:
-        raise ConfigError(f"{file} is no tokenizer.json: {first_line(error)}") from None
+        raise ConfigError(f"{file} is not a tokenizer.json: {first_line(error)}") from None
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -364,12 +371,12 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
-    """Return the tokenizer that ``data.tokenizer`` names, or None for ``char`` and ``bpe``, which are learnt.
+    """Return the tokenizer that ``data.tokenizer`` names, or None for ``char`` and ``bpe``: these are trained on the data.
 
     Args:
         name: ``char``, ``bpe``, a ``tokenizer.json``, a folder that holds one, or a name on the Hugging Face hub. A file
-            from the hub stays in its cache (``HF_HOME``), from which it is read where there is no network. A ``Tokenizer``
-            is returned as it is.
+            from the hub stays in its cache (``HF_HOME``) and is read from there without a network. A ``Tokenizer``
+            is returned unchanged.
 
     Raises:
         ConfigError: nothing has this name, or its file cannot be read.
@@ -395,13 +402,28 @@ def require_marks(tokenizer: Tokenizer, *names: str) -> list[int]:
     """Return the ids of these marks.
 
     Raises:
-        ConfigError: the tokenizer does not have one of them.
+        ConfigError: the tokenizer does not have a mark that is needed.
     """
     missing = [name for name in names if name not in tokenizer.mark_ids]
     if missing:
         has = ", ".join(tokenizer.mark_ids) or "none"
-        raise ConfigError(f"data.tokenizer has no {missing[0]} token, which this data needs; it has: {has}")
+        raise ConfigError(f"data.tokenizer has no {missing[0]} token, but this data needs it; the tokenizer has: {has}")
     return [tokenizer.mark_ids[name] for name in names]
+
+
+def encode_known(tokenizer: Tokenizer, text: str, name: str) -> list[int]:
+    """Return the ids of ``text``, the value of the key ``name``.
+
+    Raises:
+        ConfigError: a tokenizer of characters does not know a character; see also ``Tokenizer.encode``.
+    """
+    known: str = tokenizer.characters or text
+    for character in text:
+        require(
+            character in known,
+            f"{name} has the character {character!r} (U+{ord(character):04X}), which is not among the {len(known)} of the tokenizer",
+        )
+    return tokenizer.encode(text).tolist()
 
 
 def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
@@ -463,7 +485,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        # decoders differ in what they do at the beginning of a text, so the last whole characters are decoded again
+        # decoders treat the beginning of a text differently, so the last whole characters are decoded again
         self._context: list[int] = []
         self._open: list[int] = []
         self._sent = 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
-from minitx.data.tables import divided, load_table, load_tables, share_of, texts_of
+from minitx.data.file_formats import divided, load_table, load_tables, share_of, texts_of
 from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, package, tokenizer_of
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
@@ -72,22 +72,28 @@ def pairs(
         source_column: the column of sources; ``null``: the first column, in csv and tsv files without a row of names.
         target_column: the column of targets; ``null``: the second column.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
-        max_source_len: longest source, in tokens. A longer pair does not train. In validation every pair counts, and a longer source
-            is cut.
-        max_target_len: longest target, in tokens, with the end mark. A longer pair does not train. In validation, the loss is over
-            the first tokens of a longer target, and answers are compared with all of it.
+        max_source_len: longest source, in tokens. Longer pairs are left out of training. In validation, all pairs count, and longer
+            sources are cut.
+        max_target_len: longest target, in tokens, with the end mark. Longer pairs are left out of training. In validation, the loss
+            covers the first tokens of a longer target, and answers are compared with all of it.
         bucket: put rows of similar length into the same batch.
 
     Raises:
         ConfigError: a file has no pairs, a split has no pairs, or columns and files do not fit each other.
     """
-    for which, source, target in (("val", val_path, val_target_path), ("test", test_path, test_target_path)):
-        said = f"data.{which}_target_path={target} must be given where {which}_path and target_path are, and only there"
-        require((source is not None and target_path is not None) == (target is not None), said)
-    named = f"data.source_column={source_column} and data.target_column={target_column} must be given together"
-    require((source_column is None) == (target_column is None), named)
-    lines = f"data.source_column={source_column} belongs to a table, and data.target_path={target_path} to a file of lines"
-    require(target_path is None or source_column is None, lines)
+    for name, source, target in (("val", val_path, val_target_path), ("test", test_path, test_target_path)):
+        require(
+            (source is not None and target_path is not None) == (target is not None),
+            f"data.{name}_target_path={target} must be given together with {name}_path and target_path, and only then",
+        )
+    require(
+        (source_column is None) == (target_column is None),
+        f"data.source_column={source_column} and data.target_column={target_column} must be given together",
+    )
+    require(
+        target_path is None or source_column is None,
+        f"data.source_column={source_column} belongs to a table, and data.target_path={target_path} to a file of lines",
+    )
     if target_path is None:
         columns = None if source_column is None else (source_column, str(target_column))
         kind = "csv" if Path(path).suffix.lower() == ".txt" else None
@@ -128,8 +134,10 @@ def dates(
         ConfigError: Babel does not know a locale, or the years or sizes do not fit each other.
     """
     require(len(locales) > 0, "data.locales=[] must name at least one locale")
-    said = f"data.first_year={first_year} and data.last_year={last_year} must be years of four digits in this order"
-    require(1000 <= first_year <= last_year <= 9999, said)
+    require(
+        1000 <= first_year <= last_year <= 9999,
+        f"data.first_year={first_year} and data.last_year={last_year} must be years of four digits in this order",
+    )
     days = 365 * (last_year - first_year + 1)
     require(val_size < days, f"data.val_size={val_size} must be smaller than the number of days, about {days}")
     train, val = date_pairs(locales, (first_year, last_year), train_size, val_size)
@@ -204,8 +212,11 @@ def _columns(tables: list[Any], columns: tuple[str, str] | None, val_fraction: f
 def _sides_of(table: Any, columns: tuple[str, str] | None, named: str) -> list[list[str]]:
     """The sources and targets of a table."""
     names = columns or table.column_names[:2]
-    said = f"data.{named} has one column, but two are needed, separated by tabs (in .csv by commas)"
-    require(len(names) > 1, f"{said}, or data.target_path=FILE with the targets")
+    require(
+        len(names) > 1,
+        f"data.{named} has one column, but two are needed, separated by tabs (in .csv by commas), or data.target_path=FILE with the "
+        "targets",
+    )
     return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
 
 

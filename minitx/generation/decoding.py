@@ -42,7 +42,7 @@ def generate(
             ``key_mask`` was given. If it has a method ``make_cache(capacity)``, it is also called with the result, ``cache=``, and
             then gets the new ids only. Beam search calls ``cache.reorder(rows)``, as in ``KVCache``.
         input_ids: int (B, L), the prompts, or the sources of an encoder–decoder.
-        sampler: how the next id is chosen. Default: ``Sampler()``, which takes the most probable id.
+        sampler: chooses the next id. Default: ``Sampler()``: the most probable id.
         key_mask: bool (B, L), True = real token. Pad prompts on the left.
         decoder_input_ids: int (B, T), the first tokens of the target, for an encoder–decoder. Default: ``config.bos_id``.
         max_new_tokens: the largest number of new tokens. Default: 256, or fewer if a learned position table ends earlier.
@@ -60,7 +60,7 @@ def generate(
         B tensors of new ids, without the stop token.
 
     Raises:
-        TypeError: a model of Hugging Face, which has its own ``generate``, a model that does not return logits (B, L, V), or a
+        TypeError: a Hugging Face model (use its ``generate``), a model that does not return logits (B, L, V), or a
             ``key_mask`` that is not bool.
         ValueError: an argument that does not fit the model or is out of range.
         FloatingPointError: the logits are NaN or infinite.
@@ -95,9 +95,9 @@ def generate(
 
 
 def length_norm(length: int, penalty: float) -> float:
-    """Return lp(Y) = ((5 + |Y|) / 6)^α, by which beam search divides log P(Y).
+    """Return lp(Y) = ((5 + |Y|) / 6)^α. Beam search divides log P(Y) by it.
 
-    Wu et al. 2016, arXiv:1609.08144, eq. 14. With α = 0, beam search compares log P itself, which favours short texts.
+    Wu et al. 2016, arXiv:1609.08144, eq. 14. With α = 0, beam search compares log P itself and favours short texts.
 
     >>> length_norm(1, 0.6), length_norm(7, 1.0)
     (1.0, 2.0)
@@ -131,7 +131,7 @@ def beam_search(
         model: a causal model such as ``DecoderLM``, or an encoder–decoder such as ``EncoderDecoder``, in evaluation mode.
         input_ids, key_mask, decoder_input_ids, max_new_tokens, stop, context, use_cache: as in ``generate``.
         num_beams: the number of texts that are kept. 1 gives the same ids as greedy ``generate``.
-        length_penalty: α in ``length_norm``. The default is that of Vaswani et al. 2017, §6.1.
+        length_penalty: α in ``length_norm``. The default comes from Vaswani et al. 2017, §6.1.
         repetition_penalty: as in ``Sampler``.
 
     Returns:
@@ -194,7 +194,7 @@ def check_finite(is_finite: bool) -> None:
 
 
 class Reader:
-    """The texts that a model continues, and what it says of their next tokens.
+    """The texts that a model continues, and its logits for their next tokens.
 
     Earlier ids are kept in a cache. They are read again without ``use_cache``, or if the model has no ``make_cache``. When a text
     becomes longer than ``context``, only the newer half is kept and read again.
@@ -293,7 +293,7 @@ def _check_model(model: nn.Module) -> None:
     if kind not in (None, "decoder", "encoder_decoder"):
         raise ValueError(f"model must be a decoder or an encoder-decoder, got {type(model).__name__} with architecture={kind}")
     if model.training:
-        raise ValueError("model is in training mode, in which dropout is active: call model.eval() first")
+        raise ValueError("model is in training mode, with dropout active: call model.eval() first")
 
 
 def check_count(name: str, number: int | None) -> None:

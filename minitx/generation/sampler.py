@@ -1,4 +1,4 @@
-"""Choosing the next token: ``Sampler``, and its filters, which set the logits of excluded ids to −inf."""
+"""Choosing the next token: ``Sampler``, and its filters. A filter sets the logits of excluded ids to −inf."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Sampler:
 def penalise_repeats(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Lower the logits of ids that are already in the text: x / θ for x > 0, else x · θ.
 
-    Keskar et al. 2019, "CTRL", arXiv:1909.05858, §4.1. The paper always divides, which would raise negative logits. Multiplying
-    them is the rule of ``transformers``.
+    Keskar et al. 2019, "CTRL", arXiv:1909.05858, §4.1. The paper always divides, but that would raise negative logits;
+    ``transformers`` multiplies them.
 
     Args:
         logits: (B, V).
@@ -132,7 +132,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         return logits
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     probs = ranked.softmax(dim=-1)
-    dropped = probs.cumsum(dim=-1) - probs >= p  # the sum before the id; it is 0 for the first, which is always kept
+    dropped = probs.cumsum(dim=-1) - probs >= p  # the sum before the id; 0 for the first, so it is always kept
     return logits.scatter(-1, order, ranked.masked_fill(dropped, -math.inf))
 
 

@@ -1,4 +1,4 @@
-"""Weights and models of others: Hugging Face folders read into our blocks and written back, and Hugging Face models as they are.
+"""Weights and models of others: Hugging Face folders read into our blocks and written back, and adopted Hugging Face models.
 
 Pickle files and code are never read.
 """

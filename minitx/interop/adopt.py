@@ -1,12 +1,12 @@
-"""Hugging Face models as they are, with our core under their attention.
+"""Unchanged Hugging Face models with our core under their attention.
 
 ``adopt_hf(model)`` gives every attention module of a transformers model (v5) a child ``core``, the same
 ``DotProductAttention`` that our own models have, and lets transformers call it through its public ``AttentionInterface``. The
 model keeps its weights, its code and its results. From then on ``capture``, ``intervene``, the statistics and the viewer work
-on it, beside the fused kernel.
+on it while the fused kernel runs.
 
 Nothing depends on the name of a model. An attention module is a module whose ``forward`` calls a function of transformers'
-``AttentionInterface``. What differs between models is read off the arguments of this call.
+``AttentionInterface``. Differences between models are read off the arguments of this call.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ QUERY_AND_KEY = (("query", "key"), ("queries", "keys"))
 """The arguments of attention modules that get one tensor twice, or the states of two sequences (SAM 2, V-JEPA 2)."""
 
 WARNINGS = {
-    "of torch": "torch's nn.MultiheadAttention stays as it is, is not recorded and keeps its scale: swap_attention(model), "
-    "before adopt_hf, gives it our core, too",
-    "no core": "layers without attention that passes through transformers' AttentionInterface stay as they are: there is no attention "
-    "to record, and they keep their scale",
+    "of torch": "torch's nn.MultiheadAttention stays unchanged, is not recorded and keeps its scale: call swap_attention(model) "
+    "before adopt_hf to give it our core, too",
+    "no core": "layers whose attention does not pass through transformers' AttentionInterface stay unchanged: their attention is not "
+    "recorded, and they keep their scale",
     "not run": "attention that did not run in the check is not checked: pass check=inputs, the arguments of a call that runs it",
     "not checked": "the adopted model is not checked: pass check=inputs, the arguments of a call",
 }
-"""What ``adopt_hf`` warns of. The names of modules, or a reason, follow in brackets."""
+"""The warnings of ``adopt_hf``. The names of modules, or a reason, follow in brackets."""
 
 
 @dataclass(frozen=True, eq=False)
 class TransformersMask(Dense):
-    """What transformers' mask of a call means: its tensor, whether it is causal, and which keys are padding.
+    """The mask of a call of transformers: its tensor, whether it is causal, and which keys are padding.
 
-    ``tensor`` alone decides what is visible. The rest is for those who look: a bool tensor does not say why it hides a key. The key
-    mask is no field, so backends do not keep it for the backward pass.
+    ``tensor`` alone decides visibility. The rest serves analysis: a bool tensor does not tell why a key is hidden. The key mask is not
+    a field, so backends do not keep it for the backward pass.
     """
 
     is_causality: bool = False  # type: ignore[misc]  # of the class elsewhere
@@ -77,14 +77,14 @@ class TransformersMask(Dense):
 
 @dataclass(eq=False)
 class Call:
-    """What a running call of an adopted model was given.
+    """The arguments of a running call of an adopted model.
 
     Attributes:
         weights_wanted: whether the call, or one around it, has ``output_attentions=True``.
-        key_masks: which keys of the running model are real, bool (B, S), as its ``attention_mask`` says, and those of the other
+        key_masks: the real keys of the running model, bool (B, S), by its ``attention_mask``, and the real keys of the other
             sequence. None: no padding.
-        masks: the bool masks of the outermost call by what they were made of. Its layers share them, with what a kernel has computed
-            of a mask.
+        masks: the bool masks of the outermost call, by the arguments that they were made of. Its layers share them and everything that
+            a kernel has computed of a mask.
     """
 
     weights_wanted: bool = False
@@ -103,8 +103,8 @@ class Running(threading.local):
 
 
 class Checkpoint:
-    """transformers' checkpoint function of a layer. The layer runs within the same ``Call`` again in the backward pass, which may run
-    later than other calls and in a thread of autograd's.
+    """transformers' checkpoint function of a layer. The layer runs within the same ``Call`` again in the backward pass. The
+    backward pass may run after other calls, and in a thread of autograd.
     """
 
     def __init__(self, adoption: Adoption, function: Callable[..., Any]) -> None:
@@ -117,14 +117,14 @@ class Checkpoint:
 
 
 class Adoption:
-    """What the cores of one adopted model share: what a running call was given, of which its attention modules may not hear.
+    """The state that the cores of one adopted model share: arguments of the running call that its attention modules may not get.
 
     Attributes:
         configs: pairs of the copy of a config that the adopted model uses, and its original.
         checkpointed: the modules that may checkpoint their layers, or themselves.
         hooks: the handles of the hooks that note the call.
         is_scaled: whether ``set_scale`` or ``fold_scale`` has changed a core.
-        weights_wanted: whether the last call wanted weights: for layers that a checkpoint of torch's own runs again.
+        weights_wanted: whether the last call wanted weights, for layers that torch's own checkpoint runs again.
         running: the calls that are running.
     """
 
@@ -224,11 +224,11 @@ def _visible(added: Tensor) -> Tensor:
 
 
 class AdoptedCore(DotProductAttention):
-    """The core of an adopted attention module. It has no parameters, so that state dicts stay as they are.
+    """The core of an adopted attention module. It has no parameters, so state dicts do not change.
 
-    ``scale`` is None for the scale of the model, or what ``set_scale`` was given. ``own_scale`` is the model's own in the last call,
-    and ``own_factor`` the part of it by which the module had multiplied its queries before the call. ``is_cross`` is whether the
-    running attention module was given other states for its keys. ``folds`` are what ``fold_scale`` has multiplied.
+    ``scale`` is None for the scale of the model, or the arguments of ``set_scale``. ``own_scale`` is the model's own scale in the last
+    call; the module had multiplied its queries by ``own_factor`` of it before the call. ``is_cross`` tells whether the running
+    attention module got other states for its keys. ``folds`` lists the weights that ``fold_scale`` has multiplied.
     """
 
     def __init__(self, adoption: Adoption, *, backend: str = "auto") -> None:
@@ -249,12 +249,12 @@ class AdoptedCore(DotProductAttention):
 
     @staticmethod
     def fold_scale(model: nn.Module, to: str | float, factor: float, inputs: Mapping[str, Any] | None) -> None:
-        """Fold the scale of all adopted attention of ``model``, as ``minitx.nn.fold_scale`` says."""
+        """Fold the scale of all adopted attention of ``model``. See ``minitx.nn.fold_scale``."""
         fold_adopted(model, adopted_cores(model), to, factor, inputs)
 
     @staticmethod
     def fold_back(model: nn.Module) -> None:
-        """Give the cores the model's own scale again, for good, with the function as it is now. The weights take the change."""
+        """Give the cores the model's own scale again, for good. The weights change so that the function does not."""
         AdoptedCore.fold_scale(model, "own", 1.0, None)
         for module in adopted_cores(model).values():
             module.core.folds = []
@@ -265,8 +265,8 @@ def adopt_hf(
 ) -> nn.Module:
     """Put our attention core under a Hugging Face model, in place, and return the model.
 
-    Logits, gradients, caches and ``generate`` stay those of the model under ``sdpa`` or ``eager``, within rounding. The modules
-    of the model get a copy of their config, so that other models made from the same config object stay as they are.
+    Logits, gradients, caches and ``generate`` equal the model's under ``sdpa`` or ``eager``, within rounding. The modules of the
+    model get a copy of their config, so other models made from the same config object do not change.
     ``output_attentions=True`` returns the weights of the core. A block of the model is a layer that transformers marks for gradient
     checkpointing, or the item of an ``nn.ModuleList``, that contains attention. In a hybrid such as Qwen3-Next, the layers without
     attention in the same list are blocks, too.
@@ -276,25 +276,26 @@ def adopt_hf(
     must still change nothing before them. Hooks of the model run in these calls, too.
 
     Args:
-        model: a ``transformers.PreTrainedModel``, or a module that contains such models, for example one of PEFT.
+        model: a ``transformers.PreTrainedModel``, or a module that contains such models, for example a PEFT model.
         backend: the backend of the cores, as in ``DotProductAttention``.
         check: ``auto``: call the model with two short made-up rows, one of them padded, or with two made-up pictures. A mapping:
-            the arguments of the call, for models of sound or of several modalities. False: do not check, for example where the
-            backend needs a device to which the model is moved later.
+            the arguments of the call, for models of sound or of several modalities, or without padding for a model with torch's
+            dynamic quantisation (padding changes the rounding of real tokens there). False: do not check, for example if the
+            backend needs a device and the model is moved there later.
 
     Raises:
-        TypeError: ``model`` contains no transformers model. ValueError: the model is adopted already; no attention of it passes
-            through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J), so that no other function can take its
-            place; or the check fails. The model is then as it was.
+        TypeError: ``model`` contains no transformers model. ValueError: the model is adopted already; none of its attention passes
+            through transformers' ``AttentionInterface`` (Falcon, BLOOM, GPT-Neo, GPT-J), so no other function can replace it; or
+            the check fails. The model is then left unchanged.
 
     Warns:
-        UserWarning: the check was not possible; some cores did not run in it; or some layers have no core and stay as they are,
+        UserWarning: the check was not possible; some cores did not run in it; or some layers have no core and stay unchanged,
             because they are torch's own ``nn.MultiheadAttention`` (the pooling head of SigLIP), attend themselves (the encoder of
             LongT5), or do not attend (Mamba).
     """
     roots = list(outermost(model)) if isinstance(model, nn.Module) else []
     if not roots:
-        raise TypeError(f"adopt_hf takes a model of transformers, got {type(model).__name__}, which contains none")
+        raise TypeError(f"adopt_hf needs a transformers model, got {type(model).__name__}, and it contains none")
     if adopted_cores(model):
         raise ValueError(f"{type(model).__name__} is adopted already: release_hf gives it back")
     is_auto = isinstance(check, str) and check == "auto"
@@ -363,7 +364,7 @@ def _exchange(model: nn.Module, roots: Sequence[Any], layers: Mapping[str, Any],
     for module in layers.values():
         module.core = AdoptedCore(adoption, backend=backend)
         arguments = inspect.signature(module.forward).parameters
-        module.core.is_cross = "cross_attention_states" in arguments  # always, also where a cache has them (Mllama)
+        module.core.is_cross = "cross_attention_states" in arguments  # always, even if a cache holds the states (Mllama)
         if not {*OTHER_STATES, "key", "keys"}.isdisjoint(arguments):
             enter = partial(adoption.enter_attention, list(arguments))
             adoption.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -376,7 +377,7 @@ def _exchange(model: nn.Module, roots: Sequence[Any], layers: Mapping[str, Any],
         root.set_attn_implementation(NAME)
     still = [name for name, module in layers.items() if module.config._attn_implementation != NAME]
     if still:
-        raise ValueError(f"{still[0]} of {type(model).__name__} cannot change its attention: transformers left it as it was")
+        raise ValueError(f"{still[0]} of {type(model).__name__} cannot change its attention: transformers did not replace it")
 
 
 def release_hf(model: nn.Module) -> nn.Module:
@@ -412,9 +413,10 @@ def _check_ours(model: nn.Module) -> None:
     """Raise an error if attention whose scale was changed no longer passes through its core."""
     for name, module in adopted_cores(model).items():
         if module.core.scale is not None and (other := module.config._attn_implementation) != NAME:
-            said = f"was set to {other!r} after its scale was changed, and would use the old scale"
-            back = f"set_attn_implementation({NAME!r}) brings the new one back, release_hf(model) takes it away"
-            raise RuntimeError(f"the attention of {name or type(module).__name__} {said}: {back}")
+            raise RuntimeError(
+                f"the attention of {name or type(module).__name__} was set to {other!r} after its scale was changed, and would use the "
+                f"old scale: set_attn_implementation({NAME!r}) restores the new scale, release_hf(model) the model's own"
+            )
 
 
 def adopted_cores(model: nn.Module) -> dict[str, Any]:
@@ -446,9 +448,9 @@ def _layers_without_core(model: nn.Module) -> list[str]:
 
 
 def _mark_blocks(model: nn.Module, layers: Collection[nn.Module]) -> None:
-    """Note which modules are blocks, for those who look at the residual stream: layers of transformers' class, else of a list (ALBERT).
+    """Mark the blocks, for analysis of the residual stream: layers of transformers' class, else items of a list (ALBERT).
 
-    In a hybrid (Qwen3-Next, Bamba), they are all layers of a list in which some layers have attention.
+    In a hybrid (Qwen3-Next, Bamba), the blocks are all layers of a list where some layers have attention.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -457,8 +459,8 @@ def _mark_blocks(model: nn.Module, layers: Collection[nn.Module]) -> None:
         marked = [module for module in around if isinstance(module, GradientCheckpointingLayer)]
         listed = [module for outer, module in pairwise(around) if isinstance(outer, nn.ModuleList)]
         lists = [outer for outer, module in pairwise(around) if isinstance(outer, nn.ModuleList) and module in marked]
-        beside = [one for siblings in lists for one in siblings if isinstance(one, GradientCheckpointingLayer)]
-        for block in [*marked, *beside] or listed[-1:]:
+        siblings = [layer for layers in lists for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
+        for block in [*marked, *siblings] or listed[-1:]:
             block.is_block = True
 
 
@@ -554,7 +556,7 @@ def _attention(
 def _mask_and_bias(
     core: AdoptedCore, attention_mask: Tensor | None, position_bias: Tensor | None, causal: bool, L: int, key: Tensor
 ) -> tuple[Mask | None, Tensor | None, int]:
-    """What hides keys, what is added to the scores, and how many keys count: a static cache hands out keys that are not written."""
+    """Return the mask, the tensor to add to the scores, and the number of keys that count: a static cache returns unwritten keys, too."""
     (B, _, S, _), key_mask = key.shape, core.adoption.call.key_masks[core.is_cross]
     if attention_mask is None:
         S = min(L, S) if causal and L > 1 else S

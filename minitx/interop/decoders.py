@@ -76,8 +76,8 @@ def tidy_rope(values: Values, names: Collection[str] = ()) -> Values:
         if old[name] != new[name]:
             raise ValueError(f"{ROPE}{name}={new[name]!r} contradicts {old[name]!r} in rope_theta or rope_scaling")
     given = {name.removeprefix(ROPE): values.pop(name) for name in [*values] if name.startswith(ROPE)}  # of overrides
-    said = {name: value for name, value in {**old, **new, **given}.items() if value is not None}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, **said}
+    stated = {name: value for name, value in {**old, **new, **given}.items() if value is not None}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **stated}
     kind = rope["rope_type"]
     if kind in TURNS:
         rope.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
@@ -288,7 +288,7 @@ def untidy_gemma2(values: Values) -> Values:
 
 
 def untidy_gemma3(values: Values) -> Values:
-    """Write the keys of Gemma 3: those of Gemma 2, and the rotary bases in the old and the new spelling."""
+    """Write the keys of Gemma 3: the keys of Gemma 2, and the rotary bases in the old and the new spelling."""
     factor = values.get(ROPE + "factor")
     values = untidy_gemma2({**values, ROPE + "factor": max(factor) if isinstance(factor, list) else factor})
     theta, kinds = values["rope_theta"], values["layer_types"]

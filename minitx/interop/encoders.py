@@ -8,7 +8,7 @@ from typing import Any
 from minitx.config import TransformerConfig
 from minitx.interop.families import ACTIVATIONS, FAULTS, SIZES, TEXT, Architecture, Family, Shape, Values
 
-# --- BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019), which counts positions from pad_token_id + 1
+# --- BERT (Devlin et al. 2019) and RoBERTa (Liu et al. 2019; its positions begin at pad_token_id + 1)
 
 KEYS = {**SIZES, "dropout": "hidden_dropout_prob", "norm_eps": "layer_norm_eps", "num_labels": "num_labels"}
 BERT_KEYS = {**KEYS, **TEXT, "max_len": "max_position_embeddings", "type_vocab_size": "type_vocab_size"}
@@ -48,7 +48,7 @@ def _bert_family(
         "head.head.bias": f"{head}.bias",
     }
     fields: Values = {"head": "lm", "head_bias": True, "head_transform": True, "num_labels": None}
-    others = ("pooler.*", "cls.seq_relationship.*")  # in files of BertForPreTraining, which BertForMaskedLM can load
+    others = ("pooler.*", "cls.seq_relationship.*")  # in files of BertForPreTraining; BertForMaskedLM can load them
     twice = {f"{head}.decoder.bias": f"{head}.bias"}
     return Family(
         model_type=model_type,

@@ -1,4 +1,4 @@
-"""What a table of a family contains, and how ``config.json`` is translated with it.
+"""The table of a family of models, and the translation of ``config.json`` by it.
 
 A ``Family`` lists which field of ``TransformerConfig`` is which key of ``config.json``, and the name of each tensor. Every key of a
 ``config.json`` is translated, must have a certain value (``required``), or is ignored because it does not change what the model
@@ -32,7 +32,7 @@ HARMLESS = (
     *("n_ctx", "n_positions", "n_special", "predict_special_tokens", "directionality", "pooler_*", "encoder_stride"),
     *("pretraining_tp", "hidden_act", "dense_act_fn", "is_gated_act", "is_encoder_decoder"),  # they follow from other keys
 )
-# the key under which ``Family.tidy`` lists what our blocks do not compute
+# the key under which ``Family.tidy`` lists options that our blocks do not support
 FAULTS = "__faults__"
 # fields of our config that do not change what a trained model computes
 TRAINING = ("dropout", "stochastic_depth", "checkpointing", "backend", "init", "init_fold", "init_zero_outputs")
@@ -41,7 +41,7 @@ SIZES = {"embed_dim": "hidden_size", "num_layers": "num_hidden_layers", "num_hea
 SIZES |= {"ffn_dim": "intermediate_size", "activation": "hidden_act"}
 TEXT = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 TEXT |= {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_token_id"}
-# families whose config of transformers refuses a width that is no multiple of the number of heads
+# families whose config in transformers refuses a width that is not a multiple of the number of heads
 WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
 # their names of activations and ours
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
@@ -78,15 +78,15 @@ class Family:
         model_type: the value of this key in ``config.json``.
         keys: the fields of our config to keys of ``config.json``.
         defaults: the values of keys that are missing in ``config.json``. Default: None.
-        words: for keys whose values have other names here, a table from theirs to ours. If two of theirs mean the same, the
+        words: for keys whose values have other names here, a table from their names to ours. Of two names with the same meaning, the
             first is written.
         architectures: the model classes by name. The first is the default.
         fields: the fields of our config that are the same in all models.
-        tensors: our names of tensors to theirs, without ``prefix``. Also of modules with a weight and a bias. ``*`` stands for the
-            number of the layer. Tensors of ours with one name there are equal parts of it along the output axis, in this order.
+        tensors: our names of tensors to theirs, without ``prefix``, or names of modules with a weight and a bias. ``*`` stands for the
+            number of the layer. Several of our tensors with the same name there are equal parts of it along the output axis, in order.
         required: keys with only one supported value.
-        prefix: what tensor names begin with.
-        gated: parts of their tensor names, and what they are in a model whose feed-forward network has a gate.
+        prefix: the beginning of all tensor names.
+        gated: parts of their tensor names, and the replacements in a model whose feed-forward network has a gate.
         is_transposed: whether the matrices of blocks have shape (in, out), as in ``Conv1D``.
         norm_shift: the weights of our norms minus theirs: 1 for norms that multiply by 1 + weight.
         shapes: for our names of tensors with another shape there, this shape as a function of the config and of our shape.
@@ -178,7 +178,7 @@ def _read_key(family: Family, ours: str, values: Values) -> Any:
     theirs, words = values.get(key, family.defaults.get(key)), family.words.get(key)
     if words is None:
         return theirs
-    if theirs not in [*words]:  # a list is no key of a dictionary
+    if theirs not in [*words]:  # a list cannot be a key of a dictionary
         raise UnsupportedError(f"{key}={theirs!r} is not supported here, only {', '.join(map(repr, words))}")
     return words[theirs]
 

@@ -1,4 +1,4 @@
-"""The files of a model folder: finding it on disk or on the hub, JSON, safetensors, and what lies beside the weights."""
+"""The files of a model folder: finding it on disk or on the hub, JSON, safetensors, and the companions of the weights."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     partial.replace(path)
 
 
-# --- what lies beside the weights of a Hugging Face folder
+# --- the other files of a Hugging Face folder
 
 
 def write_companions(
     folder: Path, model: Any, name: str, tokenizer: Any, chat_template: str | None, facts: Mapping[str, Any]
 ) -> None:
-    """Write the files beside ``config.json`` and the weights of a model of class ``name``: ``save_hf`` describes them.
+    """Write the files that accompany ``config.json`` and the weights of a model of class ``name``. See ``save_hf``.
 
     A model of transformers writes its ``generation_config.json`` itself.
     """
@@ -154,12 +154,12 @@ def write_companions(
 
 
 def _size(config: Any, *names: str) -> Any:
-    """Return the first of these attributes that ``config`` has, ours or that of transformers."""
+    """Return the first of these attributes that ``config``, ours or transformers', has."""
     return next((value for name in names if (value := stated(config, name)) is not None), None)
 
 
 def _special_ids(config: Any, tokenizer: Any) -> dict[str, list[int]]:
-    """Return the ids of the special tokens by role. Those of the config come before those of a tokenizer of ``minitx.data``."""
+    """Return the ids of the special tokens by role, first the config's, then a ``minitx.data`` tokenizer's."""
     marks = getattr(tokenizer, "mark_ids", {})
     ids = {
         role: [_size(config, f"{role}_id", f"{role}_token_id"), marks.get(role)]
@@ -180,10 +180,10 @@ def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mappin
     added = {id: token.content for id, token in made.get_added_tokens_decoder().items()}
     tokens = {f"{role}_token": added[id] for role, found in ids.items() for id in found[:1] if id in added}
     if unknown := getattr(made.model, "unk_token", None):
-        tokens = {"eos_token": unknown, **tokens, "unk_token": unknown}  # lm-eval asks for an eos_token
-    # what the folder of the tokenizer says, for roles that nothing above fills
-    beside, known = getattr(tokenizer, "special_tokens", {}), made.get_vocab()
-    tokens = {**{role: text for role, text in beside.items() if text in known}, **tokens}
+        tokens = {"eos_token": unknown, **tokens, "unk_token": unknown}  # lm-eval needs an eos_token
+    # special tokens from the tokenizer's folder, for roles that are still missing
+    from_folder, known = getattr(tokenizer, "special_tokens", {}), made.get_vocab()
+    tokens = {**{role: text for role, text in from_folder.items() if text in known}, **tokens}
     if hasattr(tokenizer, "mark_ids"):
         made.post_processor = None
         if loader == "AutoModelForSequenceClassification" and "cls_token" in tokens:

@@ -47,9 +47,9 @@ class Lora(Config):
         lora_alpha: the factor of the adapter, divided by r; ``null``: 2r.
         lora_dropout: the probability of dropout before the adapter.
         target_modules: names of the layers that get an adapter, a regular expression for them, or ``all-linear``: all but the head.
-            A head that is tied to the embeddings is untied by an adapter of one of them. On a head with a soft-cap the adapter is
+            An adapter on tied embeddings or their head unties both. On a head with a soft-cap the adapter is
             added after the cap.
-        modules_to_save: names of other modules to train. The new head of a classifier is trained in any case.
+        modules_to_save: names of other modules to train. The new head of a classifier is always trained.
         use_rslora: divide by √r instead of r (Kalajdzievski 2023, arXiv:2312.03732).
         use_dora: learn direction and size apart (Liu et al. 2024, arXiv:2402.09353).
     """
@@ -78,26 +78,26 @@ def pretrained_hf(
 ) -> nn.Module:
     """Load a Hugging Face model in float32. Only safetensors are read, and no code of the folder runs.
 
-    The attribute ``stored_node`` of the model is a node of a config, which builds the model again without the folder, with new
-    weights (``hf_from_config``). Checkpoints hold it.
+    The attribute ``stored_node`` of the model is a config node that builds the model again without the folder, with new weights
+    (``hf_from_config``). Checkpoints contain it.
 
     Args:
         path: a folder with ``config.json`` and weights, or a name on the hub.
-        task: the kind of task, which decides the head: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``tag``. In a
+        task: the kind of task; it decides the head: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``tag``. In a
             run, the data decide. Default, and for ``other``: the class that ``config.json`` names. A head that the folder does not
             have is new.
         adopt: put our attention core under the model (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
-        scale: the score scale of an adopted model, as in ``set_scale``. ``own``: that of the model.
+        scale: the score scale of an adopted model, as in ``set_scale``. ``own``: the model's scale.
         fold_scale: multiply the weights of queries and keys so that the model with the new scale starts as the same function.
         lora: train a low-rank adapter only (Hu et al. 2021, arXiv:2106.09685), by the package ``peft``. A number is the rank r, with
             ``lora_alpha`` = 2r on all linear layers but the head. ``Lora`` has more of its arguments.
         attention: how a model that is not adopted computes attention.
         num_labels: the number of labels, for ``classify`` and ``tag``. In a run, the data decide.
-        pad_id: the id of padding in the data, instead of that of the config. In a run, the data decide.
+        pad_id: the id of padding in the data, instead of the config's. In a run, the data decide.
         tokenizer: the tokenizer of the data. In a run, the data decide.
 
     Raises:
-        ImportError: ``transformers`` or, for ``lora``, ``peft`` is not installed. FileNotFoundError: there is no such folder.
+        ImportError: ``transformers`` or, for ``lora``, ``peft`` is not installed. FileNotFoundError: the folder does not exist.
         ValueError: ``task`` or ``attention`` is another word; transformers cannot read the folder; weights are missing; the tokenizer
             is another one than the folder's; ``adopt_hf``, ``set_scale`` or ``fold_scale`` refuses the model.
     """
@@ -110,7 +110,7 @@ def pretrained_hf(
     _check_tokenizer(folder, tokenizer)
     model = load_folder(folder, task, **({} if num_labels is None else {"num_labels": num_labels}))
     if pad_id is not None:
-        model.config.pad_token_id = pad_id  # by which the classifiers of decoders find the last token
+        model.config.pad_token_id = pad_id  # classifiers of decoders find the last token by it
     options = {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention}
     return _finished(model, options, fold_scale, logging.WARNING)
 
@@ -184,7 +184,7 @@ def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:
             model, loading = kind.from_pretrained(
                 folder,
                 dtype="float32",
-                attn_implementation="eager",  # a config may name a kernel of the hub, which would be code
+                attn_implementation="eager",  # a config may name a kernel of the hub, and that is code
                 use_safetensors=True,
                 output_loading_info=True,
                 **local,
@@ -202,7 +202,7 @@ def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:
 
 
 def _class_for(config: Any, task: str | None) -> Any:
-    """The class for a kind of task, or the one that the config names."""
+    """The class for a kind of task, or the class that the config names."""
     import transformers
 
     if task in TASKS:
@@ -213,15 +213,17 @@ def _class_for(config: Any, task: str | None) -> Any:
 
 
 def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without the names of attention functions, which may be kernels of the hub, and so code."""
+    """The config without the names of attention functions: these may be kernels of the hub, and so code."""
     kept = {name: value for name, value in config.items() if "attn_implementation" not in str(name)}  # id2label has numbers
     return {name: _without_kernels(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
 
 def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """Refuse the tokenizer of the data if its ids mean other tokens than those of the folder."""
-    said = f"model.tokenizer={tokenizer} must be data.tokenizer={tokenizer}: the data have the tokenizer"
-    require(not isinstance(tokenizer, str), said)
+    """Refuse the tokenizer of the data if its ids mean other tokens than the folder's."""
+    require(
+        not isinstance(tokenizer, str),
+        f"model.tokenizer={tokenizer} must be data.tokenizer={tokenizer}: the tokenizer is an option of the data",
+    )
     if tokenizer is None:
         return
     file = folder / "tokenizer.json"
@@ -249,11 +251,11 @@ def _with_lora(model: Any, lora: Lora, task: str | None, level: int) -> Any:
         if any(not {*tie}.isdisjoint(names) for tie in _ties_without_config(model)):
             raise ValueError(
                 f"model.lora: {type(model).__name__} ties {' and '.join(names)} whatever its config says, and the adapter would change "
-                "only one of them: choose other target_modules"
+                "a single name: choose other target_modules"
             )
         log.log(
             level,
-            "model.lora: %s are tied, and the adapter changes one of them: an exported model is untied",
+            "model.lora: %s are tied, and the adapter changes a single name: an exported model is untied",
             " and ".join(names),
         )
     return adapted
@@ -270,7 +272,7 @@ def logging_warnings(level: int) -> Iterator[None]:
 
 
 def adapted_ties(model: nn.Module) -> list[list[str]]:
-    """Return the names of each tied weight that an adapter of PEFT changes under one name. The names are those of the model without adapters."""
+    """Return the names, in the model without adapters, of each tied weight that a PEFT adapter changes under a single name."""
     ties = [names for names in _names_of_weights(model) if any(PLACE_OF_ADAPTER.search(name) for name in names)]
     return [[PLACE_OF_ADAPTER.sub(".", name.removeprefix("base_model.model.")) for name in names] for names in ties]
 
@@ -325,7 +327,7 @@ def set_untied(model: nn.Module) -> None:
 
 @contextmanager
 def quiet() -> Iterator[Any]:
-    """A context without progress bars and logs of transformers, which it gives.
+    """A context without progress bars and logs of transformers. It yields the package.
 
     Raises:
         ImportError: ``transformers`` is not installed.

@@ -1,7 +1,8 @@
 """The score scale of adopted models, folded into the weights of their queries and keys.
 
 No table says where the queries of a model come from. One call of the model finds it: the gradient of the queries says which rows of
-which weights make them, and Euler's theorem says which weights the queries are proportional to. The same for keys.
+which weights make them, and Euler's theorem says which weights the queries are proportional to. In a second call without these outputs
+no query may remain. The same for keys.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from minitx.nn.scale import memory_of, overlap, scale_multiplier
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """A module whose output makes queries or keys, and what they are multiplied by.
+    """A module whose output makes queries or keys, and their factor.
 
     Attributes:
         module: the last projection or norm before the scores.
@@ -50,6 +51,10 @@ class Fold:
             factor.masked_fill_(self.rows.to(parameter.device), 1 / self.ratio if undo else self.ratio)
             outputs = parameter.movedim(self.axis, -1)
             outputs.copy_((outputs + self.shift) * factor - self.shift)
+
+    def silence(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """A forward hook that sets the queries (or keys) in the module's output to 0."""
+        return output.masked_fill(self.rows.to(output.device), 0.0)
 
 
 def outermost(module: nn.Module) -> Iterator[Any]:
@@ -75,7 +80,7 @@ def fold_adopted(
             parameter.requires_grad_()
         calls = _first_calls(model, layers, inputs)
         ratios = {name: _ratio_of(name, layer, calls[name], to, factor) for name, layer in layers.items()}
-        folds = _folds_of(model, layers, calls, ratios)
+        folds = _folds_of(model, layers, _sources(model, layers, calls, inputs), ratios)
     finally:
         for parameter, flag in trained.items():
             parameter.requires_grad_(flag)
@@ -110,24 +115,50 @@ def _made_up_inputs(root: Any) -> dict[str, Tensor]:
         raise ValueError(f"cannot fold the scale, because {error}: pass inputs=, the arguments of a call") from None
 
 
+def _sources(
+    model: nn.Module, layers: Mapping[str, Any], calls: Mapping[str, AttentionCall], inputs: Mapping[str, Any] | None
+) -> dict[str, tuple[Fold | None, Fold | None]]:
+    """Return, for each layer, the module that makes the queries and nothing else, and the same for the keys, or None.
+
+    ``_source_of`` mistakes a small adapter for rounding, above all in bfloat16. With the module silenced, the adapter's part remains.
+    """
+    sources = {}
+    for name, layer in layers.items():
+        call = calls[name]
+        rest = [part for part in (call.value, call.attn_bias, call.sinks) if isinstance(part, Tensor)]
+        of_query = _source_of(layer, call.query, (call.key, *rest))
+        sources[name] = of_query, _source_of(layer, call.key, (call.query, *rest)) if of_query else None
+    with ExitStack() as hooks:
+        for fold in (fold for pair in sources.values() for fold in pair if fold):
+            hooks.enter_context(fold.module.register_forward_hook(fold.silence))
+        silent = _first_calls(model, layers, inputs)
+    return {
+        name: (None if silent[name].query.any() else of_query, None if silent[name].key.any() else of_key)
+        for name, (of_query, of_key) in sources.items()
+    }
+
+
 def _folds_of(
-    model: nn.Module, layers: Mapping[str, Any], calls: Mapping[str, AttentionCall], ratios: Mapping[str, float]
+    model: nn.Module,
+    layers: Mapping[str, Any],
+    sources: Mapping[str, tuple[Fold | None, Fold | None]],
+    ratios: Mapping[str, float],
 ) -> dict[str, list[Fold]]:
-    """What is multiplied in each layer. Queries and keys take a square root of the ratio each, if all layers make their own keys."""
+    """Return the weights to multiply in each layer. Queries and keys take a square root of the ratio each, if all layers make their own keys."""
     queries, both = dict[str, list[Fold]](), dict[str, list[Fold]]()
     without = ""
-    for name, layer in layers.items():
-        call, ratio = calls[name], ratios[name]
-        rest = [part for part in (call.value, call.attn_bias, call.sinks) if isinstance(part, Tensor)]
-        if (of_query := _source_of(layer, call.query, (call.key, *rest))) is None:
-            said = "no projection or norm of its own makes its queries and nothing else, in plain weights"
-            raise ValueError(f"cannot fold the scale of {name}: {said}")
+    for name in layers:
+        (of_query, of_key), ratio = sources[name], ratios[name]
+        if of_query is None:
+            raise ValueError(
+                f"cannot fold the scale of {name}: it has no projection or norm with plain weights that makes its queries and nothing else"
+            )
         share = math.sqrt(abs(ratio))
         queries[name] = [replace(of_query, ratio=ratio)]
         both[name] = [replace(of_query, ratio=math.copysign(share, ratio))]
-        if (of_key := _source_of(layer, call.key, (call.query, *rest))) is not None:
+        if of_key is not None:
             both[name].append(replace(of_key, ratio=share))
-        elif ratio != 1:  # its keys may be those of another layer
+        elif ratio != 1:  # another layer may make its keys
             without = without or f"no projection or norm of {name} makes its keys and nothing else"
     if (reason := without or _why_shared(model, both)) and any(ratio != 1 for ratio in ratios.values()):
         if refused := _why_shared(model, queries):
@@ -175,7 +206,7 @@ def _source_of(layer: nn.Module, made: Tensor, others: tuple[Tensor, ...]) -> Fo
     By Euler's theorem the queries q are homogeneous of degree 1 in parameters θ if Σ θ · ∂(u·q)/∂θ = u·q. For the parameters of a
     projection before a norm the sum is 0.
     """
-    # what is written to a quantised weight may not arrive
+    # writing to a quantised weight may have no effect
     parameters = [one for one in layer.parameters() if one.requires_grad and type(one) is nn.Parameter]
     if not made.requires_grad or not parameters:
         return None

@@ -35,12 +35,12 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: C
     Args:
         model: any model of ``minitx.nn``. Tied weights are saved once.
         folder: created if it does not exist.
-        tokenizer: saved as ``tokenizer.json``, which ``tokenizers`` and ``minitx.data`` read.
+        tokenizer: saved as ``tokenizer.json``, for ``tokenizers`` and ``minitx.data``.
 
     Raises:
         TypeError: ``model`` is not a model of ``minitx.nn``.
-        ValueError: the model is no longer what its config describes, because a part was removed, added, replaced, quantised
-            or changed (also ``scale`` and ``softcap``), or has a hook.
+        ValueError: the model differs from its config, because a part was removed, added, replaced, quantised or changed (``scale``
+            and ``softcap`` included), or has a hook.
 
     >>> import tempfile
     >>> from minitx.nn import DecoderLM
@@ -131,7 +131,7 @@ def check_unchanged(model: nn.Module, caller: str) -> None:
         if hasattr(model, "merge_and_unload"):
             hint = "merge_and_unload() returns the model"
             for names in adapted_ties(model):  # PEFT would merge the adapter of one place into the shared weight
-                hint = f"merging would change {' and '.join(names)}, which are one weight, although the adapter changes only one of them"
+                hint = f"{' and '.join(names)} are one weight, and merging would change all of them, but the adapter changes only one"
         raise TypeError(f"{caller} saves models of minitx.nn, got {type(model).__name__}; {hint}")
     with torch.device("meta"):
         wanted = build_model(model.config, nn.Identity if model.has_own_core else None)
@@ -143,11 +143,11 @@ def check_unchanged(model: nn.Module, caller: str) -> None:
             faults[name] = f"{name} is {ours}, not {theirs}"
     for name, module in model.named_modules():  # torch has no public list of a module's hooks
         if module._forward_hooks or module._forward_pre_hooks:
-            faults.setdefault(name or "the model", f"{name or 'the model'} has a hook, which no file keeps")
+            faults.setdefault(name or "the model", f"{name or 'the model'} has a hook, and hooks are not saved")
     listed = [text for name, text in faults.items() if not any(name.startswith(f"{other}.") for other in faults)]
     if listed:
         more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
-        raise ValueError(f"{caller}: the model is not what its config describes: {'; '.join(listed[:5])}{more}")
+        raise ValueError(f"{caller}: the model differs from its config: {'; '.join(listed[:5])}{more}")
 
 
 def _parts(model: nn.Module) -> dict[str, Any]:

@@ -43,9 +43,9 @@ def load_hf(
     Args:
         folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. ``huggingface_hub`` downloads it into its
             usual cache. Offline (``HF_HUB_OFFLINE=1``) it is read from the cache.
-        dtype: the dtype of the parameters, such as ``torch.bfloat16`` or ``"bfloat16"``. Default: that of the file.
-        overrides: values that replace those of ``config.json``. Of a mapping, only the keys that it has. A value with which the
-            weights were not trained gives a wrong model.
+        dtype: the dtype of the parameters, such as ``torch.bfloat16`` or ``"bfloat16"``. Default: the file's dtype.
+        overrides: values that replace values of ``config.json``; a mapping replaces only the keys that it has. A value that the
+            weights were not trained with gives a wrong model.
         ignore: names or patterns of tensors in the file to ignore, such as ``"cls.seq_relationship.*"``.
 
     Raises:
@@ -61,9 +61,9 @@ def load_hf(
     values = _with(read_json(folder / "config.json"), overrides or {})
     if values.get("model_type") not in FAMILIES:
         hint = "; for a model of minitx, use from_pretrained" if values.get("format") == "minitx" else ""
-        known = ", ".join(FAMILIES)
-        said = f"{folder}: model_type={values.get('model_type')!r} is not supported: one of {known}"
-        raise ValueError(f"{said}{hint or f'. {ELSEWHERE}'}")
+        raise ValueError(
+            f"{folder}: model_type={values.get('model_type')!r} is not supported: one of {', '.join(FAMILIES)}{hint or f'. {ELSEWHERE}'}"
+        )
     family = FAMILIES[values["model_type"]]
     try:
         architecture = find_architecture(family, values)
@@ -76,7 +76,7 @@ def load_hf(
     except ValueError as error:
         raise ValueError(f"{folder}: {error}{f'. {ELSEWHERE}' if isinstance(error, UnsupportedError) else ''}") from None
     if passed:
-        log.info("%s: ignored keys, which do not change what the model computes: %s", folder, ", ".join(passed))
+        log.info("%s: ignored keys that do not change what the model computes: %s", folder, ", ".join(passed))
     return model.eval()
 
 
@@ -91,7 +91,7 @@ def save_hf(
     model_type: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Save a model as a Hugging Face folder, which ``transformers``, programs built on it and ``load_hf`` can load.
+    """Save a model as a Hugging Face folder for ``transformers``, programs built on it, and ``load_hf``.
 
     The folder contains ``config.json``, ``model.safetensors``, ``README.md`` (a file of this name that exists is kept), for a model
     that writes text ``generation_config.json``, and with ``tokenizer`` the files that ``AutoTokenizer`` reads. It needs
@@ -103,8 +103,8 @@ def save_hf(
         folder: created if it does not exist.
         tokenizer: a tokenizer of ``minitx.data``, ``tokenizers`` or ``transformers``. A tokenizer of ``minitx.data`` adds no tokens
             to a text, and neither does the saved one, but for a classifier it begins with the class token. A character tokenizer
-            without marks gets its unknown character as ``eos_token``, because lm-eval asks for one; generation does not stop there.
-        chat_template: a template in jinja2 for ``apply_chat_template``, saved beside the tokenizer.
+            without marks gets its unknown character as ``eos_token``, because lm-eval needs one; generation does not stop there.
+        chat_template: a template in jinja2 for ``apply_chat_template``, saved with the tokenizer.
         facts: rows of the table in ``README.md``, for example about the training.
         labels: the names of a classifier's labels, in their order. Default: ``LABEL_0`` and so on.
         model_type: for example ``mistral``. Default: the first family that can represent the model.
@@ -113,7 +113,7 @@ def save_hf(
     Raises:
         TypeError: ``model`` is not a model of ``minitx.nn``.
         ValueError: no family can represent the model. The message names the closest class and all fields that it would change. Or the
-            model is no longer what its config describes, as in ``save_pretrained``. Or ``chat_template`` without ``tokenizer``. Or
+            model differs from its config, as in ``save_pretrained``. Or ``chat_template`` without ``tokenizer``. Or
             ``labels`` of another number than the model's.
     """
     if model_type is not None and model_type not in FAMILIES:
@@ -126,7 +126,7 @@ def save_hf(
             f"labels must be {model.config.num_labels} names, as the model has num_labels, got {len(labels)}: {labels}"
         )
     lacking: dict[str, dict[str, str]] = {}
-    own_core = {"core": "core=, an attention core of its own, would be left out"} if model.has_own_core else {}
+    own_core = {"core": "the model's own attention core, core=, would be left out"} if model.has_own_core else {}
     for family in KNOWN if model_type is None else (FAMILIES[model_type],):
         for name, architecture in family.architectures.items():
             values = write_config(family, name, model.config, labels)
@@ -172,7 +172,7 @@ def _read_files(folder: Path, family: Family, ignored: Sequence[str]) -> dict[st
 
 
 class Place(NamedTuple):
-    """Where a parameter of ours is in their file: in the tensor ``name`` of shape ``shape``, of which it is part i of n.
+    """The place of our parameter in their file: part i of n of the tensor ``name`` of shape ``shape``.
 
     ``shift``: our values minus theirs.
     """

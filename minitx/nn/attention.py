@@ -20,7 +20,7 @@ TORCH_PARTS = {
     **{f"out_proj.{kind}": [f"out_proj.{kind}"] for kind in ("weight", "bias")},
     **{f"{name}_proj_weight": [f"{name}_proj.weight"] for name in "qkv"},  # with kdim or vdim, instead of in_proj_weight
 }
-"""The parameters of ``torch.nn.MultiheadAttention``, and those of ``MultiHeadAttention`` of which each is the concatenation."""
+"""Each parameter of ``torch.nn.MultiheadAttention``, and the parameters of ``MultiHeadAttention`` that it concatenates."""
 
 
 class DotProductAttention(nn.Module):
@@ -72,7 +72,7 @@ class MultiHeadAttention(nn.Module):
         embed_dim: E, the width of queries and of the output.
         num_heads: H.
         num_kv_heads: Hkv, a divisor of H. Default: H.
-        head_dim: D. Default: E / H, which must be a whole number.
+        head_dim: D. Default: E / H, if it is a whole number.
         kdim, vdim: the widths of the ``key`` and ``value`` inputs. Default: E.
         bias: whether the four projections have biases. out_bias: whether ``out_proj`` has one. Default: as ``bias``.
         dropout: the dropout probability on the weights, in training only.
@@ -181,7 +181,7 @@ class MultiHeadAttention(nn.Module):
         if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
         if isinstance(attn_bias, nn.Module):
-            attn_bias = as_bias(attn_bias)  # the rule with the table as it is now
+            attn_bias = as_bias(attn_bias)  # the rule with the current table
         q, k, v = self._project(query, query if key is None else key, value, is_cross, position_ids, cache)
         q, multiplier = self._scaled(q, k.shape[2], mask)
         call = AttentionCall(
@@ -271,7 +271,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError("rotary positions are for self-attention: queries and keys need one position axis")
         key = query if key is None else key
         given = [("query", query, self.embed_dim)]
-        if key is not query or self.kdim != self.embed_dim:  # else it is what was just checked
+        if key is not query or self.kdim != self.embed_dim:  # else the query was checked above
             given.append(("key", key, self.kdim))
         if value is not None or self.vdim != self.kdim:
             given.append(("value", key if value is None else value, self.vdim))
@@ -294,14 +294,14 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             TypeError: ``theirs`` is not a ``torch.nn.MultiheadAttention``.
-            ValueError: ``add_bias_kv`` or ``add_zero_attn``, which append a key to every sequence; or a layer that may compute
+            ValueError: ``add_bias_kv`` or ``add_zero_attn`` (they append a key to every sequence), or a layer that may compute
                 something else: a subclass with its own ``forward``, a pruned or parametrised layer, or a layer with hooks.
         """
         if not isinstance(theirs, nn.MultiheadAttention):
             raise TypeError(f"theirs must be a torch.nn.MultiheadAttention, got {type(theirs).__name__}")
         if theirs.bias_k is not None or theirs.add_zero_attn:
             option = "add_bias_kv" if theirs.bias_k is not None else "add_zero_attn"
-            raise ValueError(f"{option}=True appends a key to every sequence, which MultiHeadAttention does not have")
+            raise ValueError(f"{option}=True appends a key to every sequence, and MultiHeadAttention has no such option")
         if (fault := not_plain(theirs, nn.MultiheadAttention, TORCH_PARTS)) is not None:
             raise ValueError(f"theirs must be a plain torch.nn.MultiheadAttention: {fault}")
         has_bias = theirs.in_proj_bias is not None
@@ -320,7 +320,7 @@ class MultiHeadAttention(nn.Module):
         """Return a ``torch.nn.MultiheadAttention`` with copies of these weights, frozen where these are. See ``from_torch``.
 
         Args:
-            batch_first: the option of torch's layer. ``DropInAttention.to_torch`` passes that of the layer it replaced.
+            batch_first: the option of torch's layer. ``DropInAttention.to_torch`` passes the option of the layer that it replaced.
 
         Raises:
             ValueError: an option that torch's layer does not have (the message names it); a projection that may compute something

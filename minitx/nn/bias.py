@@ -1,6 +1,6 @@
 """Attention biases, written as rules, and the base of all rules.
 
-A ``Bias`` computes what is added to the scaled score of query ``i`` and key ``j``. Its indices are those of a ``Mask``: query row
+A ``Bias`` computes a number that is added to the scaled score of query ``i`` and key ``j``. Its indices are a ``Mask``'s: query row
 ``i`` has position ``i + offset``, with ``offset = S - L``. One rule therefore serves training and decoding with a cache. A kernel
 that works in tiles computes one tile of the bias at a time and never stores the whole (H, L, S) tensor.
 
@@ -32,7 +32,7 @@ class Rule:
     """
 
     def entries(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        """Return the entries of the rule at these indices, which broadcast. Query ``row`` has position ``row + offset``."""
+        """Return the entries of the rule at these broadcastable indices. Query ``row`` has position ``row + offset``."""
         raise NotImplementedError(f"{type(self).__name__} must define entries()")
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
@@ -51,7 +51,7 @@ class Rule:
     ) -> Tensor:
         """Return the rule as a tensor that broadcasts to (B, H, L, S). ``rows`` and ``keys`` select a tile.
 
-        An axis on which the rule does not depend has size 1. A padding mask, for example, has shape (B, 1, 1, S).
+        An axis that the rule does not depend on has size 1. A padding mask, for example, has shape (B, 1, 1, S).
         """
         batch = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
         head = torch.arange(num_heads, device=device).view(1, -1, 1, 1)
@@ -94,7 +94,7 @@ def _members(rule: Any) -> tuple[Any, ...] | None:
 
 
 def leaves_of(rule: Any) -> list[Any]:
-    """Return the tensors and all other values in a rule that are no rules and no tuples."""
+    """Return the tensors and all other values in a rule, except rules and tuples."""
     members = _members(rule)
     return [rule] if members is None else [leaf for member in members for leaf in leaves_of(member)]
 
@@ -105,7 +105,7 @@ def tensors_of(rule: Any) -> list[Tensor]:
 
 
 def unknown_in(rule: Any) -> list[Any]:
-    """Return what is in a rule and is no tensor, number, string or None. It may hide tensors."""
+    """Return the values in a rule that are not tensors, numbers, strings or None. They may hide tensors."""
     return [leaf for leaf in leaves_of(rule) if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str))]
 
 
@@ -131,10 +131,10 @@ class Bias(Rule):
     """
 
     may_hide: ClassVar[bool] = True
-    """Whether the rule may return −inf, which hides a key. If not, no kernel looks for keys that nobody sees."""
+    """Whether the rule may return −inf to hide a key. If not, no kernel looks for keys that no query sees."""
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
-        """Return what is added to the score of query ``row`` (at position ``row + offset``) and ``key``. Indices broadcast."""
+        """Return the bias of the score of query ``row`` (at position ``row + offset``) and ``key``. Indices broadcast."""
         raise NotImplementedError(f"{type(self).__name__} must define value()")
 
     def entries(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
@@ -152,8 +152,10 @@ class TensorBias(TensorRule, Bias):
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or not self.tensor.is_floating_point():
             got = getattr(self.tensor, "dtype", type(self.tensor).__name__)
-            said = "a mask (True = may attend) is given as attn_mask"
-            raise TypeError(f"attn_bias must be a floating-point tensor or a Bias, got {got}: {said} ({MASKS_PAGE})")
+            raise TypeError(
+                f"attn_bias must be a floating-point tensor or a Bias, got {got}: pass a mask (True = may attend) as attn_mask "
+                f"({MASKS_PAGE})"
+            )
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:
         return self.entries(batch, head, row, key, offset)
@@ -171,7 +173,7 @@ class ALiBi(Bias):
     With a causal mask this is the paper's bias. Without one it is the symmetric form for encoders.
 
     Args:
-        num_heads: H. The slopes m_h are those of the paper. If H is a power of two, they are 2^(−8h/H) for h = 1 … H. For
+        num_heads: H. The slopes m_h are the paper's. If H is a power of two, they are 2^(−8h/H) for h = 1 … H. For
             another H, take the slopes of the next lower power of two, then every second slope of twice that power.
         slopes: m_h as a tensor (H,), instead of ``num_heads``. It may be a parameter.
 
@@ -298,7 +300,7 @@ class T5RelativeBias(nn.Module, Bias):
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Convert to at least float32. The table's gradient is a sum over all pairs, which bfloat16 cannot represent."""
+    """Convert to at least float32. The table's gradient is a sum over all pairs, and bfloat16 cannot represent it."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

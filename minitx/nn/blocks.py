@@ -115,7 +115,7 @@ class Residual(nn.Module):
         self.branch = None if branch is None else branch()
 
     def finish(self, out: Tensor) -> Tensor:
-        """Return what is added to the residual stream for a sublayer's output: norm' of ``sandwich``, dropout, ``branch``."""
+        """Return a sublayer's contribution to the residual stream: norm' of ``sandwich``, dropout, ``branch``."""
         if self.output_norm is not None:
             out = self.output_norm(out)
         if self.dropout is not None:
@@ -244,10 +244,9 @@ def is_block(module: nn.Module) -> bool:
 
     The attribute may be one of the class or of the module. ``adopt_hf`` sets it on the layers of a Hugging Face model.
     """
-    own = vars(module).get(
-        "is_block", getattr(type(module), "is_block", False)
-    )  # wrappers lend the attributes of what they wrap
-    return isinstance(module, Block) or own is True
+    # not getattr(module, ...): wrappers lend the attributes of the wrapped module
+    is_block = vars(module).get("is_block", getattr(type(module), "is_block", False))
+    return isinstance(module, Block) or is_block is True
 
 
 def is_recomputing() -> bool:
@@ -265,7 +264,7 @@ def is_recomputing() -> bool:
 def run_checkpointed(block: nn.Module, x: Tensor, **options: Any) -> Any:
     """Return ``block(x, **options)``. Only the input is kept; the activations are computed again in the backward pass.
 
-    Both runs use the same random numbers, so the gradients equal those of a plain call bit by bit (Chen et al. 2016,
+    Both runs use the same random numbers, so the gradients equal a plain call's bit by bit (Chen et al. 2016,
     arXiv:1604.06174).
     """
     return checkpoint(block, x, use_reentrant=False, **options)

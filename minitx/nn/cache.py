@@ -29,7 +29,7 @@ class LayerCache:
 
     Raises:
         ValueError: a capacity or window below 1; more positions than ``capacity``; a change of batch size, number of heads,
-            width, dtype or device; a ``length`` that was set back to where earlier keys are no longer held. RuntimeError: keys or
+            width, dtype or device; a ``length`` that was set back so far that earlier keys are gone. RuntimeError: keys or
             values that require grad (the tensors are overwritten in place).
 
     >>> cache = LayerCache(capacity=8)
@@ -64,7 +64,7 @@ class LayerCache:
         ``advance`` counts the positions. Until then, another ``append`` overwrites them.
         """
         L, kept = key.shape[2], self.num_kept
-        pair = self._pair if self.length else None  # what a failed first pass wrote does not count
+        pair = self._pair if self.length else None  # tensors of a failed first pass do not count
         check_room(self.length, L, self.capacity)
         for name, new, old in zip(("key", "value"), (key, value), pair or (key, value), strict=True):
             _check_like(name, new, old)
@@ -147,7 +147,7 @@ class KVCache:
     """One ``LayerCache`` for each layer, and the padding and documents of the tokens that were read.
 
     Pass it to a model with each new piece of the input. ``key_mask`` and ``document_ids`` then describe the new tokens only,
-    because the cache stores those of the earlier tokens. ``position_ids``, if given at all, must be given with each piece. The
+    because the cache stores them for the earlier tokens. ``position_ids``, if given at all, must be given with each piece. The
     result equals one forward pass over the whole input, for left-padded prompts, pieces of any length and single tokens.
 
     Args:
@@ -230,7 +230,7 @@ def _check_count(name: str, number: int, of: str) -> None:
 
 
 def check_room(length: int, num_new: int, capacity: int) -> None:
-    """Raise a ValueError if there is no room for the new positions, before anything is written."""
+    """Raise a ValueError if the new positions do not fit, before anything is written."""
     if length + num_new > capacity:
         raise ValueError(f"cache has capacity for {capacity} positions: {length} are taken, {num_new} more do not fit")
 
@@ -241,6 +241,6 @@ def _check_like(name: str, new: Tensor, old: Tensor) -> None:
     (B, Hkv, _, D), shape = old.shape, new.shape
     if shape[0] != B or shape[1] != Hkv or shape[3] != D or new.dtype != old.dtype or new.device != old.device:
         raise ValueError(
-            f"{name} must fit what the cache holds, (B, Hkv, D) = {(B, Hkv, D)} {old.dtype} on {old.device}, "
+            f"{name} must fit the cache, (B, Hkv, D) = {(B, Hkv, D)} {old.dtype} on {old.device}, "
             f"got {(shape[0], shape[1], shape[3])} {new.dtype} on {new.device}"
         )

@@ -145,10 +145,10 @@ class DropInAttention(nn.Module):
 
         Args:
             query, key, value: (B, L or S, width), or (L or S, B, width) without ``batch_first``. Unbatched: (L or S, width).
-            key_padding_mask: (B, S), or (S,) if unbatched. Bool with True = hidden, or float, which is added to the scores. A key
-                that it hides is padding, in statistics also as a query.
+            key_padding_mask: (B, S), or (S,) if unbatched. Bool with True = hidden, or float to add to the scores. A key
+                that it hides is padding. Statistics leave out the same position as a query.
             need_weights: also return the weights.
-            attn_mask: (L, S) or (B · H, L, S). Bool with True = hidden, or float, which is added to the scores.
+            attn_mask: (L, S) or (B · H, L, S). Bool with True = hidden, or float to add to the scores.
             average_attn_weights: return the mean of the weights over heads, (B, L, S), instead of (B, H, L, S).
             is_causal: a hint that ``attn_mask`` is causal, as in torch. The values of the mask decide.
 
@@ -273,7 +273,7 @@ def swap_attention(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             other = owners.setdefault(parameter, owner)
             if other is not owner and any(isinstance(one, nn.MultiheadAttention) for one in (owner, other)):
                 raise ValueError(
-                    f"cannot swap the attention: {name} shares a parameter with another module, which a copy would not"
+                    f"cannot swap the attention: {name} shares a parameter with another module, and a copy would not share it"
                 )
     swapped: dict[nn.Module, DropInAttention] = {}
     for name, layer in layers.items():
@@ -288,7 +288,7 @@ def swap_attention(model: nn.Module, *, backend: str = "auto") -> nn.Module:
 
 
 def _translate(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *rest: object) -> None:
-    """Before ``load_state_dict``: give the entries of torch's layer the names and shapes of ours."""
+    """Rename and split the entries of torch's layer before ``load_state_dict``."""
     for name, parts in TORCH_PARTS.items():
         if (whole := state_dict.pop(f"{prefix}{name}", None)) is not None:
             for part, tensor in zip(parts, whole.chunk(len(parts)), strict=True):

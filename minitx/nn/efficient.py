@@ -57,7 +57,7 @@ class EfficientAttention(nn.Module):
             return self.attend(wide).to(call.value.dtype)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw what the core holds. Most cores hold nothing. ``init_weights`` passes its generator."""
+        """Draw the random state of the core. Most cores have none. ``init_weights`` passes its generator."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Compute the output (B, H, L, Dv) from tensors in at least float32."""
@@ -97,7 +97,7 @@ def approximation_error(
 ) -> dict[str, float | Tensor]:
     """Measure the error of ``core`` against exact softmax attention on these inputs.
 
-    The relative error is ‖core − exact‖_F / ‖exact‖_F. The exact output is computed by ``reference_attention`` in float64, which
+    The relative error is ‖core − exact‖_F / ‖exact‖_F. The exact output is computed by ``reference_attention`` in float64. It
     stores L × S scores. The core runs in evaluation mode.
 
     Args:
@@ -152,7 +152,7 @@ class AdditiveAttention(nn.Module):
         hidden_dim: m, the width of the network. Default: D.
 
     Shapes: query (B, H, L, D), key (B, Hkv, S, D) and value (B, Hkv, S, Dv) give (B, H, L, Dv), and weights (B, H, L, S) if the call
-    asks for them.
+    has ``need_weights``.
 
     Raises:
         ValueError: a width below 1.
@@ -173,7 +173,7 @@ class AdditiveAttention(nn.Module):
         self.energy = nn.Linear(width, 1, bias=False)  # v
 
     def forward(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the output (B, H, L, Dv), or ``(output, weights)`` if the call asks for weights."""
+        """Return the output (B, H, L, Dv), or ``(output, weights)`` if the call has ``need_weights``."""
         dtype, group = torch.promote_types(call.query.dtype, torch.float32), call.query.shape[1] // call.key.shape[1]
         with full_precision(call.query.device):
             attn_bias = call.dense_bias()
@@ -200,8 +200,8 @@ class LinformerAttention(EfficientAttention):
     S keys and values into k slots. They are parameters of this core, ``key_mix`` and ``value_mix``. Their columns belong to positions:
     S may not exceed ``max_len``, and a shorter S uses the first S columns.
 
-    Soft-cap and sinks act on the scores of slots, dropout on the weights of slots. The only mask that is supported is ``Padding``:
-    padded keys and values are set to zero before mixing. With padding at the end, the output is that of the sequence without padding.
+    Soft-cap and sinks act on the scores of slots, dropout on the weights of slots. The only supported mask is ``Padding``: padded
+    keys and values are set to zero before mixing. Padding at the end therefore does not change the output.
     Other masks, ``attn_bias`` and ``need_weights`` are not supported, because a slot mixes all positions.
 
     Cost: (L + S) · k · (D + Dv) multiplications, and L · k stored scores. It is linear in the length.
@@ -220,8 +220,8 @@ class LinformerAttention(EfficientAttention):
     """
 
     refusals: ClassVar[dict[str, str]] = {
-        "attn_bias": "it computes scores for slots, which mix all positions, and not for keys",
-        "need_weights": "its weights belong to slots, which mix all positions, and not to keys",
+        "attn_bias": "it computes scores for slots that mix all positions, not for keys",
+        "need_weights": "its weights belong to slots that mix all positions, not to keys",
     }
 
     def __init__(self, max_len: int, num_slots: int) -> None:
@@ -277,7 +277,7 @@ class KernelisedAttention(EfficientAttention):
         chunk_size: the number of positions that causal attention computes at a time. It does not change the result.
 
     Raises:
-        ValueError: ``chunk_size`` is no positive whole number.
+        ValueError: ``chunk_size`` is not a positive whole number.
     """
 
     refusals: ClassVar[dict[str, str]] = {
@@ -392,7 +392,7 @@ class LinearAttention(KernelisedAttention):
 
 
 def _log_elu_plus_one(x: Tensor) -> Tensor:
-    """Return ln(elu(x) + 1), which is x for x < 0 and ln(1 + x) otherwise."""
+    """Return ln(elu(x) + 1): x for x < 0 and ln(1 + x) otherwise."""
     return x.clamp(max=0.0) + x.relu().log1p()
 
 
@@ -405,7 +405,7 @@ class PerformerAttention(KernelisedAttention):
     Attention with Performers", arXiv:2009.14794, §2.3 (Lemma 1, positive features) and §2.4 (orthogonal features).
 
     The estimate of exp(q'·k') is unbiased. The error of the output falls like 1/√m and grows like exp(|q' + k'|² / 2), so it is small
-    only if |c| (|q|² + |k|²) is small. For entries of variance 1 and c = 1/√D this is 2√D, which is too large at D = 64. Normalise
+    only if |c| (|q|² + |k|²) is small. For entries of variance 1 and c = 1/√D this is 2√D, too large at D = 64. Normalise
     queries and keys (``qk_norm``), and measure the error with ``approximation_error``.
 
     It supports the same options as ``LinearAttention``.
@@ -504,7 +504,7 @@ def build_core(
         head_dim: D.
         max_len: the longest sequence, for ``linformer``.
         num_features: m of ``performer``. None: D · ln D, rounded up.
-        num_slots: k of ``linformer``, which needs it.
+        num_slots: k of ``linformer``, required there.
 
     Raises:
         ValueError: an unknown kind, a missing option, an option of another kind, or a number out of range.

@@ -28,7 +28,7 @@ from minitx.nn.precision import full_precision
 def can_look(tensor: Tensor) -> bool:
     """Return whether the values of ``tensor`` can be read at no cost: on a CPU, outside of compilers, tracers and ``torch.func``."""
     return (
-        type(tensor) is Tensor  # FakeTensor, which has no values, is a subclass
+        type(tensor) is Tensor  # not FakeTensor, a subclass without values
         and tensor.device.type == "cpu"
         and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -200,11 +200,13 @@ class AttentionCall:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             refuse_nested(name, tensor)
             if tensor.dim() != 4 or 0 in tensor.shape[1:]:
-                wanted = "(batch, heads, length, width), of which only batch may be 0"
-                raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{name} must have shape (batch, heads, length, width), and only batch may be 0, got {tuple(tensor.shape)}"
+                )
             if not tensor.is_floating_point() or tensor.dtype != query.dtype or tensor.device != query.device:
-                wanted = f"query is {query.dtype} on {query.device}"
-                raise TypeError(f"{name} must be floating-point, and {wanted}; got {tensor.dtype} on {tensor.device}")
+                raise TypeError(
+                    f"{name} must be floating-point, {query.dtype} on {query.device} like query, got {tensor.dtype} on {tensor.device}"
+                )
         (B, H, _, D), (_, Hkv, S, _) = query.shape, key.shape
         if key.shape[0] != B or key.shape[-1] != D or H % Hkv:
             wanted = f"(B, Hkv, S, D) with B = {B}, D = {D} and Hkv dividing {H}"

@@ -185,7 +185,7 @@ class _Drawer:
             )  # after the draw, so that folded and unfolded models differ by exactly this factor
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
-        if bias is not None and bias not in self.drawn:  # also where the weight is a table's
+        if bias is not None and bias not in self.drawn:  # even if the weight is a table's
             _fill(bias, self.scheme.bias(sizes) * factor * gain if self.scheme.bias else 0.0, True, self.generator)
         self.drawn |= {module.weight} if bias is None else {module.weight, bias}
 

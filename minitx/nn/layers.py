@@ -129,7 +129,7 @@ def build_head(config: TransformerConfig, token: nn.Embedding | None = None) -> 
     """Build the head of ``config.head``. An ``lm`` head may be soft-capped, and may share its weight with the ``token`` table.
 
     Raises:
-        ValueError: the head needs ``num_labels``, which is missing.
+        ValueError: the head needs ``num_labels``, and it is missing.
     """
     E, V = config.embed_dim, config.vocab_size
     if config.head == "none":

@@ -42,8 +42,8 @@ class Mask(Rule):
     """A rule ``visible(batch, head, row, key, offset) -> bool`` over broadcastable index tensors.
 
     To write a mask of your own, define a frozen dataclass with a method ``visible``, as in ``examples/custom_mask.py``. A field is a
-    tensor, a number, a string, None, a rule, or a tuple of these. Define ``verdict`` or ``tile_map`` to report empty tiles, which
-    ``chunked`` skips.
+    tensor, a number, a string, None, a rule, or a tuple of these. Define ``verdict`` or ``tile_map`` to report empty tiles;
+    ``chunked`` skips them.
 
     >>> (Causal() & SlidingWindow(2)).grid(3).splitlines()
     ['x . .', 'x x .', '. x x']
@@ -114,10 +114,10 @@ class Mask(Rule):
     def remember(self, kind: str, key: tuple[object, ...], build: Callable[..., Built], *arguments: Any) -> Built:
         """Return ``build(*arguments)``. Calls with the same ``kind`` and ``key`` compute it once.
 
-        The layers of a model share a mask, and so share what is computed from it. For each kind, only the latest result is kept,
+        The layers of a model share a mask and the results computed from it. For each kind, only the latest result is kept,
         until a tensor of the mask is changed in place. Nothing is kept under ``torch.compile``: a key with symbolic lengths would
-        bind the graph to one length. Nothing is kept inside of torch.func, whose tensors end with the transform, and where changes
-        are not seen: for inference tensors, which have no count of their changes, and for a mask with fields that may hide tensors.
+        bind the graph to one length. Nothing is kept inside of torch.func, whose tensors end with the transform, or if changes
+        cannot be seen: inference tensors have no count of their changes, and fields of unknown types may hide tensors.
         """
         if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
             return build(*arguments)
@@ -249,7 +249,7 @@ class Padding(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """Separate packed documents: a query sees only keys of its own document. ``ids`` is an integer tensor (B, S).
+    """Separate packed documents: a query sees only keys of the same document. ``ids`` is an integer tensor (B, S).
 
     >>> print(Documents(torch.tensor([[0, 0, 1]])).grid(3))
     x x .
@@ -424,7 +424,7 @@ class BlockSparse(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Combined(Mask):
-    """The base of ``And`` and ``Or``. It keeps its dense form, which all layers share."""
+    """The base of ``And`` and ``Or``. It keeps its dense form, and all layers share it."""
 
     members: tuple[Mask, ...]
     join: ClassVar[Any]  # combines two bool tensors

@@ -52,7 +52,7 @@ class TransformerModel(nn.Module):
 
     embeddings: Any  # a module whose type depends on the model
     architecture: ClassVar[str | None] = None
-    """The ``config.architecture`` that a model needs, by which ``build_model`` finds it. None: any."""
+    """The ``config.architecture`` that a model needs; ``build_model`` finds the class by it. None: any."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class TransformerModel(nn.Module):
             names = [prefix + name for name in shared]
             given = [state_dict[name] for name in names if name in state_dict]
             if given and all(_equal(given[0], other) for other in given[1:]):
-                # torch then asks for the gradients that the model's parameter asks for
+                # torch then sets requires_grad as in the model's parameter
                 state_dict.update(dict.fromkeys(names, nn.Parameter(given[0], requires_grad=False)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
@@ -133,7 +133,7 @@ class TransformerModel(nn.Module):
         init_weights(self if part is None else part, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
     def forward(self, input_ids: Tensor, **options: Any) -> Any:
-        """Return hidden states (B, L, E) for token ids (B, L). ``options`` are those of ``_embed``."""
+        """Return hidden states (B, L, E) for token ids (B, L). ``_embed`` takes the ``options``."""
         return self._run(*self._embed(input_ids, **options))
 
     def _embed(
@@ -184,7 +184,7 @@ class TransformerModel(nn.Module):
         found: dict[tuple[int | None, int | None], Mask | None] = {}
         masks = []
         for layer, window in enumerate(self.windows):
-            kind = window, None if cache is None else cache.layers[layer].window  # no length, which a graph would fix
+            kind = window, None if cache is None else cache.layers[layer].window  # no length: a graph would fix it
             if kind not in found:
                 rules: list[Mask | None] = [causal, None if window is None else SlidingWindow(window)]
                 for rule, given in ((Padding, key_mask), (Documents, document_ids)):
@@ -196,7 +196,7 @@ class TransformerModel(nn.Module):
         return masks
 
     def _positions(self, position_ids: Tensor, x: Tensor) -> list[Tensor | Rotation | None]:
-        """Return each layer's positions. Rotary layers of the same sizes share their angles; those of a subclass have their own."""
+        """Return each layer's positions. Rotary layers of the same sizes share their angles; layers of a subclass do not."""
         if self.config.position != "rotary":
             return [position_ids] * len(self.blocks)
         found: dict[Any, Rotation] = {}
@@ -242,7 +242,7 @@ class TransformerModel(nn.Module):
 
 
 def _counted(tensor: Tensor | None) -> Tensor | None:
-    """A copy of an inference tensor, of which torch counts the changes, so that the layers can share what a mask remembers."""
+    """A copy of an inference tensor. torch counts its changes, so the layers can share results that a mask remembers."""
     if tensor is None or torch.compiler.is_compiling() or not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
@@ -300,7 +300,7 @@ class DecoderLM(TransformerModel):
             mask: a ``Mask``, or a bool tensor as in ``MultiHeadAttention``. It is intersected with the model's own mask (causal,
                 window, padding, documents). A rule such as ``PrefixLM`` replaces the causal part.
             cache: the keys and values of earlier tokens. ``input_ids`` continue them, and the other arguments describe the new
-                tokens only, except ``mask``, which covers all keys.
+                tokens only, except ``mask``: it covers all keys.
             return_hidden: return the hidden states (B, L, E) before ``self.head`` instead of logits.
 
         Returns:
@@ -318,7 +318,7 @@ class DecoderLM(TransformerModel):
 class Encoder(TransformerModel):
     """A bidirectional Transformer: each token sees all others (Devlin et al. 2019, "BERT", arXiv:1810.04805, §3).
 
-    ``config.head`` decides what the model returns:
+    ``config.head`` decides the result of the model:
 
     * ``lm``: logits over the vocabulary for masked language modelling, (B, L, V);
     * ``sequence``: logits over labels for each row, (B, num_labels);
@@ -360,7 +360,7 @@ class Encoder(TransformerModel):
         mask: Tensor | Mask | None = None,
         return_hidden: bool = False,
     ) -> Tensor:
-        """Return the logits of ``config.head``. The arguments are those of ``DecoderLM.forward``.
+        """Return the logits of ``config.head``. For the arguments, see ``DecoderLM.forward``.
 
         With ``return_hidden``, return the input of ``self.head``: (B, E) for ``head=sequence``, else (B, L, E). With ``head=none``
         and a pooler, ``model.pool(hidden, key_mask)`` (B, E) is the pooled vector.
@@ -379,7 +379,7 @@ class Pool(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.pooling = config.pooling
-        # the mean of an image is that of its patches
+        # the mean of an image leaves out class tokens
         self.start = config.num_class_tokens if config.architecture == "vision" and config.pooling == "mean" else 0
         self.dense = nn.Linear(config.embed_dim, config.embed_dim) if config.has_pooler else None
 
@@ -507,7 +507,7 @@ class EncoderDecoder(TransformerModel):
 
     Args:
         config: the model's config. ``vocab_size`` must be set. ``num_layers`` is the depth of the encoder, ``num_decoder_layers``
-            that of the decoder.
+            the depth of the decoder.
         core: a function that builds the attention core of a layer, instead of ``config.attention``.
         generator: for the initial weights. Default: torch's global generator.
 

@@ -111,7 +111,7 @@ class RotaryScaling:
 
     @property
     def turns(self) -> tuple[float, float]:
-        """``low`` and ``high``, by default those of the kind."""
+        """``low`` and ``high``, by default the kind's."""
         high = 4.0 if self.kind == "llama3" else 32.0
         return 1.0 if self.low is None else self.low, high if self.high is None else self.high
 
@@ -234,7 +234,7 @@ def check_range(name: str, ids: Tensor, size: int) -> None:
 
 
 def num_rows(table: nn.Module) -> int:
-    """Return the number of rows of an embedding table, also inside of adapters of PEFT, which do not lend its sizes."""
+    """Return the number of rows of an embedding table, even inside PEFT adapters, which hide its sizes."""
     return next(module.num_embeddings for module in table.modules() if hasattr(module, "num_embeddings"))  # type: ignore[return-value]
 
 

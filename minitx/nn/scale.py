@@ -19,7 +19,7 @@ def scale_multiplier(scale: str | float, head_dim: int) -> float:
 
     Args:
         scale: ``inv_sqrt`` is 1/√D (Vaswani et al. 2017, arXiv:1706.03762, §3.2.1). ``inv`` is 1/D (μP; Yang et al. 2022,
-            arXiv:2203.03466, §4). ``unscaled`` is 1. ``head_dim^p`` is D to the power p. A number is returned as it is.
+            arXiv:2203.03466, §4). ``unscaled`` is 1. ``head_dim^p`` is D to the power p. A number is returned unchanged.
         head_dim: D.
 
     >>> scale_multiplier("inv_sqrt", 16), scale_multiplier("unscaled", 16), scale_multiplier("inv", 16)
@@ -28,7 +28,7 @@ def scale_multiplier(scale: str | float, head_dim: int) -> float:
     0.125
 
     Raises:
-        ValueError: an unknown word, or ``learned`` or ``log_length``, which are not a fixed number.
+        ValueError: an unknown word, or ``learned`` or ``log_length``: they are not fixed numbers.
     """
     check_scale(scale)
     if not isinstance(scale, str) or scale.startswith("head_dim"):
@@ -137,16 +137,16 @@ def fold_scale(
 
     Args:
         model: any module that contains ``MultiHeadAttention`` or adopted attention. It is changed in place and returned. Give the
-            whole model: its config stays as it was if only a part is given.
+            whole model: the config does not change if only a part is given.
         to: the new scale: ``inv_sqrt``, ``unscaled``, ``inv``, ``head_dim^p`` or a number.
         factor: the new ``scale_factor``.
         inputs: the arguments of the call of an adopted model. Default: some token ids or a random picture.
 
-    Give it the whole model: what uses a projection outside of ``model`` cannot be seen from here.
+    Give it the whole model: uses of a projection outside of ``model`` cannot be seen.
 
     Raises:
-        ValueError: there is no attention in the model; the old or the new scale is 0 or has no fixed multiplier (``learned``,
-            ``log_length``); a layer has QK-norm, which would undo the change; a core computes no dot products; W_Q or W_K is not a
+        ValueError: the model has no attention; the old or the new scale is 0 or has no fixed multiplier (``learned``,
+            ``log_length``); a layer has QK-norm (it would undo the change); a core computes no dot products; W_Q or W_K is not a
             plain ``nn.Linear`` (a subclass, quantised, parametrised, with LoRA or hooks); or another layer uses the same weight
             and needs another factor (``v_proj``, an embedding). Of adopted models: no single projection or norm makes the queries
             and nothing else (LoRA, quantised weights), or the queries are clipped. The model is then unchanged.
@@ -169,7 +169,7 @@ def fold_scale(
         if (reason := _why_not_fold(layer, new[name])) is not None:
             raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
     folded: set[str] = set()
-    # by memory: layers can have common projections, which are multiplied once
+    # by memory: layers can share projections; these are multiplied once
     shares: dict[tuple[int, int], tuple[Tensor, float]] = {}
     for name, layer in layers.items():
         ratio = layer.scale.multiplier / new[name].multiplier
@@ -191,10 +191,10 @@ def fold_scale(
 
 
 def set_scale(model: nn.Module, to: str | float, *, factor: float = 1.0) -> nn.Module:
-    """Change the score scale of a model, and with it the function that the model computes. The weights stay as they are.
+    """Change the score scale of a model, and with it the function that the model computes. The weights do not change.
 
     The config of a model of minitx is updated. In a model that ``minitx.interop.adopt_hf`` adopted, the scale replaces the model's
-    own, which ``release_hf`` gives back.
+    own scale; ``release_hf`` restores it.
 
     Args:
         model: any module that contains ``MultiHeadAttention`` or adopted attention. It is changed in place and returned.
@@ -203,7 +203,7 @@ def set_scale(model: nn.Module, to: str | float, *, factor: float = 1.0) -> nn.M
         factor: multiplies the scale.
 
     Raises:
-        ValueError: there is no attention in the model, the scale is unknown, the factor is not finite, or adopted attention is
+        ValueError: the model has no attention, the scale is unknown, the factor is not finite, or adopted attention is
             given ``learned`` or ``log_length``. The model is then unchanged.
 
     >>> from minitx.nn import MultiHeadAttention
@@ -273,7 +273,7 @@ def not_plain(module: nn.Module, kind: type[nn.Module], parameters: Collection[s
     name = f"{type(module).__module__}.{type(module).__name__}"
     others = sorted({parameter for parameter, _ in module.named_parameters()} - set(parameters))
     if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
-        return f"{name} has a forward of its own"
+        return f"{name} has its own forward"
     if others:
         return f"{name} has other parameters, {', '.join(others)}"
     # torch has no public list of a module's hooks

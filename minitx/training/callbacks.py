@@ -445,15 +445,11 @@ def is_validated_after(trainer: L.Trainer, step: int) -> bool:
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. It is a class of its own, so that its state has its own key.
+    """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. A subclass, because Lightning stores the state by class."""
 
-    If it is ``needed`` later, the first validation that does not log ``monitor`` ends the run.
-    """
-
-    def __init__(self, folder: Path, monitor: str = "val_loss", mode: str = "min", *, needed: bool = False) -> None:
+    def __init__(self, folder: Path, monitor: str = "val_loss", mode: str = "min") -> None:
         options: dict[str, Any] = {"monitor": monitor, "mode": mode, "save_on_train_epoch_end": False}
         super().__init__(dirpath=folder, filename="best", enable_version_counter=False, **options)
-        self.needed = needed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the best value so far, also where the folder was moved or copied. In a new folder ``best.ckpt`` begins anew."""
@@ -468,11 +464,8 @@ class BestCheckpoint(ModelCheckpoint):
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:
             super().on_validation_end(trainer, pl_module)
         else:
-            names = ", ".join(trainer.callback_metrics) or "nothing"
-            said = f"no best.ckpt: trainer.monitor={self.monitor} is not logged; what is logged: {names}"
-            if self.needed:
-                raise ConfigError(f"evaluation.test=best: {said}")
-            log.warning(said)
+            names = ", ".join(trainer.callback_metrics) or "none"
+            log.warning("no best.ckpt: trainer.monitor=%s is not logged; logged metrics: %s", self.monitor, names)
 
 
 # --- samples
@@ -487,20 +480,20 @@ class Samples(StepCallback):
 
     Args:
         folder: the run's folder.
-        tokenizer: the tokenizer of the data, or None.
+        tokenizer: the tokenizer of the data.
         options: how often (there are also samples at the last step), the prompts, and how they are continued.
         seed: the seed of the random numbers.
         format: the chat template in which a prompt is a user's message. None: a prompt is a text.
 
     Raises:
         ConfigError: at the start of training, if the model writes no text or is sharded over devices, or if there are no
-            prompts, no tokenizer, or a prompt that it cannot encode.
+            prompts, or a prompt that the tokenizer cannot encode.
     """
 
     def __init__(
         self,
         folder: Path,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer,
         options: SamplesConfig,
         seed: int = 0,
         format: ChatFormat | None = None,
@@ -539,8 +532,8 @@ class Samples(StepCallback):
     def _check(self, trainer: L.Trainer, net: Net) -> None:
         config = net.config
         kind = net.kind if config is None else config.architecture
-        if config is None or kind not in ("decoder", "encoder_decoder") or self.tokenizer is None:
-            raise ConfigError(f"callbacks.samples needs text and a decoder or encoder-decoder of ours, got {kind}")
+        if config is None or kind not in ("decoder", "encoder_decoder"):
+            raise ConfigError(f"callbacks.samples.every needs a decoder or encoder-decoder of minitx, got {kind}")
         if isinstance(trainer.strategy, Sharded):
             raise ConfigError("callbacks.samples needs whole weights on one device, got trainer.strategy=sharded")
         prompts = self.options.prompts
@@ -558,7 +551,7 @@ class Samples(StepCallback):
 
     def _write_texts(self, module: TrainingModule, step: int) -> list[str]:
         network, config = module.network, module.net.config
-        assert self.tokenizer is not None and config is not None  # see ``_check``
+        assert config is not None  # see ``_check``
         context = None if config.architecture == "encoder_decoder" else config.max_len
         options: dict[str, Any] = {"max_new_tokens": self.options.max_new_tokens, "context": context}
         generator = torch.Generator().manual_seed(hash_seed(self.seed, step))

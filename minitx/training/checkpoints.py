@@ -30,7 +30,7 @@ from minitx.config.schema import defaults, first_line, read, require
 from minitx.config.training import MODEL, Data, Model
 from minitx.config.training import Objective as ObjectivePart
 from minitx.data import tokenizers
-from minitx.data.loaders import load_task
+from minitx.data.lightning_data import load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.nn.scale import fold_scale, set_scale

@@ -25,8 +25,8 @@ from minitx.config import IGNORED, EvaluationConfig
 from minitx.config.schema import read, require
 from minitx.config.training import Model
 from minitx.data.batches import Address, ValSource
-from minitx.data.loaders import task_of_loaders
-from minitx.data.tables import share_of
+from minitx.data.file_formats import share_of
+from minitx.data.lightning_data import task_of_loaders
 from minitx.data.task import Batch, Task, as_split, num_targets, select_rows
 from minitx.generation import beam_search, generate
 from minitx.generation.decoding import longest_of

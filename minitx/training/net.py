@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minitx.config import ConfigError, Part, TransformerConfig, to_dict
 from minitx.config.schema import nearest, require, stated
 from minitx.config.training import MODEL
-from minitx.data.loaders import INPUTS, lightning_base, overrides
+from minitx.data.lightning_data import INPUTS, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
@@ -101,8 +101,10 @@ class Net:
         keys = {name: key for name in self.names if (key := self._key_of(name, batch)) is not None}
         missing = [name for name in self.needed if name not in keys]
         if missing or not keys:
-            what = f"needs {missing[0]}" if missing else "names none of the keys of a batch as a parameter"
-            raise ConfigError(f"model: {self.kind}.forward {what}, but a batch has: {', '.join(batch)}")
+            keys_of_batch = f"the batch has: {', '.join(batch)}"
+            if missing:
+                raise ConfigError(f"model: {self.kind}.forward needs {missing[0]}; {keys_of_batch}")
+            raise ConfigError(f"model: no parameter of {self.kind}.forward matches a key of the batch; {keys_of_batch}")
         return {name: batch[key].long() if key in MASKS and key != name else batch[key] for name, key in keys.items()}
 
     def dropped(self, batch: Batch) -> list[str]:

@@ -241,7 +241,7 @@ def trapezoid(
     Args:
         max_steps, warmup_steps: see ``constant``.
         final_lr: see ``linear``.
-        decay_fraction: the last part of the run, in which the learning rate falls.
+        decay_fraction: share of the run, at its end, over which the learning rate falls.
     """
     start = max(warmup_of(warmup_steps, max_steps), max_steps - round(decay_fraction * max_steps))
     return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0 - (1.0 - final_lr) * t, start)

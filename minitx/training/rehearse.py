@@ -48,6 +48,9 @@ ROWS = 16
 LARGE = 50_000_000
 """From this number of bytes on, the weights in a checkpoint of the rehearsal have only their shapes."""
 
+KNOWN = ("lightning.", "minitx.")
+"""The packages whose callbacks take part."""
+
 Perform = Callable[..., Any]
 """``run.perform``, which makes a run in a folder."""
 
@@ -219,6 +222,8 @@ def shortened(config: RunConfig) -> RunConfig:
         "val_batches": 1,
         "log_every": 1,
     }
+    if _has_own(config.callbacks.parts):
+        once["monitor"] = "val_loss"  # a callback of the user may log any other
     extra = {**asked.extra, "limit_test_batches": 1}
     trainer = dataclasses.replace(
         asked, **once, val_batch_size=2, ckpt_every=int(asked.ckpt_every > 0), compile=False, profiler=None, extra=extra
@@ -240,14 +245,20 @@ def _once(callbacks: CallbacksConfig) -> CallbacksConfig:
 def _known(parts: Mapping[str, Part | None]) -> dict[str, Part]:
     """The callbacks of Lightning and of ours that write nowhere else. Beside a callback of the user, which may log any metric, one
     that has a monitor is left out."""
-    chosen = {name: part for name, part in parts.items() if part is not None}
-    known = {name: part for name, part in chosen.items() if part.name.startswith(("lightning.", "minitx."))}
-    has_own = len(known) < len(chosen)
+    has_own = _has_own(parts)
     return {
         name: part
-        for name, part in known.items()
-        if part.get("dirpath") is None and not (has_own and part.get("monitor") is not None)
+        for name, part in parts.items()
+        if part is not None
+        and part.name.startswith(KNOWN)
+        and part.get("dirpath") is None
+        and not (has_own and part.get("monitor") is not None)
     }
+
+
+def _has_own(parts: Mapping[str, Part | None]) -> bool:
+    """Whether there is a callback of the user."""
+    return any(part is not None and not part.name.startswith(KNOWN) for part in parts.values())
 
 
 # --- what fails, and what is put back
@@ -310,7 +321,7 @@ def as_before(module: TrainingModule, device: torch.device) -> Iterator[None]:
 
 def _kept(module: nn.Module) -> Callable[[], None]:
     """Return a function that restores a module without its children: parameters, buffers, hooks and other attributes."""
-    tensors = [tensor for group in (module._parameters, module._buffers) for tensor in group.values() if tensor is not None]
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     values = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
     attributes = _kept_values(vars(module))
 

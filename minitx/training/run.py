@@ -28,6 +28,7 @@ from minitx.config.training import LOADING
 from minitx.data.conversations import ChatFormat, is_chat, template_of
 from minitx.data.datamodule import DataModule, in_steps, open_data
 from minitx.data.task import Task
+from minitx.data.tokenizers import Tokenizer, encode_known
 from minitx.training import rank
 from minitx.training.callbacks import BestCheckpoint, LastCheckpoint, Samples, StepLog, StopAt, place_averages, progress
 from minitx.training.checkpoints import (
@@ -109,7 +110,7 @@ def perform(
     """
     state = stored_state(config, rows.task, module.net)
     done = check_resumed(config, state)
-    callbacks = build_callbacks(config.callbacks, module, rows, folder, state, config.evaluation.test)
+    callbacks = build_callbacks(config.callbacks, module, rows, folder, state)
     loggers = build_all(config.logger, "logger", Logger, save_dir=str(folder))
     check_free(folder, config.ckpt_path)  # once more: another run may have begun here, while this one was built
     with run_folder(folder, files or {}), finish_wandb():
@@ -178,13 +179,12 @@ def check_asked(
 
 
 def build_callbacks(
-    asked: CallbacksConfig, module: TrainingModule, data: DataModule, folder: Path, state: Mapping[str, Any], test: str | None
+    asked: CallbacksConfig, module: TrainingModule, data: DataModule, folder: Path, state: Mapping[str, Any]
 ) -> list[L.Callback]:
     """Return the callbacks of the run: ours, the configured ones, and ``LastCheckpoint``, which handles signals even without checkpoints.
 
     Args:
         state: the plain data for every checkpoint (``stored_state``).
-        test: ``evaluation.test``: ``best`` needs ``best.ckpt``.
     """
     options = module.options
     own: list[Any] = [StepLog(options.log_every, module.net.config, options.peak_tflops)]
@@ -199,7 +199,7 @@ def build_callbacks(
     if asked.progress:
         own.append(progress())
     if options.ckpt_every:
-        best = BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode, needed=test == "best")
+        best = BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode)
         own.append(best)
     own.append(WandbExtras(state["config"], folder, **to_dict(asked.wandb)))
     last = LastCheckpoint(folder / "checkpoints", options, state)
@@ -209,20 +209,28 @@ def build_callbacks(
 
 
 def build_samples(options: SamplesConfig, seed: int, data: DataModule, folder: Path, node: Mapping[str, Any]) -> Samples:
-    """Return the callback that writes samples. ``node`` is the node of the data, which names a chat template."""
-    tokenizer, format = data.task.tokenizer, None
-    if options.prompts and tokenizer is not None and is_chat(node):
-        format = ChatFormat(str(template_of(node, tokenizer)), tokenizer)
-    prompts = options.prompts or tuple(default_prompts(data))
+    """Return the callback that writes samples.
+
+    Args:
+        node: the node of the data, for its chat template.
+
+    Raises:
+        ConfigError: the data have no tokenizer, or a character of a prompt is not in its vocabulary.
+    """
+    tokenizer = data.task.tokenizer
+    if tokenizer is None:
+        raise ConfigError("callbacks.samples.every needs data with a tokenizer")
+    for prompt in options.prompts:
+        encode_known(tokenizer, prompt, "callbacks.samples.prompts")
+    format = ChatFormat(str(template_of(node, tokenizer)), tokenizer) if options.prompts and is_chat(node) else None
+    prompts = options.prompts or tuple(default_prompts(data, tokenizer))
     return Samples(folder, tokenizer, dataclasses.replace(options, prompts=prompts), seed, format)
 
 
-def default_prompts(data: DataModule) -> list[str]:
+def default_prompts(data: DataModule, tokenizer: Tokenizer) -> list[str]:
     """Return the beginnings of three validation rows."""
-    if data.task.tokenizer is None:
-        raise ConfigError("callbacks.samples.every needs data with a tokenizer")
     rows = data.probe_batch(3)["input_ids"]
-    return [data.task.tokenizer.decode(row[: max(1, len(row) // 4)].tolist(), skip_marks=True) for row in rows]
+    return [tokenizer.decode(row[: max(1, len(row) // 4)].tolist(), skip_marks=True) for row in rows]
 
 
 # --- Lightning's trainer

@@ -22,7 +22,7 @@ from pathlib import Path
 import pretended_runs
 from minitx.ablation import grid
 from minitx.cli import ablate
-from minitx.cli.command_line import exit_code
+from minitx.cli.exit_codes import exit_code
 
 grid.code_fingerprint, ablate.facts = lambda: "code", lambda command: {}  # torch and Lightning take seconds
 logging.basicConfig(level=logging.INFO, format="%(message)s")

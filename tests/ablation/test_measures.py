@@ -91,8 +91,8 @@ def test_linear_attention_costs_what_is_counted(run):
 
 def test_the_error_of_a_window_is_that_of_the_keys_that_it_drops(run, monkeypatch):
     """Beside attention computed here, of the same queries, keys and values, over all keys up to each query."""
-    seen, inner = [], measures._beside_exact
-    monkeypatch.setattr(measures, "_beside_exact", lambda core, call: seen.append(call) or inner(core, call))
+    seen, inner = [], measures._against_exact
+    monkeypatch.setattr(measures, "_against_exact", lambda core, call: seen.append(call) or inner(core, call))
     folder, _ = run("run", callback("Measures", attention=True), "model.window=3")
     query, key, value = (tensor.double() for tensor in (seen[0].query, seen[0].key, seen[0].value))
     behind = torch.arange(7)[:, None] - torch.arange(7)

@@ -107,6 +107,12 @@ OTHERS = {
     "evaluate {text} device=toaster": "device=toaster",
     "evaluate {text} data.tokenizer=bpe": "data.tokenizer has no effect",
     "evaluate {text} num_beams=2": "num_beams=2 has no effect",
+    "evaluate {text} data.path=小说.txt": "data.path=小说.txt",
+    "evaluate {text} batch_size=4,5": "batch_size=4,5 has several values",
+    "evaluate {text} data.path=a(b": "stands in two pairs of quotes",
+    "evaluate {text} =3": "=3 has no key",
+    "evaluate {text} --split=test": "a key has no dashes: split=test",
+    "evaluate {text} split=val split=test": "split is given twice",
     "generate {text} prompt=God length_penalty=2": "length_penalty=2.0 has no effect",
     "generate {text} prompt=God top_k=[": "top_k=[",
     "generate {text} prompt=God top_k=5": "top_k=5",
@@ -212,7 +218,7 @@ def test_an_experiment_of_ones_own_without_its_first_line_is_told_of_it(cli, pla
 def test_what_stands_beside_a_grid_and_would_reach_none_of_its_runs_is_refused(cli, place, no_run):
     put(place / "conf" / "primary.yaml", "defaults: [train, _self_]\noptimizer: {weight_decay: 0.3}\n")
     words = "--config-dir=conf", "--config-name=primary", "experiment=scaling_ablation", "ablation=smoke"
-    assert_named(cli(*words), "optimizer is set beside the grid")
+    assert_named(cli(*words), "optimizer is set outside of ablation")
     assert compose_grid(["experiment=speedrun_char", "ablation=speedrun"])  # all of its runs have this experiment
 
 

@@ -13,8 +13,9 @@ import torch
 import yaml
 
 import minitx
-from minitx.cli.command_line import exit_code, quoted, write
+from minitx.cli.command_line import quoted, write
 from minitx.cli.evaluate import EvaluateConfig
+from minitx.cli.exit_codes import exit_code
 from minitx.cli.export import ExportConfig
 from minitx.cli.generate import GenerateConfig
 from minitx.cli.train import default_folder

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from minitx.config import ConfigError
-from minitx.data.tables import load_table
+from minitx.data.file_formats import load_table
 from minitx.data.tokenizers import load_tokenizer
 from minitx.interop import from_pretrained, load_hf
 

@@ -28,7 +28,7 @@ from minitx.cli.view import ViewConfig
 from minitx.config import ParameterRule, Part, RunConfig, TransformerConfig, to_dict
 from minitx.config.part import FROM_THE_RUN, find_target
 from minitx.config.training import LOADING
-from minitx.data.tables import load_tables
+from minitx.data.file_formats import load_tables
 from minitx.data.task import tokenizer_of
 from minitx.data.tokenizers import Tokenizer
 from minitx.interop.finetune import Lora, pretrained_hf

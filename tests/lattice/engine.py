@@ -8,7 +8,7 @@ that must be refused, with the message; a *known fault* is a combination at whic
 
 - a covering array: each pair of values of two axes meets in a point that is not refused, and each triple of the ``strong`` axes does.
   A refused point covers nothing, because the error hides what comes after it;
-- one point for each combination that a refusal names, with the other axes plain.
+- points for each combination that a refusal or a known fault names, among them one with the other axes plain.
 
 ``Lattice.pairs`` returns every pair of values with all other axes plain: some faults show only if nothing else is unusual.
 
@@ -185,9 +185,9 @@ class Lattice:
         return self.exists(point) and self.refusal_of(point) is None
 
     def points(self, seed: int = 0, strength: int = 2) -> list[Point]:
-        """The covering array of a seed, then the points of the refusals."""
+        """The covering array of a seed, then the points of the refusals and of the known faults."""
         if (seed, strength) not in self._points:
-            self._points[seed, strength] = [*self._covering(seed, strength), *self._refused(seed)]
+            self._points[seed, strength] = [*self._covering(seed, strength), *self._refused(seed), *self._faulty()]
         return self._points[seed, strength]
 
     def _covering(self, seed: int, strength: int) -> list[Point]:
@@ -263,6 +263,17 @@ class Lattice:
                 if matches(refusal.where, dict(part)) and self.exists(dict(part)):
                     points += [self._plainest(dict(part)), self._completed(dict(part), draw, refused=True)]
         return [point for point in points if point is not None]
+
+    def _faulty(self) -> list[Point]:
+        """For each combination that a known fault names: the plainest point."""
+        parts = [
+            dict(part)
+            for fault in self.known
+            for part in self._combinations(list(fault.where))
+            if matches(fault.where, dict(part))
+        ]
+        points = [self._plainest(part) for part in parts if self.exists(part)]
+        return list({self.words(point): point for point in points if point is not None and self.serves(point)}.values())
 
     def pairs(self, **fixed: str) -> list[Point]:
         """Every pair of values of two axes, with ``fixed`` values and all other axes plain, where such a point is served."""

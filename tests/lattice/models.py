@@ -154,7 +154,7 @@ def _is_bias_of_keys(name: str) -> bool:
 def evaluation_repeats_itself_and_leaves_no_trace(s: Subject) -> None:
     inputs, state = s.inputs(), process_state()
     copies = {name: value.clone() for name, value in inputs.items()}
-    weights = {name: value.clone() for name, value in s.model.state_dict().items() if isinstance(value, Tensor)}
+    weights = tensors_of(s.model)
     before = s.answer(inputs)
     same_bits(s.answer(inputs), before, "a second call")
     with torch.no_grad():
@@ -163,6 +163,11 @@ def evaluation_repeats_itself_and_leaves_no_trace(s: Subject) -> None:
     assert all(torch.equal(inputs[name], value) for name, value in copies.items()), "a call changes its arguments"
     state_now = s.model.state_dict()
     assert all(torch.equal(state_now[name], value) for name, value in weights.items()), "a call changes the weights"
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the state dict without the parts of quantised layers that are no tensors."""
+    return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 # Oracles: what must not matter
@@ -478,16 +483,16 @@ def folding_the_scale_keeps_the_function(s: Subject) -> None:
     wanted = s.answers()
     _fold(s, -0.4)
     s.same(s.answers(), wanted, "after fold_scale")
-    twin = copy.deepcopy(s.model)
-    same_bits(_answers_of(s, twin), s.answers(), "a copy after fold_scale")
+    if s.point["wrapper"] != "fsdp":  # torch copies no sharded model
+        same_bits(_answers_of(s, copy.deepcopy(s.model)), s.answers(), "a copy after fold_scale")
 
 
 def a_fold_and_its_release_change_nothing(s: Subject) -> None:
     """Ours: folded to another scale and back. Adopted: folded and released, against the model before it was adopted."""
     wanted = s.answers()
-    before = {name: value.clone() for name, value in s.model.state_dict().items()}
+    before = tensors_of(s.model)
     _fold(s, -0.4)
-    changed = {name for name, value in s.model.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {name for name, value in tensors_of(s.model).items() if not torch.equal(value, before[name])}
     assert changed, "fold_scale changes no weight"
     if s.is_ours:
         config = s.config
@@ -497,7 +502,7 @@ def a_fold_and_its_release_change_nothing(s: Subject) -> None:
         s.stop_looking()
         release_hf(s.model)
         s.same(s.answers(), wanted, "after release_hf")
-    for name, value in s.model.state_dict().items():
+    for name, value in tensors_of(s.model).items():
         error = (value.double() - before[name].double()).abs().max()
         allowed = 4 * torch.finfo(value.dtype).eps * before[name].double().abs().max() if value.is_floating_point() else 0.0
         assert error <= allowed, f"{name} comes back with a difference of {error:.1e}"
@@ -520,12 +525,12 @@ def another_scale_and_its_release_change_nothing(s: Subject) -> None:
 
 def a_fold_that_is_impossible_is_refused_and_changes_nothing(s: Subject) -> None:
     wanted = s.answers()
-    before = {name: value.clone() for name, value in s.model.state_dict().items() if isinstance(value, Tensor)}
+    before = tensors_of(s.model)
     message = refusal_by(lambda: _fold(s, "unscaled"))
     assert message is not None, "fold_scale folds a model that it cannot fold"
     assert "scale" in message, message
-    for name, value in s.model.state_dict().items():
-        assert not isinstance(value, Tensor) or torch.equal(value, before[name]), f"refused, but {name} is changed"
+    for name, value in tensors_of(s.model).items():
+        assert torch.equal(value, before[name]), f"refused, but {name} is changed"
     same_bits(s.answers(), wanted, "refused")
 
 
@@ -589,7 +594,9 @@ CANNOT_FOLD = (
     {"model": joined(WITHOUT_BACKENDS, "modern", "yarn", "typed_pair")},  # no dot products, or QK-norm
     {"model": "log_length", "change": "!scale"},  # no fixed scale
     {"change": "learned_scale|qk_norm"},
-    {"wrapper": "quantised|lora|weight_norm", "model": "!hf_qwen3"},  # whose norms of queries and keys take the factor
+    {"wrapper": "lora|weight_norm", "model": "!hf_qwen3"},  # whose norms of queries and keys take the factor
+    {"wrapper": "quantised", "model": "!hf_qwen3|hf_gpt2"},  # torch quantises nn.Linear, and GPT-2 has it in the head alone
+    {"wrapper": "fsdp", "model": HF},
 )
 OTHER_WEIGHTS = {"wrapper": joined(COMPILED, "functional_call")}
 """The weights of the call are not the module's, or their change compiles again."""
@@ -598,8 +605,9 @@ COUNTS_PADDING = {"model": "hf_gpt2|hf_bert", "rows": "left|inside"}
 """transformers counts padding as positions here."""
 GAPS = {"model": HF, "rows": "inside"}
 """transformers counts padding between tokens as positions."""
+OF_COLUMNS = [name for name, options in OURS.items() if options.get("position") in ("alibi", "t5") or "window" in options]
 COLUMNS = (
-    {"model": "gemma|sinks|alibi|t5|t5_encoder", "rows": "inside"},
+    {"model": joined(OF_COLUMNS), "rows": "inside"},
     {"change": "window|t5_bias", "rows": "inside"},
     {"model": "linformer", "rows": "left|inside"},
 )
@@ -766,7 +774,32 @@ REFUSALS = (
     ),
     Refusal({"model": "hf_gpt_oss", "precision": "f64"}, "Float32, BFloat16 or Float16"),  # torch's grouped products
 )
-KNOWN: tuple[KnownFault, ...] = ()
+ONE_SCALE = "torch 2.13's dynamic quantisation has one scale for a call, so that what padding computes changes how real tokens are rounded"
+KNOWN = (
+    KnownFault(
+        {"model": "hf_gemma2", "wrapper": "quantised"}, "adoption_passes_its_own_check", "its answer differs by", ONE_SCALE
+    ),
+    KnownFault(
+        {"model": "hf_gemma2", "wrapper": "quantised", "rows": "left"},
+        "adopted_equals_transformers_and_so_does_released",
+        "adopted against transformers",
+        ONE_SCALE,
+    ),
+    *(
+        KnownFault(
+            {"model": "hf_gemma2", "rows": "left", "precision": "f64"},
+            oracle,
+            "differs by nan",
+            "transformers 5.23: its eager attention gives NaN in float64 where a padded row sees no key",
+        )
+        for oracle in (
+            "a_fold_and_its_release_change_nothing",
+            "another_scale_and_its_release_change_nothing",
+            "adopted_equals_transformers_and_so_does_released",
+            "adoption_passes_its_own_check",
+        )
+    ),
+)
 
 MODELS = Lattice(
     "tests/lattice/models.py",

@@ -196,7 +196,9 @@ def _family(point: Mapping[str, str]) -> nn.Module:
     rates = dict.fromkeys(names & set(ATTENTION_DROPOUT), rate)
     rates |= dict.fromkeys(names & {"resid_pdrop", "embd_pdrop", "hidden_dropout_prob"}, 0.0)
     model = cls(cls.config_class(**options, **rates))
-    model.config.use_cache = False  # under autocast, a cache makes float32 of all values
+    for module in model.modules():  # the decoder of T5 has a config of its own
+        if hasattr(module, "config"):
+            module.config.use_cache = False  # under autocast, a cache makes float32 of all values; checkpointing allows none
     if point["checkpointing"] == "yes":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -431,7 +433,7 @@ def _with_lora(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
-                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(0.005 * torch.randn(parameter.shape, generator=generator))
     return wrapped.train(is_training)
 
 
@@ -440,5 +442,6 @@ def _shard(model: nn.Module) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     from minitx.training.devices import parallelize
+    from minitx.training.net import Net
 
-    parallelize(model, DeviceMesh("cpu", [0]))
+    parallelize(model, DeviceMesh("cpu", [0]), Net.of(model).layers())

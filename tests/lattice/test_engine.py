@@ -98,6 +98,12 @@ def test_a_known_fault_that_was_mended_fails():
     assert any(oracle == "table" for _, oracle in faults(lattice(known=(WRONG, mended))))
 
 
+def test_each_known_fault_has_a_point():
+    narrow = KnownFault({"a": "a2", "b": "b1", "c": "c3", "d": "d1"}, "sums", "sum", "library 1.0")
+    for seed in range(10):
+        assert any(matches(narrow.where, point) for point in lattice(known=(narrow,)).points(seed))
+
+
 def test_a_known_fault_with_another_message_fails():
     other = KnownFault(WRONG.where, "products", "quotient", "library 1.0")
     assert ("c=c1 d=d1", "products") in faults(lattice(known=(other,)))

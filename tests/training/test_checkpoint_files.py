@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.serialization import set_crc32_options
 
-from minitx.cli.command_line import sentence
+from minitx.cli.exit_codes import sentence
 from minitx.config import ConfigError
 from minitx.nn import DecoderLM
 from minitx.training.callbacks import LastCheckpoint

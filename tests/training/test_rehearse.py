@@ -34,8 +34,10 @@ def test_a_right_run_is_not_refused_and_has_the_digits_of_a_run_without_rehearsa
     run(tmp_path / "with")
     dataclasses.replace(run, trainer={**run.trainer, "rehearse": False})(tmp_path / "without")
     one, other = (read_checkpoint(tmp_path / place / "checkpoints" / "last.ckpt") for place in ("with", "without"))
-    for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+    for key in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(one[key], other[key], rtol=0, atol=0)
+    for key in ("lr_schedulers", "global_step"):
+        assert one[key] == other[key]
     rows = [read_metrics(tmp_path / place / "metrics.csv") for place in ("with", "without")]
     one, other = ([{k: v for k, v in row.items() if k not in OF_THE_MACHINE} for row in table] for table in rows)
     assert json.dumps(one) == json.dumps(other)

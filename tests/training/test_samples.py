@@ -76,6 +76,10 @@ def test_an_encoder_decoder_answers(make_config, tmp_path):
 def test_what_cannot_be_sampled_is_refused_before_the_first_step(tmp_path):
     trainer = SimpleNamespace(strategy=None, is_global_zero=True, global_step=0)
     ours = build_model(TransformerConfig(vocab_size=5, embed_dim=4, num_heads=2, num_layers=1))
-    for network, prompts, key in ((torch.nn.Linear(1, 1), ["a"], ""), (ours, [""], ".prompts"), (ours, ["1 2"], ".prompts")):
+    for network, prompts, key in (
+        (torch.nn.Linear(1, 1), ["a"], ".every"),
+        (ours, [""], ".prompts"),
+        (ours, ["1 2"], ".prompts"),
+    ):
         with pytest.raises(ConfigError, match=f"^callbacks.samples{key}[= ]"):
             samples(tmp_path, prompts=prompts).on_train_start(trainer, SimpleNamespace(net=Net.of(network)))

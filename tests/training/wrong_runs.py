@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitx.cli.compose import compose_config
 from minitx.config import CallbacksConfig, EvaluationConfig, RunConfig, StopAtConfig, TrainerConfig
 from minitx.data.task import Task
 from minitx.training.run import train
@@ -146,6 +147,10 @@ def sum_and_mean(logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tenso
     return {"loss": squares(logits, batch), "nll": mean(logits, batch)}
 
 
+def of_several(logits: Tensor, batch: Mapping[str, Tensor]) -> Any:
+    return squares(logits, batch) if len(logits) > 1 else None
+
+
 def of_rows(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return (logits - batch["labels"]).square().sum(1)
 
@@ -175,6 +180,37 @@ class Own:
         return train(config, folder, batch_size=self.batch_size, **options)
 
 
+SMALL = (
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=4",
+    "trainer.val_every=2",
+    "trainer.val_batches=1",
+    "callbacks.progress=false",
+    "data.batch_size=4",
+    "model.embed_dim=24",
+    "model.num_layers=1",
+    "model.num_heads=2",
+)
+TEXT = "Once upon a midnight dreary, while I pondered, weak and weary,\n" * 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """A run from the command line ``words``, beside a file ``text.txt`` ({text})."""
+
+    words: str
+
+    def __call__(self, folder: Path) -> Any:
+        text = folder.parent / "text.txt"
+        text.write_text(TEXT, encoding="utf-8")
+        of_text = f"data=text data.path={text} data.context_len=16 data.cache_dir={folder.parent}"
+        typed = (
+            self.words.replace("{text}", of_text).replace("{path}", f"data.path={text} data.cache_dir={folder.parent}").split()
+        )
+        names = {word.partition("=")[0] for word in typed}
+        return train(compose_config([*(word for word in SMALL if word.partition("=")[0] not in names), *typed]), folder)
+
+
 def part(target: str, **arguments: Any) -> CallbacksConfig:
     return dataclasses.replace(CALLBACKS, parts={"mine": {"_target_": target, **arguments}})
 
@@ -194,6 +230,10 @@ BAD_ROW = {"input": torch.zeros(3), "labels": 2}
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a label is no class": (Own([*CLASSES, BAD_ROW], objective=None, kind="classify", task=TWO_CLASSES), "labels must be classes"),
+    "a label of a late row is no class": (
+        Own([*CLASSES * 9, {**BAD_ROW, "labels": 5}], objective=None, kind="classify", task=TWO_CLASSES),
+        "labels must be classes",
+    ),
     "an objective returns a mean": (Own(VECTORS, objective=mean), "sums"),
     "an objective returns a mean over labels": (Own(HALF, Pairs, mean_of_labels), "sums"),
     "an objective takes the worst row": (Own(VECTORS, objective=worst_row), "sums"),
@@ -203,7 +243,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an objective returns a loss of each row": (Own(VECTORS, objective=of_rows), "must return a 0-d tensor"),
     "labels have another shape than logits": (Own(VECTORS, lambda: nn.Linear(3, 3)), "size of tensor"),
     "padding is not read": (Own(texts(5, 3, 5, 4), Reader, None, task=TEXTS), "would read padding as data"),
-    "forward names no key": (Own(texts(5, 5, 5, 5), TakesAnything, None), "names none of the keys"),
+    "forward names no key": (Own(texts(5, 5, 5, 5), TakesAnything, None), "no parameter of TakesAnything.forward matches a key"),
     "forward needs a key that no row has": (Own(VECTORS, lambda: NeedsMore(3, 2)), "needs question"),
     "forward returns a tuple": (Own(VECTORS, lambda: TupleOf(3, 2)), "must return logits"),
     "a row looks at the others": (Own(VECTORS, lambda: Centred(3, 2)), "no row may look at the others"),
@@ -212,7 +252,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "the checkpoint cannot be read again": (Own(VECTORS, lambda: KeepsAnObject(3, 2)), "cannot be read again"),
     "test=best with a monitor that nobody logs": (
         Own(VECTORS, task={"test": VECTORS}, trainer={"monitor": "val_accuracy"}, more={"evaluation": EvaluationConfig(test="best")}),
-        "val_accuracy",
+        "^evaluation.test=best: .*trainer.monitor=val_accuracy was never logged",
     ),
     "test without a test split": (Own(VECTORS, more={"evaluation": EvaluationConfig(test="last")}), "no test split"),
     "ReduceLROnPlateau with a monitor that nobody logs": (
@@ -233,9 +273,31 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         Own(VECTORS, more={"callbacks": part("lightning.pytorch.callbacks.GradientAccumulationScheduler", scheduling={0: 3})}),
         "trainer.accumulate",
     ),
+    "an objective returns nothing for a single row": (Own(VECTORS, objective=of_several), "must return a 0-d tensor"),
+    "samples without a tokenizer": (Typed("data=kv_lookup callbacks.samples.every=2 callbacks.samples.prompts=[a]"), "^callbacks.samples.every needs data with a tokenizer"),
+    "samples of an encoder": (
+        Typed("data=masked model=bert_small {path} data.context_len=16 callbacks.samples.every=2 callbacks.samples.prompts=[a]"),
+        "^callbacks.samples.every needs a decoder",
+    ),
+    "a prompt with an unknown character": (Typed("{text} callbacks.samples.every=2 callbacks.samples.prompts=['né']"), "^callbacks.samples.prompts .*U\\+00E9"),
+    "a probe of a model without weights": (Typed("{text} model.attention=linear callbacks.probe.every=2"), "^callbacks.probe.every: the model has no attention with weights"),
+    "a backend that cannot serve the calls": (Typed("{text} model.backend=sdpa model.softcap=5"), "^model: .*'sdpa' cannot serve this call: .*no soft-cap"),
+    "a backend that does not exist": (Typed("{text} model.backend=nonsense"), "^model.*backend='nonsense'"),
+    "chunk_tokens with a capped head": (Typed("{text} objective.chunk_tokens=5 model.logit_softcap=3"), "^objective.chunk_tokens=5 needs .*model.logit_softcap=3"),
+    "rows longer than the model": (Typed("data=kv_lookup model.max_len=7"), "^model.max_len=7 must reach the rows of the data, which have 17 tokens"),
+    "answers longer than the model": (
+        Typed("data=dates model=t5_small data.locales=[en] data.train_size=50 data.val_size=10 model.position=learned model.max_len=12 evaluation.at_end=true"),
+        "^model.max_len=12 must reach the rows of the data",
+    ),
+    "another architecture than the data need": (Typed("data=kv_lookup model.architecture=encoder"), "^model.architecture=encoder .*does not fit data=kv_lookup"),
+    "a vocabulary smaller than that of the data": (Typed("{text} model.vocab_size=5"), "^model.vocab_size=5 is smaller than the vocabulary of the data"),
+    "fewer rows than a batch": (Typed("{text} data.batch_size=4096"), "data.batch_size=4096"),
+    "an argument that the Trainer does not have": (Typed("{text} +trainer.extra.foo=1"), "^trainer.extra.foo is not an argument"),
+    "muon on weights that are cut": (Typed("{text} optimizer=muon trainer.strategy=sharded"), "^optimizer=muon needs whole matrices"),
+    "a warm-up longer than the run": (Typed("{text} schedule.warmup_steps=9"), "^schedule.warmup_steps=9 must not exceed"),
 }  # fmt: skip
 
-RIGHT: dict[str, Callable[[Path], Any]] = {
+RIGHT: dict[str, Own] = {
     "a sum": Own(VECTORS),
     "a batch norm": Own(VECTORS, Normed),
     "a batch norm with accumulation": Own(VECTORS, Normed, trainer={"accumulate": 2}),
@@ -244,6 +306,15 @@ RIGHT: dict[str, Callable[[Path], Any]] = {
     "a monitor that a callback of the user logs": Own(
         VECTORS,
         more={"callbacks": dataclasses.replace(CALLBACKS, parts={"own": {"_target_": f"{__name__}.LogsAMetric"}, "stop": {"_target_": STOPPING, "monitor": "own"}})},
+    ),
+    "a schedule with a monitor that a callback of the user logs": Own(
+        VECTORS, trainer={"monitor": "own"}, more={"schedule": PLATEAU, "callbacks": part(f"{__name__}.LogsAMetric")}
+    ),
+    "test=best with a monitor that a callback of the user logs": Own(
+        VECTORS,
+        task={"test": VECTORS},
+        trainer={"monitor": "own"},
+        more={"evaluation": EvaluationConfig(test="best"), "callbacks": part(f"{__name__}.LogsAMetric")},
     ),
     "a test split": Own(VECTORS, task={"test": VECTORS}, more={"evaluation": EvaluationConfig(test="best")}),
     "one row": Own(VECTORS[:1], batch_size=1),

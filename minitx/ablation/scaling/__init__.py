@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from minitx.ablation import curves
-from minitx.ablation import wording as say
+from minitx.ablation import formatting as say
 from minitx.ablation.grid import Run
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.report import Picture, Section, text

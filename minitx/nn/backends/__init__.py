@@ -181,7 +181,7 @@ def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) 
 
     Args:
         call: as ``make_call`` returns it. backend: a name, or ``auto``.
-        strict: raise an error if no fused kernel would be used.
+        strict: raise an error if no fused kernel would be used, except for an empty call.
 
     Returns:
         (B, H, L, Dv), or with ``call.need_weights`` ``(output, weights)``.
@@ -196,7 +196,7 @@ def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) 
     if backend != "auto" and (reason := chosen.why_not(call)) is not None:
         able = ", ".join(other.name for other in _REGISTRY.values() if other.why_not(call) is None)
         raise NotImplementedError(f"backend {chosen.name!r} cannot serve this call: {reason}; {able} can")
-    if strict and (reason := chosen.falls_back(call)) is not None:
+    if strict and call.query.numel() > 0 and (reason := chosen.falls_back(call)) is not None:
         raise RuntimeError(f"strict: backend {chosen.name!r} would serve this call without a fused kernel: {reason}")
     output = chosen.run(call)
     return (output, attention_weights(call).to(call.query.dtype)) if call.need_weights else output

@@ -190,7 +190,9 @@ def _learns(attn_bias: Tensor | Bias | None) -> bool:
 
 
 def falls_back(call: AttentionCall) -> str | None:
-    """Return the reason why torch would use its slow path, or None. Torch itself gives no notice."""
+    """Return the reason why torch would use no fused kernel, or None. Torch itself gives no notice."""
+    if call.query.numel() == 0 or call.key.numel() == 0:
+        return "torch computes an empty call without a kernel"
     if call.query.device.type == "cuda":
         return _falls_back_on_cuda(call)
     if call.query.device.type != "cpu":

@@ -26,7 +26,7 @@ Rows = tuple[np.ndarray, np.ndarray]
 def load_tables(
     path: str, val_path: str | None, subset: str | None, split: str, val_split: str | None, **options: Any
 ) -> list[Any]:
-    """Return the table of training and, if there is one, that of validation.
+    """Return the training table and, if there is one, the validation table.
 
     Args:
         path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several of them (``data/*.jsonl``), a folder, or a name on the
@@ -114,7 +114,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _files_of(path: str, said: str, **reader: Any) -> tuple[list[str], dict[str, Any]]:
-    """The files of a path on this machine, and what ``datasets`` is told of it; nothing of a name on the hub."""
+    """Local files matching ``path``, and the load_dataset options for them; ([], {}) for a name on the hub."""
     local = Path(path).expanduser()
     is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else the name of a file: "reviews [1].csv"
     files = sorted(glob(str(local), recursive=True)) if is_pattern else [str(local)]
@@ -153,8 +153,10 @@ def _of_folder(
     files, kind = [*chain.from_iterable(by_split.values())], str(builder.name)
     if kind not in KINDS.values():
         return files, {}
-    taken, beside = {Path(file).resolve() for file in files}, sorted(folder.glob("[!.]*.*"))
-    left = [file.name for file in beside if file.suffix.lower() in KINDS and file.resolve() not in taken]
+    taken = {Path(file).resolve() for file in files}
+    left = [
+        file.name for file in sorted(folder.glob("[!.]*.*")) if file.suffix.lower() in KINDS and file.resolve() not in taken
+    ]
     if left:
         log.warning("%s: %d files are read, and %d are not: %s", said, len(taken), len(left), ", ".join(left[:3]))
     reading = _reading(kind, getattr(builder.config, "sep", ","), texts, header)
@@ -202,10 +204,10 @@ def column_of(table: Any, wanted: str, key: str) -> str:
     """Return ``wanted`` if it is a column of ``table``.
 
     Raises:
-        ConfigError: there is no such column. The message lists the columns.
+        ConfigError: the table does not have this column. The message lists the columns.
     """
     names = column_names(table)
-    require(wanted in names, f"data.{key}={wanted} is no column of the data, which has: {', '.join(map(str, names))}")
+    require(wanted in names, f"data.{key}={wanted} is not a column of the data: the columns are {', '.join(map(str, names))}")
     return wanted
 
 
@@ -225,7 +227,7 @@ def texts_of(table: Any, column: str, key: str) -> list[str]:
     """Return the texts of a column, without white space around them.
 
     Raises:
-        ConfigError: there is no such column, or it contains values that are not texts.
+        ConfigError: the table does not have this column, or the column contains values that are not texts.
     """
     return [text.strip() for text in as_texts(table[column_of(table, column, key)], f"data.{key}={column}")]
 
@@ -234,7 +236,7 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     """Return the labels (N,) int64 of a column in each table, and the names of all labels.
 
     Raises:
-        ConfigError: there is no such column, or a row without a label.
+        ConfigError: a table does not have this column, or a row has no label.
     """
     columns: list[list[Any]] = []
     names = None
@@ -246,14 +248,17 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
         without = sum(value in nothing or value != value for value in values)  # NaN is not equal to itself
         require(not without, f"data.label_column={column} has {without} of {len(values)} rows without a label: remove them")
         other = next((value for value in values if not isinstance(value, int | str)), None)
-        said = f"data.label_column={column} must have words or whole numbers, got {type(other).__name__}"
-        require(other is None, f"{said} ({other!r:.20}): a label is the name of a class")
+        require(
+            other is None,
+            f"data.label_column={column} must have words or whole numbers, got {type(other).__name__} ({other!r:.20}): a label is the "
+            "name of a class",
+        )
         names = names or own
         columns.append([own[value] for value in values] if own else values)
     seen = {value for values in columns for value in values}
     unknown = seen - set(names or seen)
     if unknown or len({type(value) for value in seen}) > 1:
-        more = f"{', '.join(map(str, unknown))} of one split is no label of the other" if unknown else "words and numbers"
+        more = f"{', '.join(map(str, unknown))} occurs in one split only" if unknown else "words and numbers"
         raise ConfigError(f"data.label_column={column} must have the same labels in both splits, got {more}")
     names = names or sorted(seen)
     number = {name: i for i, name in enumerate(names)}

@@ -51,12 +51,13 @@ def explained(
         sweeps: whether ``a=1,2`` is a sweep (``-m``).
     """
     if isinstance(error, OverrideParseException):
-        return _unreadable(error.override)
+        return unreadable(error.override)
     advice = _Typed(words, keys_of, sweeps).advice()
     return f"{message_of(error).rstrip('.')}{advice}" if advice else message_of(error)
 
 
-def _unreadable(word: str) -> str:
+def unreadable(word: str) -> str:
+    """Return why an override cannot be read."""
     name, is_pair, _ = word.partition("=")
     if not is_pair:
         return f"{word} is not key=value; --help shows the keys"

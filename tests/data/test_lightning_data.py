@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from minitx.config import ConfigError
 from minitx.data.datamodule import DataModule
-from minitx.data.loaders import task_of_loaders
+from minitx.data.lightning_data import task_of_loaders
 from minitx.data.task import as_split, generator
 
 PICTURES, LABELS = torch.arange(33.0).view(11, 3), torch.arange(11)

@@ -1,0 +1,87 @@
+"""Exit codes: exceptions become one sentence and a number.
+
+0 done · 1 ``minitx-check`` found a fault · 2 a mistake in the command line or in its files · 3 failed after starting · 130 SIGINT, 143 SIGTERM
+(with a checkpoint, unless trainer.ckpt_every=0 or training had not begun).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from minitx.cli.hydra_errors import is_of_hydra, message_of
+from minitx.cli.launch import FOLDER, RankFailedError, tell_launcher
+from minitx.config import ConfigError
+
+
+class CellsFailedError(RuntimeError):
+    """Cells of a grid failed. The others are done and reported."""
+
+
+def exit_code(program: Callable[[], Any]) -> int:
+    """Run ``program`` and return its exit code. The message of an exception is written to stderr.
+
+    The program keeps running if the reader of stdout exits (``train.py ... | head``), or if a stream was closed.
+    """
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:  # closed by the parent process
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # would lose a line because of one letter
+        sys.stdout.reconfigure(errors="backslashreplace")
+    code = _code_of(program)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it when it exits
+    return code
+
+
+def _code_of(program: Callable[[], Any]) -> int:
+    try:
+        program()
+    except SystemExit as stop:
+        if isinstance(stop.code, str):  # from a user's module
+            return _say(stop, stop.code, 2)
+        return 2 if stop.code == 1 else stop.code or 0  # 1: Hydra has written the message
+    except KeyboardInterrupt as stop:
+        cause = stop.__cause__
+        return _say(cause, *(sentence(cause) if cause else ("stopped by SIGINT", 130)))
+    except BrokenPipeError:  # of `train.py --help`
+        return 0
+    except Exception as error:
+        return _say(error, *sentence(error))
+    return 0
+
+
+def _say(error: BaseException | None, text: str, code: int) -> int:
+    if error is not None and "traceback=true" in sys.argv[1:]:
+        traceback.print_exception(error)
+    tell_launcher(text)
+    if FOLDER not in os.environ:  # otherwise the parent process writes it, once for all ranks
+        sys.stderr.write(f"{'error: ' if code < 128 else ''}{text}\n")
+    return code
+
+
+def sentence(error: BaseException) -> tuple[str, int]:
+    """Return the message of an exception in one line, and the exit code."""
+    text = _one_line(str(error))
+    kind = type(error).__name__  # compared by name where the class is in a module that loads torch
+    if isinstance(error, ConfigError) or type(error).__module__.startswith("yaml."):
+        return text, 2
+    if isinstance(error, RankFailedError):
+        return text, error.code
+    if isinstance(getattr(error, "number", None), int):  # of a signal
+        return text, 128 + error.number  # type: ignore[attr-defined]
+    if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
+        return text, 3
+    if is_of_hydra(error):
+        return message_of(error), 2
+    return f"{kind}: {text or 'no message'} (traceback=true shows where)", 3
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
