@@ -12,7 +12,8 @@ CPU tensor. Its rules differ from the CPU's:
 * Autocast has CUDA's lists of operations.
 * A dtype in ``missing_dtypes`` is an error: ``like_apple()`` removes float64. After ``like_cuda()``, what CUDA lacks is an error.
 
-It cannot show kernels, streams, speed, memory, several devices, or operations that change a shape in place. The API of torch under it is
+It cannot show kernels, streams, speed, memory, several devices, operations that change a shape in place, or storages (``torch.load`` with
+``map_location=`` the device). The API of torch under it is
 experimental, and torch cannot remove the device again: use it in a separate process (``ranks.run_ranks``).
 """
 
@@ -27,11 +28,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 NAME = "pretend"
 IS_SUPPORTED = torch.__version__ >= (2, 13)
+is_needed = pytest.mark.skipif(not IS_SUPPORTED, reason="the pretended accelerator needs torch 2.13")
 missing_dtypes: set[torch.dtype] = set()
 
 _READING = {

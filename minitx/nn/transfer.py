@@ -15,7 +15,7 @@ Tree = TypeVar("Tree")
 def to_host(tree: Tree) -> Tree:
     """Return a tree of dicts, lists and tuples with its tensors on the CPU, bit for bit.
 
-    The tensors of a device travel in one copy, so the host waits once. Tensors on the CPU and other values are returned as they are.
+    The tensors of a device travel in one copy, so the host waits once. Tensors on the CPU and other values are returned unchanged.
 
     >>> to_host({"loss": torch.tensor(0.5), "step": 3})
     {'loss': tensor(0.5000), 'step': 3}

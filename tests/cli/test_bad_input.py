@@ -97,6 +97,7 @@ BUILT = {
     "trainer.plan=true trainer.devices=5 trainer.num_nodes=3": "divisible by trainer.accumulate=1 x trainer.devices=15",
     "trainer.plan=true trainer.strategy=sharded optimizer=muon": "optimizer=muon needs whole matrices",
     "trainer.plan=true hydra.run.dir=new model.backend=nonsense": "nonsense",
+    "trainer.accelerator=cuda": "trainer.accelerator=cuda is not allowed: one of auto, cpu, gpu, mps",
     "output_dir=short.txt/below": "output_dir=",
     "data=hf data.path=short.txt data.subset=x": "data.subset=x has no effect",
     "output_dir=new/run model.backend=nonsense": "nonsense",

@@ -140,7 +140,7 @@ def adopted_on_an_accelerator(names):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not pretend.IS_SUPPORTED, reason="the pretended accelerator needs torch 2.13")
+@pretend.is_needed
 def test_a_model_on_an_accelerator_is_checked_there():
     told, are_adopted, is_restored = run_ranks(1, adopted_on_an_accelerator, QUICK)[0]
     assert not any(told) and are_adopted and is_restored

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
-from tests.lattice.inside import network_of
+from tests.lattice.inside import network_of, train_or_refuse
 
 Batch = dict[str, Any]
 
@@ -78,6 +78,14 @@ class Recorder(L.Callback):
 
 def _copied(batch: Batch) -> Batch:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def train_on_pretended(words: list[str], folder: Path) -> Any:
+    """``train_or_refuse`` in a process with the pretended accelerator."""
+    from tests import pretend
+
+    pretend.register()
+    return train_or_refuse(words, folder)
 
 
 SIGNALS = {"term_first": (signal.SIGTERM, 1), "term": (signal.SIGTERM, 3), "int": (signal.SIGINT, 5)}

@@ -42,7 +42,7 @@ if ROOT not in sys.path:  # as a program
     sys.path.insert(0, ROOT)
 
 from tests.lattice import engine, inside, run_parts  # noqa: E402
-from tests.lattice.engine import KnownFault, Lattice, Oracle, Point, Refusal  # noqa: E402
+from tests.lattice.engine import KnownFault, Lattice, Oracle, Point, Refusal, matches  # noqa: E402
 from tests.lattice.run_parts import PowerCut, Record  # noqa: E402
 
 STEPS = 6
@@ -116,6 +116,7 @@ PRECISIONS = {name: f"trainer.precision={name}" for name in ("32-true", "64-true
 SOURCE = "init_from.path=HOME/sources/NAME/checkpoints/last.ckpt"
 STARTS = {"new": "", "init_from": SOURCE, "folded": f"{SOURCE} init_from.fold_scale=true model.scale=unscaled"}
 PLACES = {"one": "", "ddp_cpu": "trainer=ddp_cpu", "fsdp": "trainer.devices=2 trainer.strategy=sharded"}
+PLACES["pretended"] = "trainer.accelerator=pretend"  # tests/pretend.py
 OPTIONS = {
     "none": "",
     "overfit": "trainer.overfit=true",
@@ -320,7 +321,8 @@ class Run:
                 stack.callback(torch.compiler.reset)
             if point["workers"] == "pickled":
                 stack.enter_context(_pickling_workers())
-            result = inside.train_by(words, folder) if point["place"] == "one" else in_processes(2, words, folder)
+            place = point["place"]
+            result = inside.train_by(words, folder) if place == "one" else in_processes(PROCESSES[place], words, folder)
         record = run_parts.RECORDS[-1] if run_parts.RECORDS else None
         return Finished(folder, result, record, changes_between(before, state_of_the_process()))
 
@@ -371,7 +373,8 @@ def in_processes(count: int, words: list[str], folder: Path) -> dict[str, Any]:
     """
     from tests.training.ranks import run_ranks
 
-    result = run_ranks(count, inside.train_or_refuse, [word for word in words if word != RECORDER], folder)[0]
+    run = run_parts.train_on_pretended if count == 1 else inside.train_or_refuse
+    result = run_ranks(count, run, [word for word in words if word != RECORDER], folder)[0]
     if isinstance(result, str):
         raise ValueError(result)
     return result
@@ -882,6 +885,8 @@ def two_processes_train_as_one(run: Run) -> None:
     one, two = run.whole(place="one"), run.whole()
     noise = [plain_loop(run.point, one, "64-true"), plain_loop(run.point, one, run.point["precision"], 0)]
     eps = torch.finfo(DTYPES[run.point["precision"]]).eps
+    if matches({"place": "pretended", "precision": "bf16-mixed"}, run.point):
+        eps = torch.finfo(torch.bfloat16).eps  # CUDA's autocast rounds elsewhere than the CPU's
     for name in ("train_loss", "val_loss"):
         wanted, found = one.column(name), two.column(name)
         assert wanted.keys() == found.keys(), f"{name} of steps {sorted(found)}, of one process {sorted(wanted)}"
@@ -923,7 +928,8 @@ ROWS = {"text": 60, "packed": 71, "padded": 104, "masked": 61, "classify": 54, "
 TESTED, AVERAGED = "tested|ema_tested", "ema|ema_tested"
 LOOKS = ("probe", "film", "samples", "evaluated", "tested")
 IDLE = ("instruments", "minutes", "monitor", "all_rows")
-ONE = {"place": "ddp_cpu|fsdp"}
+ONE = {"place": "ddp_cpu|fsdp|pretended"}
+PROCESSES = {"ddp_cpu": 2, "fsdp": 2, "pretended": 1}
 REFERENCE = ({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream", "workers": "2|pickled"}, ONE)
 """Where a plain loop says nothing: ``torch.optim.Muon`` computes in bfloat16, and a loop draws other numbers."""
 
@@ -959,6 +965,13 @@ OURS_ALONE = {"network": "own|hf|lora"}
 MEANINGLESS: tuple[dict[str, str], ...] = (
     {"asked": "early", "ends": "int|crash_after"},  # it ends before
     {"option": "instruments", "ends": "nonfinite"},  # anomaly detection raises first
+    {"place": "pretended", "compile": "yes"},  # it has no compiler
+    {"place": "pretended", "workers": "2|spawn"},  # its process is a daemon, which has no children
+    {
+        "place": "pretended",
+        "optimizer": "sgd",
+        "precision": "bf16-true",
+    },  # the CPU's fused SGD, which torch 2.13 computes wrongly
     {**OURS_ALONE, "checkpointing": "yes"},  # keys of our models
     {**OURS_ALONE, "rules": "frozen|factor"},
     {**OURS_ALONE, "start": "folded"},
@@ -999,7 +1012,7 @@ RUNS = Lattice(
         "option": "instruments",
         "compile": "yes",
         "network": "hf|lora",
-        "place": "ddp_cpu|fsdp",
+        "place": "ddp_cpu|fsdp|pretended",
     },
 )
 

@@ -31,7 +31,6 @@ PROCESSES = {"place": "ddp_cpu|fsdp"}
 
 BESIDE = {
     "num_nodes": "several machines",
-    "accelerator": "the device: tests/training/test_accelerator.py",
     "shard": "names of classes: tests/training/test_devices.py",
     "plugins": "objects for Lightning: tests/training/test_parts.py",
     "threads": "each run has one",

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import io
 import json
 import logging
+import sys
 
 import lightning.pytorch as L
 import pytest
@@ -16,17 +18,21 @@ from torch import nn
 import minitx.data.corpus
 from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.thresholds import Runs
+from minitx.cli import evaluate, export, generate, view
+from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, EvaluationConfig, SamplesConfig, TrainerConfig
 from minitx.data.task import Task, kept_generators, seed_device
 from minitx.nn.precision import widest_float
+from minitx.nn.transfer import to_device, to_host
 from minitx.training.checkpoints import place
 from minitx.training.devices import check_count, device_name, machine, memory_mb, peak_tflops
 from minitx.training.loggers import OF_THE_MACHINE, read_metrics, read_records
 from minitx.training.module import TrainingModule
 from minitx.training.run import place_of, quiet_lightning
 from tests import pretend
+from tests.test_configs import CONFIGS, OF_OWN_FILES, small_llama
 
-pytestmark = pytest.mark.skipif(not pretend.IS_SUPPORTED, reason="the pretended accelerator needs torch 2.13")
+pytestmark = pretend.is_needed
 MATH = {"model__backend": "math"}  # fused attention on the CPU rounds differently
 EMA = {"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.5}}
 
@@ -78,8 +84,57 @@ def rules():
     assert network.weight.grad.device == device and isinstance(network.weight, nn.Parameter)
 
 
+def kinds(action):
+    """The kinds of the waits of ``action``."""
+    with pretend.waits() as counted:
+        action()
+    return sorted(kind for kind, _, _ in counted.elements())
+
+
+def waiting_and_moving():
+    device = pretend.register()
+    x, pinned = torch.ones(3, device=device), torch.ones(3).pin_memory()
+    assert kinds(lambda: (x * 2 + torch.tensor(1.0)).sum()) == []
+    assert kinds(lambda: (float(x.sum()), x.tolist(), bool((x > 0).all()), x[x > 0])) == ["read"] * 4
+    assert kinds(lambda: (x.cpu(), torch.zeros(3).copy_(x))) == ["down"] * 2
+    assert kinds(lambda: (torch.tensor([1.0], device=device), torch.ones(3).to(device), pinned.to(device))) == ["up"] * 3
+    assert kinds(lambda: pinned.to(device, non_blocking=True)) == []
+    tree = {"loss": x.sum(), "ids": [torch.arange(5, device=device)[None], 3], "mask": x > 0, "wide": x.double()[::2]}
+    tree |= {"half": (x / 3).bfloat16(), "none": x[:0]}
+    assert kinds(lambda: to_host(tree)) == ["down"]
+    here = to_host(tree)
+    for there, value in zip((*tree.values(), *tree["ids"]), (*here.values(), *here["ids"]), strict=True):
+        if isinstance(there, torch.Tensor):
+            assert value.device.type == "cpu" and value.dtype == there.dtype and value.equal(there.cpu())
+    assert kinds(lambda: to_device(torch.ones(3), device)) == [] and to_device(torch.ones(3), device).device == device
+
+    network = nn.Linear(3, 2).to(device)
+    twin = copy.deepcopy(network)
+    assert twin.weight.device == device and torch.equal(twin.weight, network.weight) and twin.weight is not network.weight
+    file = io.BytesIO()
+    torch.save(network.state_dict(), file)
+    for kind, options in {pretend.NAME: {}, "cpu": {"map_location": "cpu"}}.items():
+        file.seek(0)
+        assert torch.load(file, weights_only=True, **options)["weight"].device.type == kind
+    assert network.to("cpu").weight.device.type == "cpu"
+
+    with torch.autocast(pretend.NAME, torch.bfloat16):  # CUDA's lists
+        assert (x[None] @ x[:, None]).dtype == torch.bfloat16
+        assert x.bfloat16().softmax(-1).dtype == torch.cat([x.bfloat16(), x]).dtype == torch.float32
+    pretend.like_cuda()
+    with pytest.raises(NotImplementedError, match="no kernel of CUDA"):
+        torch.ones(2, 2, dtype=torch.long, device=device) @ torch.ones(2, 2, dtype=torch.long, device=device)
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(RuntimeError, match="deterministic"):
+        x.cumsum(0)
+
+
 def test_the_pretended_device_refuses_what_an_accelerator_refuses():
     run_ranks(1, rules)
+
+
+def test_the_pretended_device_counts_waits_and_moves_what_an_accelerator_moves():
+    run_ranks(1, waiting_and_moving)
 
 
 def abilities():
@@ -227,6 +282,101 @@ def test_a_device_without_float64_trains_probes_and_evaluates(make_config, tmp_p
         for layer, layer_there in zip(record["layers"], there["layers"], strict=True):
             for name in ("entropy", "logit_std", "token_cosine", "grad_query_rms", "key_norm"):
                 assert layer_there[name] == pytest.approx(layer[name], **near), name
+
+
+# --- every experiment, every direction, every program
+
+FEW = [
+    "debug=one_step",
+    "trainer.max_steps=3",
+    "trainer.val_every=3",
+    "trainer.log_every=1",
+    "trainer.rehearse=false",
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "trainer.val_batch_size=4",
+    "data.batch_size=4",
+    "callbacks.progress=false",
+]
+SMALLER = {"gpt2_baseline": ["model.num_layers=2", "model.embed_dim=48", "model.num_heads=2"]}
+NAMES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml") if path.stem != "scaling_ablation")
+EXPERIMENTS = [name if name == "kv_lookup" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+def of_experiment(config, folder):
+    """Losses, gradient norms and metrics of a run."""
+    if config.trainer.accelerator == pretend.NAME:
+        pretend.like_cuda()
+    result = train_with(config, folder)
+    rows = read_metrics(folder / "metrics.csv")
+    names = ("train_loss", "val_loss", "grad_norm", "lr", "tokens")
+    metrics = {name: value for name, value in result["metrics"].items() if name not in OF_THE_MACHINE}
+    return [[row[name] for name in names] for row in rows], metrics
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_has_the_numbers_of_the_cpu(name, tmp_path):
+    words = [f"experiment={name}", *FEW, *SMALLER.get(name, ())]
+    if name in ("finetune", "scaling_cell_real"):
+        words.append(f"{'model' if name == 'scaling_cell_real' else 'init_from'}.path={small_llama(tmp_path / 'llama')}")
+    if name in (*OF_OWN_FILES, "finetune"):
+        (tmp_path / "own.tsv").write_text("text\tlabel\n" + "".join(f"word {n}\t{n % 3}\n" for n in range(211)))
+        words.append(f"data.path={tmp_path / 'own.tsv'}")
+    (rows, metrics), (rows_there, metrics_there) = on_both(of_experiment, tmp_path, compose_config(words))
+    assert len(rows_there) == len(rows) >= 3
+    for row, there in zip(rows, rows_there, strict=True):
+        assert there == [value if value is None else pytest.approx(value, rel=1e-4, abs=1e-6) for value in row]
+    assert metrics_there == pytest.approx(metrics, rel=1e-4)
+
+
+def resumed_elsewhere(config, folder):
+    """The losses of a run, and of one that is resumed on the other device."""
+    there = dataclasses.replace(pretend.on_device(config) if config.trainer.accelerator == "cpu" else config, ckpt_path="last")
+    here = dataclasses.replace(config.trainer, accelerator="cpu")
+    there = there if config.trainer.accelerator == "cpu" else dataclasses.replace(config, trainer=here, ckpt_path="last")
+    train_with(config, folder / "whole")
+    with pytest.raises(ArithmeticError):
+        train_with(config, folder / "moved", Fails())
+    train_with(there, folder / "moved")
+    states = {name: last(folder / name)["state_dict"] for name in ("whole", "moved")}
+    weights = {name: {key: weight.tolist() for key, weight in state.items()} for name, state in states.items()}
+    return [(content(folder / name)["metrics"], weights[name]) for name in states]
+
+
+def test_a_run_is_resumed_on_the_other_device_with_the_same_numbers(make_config, tmp_path):
+    config = make_config(**MATH, model__dropout=0.4, trainer__ckpt_every=3, callbacks__parts=EMA)
+    for (rows, weights), (rows_there, weights_there) in on_both(resumed_elsewhere, tmp_path, config):
+        assert rows_there == rows and len(rows) == 6
+        assert weights_there == weights and weights
+
+
+def programs(config, folder):
+    """What the programs print and write for a checkpoint, with the model on the device of the run."""
+    folder = folder / "run"
+    train_with(config, folder)
+    device, path = config.trainer.accelerator, f"ckpt_path={folder / 'checkpoints' / 'last.ckpt'}"
+    printed, out = {}, sys.stdout
+    commands = {
+        "evaluate": (evaluate, f"device={device}", "num_rows=5"),
+        "greedy": (generate, f"device={device}", "prompt=Once", "max_new_tokens=5"),
+        "sampled": (generate, f"device={device}", "prompt=Once", "max_new_tokens=5", "temperature=0.7", "top_k=5"),
+        "beams": (generate, f"device={device}", "prompt=Once", "max_new_tokens=5", "num_beams=3"),
+        "view": (view, f"device={device}", "text=Once upon", f"output={folder / 'page.html'}"),
+        "export": (export, f"output={folder / 'exported'}"),
+    }
+    for name, (program, *words) in commands.items():
+        sys.argv, sys.stdout = [f"{name}.py", path, *words], io.StringIO()
+        code = program.main()
+        printed[name], sys.stdout = sys.stdout.getvalue().replace(str(folder), "FOLDER"), out
+        assert code == 0, name
+    page = (folder / "page.html").read_text().replace(str(folder), "FOLDER").replace(f"device={device}", "")
+    return printed, page, (folder / "exported" / "model.safetensors").read_bytes()
+
+
+def test_the_programs_write_on_the_device_what_they_write_on_the_cpu(make_config, tmp_path):
+    config = make_config(**MATH, trainer__ckpt_every=3)
+    here, there = on_both(programs, tmp_path, config)
+    assert there == here
 
 
 # --- seeds

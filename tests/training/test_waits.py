@@ -10,6 +10,7 @@ from ranks import run_ranks
 
 import minitx.data.corpus
 from minitx.analysis import capture, knock_out_heads, patch_heads, take_snapshot
+from minitx.cli.compose import compose_config
 from minitx.config import SamplesConfig, TransformerConfig
 from minitx.generation import Sampler, beam_search, generate
 from minitx.nn import (
@@ -25,8 +26,9 @@ from minitx.nn import (
 from minitx.nn.masks import Dense
 from tests import pretend
 from tests.docs.page_blocks import read
+from tests.test_configs import small_llama
 
-pytestmark = pytest.mark.skipif(not pretend.IS_SUPPORTED, reason="the pretended accelerator needs torch 2.13")
+pytestmark = pretend.is_needed
 
 LAYERS, TOKENS = 3, 5
 
@@ -185,10 +187,25 @@ def test_callbacks_of_others_wait_as_the_page_says(make_config, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_model_of_transformers_waits_once_a_step(tmp_path):
+    (tmp_path / "text.txt").write_text("Once upon a midnight dreary, while I pondered\n" * 40)
+    folder = small_llama(tmp_path / "llama")
+    words = (
+        f"model=hf model.path={folder} data=text data.path={tmp_path / 'text.txt'} data.context_len=7 data.tokenizer={folder}"
+    )
+    words += " data.batch_size=4 trainer.max_steps=6 trainer.log_every=3 trainer.val_every=0 trainer.val_batches=1 trainer.ckpt_every=0"
+    config = compose_config([*words.split(), "trainer.rehearse=false", "callbacks.progress=false"])
+    parts = run_ranks(1, runs_on_device, {"hf": config}, tmp_path)[0]["hf"]
+    assert [parts["step", step].total() for step in (2, 4, 5)] == [limit("`model=hf`, a step")] * 3
+
+
+@pytest.mark.slow
 def test_samples_cost_a_wait_a_token(make_config, tmp_path):
     config = make_config(**PLAIN, callbacks__samples=SamplesConfig(every=2, max_new_tokens=TOKENS))
     parts = run_ranks(1, runs_on_device, {"samples": config}, tmp_path)[0]["samples"]
-    allowed("a token, greedy, sampled or by beam search", parts["step", 2], 3 * TOKENS + 1)  # three prompts, and their texts
+    allowed(
+        "a token, greedy, sampled or by beam search", parts["step", 2], 3 * TOKENS + 2
+    )  # three prompts; their texts, the latch
 
 
 # --- looking and generating
