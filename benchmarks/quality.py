@@ -30,7 +30,7 @@ from harness import ROOT, Row, commit, exact, measure, median_interval, parser, 
 
 from minitx.cli.compose import compose_config
 from minitx.config import to_dict
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 
 KEPT = ROOT / "runs" / "quality"
 LOSS = 1.885

@@ -38,7 +38,7 @@ from minitx.nn.modes import evaluating
 from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoints import load_model, load_start
 from minitx.training.evaluation import evaluate
-from minitx.training.loggers import finite, read_metrics, read_probes
+from minitx.training.metrics_csv import finite, read_metrics, read_probes
 from minitx.training.net import Net, network_of
 from minitx.training.trust import check_trusted
 

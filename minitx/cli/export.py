@@ -104,7 +104,7 @@ def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is known about the training of a checkpoint: the rows of the table in ``README.md``."""
     from minitx import __version__
     from minitx.training.checkpoints import read_checkpoint
-    from minitx.training.loggers import read_metrics
+    from minitx.training.metrics_csv import read_metrics
 
     step, data, folder = read_checkpoint(path)["global_step"], config["data"], Path(path).resolve().parent
     metrics = folder.parent / "metrics.csv"  # of its run, not of whatever lies above a copy

@@ -148,7 +148,7 @@ def job_name() -> str:
 
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
     """Run one training in ``folder``, with its config and command. Return the result, which is also in ``result.json``."""
-    from minitx.training.loggers import naming
+    from minitx.training.metrics_csv import naming
     from minitx.training.run import train
 
     commands = folder / "command.txt"

@@ -32,7 +32,8 @@ from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host
 from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
-from minitx.training.loggers import add_records, drop_records, unit_of
+from minitx.training.loggers import unit_of
+from minitx.training.metrics_csv import add_records, drop_records
 from minitx.training.module import NonFiniteError, Sharded, TrainingModule, hash_seed
 from minitx.training.net import Net
 

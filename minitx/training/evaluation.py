@@ -337,7 +337,7 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
 
 def report(found: Evaluation, folder: Path, split: str = "val") -> None:
     """Write an evaluation to the log and to ``evaluation.json``, or to ``evaluation_test.json``."""
-    from minitx.training.loggers import naming
+    from minitx.training.metrics_csv import naming
 
     path = folder / ("evaluation.json" if split == "val" else f"evaluation_{split}.json")
     with naming(path):

@@ -33,7 +33,7 @@ from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
 from minitx.nn.transfer import to_host
 from minitx.training.callbacks import StepCallback
-from minitx.training.loggers import MetricsFile, add_records, drop_records, naming, over_heads
+from minitx.training.metrics_csv import MetricsFile, add_records, drop_records, naming, over_heads
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import checked_sums
 

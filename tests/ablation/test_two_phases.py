@@ -25,7 +25,7 @@ from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import ConfigError
 from minitx.data.datamodule import open_data
 from minitx.training.checkpoints import network_weights, read_checkpoint
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.net import network_of
 
 ROOT = Path(__file__).parents[2]

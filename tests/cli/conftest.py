@@ -13,7 +13,7 @@ import pytest
 from minitx.cli import evaluate, export, generate, train, view
 from minitx.cli.compose import compose_config
 from minitx.cli.launch import run_training
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 from tests.cli.processes import ROOT
 
 PROGRAMS = {"train": train, "evaluate": evaluate, "generate": generate, "view": view, "export": export}

@@ -14,7 +14,7 @@ from minitx.generation.decoding import eos_ids
 from minitx.interop import load_hf, release_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
 from minitx.training.checkpoints import load_model, read_checkpoint, start_from, write_checkpoint
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.net import Net
 from tests.cli.conftest import SHORT, assert_named, copy_example
 

@@ -13,7 +13,7 @@ from minitx.cli import launch, train
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, TrainerConfig
 from minitx.training import rank
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 from tests.cli.conftest import RESULT, losses
 from tests.cli.conftest import TINY as ALONE
 from tests.cli.processes import OF_LAUNCHERS, run, start

@@ -10,7 +10,7 @@ import torch
 
 from minitx.config import ConfigError, RunConfig, TrainerConfig, TransformerConfig, to_dict
 from minitx.training.checkpoints import load_model, write_checkpoint
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.run import train
 from tests.cli.conftest import assert_named, copy_example, losses
 from tests.cli.processes import run

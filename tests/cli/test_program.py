@@ -22,7 +22,7 @@ from minitx.cli.generate import GenerateConfig
 from minitx.cli.train import default_folder
 from minitx.cli.view import ViewConfig
 from minitx.training.callbacks import StoppedError
-from minitx.training.loggers import COLUMNS, read_metrics
+from minitx.training.metrics_csv import COLUMNS, read_metrics
 from tests.cli.conftest import RESULT, TINY, losses, put
 from tests.cli.processes import ROOT, run, start
 from tests.waiting import PATIENCE, wait_for

@@ -12,7 +12,7 @@ from torch import nn
 import minitx.training.run as run_module
 from minitx.config import CallbacksConfig, RunConfig, TrainerConfig
 from minitx.training.checkpoints import read_checkpoint
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 
 QUIET = ["trainer.accelerator=cpu", "trainer.threads=1", "trainer.log_every=1", "callbacks.progress=false"]
 

@@ -26,7 +26,7 @@ from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host
 from minitx.training.checkpoints import place
 from minitx.training.devices import check_count, device_name, machine, memory_mb, peak_tflops
-from minitx.training.loggers import OF_THE_MACHINE, read_metrics, read_records
+from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics, read_records
 from minitx.training.module import TrainingModule
 from minitx.training.run import place_of, quiet_lightning
 from tests import pretend

@@ -13,7 +13,7 @@ from torch import nn
 from minitx.config import ConfigError
 from minitx.data.task import Task
 from minitx.training.callbacks import StoppedError
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import TrainingModule
 
 WIDTHS = ["model.embed_dim=8", "model.num_heads=2", "model.num_layers=1"]

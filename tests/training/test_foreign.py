@@ -25,7 +25,7 @@ from minitx.generation import generate
 from minitx.nn import build_model
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.net import Net, build_network, fitted
 from tests.interop.families import TEXT, build

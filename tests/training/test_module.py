@@ -15,7 +15,7 @@ from torch import nn
 from minitx.config import ConfigError, RunConfig, TrainerConfig, node
 from minitx.data.batches import Address, ValSource
 from minitx.data.task import Task, as_split
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import CrossEntropy
 from minitx.training.optimizers import constant

@@ -15,7 +15,7 @@ from minitx.data.task import Task
 from minitx.interop import adopt_hf
 from minitx.nn import DecoderLM
 from minitx.training.checkpoints import load_model
-from minitx.training.loggers import read_metrics, read_probes, read_records
+from minitx.training.metrics_csv import read_metrics, read_probes, read_records
 from minitx.training.optimizers import constant
 from minitx.training.run import train
 from tests.interop.families import build

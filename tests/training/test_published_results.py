@@ -11,7 +11,7 @@ from minitx.analysis import attention_statistics, zhai_entropy_bound
 from minitx.cli.compose import compose_config, compose_grid
 from minitx.config import node
 from minitx.nn import AttentionCall, build_model
-from minitx.training.loggers import read_probes
+from minitx.training.metrics_csv import read_probes
 from minitx.training.run import train
 
 # R3: the scale is a parametrisation (Raffel et al. 2020): inv_sqrt and its full fold are one run

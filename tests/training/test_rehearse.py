@@ -12,7 +12,7 @@ from torch import nn
 
 from minitx.config import ConfigError
 from minitx.training.checkpoints import read_checkpoint
-from minitx.training.loggers import OF_THE_MACHINE, read_metrics
+from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
 from minitx.training.rehearse import ShapesOnly, TwoRows, compare, shortened
 from minitx.training.run import train

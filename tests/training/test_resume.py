@@ -15,7 +15,7 @@ from killing import blows, hit_and_go_on, length_of, result_of, run
 
 from minitx.config import ConfigError, node, to_dict
 from minitx.training.callbacks import StoppedError
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.optimizers import constant, sgd
 from minitx.training.run import train
 

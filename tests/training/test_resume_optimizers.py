@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from minitx.config import node
 from minitx.training import optimizers
-from minitx.training.loggers import read_metrics
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.run import train
 
 

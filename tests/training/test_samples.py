@@ -11,7 +11,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from minitx.config import ConfigError, SamplesConfig, StopAtConfig, TransformerConfig, node
 from minitx.nn import build_model
 from minitx.training.callbacks import Samples
-from minitx.training.loggers import read_records
+from minitx.training.metrics_csv import read_records
 from minitx.training.net import Net
 from minitx.training.run import train
 

@@ -20,7 +20,8 @@ from minitx.training import callbacks
 from minitx.training.callbacks import StepLog, StopAt, batch_flops
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.devices import sum_over_rows
-from minitx.training.loggers import WandbExtras, read_metrics
+from minitx.training.loggers import WandbExtras
+from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import Latch, TrainingModule
 from minitx.training.optimizers import constant
 from minitx.training.run import train

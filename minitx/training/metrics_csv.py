@@ -1,0 +1,175 @@
+"""``metrics.csv`` and its columns, and the files of JSON lines of a run. ``StepLog`` in ``callbacks`` computes the rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any, TextIO
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+COLUMNS = (
+    *("step", "train_loss", "val_loss", "val_accuracy", "lr", "grad_norm", "tokens", "seconds"),
+    *("train_accuracy", "tokens_per_second", "memory_mb", "mfu"),
+)
+
+OF_THE_MACHINE = frozenset(("seconds", "tokens_per_second", "memory_mb", "mfu"))
+"""Columns that differ between two equal runs."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A context in which an ``OSError`` names ``path``. The error of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+
+
+class MetricsFile(Logger):
+    """Writes the columns of ``COLUMNS``. Training and validation values of one step share a row.
+
+    ``step`` is the number of updates. ``train_loss`` is the loss of that update, and ``val_loss`` is measured after it.
+    ``seconds`` count from the start of this process. Floats can be read back bit by bit. Each call writes the file, so that the
+    last row is on disk when it returns. Only the first process writes.
+
+    Metrics with other names (from ``self.log`` or other callbacks) do not start a row. Their latest values are written with the
+    next row, in additional columns at the end.
+
+    Args:
+        path: the file.
+        start_step: rows after this step are removed. They were written after the checkpoint from which the run resumes.
+        columns: the columns that start a row. None: any metric does, at the step that Lightning gives.
+    """
+
+    def __init__(self, path: Path, start_step: int = 0, columns: Sequence[str] | None = COLUMNS) -> None:
+        super().__init__()
+        self.path, self._starts = path, columns
+        self._columns, self._row, self._others = list(columns or ("step",)), dict[str, Any](), dict[str, Any]()
+        self._begin(start_step)
+
+    @rank_zero_only
+    def _begin(self, start_step: int) -> None:
+        rows = read_metrics(self.path) if self.path.exists() else []
+        self._write([row for row in rows if row["step"] <= start_step])
+
+    @property
+    def name(self) -> str:
+        return ""  # Lightning puts it into the path of checkpoints without a folder of their own
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: ``config.yaml`` holds the config."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add values to the row of ``step``, which is the last row or a new one."""
+        # Lightning adds its own count of epochs, which is of the process and not of the data
+        metrics = {name: value for name, value in metrics.items() if name != "epoch"}
+        if self._starts is not None and not metrics.keys() & set(self._starts):
+            self._others.update({name: float(value) for name, value in metrics.items()})
+        else:
+            self._add(metrics, step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write metrics that have no row yet into the last one."""
+        if self._others and self._row:
+            self._add({}, self._row["step"])
+
+    def _add(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        if self._row and self._row["step"] != step:
+            self._offset = self.path.stat().st_size
+            self._row = {}
+        self._row = {**self._row, **self._others, **metrics, "step": step}
+        self._others = {}
+        if self._row.keys() <= set(self._columns):
+            with naming(self.path), self.path.open("r+", encoding="utf-8", newline="") as file:
+                file.seek(self._offset)
+                file.truncate()
+                self._writer(file).writerow(self._row)
+        else:  # a new name: its column is added to the whole file
+            self._write([*(row for row in read_metrics(self.path) if row["step"] != step), self._row])
+
+    def _write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write the whole file; the last of ``rows`` becomes the open row."""
+        self._columns = list(dict.fromkeys(name for row in [dict.fromkeys(self._columns), *rows] for name in row))
+        new = self.path.with_suffix(".new")  # a crash leaves the old file or the new one
+        with naming(self.path), new.open("w", encoding="utf-8", newline="") as file:
+            self._writer(file).writeheader()
+            self._writer(file).writerows(rows[:-1])
+            file.flush()
+            self._offset = file.tell()  # where the last row begins
+            self._writer(file).writerows(rows[-1:])
+        new.replace(self.path)
+        self._row = dict(rows[-1]) if rows else {}
+
+    def _writer(self, file: TextIO) -> csv.DictWriter[str]:
+        return csv.DictWriter(file, self._columns, lineterminator="\n")
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """Read the rows of a metrics file. An empty cell is None. An incomplete last line, written during a crash, is left out."""
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        rows: Iterable[dict[str, str]] = list(csv.DictReader(line for line in file if line.endswith("\n")))
+    whole = ("step", "tokens")
+    return [
+        {name: None if text == "" else int(text) if name in whole else float(text) for name, text in row.items()}
+        for row in rows
+    ]
+
+
+def read_records(path: Path | str) -> list[dict[str, Any]]:
+    """Read a file of JSON lines, or return [] if there is none. An incomplete last line, written during a crash, is left out."""
+    if not (path := Path(path)).exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def add_records(path: Path, *records: Mapping[str, Any]) -> None:
+    """Append records to a file of JSON lines."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def drop_records(path: Path, step: int) -> None:
+    """Remove the records after ``step``, at which a run resumes. At step 0, remove all."""
+    kept = [record for record in read_records(path) if record["step"] <= step > 0]
+    new = path.with_suffix(".new")  # a crash leaves the old file or the new one
+    new.unlink(missing_ok=True)
+    if kept:
+        add_records(new, *kept)
+        new.replace(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value, or None if it is missing or not finite, because JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def over_heads(value: Any) -> Any:
+    """Return the mean over heads if there is one value per head, else the value itself."""
+    return mean(value) if isinstance(value, list) else value
+
+
+def read_probes(path: Path | str) -> list[dict[str, Any]]:
+    """Read the records of a probe file, averaged over heads; ``read_records`` has those of each head. Without a file, return []."""
+    return [
+        {**record, "layers": [{key: over_heads(value) for key, value in layer.items()} for layer in record["layers"]]}
+        for record in read_records(path)
+    ]
