@@ -258,7 +258,7 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     seen = {value for values in columns for value in values}
     unknown = seen - set(names or seen)
     if unknown or len({type(value) for value in seen}) > 1:
-        more = f"{', '.join(map(str, unknown))} occurs in one split only" if unknown else "words and numbers"
+        more = f"{', '.join(map(str, unknown))} in one split only" if unknown else "words and numbers"
         raise ConfigError(f"data.label_column={column} must have the same labels in both splits, got {more}")
     names = names or sorted(seen)
     number = {name: i for i, name in enumerate(names)}

@@ -129,8 +129,10 @@ def _sources(
         of_query = _source_of(layer, call.query, (call.key, *rest))
         sources[name] = of_query, _source_of(layer, call.key, (call.query, *rest)) if of_query else None
     with ExitStack() as hooks:
-        for fold in (fold for pair in sources.values() for fold in pair if fold):
-            hooks.enter_context(fold.module.register_forward_hook(fold.silence))
+        for name, fold in ((name, fold) for name, pair in sources.items() for fold in pair if fold):
+            for module in layers[name].modules():  # a tied weight has several
+                if not {*module.parameters(recurse=False)}.isdisjoint(fold.module.parameters(recurse=False)):
+                    hooks.enter_context(module.register_forward_hook(fold.silence))
         silent = _first_calls(model, layers, inputs)
     return {
         name: (None if silent[name].query.any() else of_query, None if silent[name].key.any() else of_key)
@@ -151,7 +153,7 @@ def _folds_of(
         (of_query, of_key), ratio = sources[name], ratios[name]
         if of_query is None:
             raise ValueError(
-                f"cannot fold the scale of {name}: it has no projection or norm with plain weights that makes its queries and nothing else"
+                f"cannot fold the scale of {name}: no projection or norm with plain weights makes its queries and nothing else"
             )
         share = math.sqrt(abs(ratio))
         queries[name] = [replace(of_query, ratio=ratio)]

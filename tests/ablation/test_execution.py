@@ -84,7 +84,7 @@ def test_a_line_cut_anywhere_costs_its_run_and_no_other(tmp_path, whole):
 @pytest.mark.parametrize("line", ["3", "{}", '{"cell": "x", "study": "first"}'])
 def test_a_whole_line_that_is_no_record_is_named(tmp_path, line):
     (tmp_path / "cells.jsonl").write_text(f"\n{line}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"cells\.jsonl: line 2 is no record of a run"):
+    with pytest.raises(ConfigError, match=r"cells\.jsonl: line 2 is not a record of a run"):
         run(tmp_path)
 
 

@@ -231,7 +231,7 @@ def test_a_broken_null_control_is_said_first():
 def test_the_page_of_the_scale_shows_attention_curves_and_limits(whole, tmp_path):
     write_report(whole, tmp_path, meta=META)
     page = text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "What the runs look like" in page and "Squares: the key that the solved model looked at before" in page
+    assert "What the runs look like" in page and "Squares: the key that the model looked at when it had solved the task" in page
     assert "Exponents of the ratios" in page and "EQUAL" in page
     assert {"attention.png", "curves_text.png", "scale.svg"} <= {path.name for path in (tmp_path / "figures").iterdir()}
 

@@ -123,7 +123,7 @@ def test_the_feedforward_part_of_a_layer_has_one_of_the_known_names_and_others_a
             pass
 
 
-@pytest.mark.filterwarnings("ignore:.*layers without attention")
+@pytest.mark.filterwarnings("ignore:.*layers whose attention does not pass")
 @pytest.mark.parametrize("name", [*NAMES, *BESIDE])
 def test_every_layer_of_the_families_has_one_feedforward_part(name):
     model = adopt_hf(build(name), check=False)
@@ -215,7 +215,7 @@ ENDS_WITHOUT = {**BESIDE["Jamba"], "num_hidden_layers": 3}
 """Layers without attention at the start and at the end."""
 
 
-@pytest.mark.filterwarnings("ignore:.*layers without attention")
+@pytest.mark.filterwarnings("ignore:.*layers whose attention does not pass")
 @pytest.mark.parametrize("options", [*HYBRIDS.values(), ENDS_WITHOUT], ids=[*HYBRIDS, "ends without"])
 def test_every_layer_of_a_hybrid_has_the_number_that_it_has_in_the_model(options, tmp_path):
     name = next((name for name, known in HYBRIDS.items() if known is options), "Jamba")

@@ -265,7 +265,7 @@ def test_a_model_of_transformers_with_lora_is_checked():
 
 
 class WithPrompt(nn.Module):
-    """Two learned positions in front of the tokens, as prompt tuning adds them; ``leaks`` adds the last token to all others."""
+    """Two learned positions in front of the tokens, as prompt tuning adds them; ``leaks`` adds the next token to each."""
 
     def __init__(self, leaks=False):
         super().__init__()
@@ -276,7 +276,7 @@ class WithPrompt(nn.Module):
         x = torch.cat((self.prompt.expand(len(x), -1, -1), x), 1)
         for block in self.model.blocks:
             x, _ = block(x)
-        return self.model.head(self.model.norm(x + x[:, -1:] if self.leaks else x))
+        return self.model.head(self.model.norm(x + x.roll(-1, 1) if self.leaks else x))
 
 
 def test_positions_in_front_of_the_tokens_are_left_out():

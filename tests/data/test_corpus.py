@@ -34,7 +34,7 @@ def test_what_is_no_text_file_is_refused(tmp_path, cache, write_text, name):
     write_text(b" \n" * 40, "blank.txt")
     with pytest.raises(ConfigError, match=r"^data\.path="):
         text(path=str(tmp_path / name), cache_dir=str(cache))
-    with pytest.raises(ConfigError, match=r"data\.cache_dir=FOLDER.*cannot be written"):
+    with pytest.raises(ConfigError, match=r"cannot be written.*data\.cache_dir=FOLDER"):
         text(path=write_text(POEM), cache_dir=str(tmp_path / "short.txt"))
 
 

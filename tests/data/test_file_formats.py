@@ -133,8 +133,8 @@ def test_labels_are_numbered_by_name():
 
 
 NO_LABELS = [
-    ((NAMED, ["a", "d"]), "must have the same labels in both splits, got d of one split"),
-    ((NAMED, [0, 1]), "must .* of one split"),
+    ((NAMED, ["a", "d"]), "must have the same labels in both splits, got d in one split only"),
+    ((NAMED, [0, 1]), "must .* in one split only"),
     ((["a"], [1]), "must .* words and numbers"),
     (([4.5, 3.0],), r"must have words or whole numbers, got float \(4\.5\)"),
     (([["a"], ["a", "b"]],), r"must have words or whole numbers, got list \(\['a'\]\)"),

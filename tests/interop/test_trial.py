@@ -259,7 +259,7 @@ def test_layers_without_an_attention_core_are_named_in_one_warning(name):
     if name == "FalconH1":  # attention and Mamba in each layer
         assert told == []
     else:
-        assert len(told) == 1 and re.search(rf"layers without attention .* stay as they are.*\({layers[name]}\)$", told[0])
+        assert len(told) == 1 and re.search(rf"layers whose attention does not pass .* stay unchanged.*\({layers[name]}\)$", told[0])
 
 
 def llava():
@@ -305,7 +305,7 @@ def test_models_that_cannot_be_called_with_made_up_inputs_are_told_to_be_uncheck
 def test_inputs_of_ones_own_are_a_check(name):
     inputs = inputs_of(name, pad="right")[0]
     told = silent(build(name), check=inputs)
-    assert all("layers without attention" in text for text in told)
+    assert all("layers whose attention does not pass" in text for text in told)
     with pytest.raises(ValueError, match=r"^check=.*: a call of .* with it fails: "):
         adopt_hf(build(name), check={"nothing": 3})
     for wrong in (True, None, "no", inputs.get("input_ids")):
