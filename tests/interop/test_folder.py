@@ -430,7 +430,7 @@ def test_berts_layer_before_a_sequence_head_is_the_pooler():
 
 def test_a_core_of_its_own_stands_in_a_refusal_beside_the_fields(tmp_path):
     config = TransformerConfig(**{**SIZES_OF_OWN, "sinks": True, "activation": "gelu_tanh"})
-    with pytest.raises(ValueError, match="GPT2LMHeadModel, sinks=True would be False, core=, an attention core of its own"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel, sinks=True would be False, the model's own attention core, core="):
         save_hf(build_model(config, core=DotProductAttention), tmp_path)
 
 

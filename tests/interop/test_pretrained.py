@@ -175,7 +175,7 @@ def changed(owner, name, value):
 
 CHANGES = [
     (cut, "blocks.1 is missing"),
-    (used_twice, "describes: blocks.1 is the module blocks.0, not minitx.nn.blocks.Block$"),
+    (used_twice, "config: blocks.1 is the module blocks.0, not minitx.nn.blocks.Block$"),
     (changed("", "__class__", type("Mine", (DecoderLM,), {})), "the model is .*Mine, not .*DecoderLM"),
     (quantised, "blocks.0.attention.q_proj is torch.ao.nn.quantized"),
     (changed("blocks.1.attention", "scale", ScoreScale("unscaled", head_dim=2)), "blocks.1.attention.scale.scale is unscaled"),
@@ -191,7 +191,7 @@ CHANGES = [
     (changed("head", "weight", torch.nn.Parameter(torch.zeros(7, 4))), "head.weight is .*, not a part of the config"),
     (changed("blocks.0.attention.q_proj", "bias", None), "blocks.0.attention.q_proj.bias is missing"),
     (lambda model: parametrizations.spectral_norm(model.blocks[0].attention.q_proj), "q_proj is .*ParametrizedLinear"),
-    (lambda model: model.head.register_forward_hook(lambda *call: call[-1] * 2), "head has a hook, which no file keeps"),
+    (lambda model: model.head.register_forward_hook(lambda *call: call[-1] * 2), "head has a hook, and hooks are not saved"),
     (lambda model: model.register_forward_pre_hook(lambda *call: None), "the model has a hook"),
 ]
 
@@ -221,7 +221,7 @@ def test_a_folded_model_is_saved_with_its_new_scale(tmp_path):
 def test_a_model_of_another_library_is_refused_in_one_sentence(save, tmp_path):
     adapted, tied = (peft.get_peft_model(build(), peft.LoraConfig(target_modules=[name])) for name in ("q_proj", "head"))
     known = {"got Linear": torch.nn.Linear(2, 2), r"got PeftModel; merge_and_unload\(\)": adapted}
-    known["got PeftModel; merging would change embeddings.token.weight and head.weight"] = tied
+    known["got PeftModel; embeddings.token.weight and head.weight are one weight, and merging would change all"] = tied
     for hint, model in known.items():
         with pytest.raises(TypeError, match=f"^{save.__name__} saves models of minitx.nn, {hint}") as error:
             save(model, tmp_path)

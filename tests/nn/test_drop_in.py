@@ -99,7 +99,7 @@ def hooked():
     ("make", "reason"),
     [
         *((lambda name=name: nn.MultiheadAttention(E, H, **{name: True}), name) for name in ("add_bias_kv", "add_zero_attn")),
-        (lambda: Louder(E, H), "Louder has a forward of its own"),
+        (lambda: Louder(E, H), "Louder has its own forward"),
         (lambda: prune.random_unstructured(torch_layer(), "in_proj_weight", 0.5), "in_proj_weight_orig"),
         (hooked, "hook"),
     ],
@@ -316,7 +316,7 @@ def tied_elsewhere(model):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda model: setattr(model, "cross", Louder(E, 3)), "cannot swap cross: .*Louder has a forward of its own"),
+        (lambda model: setattr(model, "cross", Louder(E, 3)), "cannot swap cross: .*Louder has its own forward"),
         (lambda model: setattr(model, "cross", torch_layer(add_zero_attn=True)), "cannot swap cross: add_zero_attn"),
         (tied_module, "shares a parameter"),
         (tied_elsewhere, "shares a parameter"),

@@ -103,11 +103,11 @@ def patched():
         (with_adapter, "lora_a"),
         (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(12, 12)), "parametrizations"),
         (lambda: prune.random_unstructured(nn.Linear(12, 12), "weight", 0.5), "weight_orig"),
-        (lambda: torch.ao.nn.quantized.dynamic.Linear(12, 12), "Linear has a forward of its own"),
-        (lambda: Doubled(12, 12), "Doubled has a forward of its own"),
+        (lambda: torch.ao.nn.quantized.dynamic.Linear(12, 12), "Linear has its own forward"),
+        (lambda: Doubled(12, 12), "Doubled has its own forward"),
         (lambda: hooked(before=True), "hook"),
         (lambda: hooked(before=False), "hook"),
-        (patched, "forward of its own"),
+        (patched, "its own forward"),
     ],
 )
 @pytest.mark.parametrize("name", ["q_proj", "k_proj"])
