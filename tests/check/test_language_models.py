@@ -252,6 +252,7 @@ def test_a_model_of_ours_with_lora_is_checked(name):
     assert tried >= {"causality", "padding", "cache", "gradient"}, str(report)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft says so of itself
 @pytest.mark.slow
 def test_a_model_of_transformers_with_lora_is_checked():
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

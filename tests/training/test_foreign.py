@@ -254,7 +254,7 @@ def test_a_mask_that_does_not_reach_the_model_is_refused_where_it_hides_anything
     for said, model, rows in (
         ("Reads.forward does not name key_mask or attention_mask", Reads(), rows_of_tokens([5, 3])),
         ("Reads.forward does not name document_ids", Reads(), several),
-        ("ReadsAnything.forward names none of the keys", ReadsAnything(), rows_of_tokens([5])),
+        ("no parameter of ReadsAnything.forward matches a key of the batch", ReadsAnything(), rows_of_tokens([5])),
     ):
         with pytest.raises(ConfigError, match=said):
             train_tokens(tmp_path / "refused", model, rows)
@@ -385,7 +385,7 @@ def test_epochs_count_the_rows_of_a_task(tmp_path):
     assert result["steps"] == 18 and found == [4, 8, 12, 16, 18]
     assert fit(tmp_path / "short", task, max_epochs=5, **{**options, "max_steps": 3})["steps"] == 3
     drawn = dataclasses.replace(task, train=lambda count, generator: {})
-    with pytest.raises(ConfigError, match=r"^trainer\.max_epochs=5 needs a number of training rows"):
+    with pytest.raises(ConfigError, match=r"^trainer\.max_epochs=5 needs a fixed number of training rows"):
         fit(tmp_path / "drawn", drawn, max_epochs=5, **options)
 
 
