@@ -64,13 +64,13 @@ class StepCallback(L.Callback):
 class StepLog(StepCallback):
     """Log a row of ``metrics.csv`` every ``log_every`` steps. On accelerators nothing else waits for the device during training.
 
-    ``lr`` is that of ``optimizer.lr``, without the factor of a rule. ``tokens`` are targets. ``tokens_per_second`` and ``mfu`` cover
+    ``lr`` is the rate of ``optimizer.lr``, without the factor of a rule. ``tokens`` are targets. ``tokens_per_second`` and ``mfu`` cover
     the steps since the last row, without validation. ``mfu`` is this device's share of the training FLOPs (``train_flops``, padding
     included) divided by its peak. Frozen weights count as if they were trained (LoRA), although a step computes no gradients of them.
 
     Args:
-        log_every: steps between rows. The first and the last step always have one, also where a run is stopped early.
-        model: the config of one of our models, for ``mfu``. None for a model of the user's: no ``mfu``.
+        log_every: steps between rows. The first and the last step always have one, even if a run is stopped early.
+        model: the config of one of our models, for ``mfu``. None for a user's model: no ``mfu``.
         peak: the device's peak in TFLOP/s. None: from ``PEAK_TFLOPS`` by the device's name. If it is unknown, there is no
             ``mfu``.
     """
@@ -167,7 +167,7 @@ def _publish(trainer: L.Trainer, values: Mapping[str, float]) -> None:
 def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
     """Return the training FLOPs of one micro-batch of one of our models, padding included."""
     if not isinstance(model.attention, str):
-        return 0.0  # nothing is known of a core of one's own
+        return 0.0  # custom cores have no FLOP count
     if model.architecture == "vision":
         return len(batch["pixel_values"]) * train_flops(model)
     rows, length = batch["input_ids"].shape
@@ -205,8 +205,8 @@ class StopAt(StepCallback):
     The metric is read at every step, also between log points. On an accelerator this waits for the device.
 
     Args:
-        metric: ``train_accuracy``, which must rise to ``value``, or ``train_loss``, which must fall to it.
-        value: what the mean of the metric over the last ``window`` steps must reach.
+        metric: ``train_accuracy`` (must rise to ``value``) or ``train_loss`` (must fall to it).
+        value: the target for the mean of the metric over the last ``window`` steps.
         window: the number of steps to average. The run cannot end earlier.
         extra_steps: further steps after the value is reached.
 
@@ -262,7 +262,7 @@ def check_processes(trainer: L.Trainer) -> None:
 
 
 def check_averages(callbacks: Sequence[L.Callback], *, is_sharded: bool) -> None:
-    """Raise a ConfigError if one of the callbacks averages weights of which each process has a part."""
+    """Raise a ConfigError if a callback averages weights that are sharded over processes."""
     if is_sharded and _averaging(callbacks):
         raise ConfigError("callbacks.ema needs whole weights on one device, got trainer.strategy=sharded")
 
@@ -271,7 +271,7 @@ class Averages(L.Callback):
     """Place averaged weights on the device of training, and keep their precision. It must come before the callbacks of the average.
 
     Lightning copies the model before it moves it, and on the CPU the average would cost a download of all weights in every step. An
-    average with a ``device`` of its own stays there. To validate the average, Lightning swaps it with the weights of the model. With
+    average with its own ``device`` stays there. To validate the average, Lightning swaps it with the weights of the model. With
     ``bf16-true`` that rounds it to 16 bits, so the average is copied before each validation and put back after it.
     """
 
@@ -309,7 +309,7 @@ def _averaging(callbacks: Sequence[L.Callback]) -> list[WeightAveraging]:
 
 
 class PlainProgress(StepCallback):
-    """Print a line every few seconds if the output is not a terminal: step, what a bar would show, steps per second, time left."""
+    """Print a line every few seconds if the output is not a terminal: step, the figures of a bar, steps per second, time left."""
 
     def __init__(self, every_seconds: float = 5.0) -> None:
         self.every_seconds = every_seconds
@@ -385,7 +385,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
     Args:
         folder: the folder of checkpoints.
-        options: ``ckpt_every``, ``ckpt_minutes`` and ``log_every`` are read. With ``ckpt_every=0`` there is no checkpoint, and
+        options: ``ckpt_every``, ``ckpt_minutes`` and ``log_every`` are read. With ``ckpt_every=0`` no checkpoint is written, but
             signals still stop the run.
         state: plain data to store in every checkpoint of the run (``stored_state``).
     """
@@ -423,7 +423,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         stops = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
-        self._patience = {each: each.patience for each in stops}  # a checkpoint sets that of its run
+        self._patience = {each: each.patience for each in stops}  # a checkpoint would restore the patience of its run
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.saved_at = time.monotonic()
@@ -435,7 +435,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
                 said = f"the run had ended here, and goes on only {'with more patience or ' * by_patience}without its EarlyStopping: %s"
                 log.warning(said, callback.stopping_reason_message)
         if self._previous and self._received is None:
-            self._install()  # in place of Lightning's own handler, which would start a collective in the middle of another
+            self._install()  # replaces Lightning's handler: it would start a collective in the middle of another
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         if step >= trainer.max_steps:
@@ -490,7 +490,7 @@ class BestCheckpoint(ModelCheckpoint):
         super().__init__(dirpath=folder, filename="best", enable_version_counter=False, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the best value so far, also where the folder was moved or copied. In a new folder ``best.ckpt`` begins anew."""
+        """Resume from the best value so far, even if the folder was moved or copied. In a new folder ``best.ckpt`` begins anew."""
         here, before = Path(str(self.dirpath)) / "best.ckpt", state_dict["best_model_path"]
         if before and here.is_file():
             score = {"best_k_models": {str(here): state_dict["best_model_score"]}, "kth_best_model_path": str(here)}
@@ -521,7 +521,7 @@ class Samples(StepCallback):
         tokenizer: the tokenizer of the data.
         options: how often (there are also samples at the last step), the prompts, and how they are continued.
         seed: the seed of the random numbers.
-        format: the chat template in which a prompt is a user's message. None: a prompt is a text.
+        format: the chat template; a prompt is then a user's message. None: a prompt is a text.
 
     Raises:
         ConfigError: at the start of training, if the model writes no text or is sharded over devices, or if there are no
@@ -564,7 +564,7 @@ class Samples(StepCallback):
                 logger.log_text("samples", columns=["prompt", "text"], data=pairs, step=step)
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        if self._written != trainer.global_step:  # the last step, also of a run that is stopped before max_steps
+        if self._written != trainer.global_step:  # the last step, even if the run was stopped before max_steps
             self._write(trainer, module, trainer.global_step)
 
     def _check(self, trainer: L.Trainer, net: Net) -> None:
@@ -575,8 +575,10 @@ class Samples(StepCallback):
         if isinstance(trainer.strategy, Sharded):
             raise ConfigError("callbacks.samples needs whole weights on one device, got trainer.strategy=sharded")
         prompts = self.options.prompts
-        said = f"callbacks.samples.prompts={list(prompts)} must be texts to continue, none of them empty"
-        require(bool(prompts) and all(prompts), said)
+        require(
+            bool(prompts) and all(prompts),
+            f"callbacks.samples.prompts={list(prompts)} must be texts to continue, none of them empty",
+        )
         if kind == "encoder_decoder" and config.position == "learned" and self.options.max_new_tokens > config.max_len:
             raise ConfigError(
                 f"callbacks.samples.max_new_tokens={self.options.max_new_tokens} must be at most model.max_len={config.max_len}"

@@ -90,7 +90,7 @@ def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go
     """Read the content of a checkpoint to the CPU. Nothing in it is executed.
 
     Args:
-        key, verb: for the message: the key that names the checkpoint, and what the caller does with it.
+        key, verb: for the message: the key that names the checkpoint, and the caller's purpose.
 
     Raises:
         ConfigError: the file does not exist, is not a checkpoint of minitx, is damaged, or is from a newer version. The message
@@ -100,13 +100,14 @@ def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go
     if os.path.isdir(path):
         offer = _offer(path / "x.ckpt", key, verb) or _offer(path / "checkpoints" / "x.ckpt", key, verb)
         raise ConfigError(f"{key}={path} is a folder{offer.replace(' beside it', ' in it') or ' without a checkpoint'}")
-    if not os.path.isfile(path):  # False also for a name that is longer than one may be
+    if not os.path.isfile(path):  # also False for a name that is too long
         raise ConfigError(f"{key}={path} is not a file that exists{_offer(path, key, verb)}")
     try:
         return _read(path)
     except Exception as error:  # torch raises many kinds for a damaged or foreign file
-        said = f"{key}={path} cannot be read as a checkpoint of minitx: {first_line(error)}"
-        raise ConfigError(f"{said}{_offer(path, key, verb)}") from None
+        raise ConfigError(
+            f"{key}={path} cannot be read as a checkpoint of minitx: {first_line(error)}{_offer(path, key, verb)}"
+        ) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def _check_records(file: BinaryIO) -> None:
     require(bool(start), "it is empty")
     try:
         with zipfile.ZipFile(file) as records:
-            # torch reads nothing of a record that is marked as a folder, and returns the memory as it was
+            # torch skips a record that is marked as a folder, and returns uninitialised memory
             folders = [record.filename for record in records.infolist() if record.external_attr & 0x10]
             damaged = records.testzip()
     except Exception:  # a damaged directory raises many kinds
@@ -148,7 +149,7 @@ def _check_records(file: BinaryIO) -> None:
 
 
 def _offer(path: Path, key: str, verb: str) -> str:
-    """What to do about ``path``: take the newest whole checkpoint beside it, if there is one."""
+    """Return advice for a bad ``path``: the newest whole checkpoint in its folder, if there is one."""
     files = filter(Path.is_file, path.parent.glob("*.ckpt"))
     for found in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
         with suppress(Exception):  # of a damaged or foreign file
@@ -187,8 +188,8 @@ def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
     """Load every weight of ``network``.
 
     Raises:
-        RuntimeError: a tensor is missing, unexpected or of another shape. ValueError: the network shares a tensor between two names,
-            for which ``weights`` have two values, so that one would be lost.
+        RuntimeError: a tensor is missing, unexpected or of another shape. ValueError: the network shares a tensor between two names
+            that have different values in ``weights``, so one would be lost.
     """
     network.load_state_dict(weights)
     first: dict[int, str] = {}
@@ -204,7 +205,7 @@ def check_free(folder: Path, ckpt_path: str | None) -> None:
     """Check, in the first process, that a run replaces no other.
 
     Raises:
-        ConfigError: the folder holds a run, and ``ckpt_path`` is no file in it.
+        ConfigError: the folder holds a run, and ``ckpt_path`` is not a file in it.
     """
     if rank() or not (folder / "metrics.csv").exists():
         return
@@ -216,7 +217,7 @@ def check_free(folder: Path, ckpt_path: str | None) -> None:
 
 
 def _is_in(folder: Path, path: str) -> bool:
-    """Whether a path leads into the folder of a run, in which ``checkpoints`` or a file may be a link to another disk."""
+    """Whether a path leads into the folder of a run. ``checkpoints`` or a file there may be a link to another disk."""
     homes, places = (folder, folder / "checkpoints"), (Path(path), Path(path).parent)
     return any(place.resolve().is_relative_to(home.resolve()) for home in homes for place in places)
 
@@ -229,7 +230,7 @@ Start = tuple[dict[str, Any], dict[str, Any] | None, Tokenizer | None]
 def load_start(init_from: InitFrom) -> Start:
     """Load (weights by name, the model's config as plain data, tokenizer) from a checkpoint, a folder or a name on the hub.
 
-    The config is None if the model is not one of ours. The latest result is cached, because a run needs it twice.
+    The config is None for other people's models. The latest result is cached, because a run needs it twice.
 
     Raises:
         ConfigError: nothing can be read there. The message names ``init_from.path``.
@@ -250,8 +251,10 @@ def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
     if (place / "config.json").is_file():
         return _of_folder(place, path, json.loads(overrides), ignore)
     require(not place.is_dir(), f"init_from.path={path} is a folder without config.json")
-    said = f"init_from.overrides and init_from.ignore belong to a Hugging Face folder, not to {path}"
-    require(not (json.loads(overrides) or ignore), said)
+    require(
+        not (json.loads(overrides) or ignore),
+        f"init_from.overrides and init_from.ignore belong to a Hugging Face folder, not to {path}",
+    )
     checkpoint = read_checkpoint(place, key="init_from.path", verb="start from")
     state = checkpoint["minitx"]
     model = dict(state["model"])
@@ -291,7 +294,7 @@ def tokenizer_of(init_from: InitFrom, data: Part) -> Tokenizer | None:
 
 
 def stored_shape(init_from: InitFrom, trust: bool = True) -> dict[str, Any]:
-    """Return the fields of the model's config in a checkpoint or folder, or {} if the model is not one of ours.
+    """Return the fields of the model's config in a checkpoint or folder, or {} for other people's models.
 
     Raises:
         ConfigError: without ``trust``, they name a class that a checkpoint may not name.
@@ -303,7 +306,7 @@ def stored_shape(init_from: InitFrom, trust: bool = True) -> dict[str, Any]:
 
 
 def check_scale_of(init_from: InitFrom, model: TransformerConfig) -> None:
-    """Raise a ConfigError if the score scale differs from that of the weights and is not folded. Warn that ``model.init_fold`` has no effect.
+    """Raise a ConfigError if the score scale differs from the weights' and is not folded. Log that ``model.init_fold`` has no effect.
 
     Raises:
         ConfigError: ``scale`` or ``scale_factor`` differs.
@@ -335,7 +338,7 @@ def start_from(init_from: InitFrom, network: Network) -> Network:
         weights, shape, _ = load_start(init_from)
         load_weights(network, weights)
         if init_from.fold_scale and shape is not None and wanted is not None:
-            set_scale(network, shape["scale"], factor=shape["scale_factor"])  # that of the weights, then the wanted one
+            set_scale(network, shape["scale"], factor=shape["scale_factor"])  # the scale of the weights, then the wanted scale
             fold_scale(network, wanted.scale, factor=wanted.scale_factor)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"init_from.path={init_from.path} does not fit the model: {first_line(error)}") from error
@@ -384,7 +387,7 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
 
 
 def check_length(config: RunConfig, saved: Mapping[str, Any]) -> None:
-    """Refuse to go on with another number of steps where the state of the schedule in the checkpoint may have the old one.
+    """Refuse to resume with another number of steps if the schedule's state in the checkpoint may contain the old number.
 
     Raises:
         ConfigError: ``trainer.max_steps`` or ``max_epochs`` is another, and the target of the schedule gets the number of steps.
@@ -405,7 +408,7 @@ HINTS: dict[str, Any] = {"model": Model, "data": Data, "objective": ObjectivePar
 
 @dataclasses.dataclass
 class Stored:
-    """A trained network, in evaluation mode on the CPU, and the data and objective of its training, which are built when asked for.
+    """A trained network, in evaluation mode on the CPU. The data and the objective of its training are built on demand.
 
     Attributes:
         state: the plain data that the run stored: ``config``, ``model`` and ``tokenizer``.
@@ -475,7 +478,7 @@ def load_stored(
     """Read a checkpoint and build its model. Nothing in it is executed without ``trust``.
 
     Args:
-        model: a network for the weights, instead of the one that the checkpoint names.
+        model: a network for the weights, instead of the network that the checkpoint names.
         trust: build any ``_target_`` of the checkpoint, and import its ``imports``. Otherwise only classes of ``torch.nn``,
             ``torch.optim`` and a list of minitx are allowed.
         changes: nodes that replace stored ones (``model``, ``data``, ``objective``), or keys of ``data``. They need no trust.
@@ -519,7 +522,7 @@ def load_model(
     """Load a checkpoint: the trained network in evaluation mode on the CPU, its tokenizer (or None), and the stored plain data.
 
     Args:
-        model: a network for the weights. Default: the one that the checkpoint names.
+        model: a network for the weights. Default: the network that the checkpoint names.
         trust: whether to build any code that the checkpoint names.
 
     Raises:

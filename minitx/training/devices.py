@@ -89,7 +89,7 @@ def count_devices(accelerator: str, num_cuda: int, has_mps: bool) -> tuple[int, 
 
 
 def kind_of_device(accelerator: str, num_cuda: int, has_mps: bool) -> str:
-    """Return the kind of device that a run takes on a machine, in Lightning's order. The arguments are those of ``count_devices``.
+    """Return the kind of device that a run takes on a machine, in Lightning's order. For the arguments, see ``count_devices``.
 
     >>> [kind_of_device("auto", num_cuda, has_mps) for num_cuda, has_mps in ((0, False), (1, False), (1, True))]
     ['cpu', 'cuda', 'mps']
@@ -191,12 +191,12 @@ _active = False
 def onednn_products(wanted: bool = True) -> Iterator[bool]:
     """While this lasts, oneDNN computes large float32 matrix products on AMD processors with AVX-512. Yields whether it does.
 
-    torch computes float32 products on a CPU with Intel's MKL, which uses only AVX2 on a processor of AMD. oneDNN, which is part of
-    torch as well, uses AVX-512. It is about twice as fast on Zen 5, and a tenth faster on Zen 4, which computes 512 bits in two halves
-    (``docs/dev/decisions.md`` has the figures). The results differ from MKL's by rounding. Nothing changes on other processors, for other types, after the block, or where
+    torch computes float32 products on a CPU with Intel's MKL, and MKL uses only AVX2 on AMD processors. oneDNN, also a part of torch,
+    uses AVX-512. It is about twice as fast on Zen 5, and a tenth faster on Zen 4 (512 bits in two halves;
+    ``docs/dev/decisions.md`` has the figures). The results differ from MKL's by rounding. Nothing changes on other processors, for other types, after the block, or where
     ``torch.backends.mkldnn.matmul.fp32_precision`` was set.
 
-    torch calls oneDNN for float32 products only while that setting is ``bf16``, which *allows* it to round to bfloat16. No processor
+    torch calls oneDNN for float32 products only while that setting is ``bf16``; this *allows* rounding to bfloat16. No processor
     without AMX does so; one product is compared with float64 before the first use. The setting holds for one product at a time,
     because attention on a CPU is slower under it.
 
@@ -220,7 +220,7 @@ def onednn_products(wanted: bool = True) -> Iterator[bool]:
 def keep_freed_memory() -> bool:
     """Let glibc keep up to 1 GiB of freed memory in this process, and return whether it will.
 
-    By default glibc gives large blocks back to the system as soon as they are free. A training step frees and takes the same blocks
+    By default glibc returns large blocks to the system as soon as they are free. A training step frees and takes the same blocks
     again, and the system has to clear each page of them: a sixth of a small model's step. Blocks of 32 MiB and more are given
     back as before. Nothing changes where the C library is another one. ``man 3 mallopt`` describes both settings.
     """
@@ -267,7 +267,7 @@ def _replace_kernels() -> None:
 
 
 def _replace_kernel(name: str, first: int) -> None:
-    """Put a function around torch's kernel, the factors of which are the arguments ``first`` and ``first + 1``."""
+    """Put a function around torch's kernel. Its factors are the arguments ``first`` and ``first + 1``."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def product(keys: Any, *args: Any, **options: Any) -> Any:
@@ -286,7 +286,7 @@ def _replace_kernel(name: str, first: int) -> None:
 
 @contextmanager
 def flush_denormal(wanted: bool = True) -> Iterator[None]:
-    """A context in which this processor takes float32 numbers below 1.2e-38 for 0. Afterwards it is as before.
+    """A context where this processor takes float32 numbers below 1.2e-38 for 0. The setting is restored afterwards.
 
     Such numbers are slow: some processors take a hundred cycles for each. A softmax that is nearly one-hot makes many of them in
     its backward pass. Nothing changes on a GPU, or on a processor that cannot do it (``torch.set_flush_denormal``).
@@ -308,8 +308,8 @@ def machine(options: TrainerConfig) -> Iterator[None]:
     """A context that checks the devices of a run and sets this process up for them.
 
     It restores the settings that a run changes for the whole process: threads, the choice of kernels, random generators, and
-    environment variables. Two settings stay: ``keep_freed_memory``, and the variables with which Lightning starts the processes of
-    several devices, because these processes live until the program ends.
+    environment variables. Two settings stay: ``keep_freed_memory``, and Lightning's variables for the processes of several
+    devices, because these processes live until the program ends.
 
     Raises:
         ConfigError: see ``check_count``.

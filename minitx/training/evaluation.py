@@ -1,6 +1,6 @@
 """Evaluate a trained model on its task: metrics with 95 % intervals, baselines, and some answers.
 
-The interval of a mean over rows is that of a ratio of sums, by the delta method (Cochran 1977, "Sampling Techniques", §6.3). A
+The interval of a mean over rows is the interval of a ratio of sums, by the delta method (Cochran 1977, "Sampling Techniques", §6.3). A
 share has Wilson's interval (1927, *JASA* 22, 209–212). BLEU and chrF have a bootstrap over rows (Koehn 2004, EMNLP).
 """
 
@@ -162,9 +162,9 @@ def evaluate(
     * ``language_model``: loss in nats, and bits per byte and per character if these are known.
     * ``masked_lm``: perplexity and accuracy over masked tokens.
     * ``classify``: accuracy.
-    * ``seq2seq``: exact matches, chrF and BLEU of generated answers, and those of copying the source.
-    * other tasks: the means of the objective's sums. The objective is called for every row. There are no intervals if the network
-      does not return one output for each row.
+    * ``seq2seq``: exact matches, chrF and BLEU of generated answers and of copying the source.
+    * other tasks: the means of the objective's sums. The objective is called for every row. A network that
+      does not return one output for each row gets no intervals.
 
     The network runs in evaluation mode. Its mode is restored.
 
@@ -283,7 +283,7 @@ def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[s
 def _of_answers(
     network: nn.Module, task: Task, split: str, source: ValSource, options: EvaluationConfig, loss: Metric, longest: int
 ) -> Evaluation:
-    """What generated answers of at most ``longest`` tokens are worth, and the loss beside them."""
+    """Return the metrics of generated answers of at most ``longest`` tokens, and the loss."""
     answers = list(_answers(network, task, source, options, longest))
     examples = task.val_examples if split == "val" else task.test_examples
     pairs = examples[: len(answers)]
@@ -319,7 +319,7 @@ def _text_metrics() -> dict[str, Any]:
 
 
 def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str], draws: int = 1000) -> Metric:
-    """sacrebleu's score of the corpus, and the percentiles of that of resampled ones.
+    """sacrebleu's score of the corpus, and percentiles of the scores of resampled corpora.
 
     Its own bootstrap (``n_bootstrap``) fails where a resampled score is zero, so its counts are resampled here: a score
     is a function of their sum over rows.
@@ -381,14 +381,14 @@ def evaluate_splits(
             evaluation = partial(evaluate, network, data.task, options, module.objective, batch_size=rows, split=split)
             report(evaluate_on(trainer.strategy.root_device, network, evaluation), folder, split)
 
-    if options.at_end:  # before the test, which may load the best weights
+    if options.at_end:  # before the test: it may load the best weights
         print_metrics("val")
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
         said = f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={module.options.monitor} was never logged"
         require(best is None or best.exists(), said)  # without a validation, or none was left of the run that goes on
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging):  # it would load the weights that were trained beside the averaged ones
+            if isinstance(callback, WeightAveraging):  # it would load the trained weights instead of the averaged weights
                 callback._average_model = None  # has no public name; lightning is bounded in pyproject.toml
         trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
         found, whole = dict(trainer.callback_metrics), len(as_split(data.task, "test"))

@@ -114,7 +114,7 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, optimi
 
 
 def describe_training(module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part) -> str:
-    """Return the objective with the divisor of its sum, the optimizer with what it excludes, the schedule and the clipping."""
+    """Return the objective with the divisor of its sum, the optimizer with its exclusions, the schedule and the clipping."""
     objective, clip = module.objective, module.options.clip
     loss = getattr(objective, "loss", getattr(objective, "func", objective))  # a loss of torch, or a partial function
     divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
@@ -124,7 +124,7 @@ def describe_training(module: TrainingModule, data: DataModule, optimizer: Part,
 
 
 def describe_part(part: Part) -> str:
-    """Return the last name of the target of a part, its arguments that are words or numbers but 0, and what its rules freeze.
+    """Return the last name of the target of a part, its arguments that are words or numbers other than 0, and the weights that its rules freeze.
 
     >>> from minitx.config.part import Takes
     >>> describe_part(Part.of({"_target_": "torch.optim.SGD", "lr": 0.1}, "optimizer", Takes(first=1)))
@@ -132,10 +132,10 @@ def describe_part(part: Part) -> str:
     """
     plain = part.plain()
     shown = {name: value for name, value in plain.items() if name[0] != "_" and value and not isinstance(value, bool)}
-    said = [f"{name} {value:g}" for name, value in shown.items() if isinstance(value, int | float)]
-    said += [f"{name} {value}" for name, value in shown.items() if isinstance(value, str)]
-    said += [f"without {rule['match']}" for rule in plain.get("rules", ()) if not rule.get("trainable", True)]
-    return ", ".join([part.name.rpartition(".")[2], *said])
+    words = [f"{name} {value:g}" for name, value in shown.items() if isinstance(value, int | float)]
+    words += [f"{name} {value}" for name, value in shown.items() if isinstance(value, str)]
+    words += [f"without {rule['match']}" for rule in plain.get("rules", ()) if not rule.get("trainable", True)]
+    return ", ".join([part.name.rpartition(".")[2], *words])
 
 
 def describe_data(data: DataModule, val_batches: int | None = None) -> str:
@@ -152,7 +152,7 @@ def describe_device(trainer: L.Trainer) -> str:
     """Return the processes, the kind of device, the precision and the strategy of a run.
 
     Threads of one step wait for each other at every product. If another program has one of their cores, each waits for its turn
-    there: with 2 threads on 2 busy cores, ``kv_lookup`` was 70 times slower than with 1. So this is said.
+    there: with 2 threads on 2 busy cores, ``kv_lookup`` was 70 times slower than with 1. The line therefore tells it.
     """
     device = trainer.strategy.root_device
     count = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
@@ -168,7 +168,7 @@ def describe_device(trainer: L.Trainer) -> str:
 
 
 def unit_of(labels: Tensor) -> str:
-    """Return what the targets of a batch are: ``rows`` where a row has one label, ``labels`` where they are no whole numbers, else ``tokens``."""
+    """Return the unit of a batch's targets: ``rows`` if a row has one label, ``labels`` if labels are not whole numbers, else ``tokens``."""
     if labels.dim() < 2:
         return "rows"
     return "labels" if labels.is_floating_point() else "tokens"
@@ -211,7 +211,7 @@ def summarise(
     }
 
 
-# --- what trackers get beside the curves
+# --- extras for trackers
 
 
 class WandbExtras(L.Callback):
@@ -286,7 +286,7 @@ def git_commit(folder: Path | None = None) -> str | None:
 
 @contextmanager
 def finish_wandb() -> Iterator[None]:
-    """A context that finishes wandb's run with the exit code of the program: 0, 2 (a mistake in the config), 3, or that of a signal.
+    """A context that finishes wandb's run with the exit code of the program: 0, 2 (a mistake in the config), 3, or a signal's exit code.
 
     A run that the caller has open before is left open.
     """

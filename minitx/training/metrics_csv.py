@@ -25,7 +25,7 @@ OF_THE_MACHINE = frozenset(("seconds", "tokens_per_second", "memory_mb", "mfu"))
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A context in which an ``OSError`` names ``path``. The error of a full disk names no file."""
+    """A context that adds ``path`` to an ``OSError``: the error of a full disk names no file."""
     try:
         yield
     except OSError as error:
@@ -44,7 +44,7 @@ class MetricsFile(Logger):
 
     Args:
         path: the file.
-        start_step: rows after this step are removed. They were written after the checkpoint from which the run resumes.
+        start_step: rows after this step are removed. They were written after the checkpoint that the run resumes from.
         columns: the columns that start a row. None: any metric does, at the step that Lightning gives.
     """
 
@@ -76,8 +76,8 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add values to the row of ``step``, which is the last row or a new one."""
-        # Lightning adds its own count of epochs, which is of the process and not of the data
+        """Add values to the row of ``step``: the last row or a new one."""
+        # Lightning adds its own count of epochs: it counts in the process, not in the data
         metrics = {name: value for name, value in metrics.items() if name != "epoch"}
         if self._starts is not None and not metrics.keys() & set(self._starts):
             self._others.update({name: float(value) for name, value in metrics.items()})
@@ -168,7 +168,7 @@ def over_heads(value: Any) -> Any:
 
 
 def read_probes(path: Path | str) -> list[dict[str, Any]]:
-    """Read the records of a probe file, averaged over heads; ``read_records`` has those of each head. Without a file, return []."""
+    """Read the records of a probe file, averaged over heads (``read_records`` keeps each head). Without a file, return []."""
     return [
         {**record, "layers": [{key: over_heads(value) for key, value in layer.items()} for layer in record["layers"]]}
         for record in read_records(path)

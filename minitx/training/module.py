@@ -51,7 +51,7 @@ class NonFiniteError(RuntimeError):
     """The loss or the gradient was not finite in update ``step`` (counted from 0). This update was not made."""
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
-        super().__init__(step, loss, grad_norm)  # as they are, so that it can travel between processes
+        super().__init__(step, loss, grad_norm)  # the plain arguments, so that processes can pickle it
         self.step, self.loss, self.grad_norm = step, loss, grad_norm
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class TrainingModule(L.LightningModule):
             of its ``forward``.
         objective: a function of (logits, batch) that returns a sum over the targets, or sums by name.
         make_optimizer: a function from the network to the optimizer. make_schedule: a function from the optimizer and the number
-            of steps to the schedule, which is stepped once per update, or with ``ReduceLROnPlateau`` after each validation.
+            of steps to the schedule. It is stepped once per update, or with ``ReduceLROnPlateau`` after each validation.
         options: ``clip``, ``compile``, ``shard`` and ``monitor`` are read. Clipping is done here, because Lightning does not allow it
             with bf16 and a fused optimizer. Network and objective are compiled as one function, and ``network`` itself stays
             uncompiled, for probes and checkpoints. ``ReduceLROnPlateau`` gets ``monitor``.
@@ -118,7 +118,7 @@ class TrainingModule(L.LightningModule):
         steps = self.trainer.estimated_stepping_batches
         if not 0 < steps < math.inf:
             raise ConfigError(f"trainer.max_epochs={self.trainer.max_epochs} needs data with a length: set trainer.max_steps")
-        # callbacks count in steps, also where the run ends after epochs
+        # callbacks count in steps, even if the run ends after epochs
         self.trainer.fit_loop.epoch_loop.max_steps = int(steps)
         schedule = self.make_schedule(optimizer, int(steps))
         if isinstance(schedule, ReduceLROnPlateau):
@@ -215,7 +215,7 @@ class TrainingModule(L.LightningModule):
 
     def on_validation_start(self) -> None:
         self.raise_if_nonfinite()
-        if isinstance(self.trainer.strategy, Sharded):  # as DDP does: each process has statistics (batch norm) of its own rows
+        if isinstance(self.trainer.strategy, Sharded):  # as DDP does: each process has batch-norm statistics of its rows
             for buffer in self.network.buffers():
                 torch.distributed.broadcast(buffer, src=0)
 
@@ -251,7 +251,7 @@ class TrainingModule(L.LightningModule):
         if not count:
             log.warning("no label of the %s rows counts: all are %d, so they have no loss", split, IGNORED)
         means = {f"{split}_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
-        # those of validation are written by StepLog, at the right step
+        # StepLog writes the validation's, at the right step
         self.log_dict(means, rank_zero_only=True, logger=split == "test")
         return means
 
@@ -275,7 +275,7 @@ class Latch:
 
     def __init__(self) -> None:
         self.step: Tensor | int = -1
-        self._read: int | None = None  # what it was after the last check
+        self._read: int | None = None  # its value at the last check
 
     def check(self, optimizer: torch.optim.Optimizer, value: Tensor, step: int) -> None:
         """Set the latch if ``value`` is not finite."""
@@ -328,7 +328,7 @@ def build_module(
     def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         return schedule.build(optimizer, max_steps=steps)
 
-    first = make_optimizer(network)  # what they refuse is said before the run has a folder
+    first = make_optimizer(network)  # their errors come before the run has a folder
     make_schedule(first, options.max_steps or sys.maxsize)
     check_strategy(first, options.strategy)
     net.check(row, data.task.key_masks.values())
@@ -337,10 +337,10 @@ def build_module(
 
 
 def check_labels(task: Task) -> None:
-    """Check the labels of rows in a list, before training: torch would find a wrong one only in its step, and a GPU not say it.
+    """Check the labels of rows in a list, before training: torch would find a wrong label only in its step, and a GPU would not name it.
 
     Raises:
-        ConfigError: a label is no class of the task.
+        ConfigError: a label is not a class of the task.
     """
     classes = task.model_fields.get("num_labels") if task.kind == "classify" else None
     if classes is None:
@@ -350,8 +350,10 @@ def check_labels(task: Task) -> None:
         for label in labels:
             number = label.item() if getattr(label, "ndim", None) == 0 else label
             is_wrong = isinstance(number, bool | float) or (isinstance(number, int) and not 0 <= number < classes)
-            said = f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count"
-            require(not is_wrong or number == IGNORED, f"{said}, got {number}")
+            require(
+                not is_wrong or number == IGNORED,
+                f"{task.name}: labels must be classes from 0 to {classes - 1}, or {IGNORED} where they do not count, got {number}",
+            )
 
 
 # --- checkpoints, and sharding it
@@ -373,10 +375,10 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 class Sharded(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2. It writes one whole checkpoint, which a run on one device can read, and the reverse.
+    """Lightning's strategy for FSDP2. It writes one whole checkpoint. A run on one device can read it, and the reverse.
 
     The optimizer's states are numbered in the order of the parameter groups, as in torch. Lightning uses the order of the
-    module, which differs if there are several groups: the moments would then go to the wrong parameters.
+    module. With several groups the two orders differ, and the moments would go to the wrong parameters.
     """
 
     def __init__(self, num_processes: int) -> None:

@@ -41,7 +41,9 @@ from tests.interop.families import (
 )
 
 pytestmark = pytest.mark.filterwarnings(  # test_trial.py is about them
-    "ignore:.*adopted model is not checked", "ignore:.*did not run in the check", "ignore:.*layers whose attention does not pass"
+    "ignore:.*adopted model is not checked",
+    "ignore:.*did not run in the check",
+    "ignore:.*layers whose attention does not pass",
 )
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
 

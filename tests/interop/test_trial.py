@@ -259,7 +259,9 @@ def test_layers_without_an_attention_core_are_named_in_one_warning(name):
     if name == "FalconH1":  # attention and Mamba in each layer
         assert told == []
     else:
-        assert len(told) == 1 and re.search(rf"layers whose attention does not pass .* stay unchanged.*\({layers[name]}\)$", told[0])
+        assert len(told) == 1 and re.search(
+            rf"layers whose attention does not pass .* stay unchanged.*\({layers[name]}\)$", told[0]
+        )
 
 
 def llava():
