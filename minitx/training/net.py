@@ -1,4 +1,4 @@
-"""Any network as one kind of thing: ``Net.of`` chooses once among our models, those of transformers and any other module.
+"""Any network as one kind of thing: ``Net.of`` chooses once among our models, transformers models and any other module.
 
 A ``Net`` calls its network with a batch, and knows its title, its sizes, its node for a checkpoint, the module that writes text, its
 layers and its head. ``build_network`` builds the network of a run.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MASKS = {"key_mask": "attention_mask", "decoder_key_mask": "decoder_attention_mask"}
-"""Our names of masks, and those of transformers, whose values are 0 and 1."""
+"""Our names of masks, and transformers' names. Values of transformers' masks are 0 and 1."""
 
 
 class Net:
@@ -38,7 +38,7 @@ class Net:
 
     * ``inputs`` goes to the first parameter if no other key of the batch is called like it.
     * With ``**kwargs``, the keys of their annotation ``Unpack[...]`` count, too. Other keys are not passed.
-    * ``key_mask`` goes to a parameter ``attention_mask`` if there is none of its own name, and ``decoder_key_mask`` to
+    * ``key_mask`` goes to a parameter ``attention_mask`` if ``forward`` has no parameter ``key_mask``, and ``decoder_key_mask`` to
       ``decoder_attention_mask``, as 0 and 1.
 
     Args:
@@ -113,7 +113,7 @@ class Net:
         return [name for name in without_targets(batch) if name not in taken]
 
     def check(self, batch: Batch, masks: Iterable[str] = ()) -> None:
-        """Refuse a batch with padding or several documents in a row, of which the network would not learn.
+        """Refuse a batch with padding or several documents in a row if the network is not told of them.
 
         Args:
             masks: the names of the masks in ``Task.key_masks``. ``forward`` must have a parameter for a name that the user chose.
@@ -137,7 +137,7 @@ class Net:
                 )
 
     def check_documents(self, batch: Batch) -> None:
-        """Refuse a network that gets documents of a batch in a form which does not separate them."""
+        """Refuse a network that gets documents of a batch in a form that does not separate them."""
 
     # --- its sizes
 
@@ -152,13 +152,13 @@ class Net:
         return stated(getattr(self.model, "config", None), "vocab_size", int)
 
     def check_sizes(self, fields: Mapping[str, Any]) -> None:
-        """Refuse a network that is smaller than the data, and log what of it does not take part.
+        """Refuse a network that is smaller than the data, and log unused parts of it.
 
         Args:
-            fields: what the data decide, such as ``vocab_size`` and ``num_labels``.
+            fields: the fields that the data decide, such as ``vocab_size`` and ``num_labels``.
 
         Raises:
-            ConfigError: its vocabulary or number of labels is smaller than that of the data.
+            ConfigError: its vocabulary or number of labels is smaller than the data's.
         """
         self._check_size("the vocabulary", self.vocab_size, fields.get("vocab_size"))
 
@@ -176,7 +176,7 @@ class Net:
         return self.kind
 
     def describe(self) -> str:
-        """Return the class and the number of parameters, and the sizes of one of ours.
+        """Return the class and the number of parameters, and for our models their sizes.
 
         >>> Net.of(nn.Linear(2, 3)).describe()
         'Linear, 9 parameters'
@@ -192,8 +192,8 @@ class Net:
         return node if isinstance(node, Mapping) else None
 
     def node(self, part: Part, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the node of the network in a checkpoint: its own; that of ``part``, with the fields that the data decided; or, for an
-        object from Python, its class."""
+        """Return the node of the network in a checkpoint: its stored node; the node of ``part``, with the fields that the data decided; or,
+        for an object from Python, its class."""
         if self.stored_node is not None:
             return dict(self.stored_node)
         if part.is_given:
@@ -201,7 +201,7 @@ class Net:
         return {**{name: value for name, value in fields.items() if name in part.names}, **part.plain()}
 
     def layers(self, classes: Sequence[str] = ()) -> list[nn.Module]:
-        """Return the modules that FSDP shards one by one, inner ones first: those of ``classes``, or the layers of the network.
+        """Return the modules that FSDP shards one by one, inner ones first: modules of ``classes``, or the layers of the network.
 
         Raises:
             ConfigError: there are none.
@@ -209,7 +209,7 @@ class Net:
 
         def is_layer(module: nn.Module) -> bool:
             kinds = {kind.__name__ for kind in type(module).__mro__}
-            theirs = "GradientCheckpointingLayer" in kinds  # the layers of transformers, which is not imported here
+            theirs = "GradientCheckpointingLayer" in kinds  # transformers' layers, without importing it here
             return type(module).__name__ in classes if classes else is_block(module) or theirs
 
         layers = [module for module in self.network.modules() if is_layer(module)]
@@ -297,9 +297,9 @@ class Ours(Net):
 class OfTransformers(Net):
     """A model of transformers.
 
-    It gets no ``labels``, because it would compute a loss of its own, and ``use_cache=False``. If it takes ``position_ids``, it gets
+    It gets no ``labels``, because it would compute its own loss, and ``use_cache=False``. If it takes ``position_ids``, it gets
     ``document_ids`` as positions that start again with each document, and no ``attention_mask``: its own mask then separates the
-    documents, of which padding is one.
+    documents (padding counts as a document).
     """
 
     def __init__(self, network: nn.Module, model: Any) -> None:
@@ -374,7 +374,7 @@ class _Writer(nn.Module):
 
 
 def _inside(network: Any) -> Any:
-    """The model inside the wrappers of ``torch.compile`` and PEFT, which pass on all arguments."""
+    """The model inside the wrappers of ``torch.compile`` and PEFT. The wrappers pass on all arguments."""
     while True:
         inner = dict(network.named_children()).get("_orig_mod")  # so the state_dict of a compiled module names it
         if inner is None and hasattr(network, "get_base_model"):
@@ -397,7 +397,7 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
 
 # --- building the network of a run
 
-# what a task asks of a model: architecture and head
+# the architecture and the head that a task needs
 _MODELS_OF = {
     "language_model": (("decoder", "lm"),),
     "masked_lm": (("encoder", "lm"),),
@@ -411,7 +411,7 @@ def build_network(part: Part, data: DataModule, *, precision: str = "32-true", s
     """Return the network of a run. Its weights depend only on the seed.
 
     Raises:
-        ConfigError: the model cannot be built, does not fit the data, or is a LightningModule with a training step of its own.
+        ConfigError: the model cannot be built, does not fit the data, or is a LightningModule with its own training step.
     """
     seed_device(seed)
     model = network_of(part, data)
@@ -434,7 +434,7 @@ def network_of(part: Part, data: DataModule | None = None) -> nn.Module:
     """Build the network of a part, with the fields that the data decide if ``data`` is given.
 
     Raises:
-        ConfigError: the model cannot be built, does not fit the data, or is no ``torch.nn.Module``.
+        ConfigError: the model cannot be built, does not fit the data, or is not a ``torch.nn.Module``.
     """
     offered: dict[str, Any] = {}
     if data is not None and isinstance(part.fields, TransformerConfig):
@@ -442,8 +442,7 @@ def network_of(part: Part, data: DataModule | None = None) -> nn.Module:
     elif data is not None:
         offered = {**decided_fields(data.task), "task": data.task.kind, "tokenizer": data.task.tokenizer}
     model = part.build(**offered)
-    said = f"model._target_={part.name} must give a torch.nn.Module, got {type(model).__name__}"
-    require(isinstance(model, nn.Module), said)
+    require(isinstance(model, nn.Module), f"model._target_={part.name} must give a torch.nn.Module, got {type(model).__name__}")
     return model
 
 
@@ -480,7 +479,7 @@ def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
             how = "is smaller than" if name == "vocab_size" else "differs from"
             raise ConfigError(f"model.{name}={given} {how} {what} of the data, {value}")
         found[name] = value if given is None or (given == 0 and not name.endswith("_id")) else given
-        if name == "eos_id" and given is not None:  # what ends the rows ends a text, also where the weights say something else
+        if name == "eos_id" and given is not None:  # the end mark of the rows ends a text, even if the weights have another
             ends = dict.fromkeys(id for ids in (given, value) for id in (ids if isinstance(ids, tuple | list) else [ids]))
             found[name] = tuple(ends) if len(ends) > 1 else value
     return dataclasses.replace(model, **found)
@@ -497,8 +496,8 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
 
 
 def in_own_dtype(network: nn.Module) -> nn.Module:
-    """Let a network convert the numbers that it gets, such as pixels, to the dtype of its weights, and return it: Lightning converts
-    only the batches of its own loops."""
+    """Let a network convert its inputs, such as pixels, to the dtype of its weights, and return it: Lightning converts only the batches of
+    its loops."""
     network.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
     return network
 

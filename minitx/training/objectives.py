@@ -60,7 +60,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
             logit.
 
     Raises:
-        ConfigError: the shapes do not fit, for example logits of every token and labels of whole texts; or a label is no class.
+        ConfigError: the shapes do not fit, for example logits of every token and labels of whole texts; or a label is not a class.
 
     >>> sums = cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, -100]]))
     >>> round(float(sums["loss"]) / 2, 4)  # ln 4
@@ -109,13 +109,13 @@ def chunked_cross_entropy(
     large-vocabulary language models", arXiv:2411.09009, §3, here without its kernel. It is not twice differentiable.
 
     Args:
-        hidden: float (..., E), the input of the head. weight: (V, E), which may be a tied table. bias: (V,) or None.
+        hidden: float (..., E), the input of the head. weight: (V, E), possibly a tied table. bias: (V,) or None.
         labels: int (...), -100 where a position does not count.
         chunk_tokens: the number of tokens in a chunk. Memory: 2 to 3 x ``chunk_tokens`` x V numbers.
         label_smoothing: ε, as in ``cross_entropy``.
 
     Raises:
-        ValueError: ``chunk_tokens`` below 1, shapes that do not fit, or (as ConfigError) a label that is no class.
+        ValueError: ``chunk_tokens`` below 1, shapes that do not fit, or (as ConfigError) a label that is not a class.
 
     >>> hidden, weight = torch.randn(2, 3, 5), torch.randn(7, 5)
     >>> labels = torch.tensor([[0, 1, -100], [2, 3, 6]])
@@ -175,7 +175,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: what was made in the forward pass would count as constant
+        if torch.is_grad_enabled():  # create_graph=True: results of the forward pass would count as constant
             raise RuntimeError("the chunked cross-entropy is not twice differentiable; objective.chunk_tokens=null is")
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         # multiplied in the loss's precision: 1 / tokens, rounded to bfloat16, would be off by up to 1/256 for all alike
@@ -192,13 +192,13 @@ def _gradient(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
 
 
 def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:
-    """Add what a chunk contributes: to its own rows of d_hidden, and to all of d_weight and d_bias."""
+    """Add a chunk's gradients: to its rows of d_hidden, and to all of d_weight and d_bias."""
     d_hidden, d_weight, d_bias = grads
     if d_hidden is not None:
         d_hidden[part] = d_logits @ weight
     if d_weight is not None:
         if d_weight.dtype == d_logits.dtype:
-            torch.addmm(d_weight, d_logits.mT, hidden, out=d_weight)  # without a (V, E) of its own
+            torch.addmm(d_weight, d_logits.mT, hidden, out=d_weight)  # without another (V, E)
         else:
             d_weight += d_logits.mT @ hidden
     if d_bias is not None:
@@ -208,7 +208,7 @@ def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor,
 def build_objective(part: Part) -> Objective:
     """Build the objective of a part.
 
-    A loss of torch with ``reduction="sum"`` is called as (logits, labels), one over classes as (targets, classes) and (targets,).
+    A torch loss with ``reduction="sum"`` is called with (logits, labels); a loss over classes gets shapes (targets, classes) and (targets,).
 
     Raises:
         ConfigError: the target cannot be built, the loss averages, ignores another label than -100, or has weights that are to be
@@ -220,15 +220,21 @@ def build_objective(part: Part) -> Objective:
     if not isinstance(found, nn.Module):
         return found
     for name, parameter in found.named_parameters():
-        said = f"objective: {kind} has a weight {name}, which no optimizer trains: put it into the model"
-        require(not parameter.requires_grad, said)
+        require(
+            not parameter.requires_grad,
+            f"objective: {kind} has a weight {name}, which no optimizer trains: put it into the model",
+        )
     if not type(found).__module__.startswith("torch.nn."):
         return found
     reduction, ignored = getattr(found, "reduction", None), getattr(found, "ignore_index", IGNORED)
-    said = f"objective.reduction={reduction} must be sum: minitx divides by the targets of the whole step, over all devices"
-    require(reduction == "sum", said)
-    said = f"objective.ignore_index={ignored} must be {IGNORED}: labels of {IGNORED} are those that do not count"
-    require(ignored == IGNORED, said)
+    require(
+        reduction == "sum",
+        f"objective.reduction={reduction} must be sum: minitx divides by the targets of the whole step, over all devices",
+    )
+    require(
+        ignored == IGNORED,
+        f"objective.ignore_index={ignored} must be {IGNORED}: labels of {IGNORED} are those that do not count",
+    )
     return TorchLoss(found)
 
 
@@ -241,7 +247,7 @@ class TorchLoss(nn.Module):
     def __init__(self, loss: Any) -> None:
         super().__init__()
         self.loss = loss
-        if not isinstance(loss, _OF_CLASSES):  # one number for each label, of which those of -100 do not count
+        if not isinstance(loss, _OF_CLASSES):  # one number per label; labels of -100 do not count
             self.loss = copy(loss)
             self.loss.reduction = "none"
 
@@ -255,15 +261,24 @@ class TorchLoss(nn.Module):
         labels, name = batch["labels"], type(self.loss).__name__
         shapes = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
         if isinstance(self.loss, _OF_CLASSES):
-            said = "needs classes as labels (no probabilities), and logits with one more axis at the end, the classes"
-            require(logits.shape[:-1] == labels.shape, f"objective: {name} {said}, but got {shapes}")
+            require(
+                logits.shape[:-1] == labels.shape,
+                f"objective: {name} needs classes as labels (no probabilities), and logits with one more axis at the end, the classes, "
+                f"but got {shapes}",
+            )
             return {"loss": self.loss(logits.flatten(0, -2), labels.flatten())}
-        said = "compares each logit with its label, so the model must return logits in the shape of the labels"
-        require(logits.shape == labels.shape, f"objective: {name} {said}, but got {shapes}")
+        require(
+            logits.shape == labels.shape,
+            f"objective: {name} compares each logit with its label, so the model must return logits in the shape of the labels, but got "
+            f"{shapes}",
+        )
         ignored = labels == IGNORED
         each = self.loss(logits, labels.masked_fill(ignored, 0))
-        said = "has one number for several labels, and minitx divides by the number of labels: use a function that sums over labels"
-        require(each.shape == labels.shape, f"objective: {name} {said}")
+        require(
+            each.shape == labels.shape,
+            f"objective: {name} has one number for several labels, and minitx divides by the number of labels: use a function that sums "
+            "over labels",
+        )
         return {"loss": each.masked_fill(ignored, 0.0).sum()}
 
 
@@ -272,7 +287,7 @@ def checked_sums(found: Tensor | Mapping[str, Tensor]) -> Sums:
     """Return the result of an objective as sums by name.
 
     Raises:
-        ConfigError: there is no ``loss``, or a value is not a 0-d tensor.
+        ConfigError: ``loss`` is missing, or a value is not a 0-d tensor.
     """
     sums = dict(found) if isinstance(found, Mapping) else {"loss": found}
     wrong = [name for name, value in sums.items() if not isinstance(value, Tensor) or value.dim()]
@@ -298,5 +313,7 @@ def check_head(objective: CrossEntropy, net: Net) -> None:
     softcap = getattr(head, "softcap", None)
     more = "model.head_transform=True" if softcap is None else f"model.logit_softcap={softcap}"
     found = f"model.head={kind}" + (f" with {more}" if kind == "lm" else "")
-    said = f"objective.chunk_tokens={objective.chunk_tokens} needs model.head=lm that is one linear map, got {found}"
-    require(isinstance(head, nn.Linear) and softcap is None, f"{said}: set it to null")
+    require(
+        isinstance(head, nn.Linear) and softcap is None,
+        f"objective.chunk_tokens={objective.chunk_tokens} needs model.head=lm that is one linear map, got {found}: set it to null",
+    )

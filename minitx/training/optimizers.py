@@ -1,4 +1,4 @@
-"""Optimizers and schedules: ours are functions, whose arguments are their keys; any other of torch or of the user's is built as well."""
+"""Optimizers and schedules: ours are functions whose arguments are their keys; any optimizer of torch or of the user is built, too."""
 
 from __future__ import annotations
 
@@ -96,8 +96,10 @@ def muon(
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
     trained = [p for group in groups if "matrix" in group for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]
-    said = f"optimizer=muon needs a torch.nn.Linear to train beside heads, and {type(network).__name__} has none"
-    require(bool(trained), f"{said}: use optimizer=adamw")
+    require(
+        bool(trained),
+        f"optimizer=muon needs a torch.nn.Linear to train beside heads, and {type(network).__name__} has none: use optimizer=adamw",
+    )
     optimizer = Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
     optimizer.defaults["lr"] = lr
     return optimizer
@@ -165,8 +167,10 @@ def build_optimizer(part: Part, network: nn.Module, head_dim: int = 1) -> torch.
     """
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = part.build(network if "network" in part.names else trained, head_dim=head_dim)
-    said = f"optimizer._target_={part.name} must give a torch.optim.Optimizer"
-    require(isinstance(optimizer, torch.optim.Optimizer), f"{said}, got {type(optimizer).__name__}")
+    require(
+        isinstance(optimizer, torch.optim.Optimizer),
+        f"optimizer._target_={part.name} must give a torch.optim.Optimizer, got {type(optimizer).__name__}",
+    )
     return optimizer
 
 
@@ -177,7 +181,7 @@ def check_strategy(optimizer: torch.optim.Optimizer, strategy: str) -> None:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` supports ``found_inf``, which skips updates after a non-finite step without waiting for the host."""
+    """Return whether ``optimizer`` supports ``found_inf``: it skips updates after a non-finite step without waiting for the host."""
     return bool(optimizer.defaults.get("fused"))
 
 
@@ -198,7 +202,7 @@ def constant(optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: 
     """The peak rate to the end, after a linear warm-up (step + 1) / ``warmup_steps``.
 
     Args:
-        max_steps: the number of steps of the run, which the run passes.
+        max_steps: the number of steps; the run passes it.
         warmup_steps: steps of a linear rise from zero; below 1: a share of all steps.
     """
     return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0)
@@ -265,7 +269,7 @@ def warmup_of(steps: float, max_steps: int) -> int:
 def _after_warmup(
     optimizer: torch.optim.Optimizer, max_steps: int, steps: float, curve: Callable[[float], float], start: int | None = None
 ) -> LambdaLR:
-    """The factor (step + 1) / warmup, then ``curve`` of t, which runs from 0 to 1 between the steps ``start`` and ``max_steps``."""
+    """The factor (step + 1) / warmup, then ``curve`` of t; t runs from 0 to 1 between the steps ``start`` and ``max_steps``."""
     warmup = warmup_of(steps, max_steps)
     require(
         warmup <= max_steps,
@@ -301,9 +305,9 @@ def matrix_names(network: nn.Module) -> set[str]:
 def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
     """Return approximately U Vᵀ for each matrix U S Vᵀ, or for each matrix of a stack (N, rows, cols), by Newton–Schulz iteration.
 
-    X ← aX + b(XXᵀ)X + c(XXᵀ)²X, ``steps`` times. The singular values are then between about 0.7 and 1.2, which trains as well
+    X ← aX + b(XXᵀ)X + c(XXᵀ)²X, ``steps`` times. The singular values are then between about 0.7 and 1.2. This trains as well
     as 1 (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"). Matrices of the same shape, or of its
-    transpose, are stacked, which saves time for small matrices. The computation is in bfloat16 on a GPU, and in the matrices'
+    transpose, are stacked to save time for small matrices. The computation is in bfloat16 on a GPU, and in the matrices'
     dtype elsewhere.
 
     >>> matrices = torch.randn(2, 30, 7, generator=torch.Generator().manual_seed(0))
@@ -326,7 +330,7 @@ def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
 
 
 def product_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of Newton–Schulz products on a kind of device: bfloat16 on CUDA, where it is fast, else that of the matrices."""
+    """Return the dtype of Newton–Schulz products on a kind of device: bfloat16 on CUDA (fast there), else the matrices' dtype."""
     return torch.bfloat16 if device == "cuda" else dtype
 
 
@@ -391,7 +395,7 @@ class Muon(torch.optim.Optimizer):
         for p in params:
             self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
         buffers, momentum = [self.state[p]["momentum_buffer"] for p in params], group["momentum"]
-        if (stop := self.found_inf) is not None:  # M moved towards M stays as it is
+        if (stop := self.found_inf) is not None:  # interpolating a buffer towards itself leaves it unchanged
             grads = [torch.where(stop.bool(), old, grad) for old, grad in zip(buffers, grads, strict=True)]
             go = 1.0 - stop.to(widest_float(stop.device))  # type: ignore[assignment]
         torch._foreach_lerp_(buffers, grads, 1.0 - momentum)

@@ -212,7 +212,7 @@ def without_numbers(network: nn.Module) -> nn.Module:
 
 @contextmanager
 def imagined_processes(count: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """A context in which this process is one of ``count``. The others do not exist: nothing is sent, so sums over processes are wrong.
+    """A context that makes this process one of ``count``. The others do not exist: nothing is sent, so sums over processes are wrong.
 
     Raises:
         ConfigError: this process belongs to a group of processes already.

@@ -49,7 +49,7 @@ class Probe(StepCallback):
     layer's record contains
 
     ==================  =====================================================================================
-    ``argmax_retention``  share of rows whose favourite key is that of step 0 (by head)
+    ``argmax_retention``  share of rows with the same favourite key as at step 0 (by head)
     ``logit_step``      RMS of z after this update minus z before it (by head); none at step 0
     ``token_cosine``    mean cosine of two different tokens after the layer's block: rank collapse
     ``grad_q, grad_k, grad_v``  ‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ in the step that is being made
@@ -58,8 +58,8 @@ class Probe(StepCallback):
     ``snr_q, snr_k, snr_v``  signal over noise of the probe's gradients in four parts, see ``gradient_statistics``
     ==================  =====================================================================================
 
-    Every ``weights_every`` steps, ``attention/step_N.safetensors`` keeps the weights on the first ``weights_rows`` rows, and what
-    the model answers there.
+    Every ``weights_every`` steps, ``attention/step_N.safetensors`` keeps the weights on the first ``weights_rows`` rows, and
+    the model's answers there.
     Layer means of some statistics go to the run's loggers as ``attention/LAYER/NAME``. ``grad_q``, ``grad_k`` and ``grad_v`` need
     W_Q, W_K and W_V to be three matrices.
 
@@ -67,7 +67,7 @@ class Probe(StepCallback):
         folder: the run's folder.
         batch: the validation batch.
         texts: a function that returns the texts of the tokens of each axis of the batch (see ``Snapshot``). Default: numbers.
-        asked: a function that returns what the batch asks, or None.
+        asked: a function that returns the questions of the batch, or None.
     """
 
     def __init__(
@@ -92,8 +92,10 @@ class Probe(StepCallback):
         self._first_favourites = state_dict["first_favourites"]
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        said = "callbacks.probe.every: the model has no attention with weights to look at; set it to 0, or model.adopt=true for model=hf"
-        require(bool(attention_cores(module.network)), said)
+        require(
+            bool(attention_cores(module.network)),
+            "callbacks.probe.every: the model has no attention with weights to look at; set it to 0, or model.adopt=true for model=hf",
+        )
         if trainer.is_global_zero:
             drop_records(self.path, trainer.global_step)
 
@@ -206,7 +208,7 @@ class Probe(StepCallback):
 
 
 def _kept(look: Look) -> Look:
-    """The call as it is now: a bias may be a table, which the next update changes in place."""
+    """A copy of the call: a bias may be a table, and the next update changes it in place."""
     return replace(look, call=replace(look.call, attn_bias=copy.deepcopy(look.call.attn_bias)))
 
 
@@ -234,7 +236,7 @@ def gradient_norms(network: nn.Module) -> dict[str, dict[str, Tensor | float]]:
 
 
 def _first(out: Any) -> Tensor:
-    """A block's hidden state; a block of the user's may return a tuple."""
+    """A block's hidden state; a user's block may return a tuple."""
     return out[0] if isinstance(out, tuple) else out
 
 

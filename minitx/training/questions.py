@@ -1,4 +1,4 @@
-"""What a batch asks a model, in words: for the viewer, which shows the answers above the maps."""
+"""The questions that a batch puts to a model, in words. The viewer shows the answers above the maps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHICH_CLASS = "Which class?"
 
 
 def questions_of(task: Task, batch: Batch) -> Asked | None:
-    """Return one question for each label of a batch that counts, or None if the task's ``kind`` does not say what labels are."""
+    """Return one question for each label of a batch that counts, or None if the task's ``kind`` does not tell the meaning of labels."""
     axis = next((axis for axis in (TARGET, SOURCE, PIXELS) if axis in batch), None)
     labels, size = batch.get("labels"), task.model_fields.get("num_labels" if task.kind == "classify" else "vocab_size")
     if axis is None or size is None or labels is None:
@@ -53,12 +53,12 @@ def token_namer(tokenizer: Tokenizer | None) -> Callable[[int], str]:
 
 
 def _recall(task: Task, batch: Batch, size: int) -> Asked:
-    """Of a recall task. Values that stand beside their keys (``token_type_ids``) are counted from 1, as on the axes."""
+    """The questions of a recall task. Values at the positions of their keys (``token_type_ids``) are counted from 1, as on the axes."""
     ids, places, rows = batch[SOURCE].tolist(), answer_positions(batch).tolist(), []
     for keys, where, labels in zip(ids, places, batch["labels"], strict=True):
         words = "Which value has key {}?" if "token_type_ids" in batch else "What came after {} before?"
         rows.append([Question(words.format(keys[i]), i, label, where[i]) for i, label in _labelled(labels)])
     if "token_type_ids" not in batch:
         return Asked(SOURCE, rows, size, str)
-    first = size - task.model_fields["type_vocab_size"] + 1  # the ids of values follow those of keys
+    first = size - task.model_fields["type_vocab_size"] + 1  # the ids of values follow the ids of keys
     return Asked(SOURCE, rows, size, lambda i: str(i - first + 1) if i >= first else f"key {i}")

@@ -40,7 +40,7 @@ TOLERANCE = 0.02
 """The largest relative difference between two rows together and apart: bfloat16 has eight bits."""
 
 NOISE = 0.02
-"""The standard deviation of the noise on the weights: a head that begins at zero would hide what the objective does."""
+"""The standard deviation of the noise on the weights: a head that begins at zero would hide the effect of the objective."""
 
 ROWS = 16
 """The number of training rows among which the two are chosen."""
@@ -155,7 +155,7 @@ class TwoRows(Split):
 
 
 def compare(module: TrainingModule, batch: Batch, device: torch.device) -> None:
-    """Check, in evaluation mode and with noise on the weights, that two rows together give what they give apart.
+    """Check, in evaluation mode and with noise on the weights, that two rows give the same results together and apart.
 
     Raises:
         ConfigError: the objective returns a mean, for example, or a row looks at the other.
@@ -243,8 +243,8 @@ def _once(callbacks: CallbacksConfig) -> CallbacksConfig:
 
 
 def _known(parts: Mapping[str, Part | None]) -> dict[str, Part]:
-    """The callbacks of Lightning and of ours that write nowhere else. Beside a callback of the user, which may log any metric, one
-    that has a monitor is left out."""
+    """The callbacks of Lightning and minitx that write nowhere else. If the user has callbacks (they may log any metric), callbacks with a
+    monitor are left out."""
     has_own = _has_own(parts)
     return {
         name: part
@@ -261,12 +261,12 @@ def _has_own(parts: Mapping[str, Part | None]) -> bool:
     return any(part is not None and not part.name.startswith(KNOWN) for part in parts.values())
 
 
-# --- what fails, and what is put back
+# --- naming errors, and restoring state
 
 
 @contextmanager
 def blaming(module: TrainingModule, callbacks: CallbacksConfig) -> Iterator[None]:
-    """A context in which any error becomes a ConfigError that begins with the path of the part in which it was raised."""
+    """A context that turns any error into a ConfigError that begins with the path of the failing part."""
     try:
         yield
     except ConfigError:
@@ -333,14 +333,14 @@ def _kept(module: nn.Module) -> Callable[[], None]:
                 tensor.grad = None
                 if tensor.dtype == value.dtype:
                     tensor.copy_(value)
-                else:  # bf16-true: an average starts from the weights as they were
+                else:  # bf16-true: an average starts from the unrounded weights
                     tensor.data = value.to(tensor.device)
 
     return restore
 
 
 def _kept_values(values: dict[str, Any]) -> Callable[[], None]:
-    """Return a function that restores a dict of attributes: the same objects, with containers and tensors as they were."""
+    """Return a function that restores a dict of attributes: the same objects, with the old contents of containers and tensors."""
     saved = {name: (value, _copied(value)) for name, value in values.items()}
 
     def restore() -> None:

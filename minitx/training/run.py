@@ -74,7 +74,7 @@ def train(
 ) -> dict[str, Any]:
     """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
 
-    Random generators, threads, environment variables and signal handlers of this process are afterwards as they were before. With
+    Random generators, threads, environment variables and signal handlers of this process are restored afterwards. With
     ``trainer.plan=true`` nothing is trained and no folder is made: the plan is logged, and its bytes are returned.
 
     Args:
@@ -82,7 +82,7 @@ def train(
             model and checkpoint have been checked. It must hold no run, unless ``config.ckpt_path`` is a checkpoint to continue
             from in this folder, or ``last``: the last one.
         files: other text files to write to the folder, by name (``config.yaml``, ``command.txt``).
-        model, data, objective: objects to use instead of those of the config. Without ``data``, also a model of your own is
+        model, data, objective: objects to use instead of the config's. Without ``data``, even your own model is
             trained on ``config.data``, by default the King James text. Read a checkpoint of such a model with
             ``load_model(path, model=...)``; the programs open data and objective of the config only.
         batch_size: rows of a step, if ``data`` is a ``Task``. A ``LightningDataModule`` has its own.
@@ -192,17 +192,20 @@ def build_all(group: Mapping[str, Part | None], path: str, kind: type, **offered
         if part is not None:
             entries.append(part.at(f"{path}.{name}").build(**offered))
             made = type(entries[-1])
-            said = f"{path}.{name}._target_={part.name} must give a {kind.__name__} of the package lightning"
-            require(isinstance(entries[-1], kind), f"{said}, got {made.__module__}.{made.__qualname__}")
+            require(
+                isinstance(entries[-1], kind),
+                f"{path}.{name}._target_={part.name} must give a {kind.__name__} of the package lightning, got "
+                f"{made.__module__}.{made.__qualname__}",
+            )
     return entries
 
 
 def check_asked(net: Net, data: DataModule, config: RunConfig) -> None:
-    """Check that the run can give what is asked of it.
+    """Check that the run can do everything that the config demands.
 
     Raises:
         ConfigError: the data have no test split; or with ``trainer.strategy=sharded``, the layers of the model are not known, probes
-            are on, which need whole weights on one device, or a model that was given from Python would have to be built again to be
+            are on (they need whole weights on one device), or a model that was given from Python would have to be built again to be
             evaluated.
     """
     check_test(config.evaluation.test, data.task)
@@ -219,7 +222,7 @@ def check_asked(net: Net, data: DataModule, config: RunConfig) -> None:
 def build_callbacks(
     asked: CallbacksConfig, module: TrainingModule, data: DataModule, folder: Path, state: Mapping[str, Any]
 ) -> list[L.Callback]:
-    """Return the callbacks of the run: ours, the configured ones, and ``LastCheckpoint``, which handles signals even without checkpoints.
+    """Return the callbacks of the run: ours, the configured ones, and ``LastCheckpoint`` (it handles signals even without checkpoints).
 
     Args:
         state: the plain data for every checkpoint (``stored_state``).
@@ -282,7 +285,7 @@ def build_trainer(
     done: int,
     checkpoints: CheckpointIO | None = None,
 ) -> L.Trainer:
-    """Build the Lightning trainer, which logs to ``metrics.csv`` from row ``done`` on and to ``loggers``.
+    """Build the Lightning trainer. It logs to ``metrics.csv`` from row ``done`` on, and to ``loggers``.
 
     ``TrainingModule`` clips and logs by itself, and the loaders of ``DataModule`` give each process its own batches.
 
@@ -304,7 +307,7 @@ def build_trainer(
         "limit_val_batches": options.val_batches,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
-        "deterministic": options.deterministic or None,  # False would undo what the user has set
+        "deterministic": options.deterministic or None,  # False would undo the user's setting
         "use_distributed_sampler": False,
         "logger": [MetricsFile(folder / "metrics.csv", done, COLUMNS), *loggers],
         "callbacks": list(callbacks),
@@ -337,7 +340,7 @@ REPLACED = {
     "overfit_batches": "trainer.overfit",
     "val_check_interval": "trainer.val_every",
 }
-"""Arguments of Lightning's Trainer for which there is a key of another name."""
+"""Arguments of Lightning's Trainer that have a key of another name."""
 
 
 def key_of_argument(name: str) -> str | None:

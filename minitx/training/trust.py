@@ -1,4 +1,4 @@
-"""What a checkpoint may name. It is checked before a target is looked up, because the lookup imports modules, which is code."""
+"""The targets that a checkpoint may name. They are checked before they are looked up, because a lookup imports modules, and so runs code."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BUILDERS = {
     "model": frozenset([MODEL, "minitx.interop.hf_from_config"]),
     "objective": frozenset([NODES["objective"]]),
 }
-"""Parts of this package that a checkpoint may name, by the key of their node, beside ``data_sets()``. They run no other code."""
+"""Parts of this package that a checkpoint may name, by the key of their node, in addition to ``data_sets()``. They run no other code."""
 
 _ADVICE = "with trust=true it is built all the same, which runs its code"
 
 
 @cache
 def data_sets() -> frozenset[str]:
-    """Return the data sets of this package: what the files of ``configs/data`` name as ``_target_``."""
+    """Return the data sets of this package: the targets in the files of ``configs/data``."""
     texts = [file.read_text(encoding="utf-8") for file in shipped_configs().joinpath("data").glob("*.yaml")]
     return frozenset(name for text in texts for name in re.findall(r"^_target_: (\S+)$", text, flags=re.MULTILINE))
 
