@@ -109,16 +109,20 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
         steps = min(cell.steps() for cell in of_study)
         rules = {"threshold": study.threshold, "solved": study.solved if "time" in study.scores or name in solvers else None}
         for key, rule in rules.items():
-            said = f"{place}.{key}.window={rule and rule.window} is longer than its runs, of {steps} steps"
-            require(rule is None or rule.window <= steps, said)
+            require(
+                rule is None or rule.window <= steps,
+                f"{place}.{key}.window={rule and rule.window} is longer than its runs, of {steps} steps",
+            )
         parts = compose_cell(of_study[0].overrides).callbacks.parts.values() if study.measures else ()
         writers = [node for node in parts if node is not None and node.name.endswith(".Measures")]
         written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
         written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
         own = [measure for measure in study.measures if writers and not measure.startswith(("loss_at_", "attention_"))]
         missing = [measure for measure in study.measures if measure not in (*written, *own)]  # own: CONTRIBUTING.md
-        said = f"{place}.measures={missing}: no callback minitx.ablation.measures.Measures of the runs writes them"
-        require(not missing, said)
+        require(
+            not missing,
+            f"{place}.measures={missing}: no callback minitx.ablation.measures.Measures of the runs writes them",
+        )
 
 
 def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:

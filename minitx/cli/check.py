@@ -148,8 +148,10 @@ def _loaded(config: CheckConfig) -> Any:
     require(os.path.exists(path), f"model={config.model} does not exist")
     if not (Path(path) / "config.json").is_file():
         file = checkpoint_of(path)
-        said = f"model={config.model} is neither a Hugging Face folder (config.json) nor a run (checkpoints/last.ckpt)"
-        require(os.path.isfile(file), said)
+        require(
+            os.path.isfile(file),
+            f"model={config.model} is neither a Hugging Face folder (config.json) nor a run (checkpoints/last.ckpt)",
+        )
         return open_stored(file, trust=config.trust).network
     try:
         from minitx.interop.finetune import load_folder

@@ -51,8 +51,10 @@ def _evaluate(config: EvaluateConfig) -> None:
     options = EvaluationConfig(num_rows=config.num_rows, num_beams=config.num_beams, num_shown=config.num_shown)
     with onednn_products():  # as in training
         stored = open_stored(config.checkpoint, trust=config.trust, changes=changes)
-        said = "data.tokenizer has no effect: the tokenizer is that of the checkpoint"
-        require(stored.tokenizer is None or "tokenizer" not in config.data, said)
+        require(
+            stored.tokenizer is None or "tokenizer" not in config.data,
+            "data.tokenizer has no effect: the tokenizer is that of the checkpoint",
+        )
         task = stored.task()
         answers = config.num_beams == 1 or task.kind == "seq2seq"
         require(answers, f"num_beams={config.num_beams} has no effect: it is for answers that an encoder-decoder writes")

@@ -45,8 +45,10 @@ def _export(config: ExportConfig) -> None:
 
     stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer, data = stored.tokenizer, stored.state["config"]["data"]
-    said = f"chat_template={config.chat_template} needs a tokenizer, and ckpt_path={config.ckpt_path} has none"
-    require(tokenizer is not None or config.chat_template is None, said)
+    require(
+        tokenizer is not None or config.chat_template is None,
+        f"chat_template={config.chat_template} needs a tokenizer, and ckpt_path={config.ckpt_path} has none",
+    )
     template = template_of(data, tokenizer) if config.chat_template is None else _read(config.chat_template)
     facts = _facts(config.checkpoint, stored.state["config"])
     labels = _labels(stored.state.get("labels", ()), getattr(stored.network, "config", None))

@@ -64,8 +64,10 @@ def _generate(config: GenerateConfig) -> None:
 
     stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer, shape, kind = stored.tokenizer, stored.net.config, stored.net.shape.architecture
-    said = f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text"
-    require(kind in ("decoder", "encoder_decoder"), said)
+    require(
+        kind in ("decoder", "encoder_decoder"),
+        f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text",
+    )
     if tokenizer is None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds no tokenizer: its model was not trained on text")
     model = place(stored.net.writer(tokenizer.vocab_size, stored.path), config.device)

@@ -169,8 +169,10 @@ def _id_inputs(config: TransformerConfig, text: str) -> Inputs:
     """Ids with spaces between them, each ``ID`` or ``ID:TYPE``."""
     words = text.split()
     wrong = next((word for word in words if not re.fullmatch(r"\d+(:\d+)?", word, re.ASCII)), None)
-    said = f"text has {wrong!r}, but the model has no tokenizer: give ids, or ID:TYPE, with spaces between them"
-    require(wrong is None, said)
+    require(
+        wrong is None,
+        f"text has {wrong!r}, but the model has no tokenizer: give ids, or ID:TYPE, with spaces between them",
+    )
     ids, types = ([int((word + ":0").split(":")[part]) for word in words] for part in (0, 1))
     for name, numbers, size in (("ids", ids, config.vocab_size or 0), ("types", types, config.type_vocab_size or 1)):
         largest = max(numbers, default=-1)
@@ -212,8 +214,10 @@ def paired(first: Inputs, second: Inputs) -> list[Inputs]:
     texts = {}
     for axis, (row,) in first.texts.items():
         (other,) = second.texts[axis]
-        said = f"compare_text has {len(other)} tokens, but text has {len(row)}: two texts are compared token by token"
-        require(len(row) == len(other), said)
+        require(
+            len(row) == len(other),
+            f"compare_text has {len(other)} tokens, but text has {len(row)}: two texts are compared token by token",
+        )
         texts[axis] = [[a if a == b else f"{a}|{b}" for a, b in zip(row, other, strict=True)]]
     return [replace(first, texts=texts), replace(second, texts=texts)]
 
@@ -279,8 +283,10 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
     found = hf_ids(model, tokenizer, text, name)
     rows, tensors = {SOURCE: found[SOURCE]}, {key: torch.tensor([row]) for key, row in found.items()}
     if model.config.is_encoder_decoder:
-        said = f"{type(model).__name__} is an encoder-decoder without a head, so it reads no target"
-        require(model.can_generate(), said)
+        require(
+            model.can_generate(),
+            f"{type(model).__name__} is an encoder-decoder without a head, so it reads no target",
+        )
         if target is None:
             given = {key: tensors[key].to(model.device) for key in (SOURCE, "attention_mask")}
             with quiet():

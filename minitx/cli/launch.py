@@ -65,8 +65,10 @@ def needs_launch(options: TrainerConfig) -> bool:
     """
     outside, wanted = started_from_outside(), options.world_size
     nodes = f"trainer.num_nodes={options.num_nodes}"
-    said = f"trainer.devices={options.devices} x {nodes} is {wanted}, but {outside} processes were started"
-    require(outside in (0, wanted), said)
+    require(
+        outside in (0, wanted),
+        f"trainer.devices={options.devices} x {nodes} is {wanted}, but {outside} processes were started",
+    )
     if outside or wanted == 1 or "LOCAL_RANK" in os.environ:
         return False
     require(options.num_nodes == 1, f"{nodes}: processes on several machines are started by torchrun or srun")

@@ -74,8 +74,11 @@ def run_job(composed: DictConfig) -> float | None:
         if grid is not None:
             from minitx.cli.ablate import run_ablation
 
-            said = f"output_dir={folder} is the folder of another grid of this sweep (-m), whose report this one would replace"
-            require(folder not in _GRIDS, f"{said}: set one with ${{…}} in it, such as output_dir=runs/${{hydra:job.num}}")
+            require(
+                folder not in _GRIDS,
+                f"output_dir={folder} is the folder of another grid of this sweep (-m), whose report this one would replace"
+                f": set one with ${{…}} in it, such as output_dir=runs/${{hydra:job.num}}",
+            )
             _GRIDS.add(folder)
             run_ablation(grid, folder, words, command())
             return None
@@ -245,13 +248,17 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
     job = HydraConfig.get()
     sweeps = job.mode == RunMode.MULTIRUN
     is_shared = sweeps and config.output_dir and not OmegaConf.is_interpolation(composed, "output_dir")
-    said = f"output_dir={config.output_dir} is one folder for all jobs of -m: set hydra.sweep.dir, or leave it out"
-    require(not is_shared, said)
+    require(
+        not is_shared,
+        f"output_dir={config.output_dir} is one folder for all jobs of -m: set hydra.sweep.dir, or leave it out",
+    )
     if grid is not None:
         return Path(config.output_dir or Path("runs", config.experiment, grid.name)).absolute()
     named = config.output_dir or hydra_folder()
-    said = "ckpt_path=last is the newest checkpoint in output_dir=null: say which run goes on, output_dir=FOLDER"
-    require(config.ckpt_path != "last" or named is not None, said)
+    require(
+        config.ckpt_path != "last" or named is not None,
+        "ckpt_path=last is the newest checkpoint in output_dir=null: say which run goes on, output_dir=FOLDER",
+    )
     if not started_from_outside():
         return Path(named or default_folder(config.experiment)).absolute()
     require(not sweeps, "a sweep (-m) starts the processes of each of its runs: call it without torchrun and srun")

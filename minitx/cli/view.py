@@ -220,8 +220,10 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
                 check_reads_alike(f"{name}={file}", model, other, (tokenizer, its_tokenizer), first)
             else:
                 ids = hf_ids(other, its_tokenizer, config.text or "", "text")[SOURCE]
-                said = f"{name}={file} reads text with another tokenizer than model={first}: their tokens differ"
-                require(ids == inputs[0].tensors[SOURCE][0].tolist(), said)
+                require(
+                    ids == inputs[0].tensors[SOURCE][0].tolist(),
+                    f"{name}={file} reads text with another tokenizer than model={first}: their tokens differ",
+                )
             for taken, given in zip(snapshots, inputs, strict=True):
                 taken.append(
                     attention_of(other, given, layers=config.chosen_layers, step=steps.get(file), knock_out=config.knock_out)
@@ -292,8 +294,11 @@ def _check_size(snapshot: Snapshot, count: int) -> None:
     if snapshot.answers is not None:
         size += len(snapshot.answers.rows[0]) * sum(map(len, snapshot.answers.without.values())) * 80  # bytes of an answer
     size *= count
-    said = f"the page would have {size / 2**20:,.0f} MiB, more than browsers take ({LARGEST_PAGE >> 20})"
-    require(size <= LARGEST_PAGE, f"{said}: choose some layers=, fewer steps, or a shorter text")
+    require(
+        size <= LARGEST_PAGE,
+        f"the page would have {size / 2**20:,.0f} MiB, more than browsers take ({LARGEST_PAGE >> 20})"
+        ": choose some layers=, fewer steps, or a shorter text",
+    )
 
 
 def _files(path: str) -> list[str]:

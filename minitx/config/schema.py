@@ -143,8 +143,10 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """
     hints, rest = hints_of(cls), None  # type: ignore[arg-type]
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        said = f"{path}{field.name} has a _target_, but nothing is built there: give its keys or its value alone"
-        require(not is_node(values.get(field.name)) or not _is_closed(hints[field.name]), said)
+        require(
+            not is_node(values.get(field.name)) or not _is_closed(hints[field.name]),
+            f"{path}{field.name} has a _target_, but nothing is built there: give its keys or its value alone",
+        )
         rest = field.name if field.metadata.get("rest") else rest  # takes every further key
     more = {key: value for key, value in values.items() if rest is not None and key not in hints}
     given = read_call(cls, {key: value for key, value in values.items() if key not in more}, path)
@@ -326,8 +328,10 @@ def needs(config: Any, name: str, other: str, *values: str) -> None:
     """Raise a ConfigError if the field ``name`` is not at its default although the field ``other`` is none of ``values``."""
     value, found = getattr(config, name), getattr(config, other)
     is_default = value == type(config).__dataclass_fields__[name].default
-    said = f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(found)}"
-    require(is_default or found in values, said)
+    require(
+        is_default or found in values,
+        f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(found)}",
+    )
 
 
 def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:

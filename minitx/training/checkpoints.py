@@ -364,8 +364,11 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     require(not other, f"{named} holds another model than the config asks for: {other}")
     for name, part in {"optimizer": config.optimizer, "schedule": config.schedule}.items():
         changed = "; ".join(part.differences(saved[name]))  # its state in the checkpoint would win over the config
-        said = f"{named} goes on with its own {name}, and the config asks for another: {changed}"
-        require(not changed, f"{said}. Leave it as it was, or start a new run from the weights with init_from.path")
+        require(
+            not changed,
+            f"{named} goes on with its own {name}, and the config asks for another: {changed}"
+            ". Leave it as it was, or start a new run from the weights with init_from.path",
+        )
     lambdas = ["lr_lambdas" in each for each in checkpoint["lr_schedulers"]]
     if not all(lambdas):  # the state of a LambdaLR has no number of steps
         check_length(config, saved["trainer"])

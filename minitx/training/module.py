@@ -235,8 +235,10 @@ class TrainingModule(L.LightningModule):
         for schedule in [one.scheduler for one in self.trainer.lr_scheduler_configs]:
             if not isinstance(schedule, ReduceLROnPlateau) or self.trainer.sanity_checking:
                 continue
-            said = f"trainer.monitor={monitor} is not logged, and the schedule needs it; there are {', '.join(known)}"
-            require(monitor in known, said)
+            require(
+                monitor in known,
+                f"trainer.monitor={monitor} is not logged, and the schedule needs it; there are {', '.join(known)}",
+            )
             schedule.step(float(known[monitor]))
 
     def on_test_epoch_end(self) -> None:
