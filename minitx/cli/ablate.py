@@ -98,7 +98,7 @@ def check(chosen: Sequence[Cell]) -> None:
 
 
 def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
-    """Check that the runs can have what is judged.
+    """Check that the runs can produce all judged numbers.
 
     Raises:
         ConfigError: a window is longer than the runs of its study, or no callback of them writes a measure.
@@ -128,7 +128,7 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
 def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
     """Return the records in ``path``, whatever code made them. Those of ``chosen`` come last, and so count.
 
-    A line says how many runs have only records with other overrides, which the grid had before.
+    A line of the log counts the runs whose records all have other overrides (of an earlier version of the grid).
     """
 
     def own(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -139,8 +139,9 @@ def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
     done = Runs.of([cell.place for cell in chosen], records)
     other = [run for run in done.all if run.status == "done" and own(run.record["overrides"]) not in now]
     if other:
-        said = f"{len(other)} of {len(chosen)} runs have other overrides than the grid has now"
-        log.warning("%s; the first: %s", said, other[0])
+        log.warning(
+            "%d of %d runs have other overrides than the grid has now; the first: %s", len(other), len(chosen), other[0]
+        )
     return records
 
 
@@ -169,7 +170,7 @@ def run_cell(
         found = measure_threshold(compose_cell(words), place, threshold)
         shutil.rmtree(place)
         return found
-    shutil.rmtree(place, ignore_errors=True)  # what a killed run left
+    shutil.rmtree(place, ignore_errors=True)  # the remains of a killed run
     config = compose_cell(words)
     config = dataclasses.replace(
         config, trainer=dataclasses.replace(config.trainer, rehearse=False)
@@ -235,9 +236,9 @@ class Launch:
     def keep(self) -> None:
         """Record that this launch has run until now."""
         entry = {**self.facts, "wall_seconds": round(self.seconds(), 1)}
-        beside = self.path.with_suffix(".new")
-        beside.write_text(json.dumps([*self.before, entry], indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, self.path)
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps([*self.before, entry], indent=1) + "\n", encoding="utf-8")
+        os.replace(new, self.path)
 
 
 def launches(path: Path) -> list[dict[str, Any]]:
@@ -254,7 +255,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def facts(command: str) -> Mapping[str, Any]:
-    """Return what a reader needs to repeat a run."""
+    """Return the facts that a reader needs to repeat a run."""
     from minitx.training.loggers import git_commit
 
     packages = ("minitx", "torch", "lightning", "hydra-core", "numpy", "scipy")

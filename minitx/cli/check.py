@@ -1,4 +1,4 @@
-"""``check.py``: say what is wrong with a function or a layer of attention, or with a model."""
+"""``check.py``: name the mistakes in an attention function, an attention layer or a model."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _check(config: CheckConfig) -> Report:
 
 
 def _report(subject: Any, config: CheckConfig) -> Report:
-    """The report for what the file names."""
+    """The report on the subject that the file defines."""
     from minitx.check.calls import check_attention
 
     model = None if config.strict or config.stage is not None or config.mask is not None else _model_of(subject, config.target)

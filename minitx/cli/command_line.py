@@ -127,9 +127,9 @@ class StoredConfig(Config):
 
 
 def checkpoint_of(path: str) -> str:
-    """Return the last checkpoint of a run's folder, and any other path as it is."""
+    """Return the last checkpoint of a run's folder, and any other path unchanged."""
     last = os.path.join(path, "checkpoints", "last.ckpt")
-    return last if os.path.isfile(last) else path  # False also for a list that is longer than a path may be
+    return last if os.path.isfile(last) else path  # also False for a list that is too long for a path
 
 
 def run_program(cls: type[T], usage: str, program: Callable[[T], None], *, arguments: Sequence[str] | None = None) -> int:
@@ -206,7 +206,7 @@ def help_text(cls: type[Any], usage: str) -> str:
 
 
 def check_output(path: str, *endings: str) -> None:
-    """Check that the folder of ``output`` exists, and that ``output`` is not a folder and has one of these endings, if there are any.
+    """Check that the folder of ``output`` exists, and that ``output`` is not a folder and has an ending of ``endings``, if any are given.
 
     Raises:
         ConfigError: the message names the path.
@@ -219,7 +219,7 @@ def check_output(path: str, *endings: str) -> None:
 
 @contextmanager
 def refusing(said: str = "", kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """A context in which an error of these kinds becomes a ConfigError with ``said`` before its message."""
+    """A context that turns errors of these kinds into a ConfigError with ``said`` before the message."""
     try:
         yield
     except kinds as error:
@@ -227,7 +227,7 @@ def refusing(said: str = "", kinds: tuple[type[Exception], ...] = (ValueError,))
 
 
 def writing(path: str | Path, *kinds: type[Exception]) -> AbstractContextManager[None]:
-    """A context for writing to ``path``, the value of ``output``, in which an ``OSError``, or an error of these kinds, is refused."""
+    """A context for writing to ``path``, the value of ``output``. It refuses an ``OSError`` and errors of these kinds."""
     return refusing(f"output={path} cannot be written: ", (OSError, *kinds))
 
 

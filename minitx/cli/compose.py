@@ -226,8 +226,8 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
         words: the words that ``config`` was composed from.
 
     Raises:
-        ConfigError: a key is wrong, or a file sets a key outside of ``ablation``. Runs of a grid get only typed overrides and those of
-            their study, so they would not have that key. An experiment may set it if the ``base`` of every study has the experiment.
+        ConfigError: a key is wrong, or a file sets a key outside of ``ablation``. Runs of a grid get only typed overrides and their
+            study's, so they would not have that key. An experiment may set it if the ``base`` of every study has the experiment.
     """
     if (node := OmegaConf.select(config, "ablation")) is None:
         return None

@@ -1,4 +1,4 @@
-"""``export.py``: write a checkpoint as a Hugging Face folder, with its tokenizer and what the run knows."""
+"""``export.py``: write a checkpoint as a Hugging Face folder, with its tokenizer and facts about the run."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _read(file: str) -> str:
 
 
 def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known about the training of a checkpoint: the rows of the table in ``README.md``."""
+    """Return facts about the training of a checkpoint: the rows of the table in ``README.md``."""
     from minitx import __version__
     from minitx.training.checkpoints import read_checkpoint
     from minitx.training.metrics_csv import read_metrics
@@ -128,5 +128,5 @@ def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(node: Mapping[str, Any]) -> str:
-    """Return the name of a node: that of its group option, or the last part of its target."""
+    """Return the name of a node: its group option, or the last part of its target."""
     return str(node.get("name") or node.get("_target_", "")).rpartition(".")[2]

@@ -71,7 +71,7 @@ def _generate(config: GenerateConfig) -> None:
     if tokenizer is None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} holds no tokenizer: its model was not trained on text")
     model = place(stored.net.writer(tokenizer.vocab_size, stored.path), config.device)
-    bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # the mark with which texts begin
+    bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # the mark at the beginning of texts
     options = _options(config, model, tokenizer, shape)
     generator = torch.Generator().manual_seed(config.seed)
     refusing_template = partial(refusing, "template=true (template=false leaves the template out): ")
@@ -102,14 +102,14 @@ def _generate(config: GenerateConfig) -> None:
 def _lines() -> Iterator[str]:
     if sys.stdin.isatty():
         sys.stderr.write("a prompt a line; Ctrl-D ends\n")
-    if hasattr(sys.stdin, "reconfigure"):  # what is not UTF-8 is named with its line, as in an argument
+    if hasattr(sys.stdin, "reconfigure"):  # a line that is not UTF-8 is named, as an argument would be
         sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)  # None: \r\n ends a line
     for line in sys.stdin:
         yield line.removesuffix("\n")
 
 
 def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer, shape: TransformerConfig | None) -> dict[str, Any]:
-    """The arguments that ``generate`` and ``beam_search`` share. ``shape`` is None for a model of the user's."""
+    """The arguments that ``generate`` and ``beam_search`` share. ``shape`` is None for a user's model."""
     from minitx.cli.inputs import encode_text
     from minitx.data.corpus import encoder_of_lines
     from minitx.generation.decoding import eos_ids
@@ -117,19 +117,21 @@ def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer, sha
     stop = [id for id in (*eos_ids(model), getattr(tokenizer, "end_id", None)) if id is not None]
     if config.stop is not None:
         encode_text(tokenizer, config.stop, "stop")  # refuses unknown characters
-        stop = encoder_of_lines(tokenizer)([config.stop])[0].tolist()  # as inside of a text, which may begin with a space
+        stop = encoder_of_lines(tokenizer)([config.stop])[
+            0
+        ].tolist()  # as inside of a text: a tokenizer may begin a text with a space
         require(len(stop) == 1, f"stop={config.stop!r} must be the text of one token, but it has {len(stop)}")
     context = config.context
     if context is None and shape is not None and shape.architecture == "decoder":
         context = shape.max_len
     options = {"max_new_tokens": config.max_new_tokens, "context": context, "stop": stop}
-    return {**options, "use_cache": shape is not None}  # a model of the user's reads the whole text for each token
+    return {**options, "use_cache": shape is not None}  # a user's model reads the whole text for each token
 
 
 def _write_answers(
     model: nn.Module, ids: Tensor, tokenizer: Tokenizer, config: GenerateConfig, generator: Any, options: dict[str, Any]
 ) -> None:
-    """Write ``num_samples`` answers to one prompt, each token's text as soon as it is certain."""
+    """Write ``num_samples`` answers to one prompt, each token's text as soon as later tokens cannot change it."""
     from minitx.data.tokenizers import TextStream
     from minitx.generation import Sampler, beam_search, generate
 

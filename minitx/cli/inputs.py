@@ -36,7 +36,7 @@ SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a model for one row (B = 1) on the CPU, a text for each token, and what the row asks."""
+    """The inputs of a model for one row (B = 1) on the CPU, a text for each token, and the row's questions."""
 
     tensors: dict[str, Tensor]
     texts: dict[str, list[list[str]]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Inputs:
 
 
 def open_stored(path: str, *, trust: bool = False, changes: Mapping[str, Any] | None = None) -> Stored:
-    """Load the checkpoint ``path``. Modules of the user's are found in the current folder.
+    """Load the checkpoint ``path``. Modules of the user are found in the current folder.
 
     Args:
         trust, changes: see ``load_stored``.
@@ -71,13 +71,13 @@ def with_attention(stored: Stored) -> nn.Module:
 def attention_of(
     model: nn.Module, inputs: Inputs, *, layers: Layers = None, step: int | None = None, knock_out: bool = False
 ) -> Snapshot:
-    """Return the attention on a row, and what the model answers. The model may take fewer keys than the data have.
+    """Return the attention on a row, and the model's answers. The model may take fewer keys than the data have.
 
     Args:
-        layers, step: as in ``take_snapshot``. knock_out: also answer without each head, which takes one forward pass a head.
+        layers, step: as in ``take_snapshot``. knock_out: also answer without each head (one forward pass a head).
 
     Raises:
-        ConfigError: the model has no attention of ours, or cannot read the row; or with ``knock_out``, there is nothing to answer.
+        ConfigError: the model has no minitx attention, or cannot read the row; or with ``knock_out``, there is nothing to answer.
     """
     net, device = Net.of(model), next(model.parameters()).device
     tensors = {name: tensor.to(device) for name, tensor in net.inputs(inputs.tensors).items() if tensor.dim()}
@@ -126,7 +126,7 @@ def row_inputs(task: Task, row: int) -> Inputs:
 def text_inputs(
     model: nn.Module, tokenizer: Tokenizer | None, text: str, name: str, target: str | None, **options: Any
 ) -> Inputs:
-    """Return ``text``, the value of the key ``name``, in the form in which ``model`` was trained. An encoder–decoder also reads
+    """Return ``text``, the value of the key ``name``, in the form that ``model`` was trained on. An encoder–decoder also reads
     ``target`` (None: its own answer).
 
     Args:
@@ -157,7 +157,7 @@ def text_inputs(
 
 
 def _own_answer(model: nn.Module, ids: list[int], num_beams: int = 1, **options: Any) -> list[int]:
-    """Return the answer of an encoder–decoder to ``ids``. ``options`` are those of ``generate`` and ``beam_search``."""
+    """Return the answer of an encoder–decoder to ``ids``. ``generate`` and ``beam_search`` take the ``options``."""
     write: Any = generate if num_beams == 1 else partial(beam_search, num_beams=num_beams)
     with refusing("target is missing, and the model's own answer cannot be had: ", (ValueError, FloatingPointError)):
         (answer,) = write(model, torch.tensor([ids], device=next(model.parameters()).device), **options)
@@ -228,14 +228,14 @@ def paired(first: Inputs, second: Inputs) -> list[Inputs]:
 def open_hf(path: str, name: str) -> tuple[Any, Any]:
     """Load the model and the tokenizer of a Hugging Face folder in float32, and put our attention under the model (``adopt_hf``).
 
-    The class of the model is the one that ``architectures`` in its ``config.json`` names. Only safetensors are read, no code of the
+    ``architectures`` in its ``config.json`` names the class of the model. Only safetensors are read, no code of the
     folder runs, and nothing is downloaded.
 
     Args:
         path: a folder, or the name of a model in the cache of the Hugging Face hub. name: the key of this value.
 
     Raises:
-        ConfigError: transformers is not installed; there is no such folder; it has no ``config.json``, no tokenizer, or not
+        ConfigError: transformers is not installed; the folder does not exist; it has no ``config.json``, no tokenizer, or not
             all weights; transformers cannot read it; or ``adopt_hf`` refuses the model.
     """
     said = f"{name}={path}"
@@ -304,7 +304,7 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
 
 
 def hf_ids(model: Any, tokenizer: Any, text: str, name: str, *, is_target: bool = False) -> Any:
-    """Return what ``tokenizer`` makes of a text, the value of the key ``name``. ``hf_inputs`` says what is a ConfigError."""
+    """Return the encoding of a text, the value of the key ``name``. For errors, see ``hf_inputs``."""
     check_utf8(text, name)
     found = tokenizer(text_target=text) if is_target else tokenizer(text)
     ids, size = found[SOURCE], model.get_input_embeddings().num_embeddings

@@ -76,7 +76,7 @@ def needs_launch(options: TrainerConfig) -> bool:
 
 
 def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
-    """Run ``train.py OVERRIDES`` in ``processes`` processes of this machine, which share ``folder``.
+    """Run ``train.py OVERRIDES`` in ``processes`` processes of this machine that share ``folder``.
 
     Raises:
         RankFailedError: a process failed. The others were stopped, and killed after 50 s.
@@ -89,7 +89,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).disabled = True  # the agent's own account; the run's sentence says it
+            logging.getLogger(name).disabled = True  # the agent's log repeats the run's sentence
     config = LaunchConfig(
         *(1, 1, processes),
         run_id=f"minitx-{os.getpid()}-{time.time_ns()}",
@@ -112,7 +112,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
 
 
 def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
-    """What to say of the run. The agent's clock counts whole seconds and it ends the others by SIGTERM: their ends come last."""
+    """Return the error of the run. The agent's clock counts whole seconds, and it ends the others by SIGTERM: their ends come last."""
     stopped = {-signal.SIGTERM, 128 + signal.SIGTERM}
     number, failure = min(failures.items(), key=lambda f: (f[1].exitcode in stopped, f[1].exitcode > 0, f[1].timestamp))
     said = failure.error_file_data.get("message")
@@ -149,7 +149,7 @@ def job_name() -> str:
 
 
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
-    """Run one training in ``folder``, with its config and command. Return the result, which is also in ``result.json``."""
+    """Run one training in ``folder``, with its config and command. Return the result, as in ``result.json``."""
     from minitx.training.metrics_csv import naming
     from minitx.training.run import train
 

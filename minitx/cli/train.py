@@ -31,7 +31,7 @@ from minitx.config.shipped import shipped_configs
 from minitx.training import kept_environment, rank
 
 _GRIDS = set[Path]()  # the folders of the grids of this call
-_FAILED = set[str]()  # the reasons and overrides of the failed jobs of this call, which have their line
+_FAILED = set[str]()  # the reasons and overrides of the failed jobs of this call that were logged
 log = logging.getLogger("minitx")
 
 
@@ -100,7 +100,7 @@ def run_job(composed: DictConfig) -> float | None:
         if not isinstance(error, Exception):
             raise
         if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
-            raise KeyboardInterrupt from error  # else Hydra adds a line of its own, and goes on with the next job of a sweep
+            raise KeyboardInterrupt from error  # else Hydra adds a line, and runs the next job of a sweep
         log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra tells of the first alone
         _FAILED.update((str(error), str(OmegaConf.to_container(HydraConfig.get().overrides.task))))
         raise
@@ -135,7 +135,7 @@ def speak_on_the_first_rank() -> None:
 
 
 def hydra_folder() -> Path | None:
-    """Return the folder of this job from ``hydra.run.dir`` or a sweep, which Hydra has created, or None."""
+    """Return the folder of this job from ``hydra.run.dir`` or a sweep (Hydra has created it), or None."""
     job = HydraConfig.get()
     return Path(job.runtime.output_dir) if job.mode == RunMode.MULTIRUN or job.run.dir != "." else None
 
@@ -148,14 +148,14 @@ def remove_hydra_folder() -> None:
 
 
 class SweepFolder(Callback):
-    """Keep the config of a sweep, which names its folder, until ``remove`` is called. The config of a run is Hydra's own matter."""
+    """Keep the config of a sweep, because it names the folder, until ``remove`` is called. Hydra itself keeps the config of a run."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         HydraConfig.instance().set_config(config)
 
     @staticmethod
     def remove() -> bool:
-        """Remove the folder of the sweep, which Hydra creates first, if no job has left anything in it. Return whether it did."""
+        """Remove the folder of the sweep (Hydra creates it first) if no job has left anything in it. Return whether it was removed."""
         is_empty = False
         if HydraConfig.initialized():
             folder = Path(HydraConfig.get().sweep.dir)
@@ -171,14 +171,14 @@ class SweepFolder(Callback):
 
 
 def command_words() -> list[str]:
-    """Return the command line of this job only, without the other jobs of a sweep, as it was typed, with its interpolations."""
+    """Return the typed command line of this job only, without the other jobs of a sweep, with its interpolations."""
     typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     sources = HydraConfig.get().runtime.config_sources
     return [*(f"{CONFIG_DIR}{source.path}" for source in sources if source.provider == "command-line"), *typed]
 
 
 def command() -> str:
-    """Return the command that repeats this job, with the program as it was called."""
+    """Return the command that repeats this job, with the program under its typed name."""
     called = {"train.py": ["python", sys.argv[0]], "minitx-train": ["minitx-train"]}.get(Path(sys.argv[0]).name)
     primary = HydraConfig.get().job.config_name
     named = [] if primary == "train" else [f"--config-name={primary}"]
@@ -237,7 +237,7 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
     """Return ``output_dir``, else Hydra's folder if ``hydra.run.dir`` or a sweep sets one, else ``runs/<experiment>/<date_time>``.
 
     A grid has ``runs/<experiment>/<grid>``, so that it can resume. Under torchrun and srun the default is
-    ``runs/<experiment>/<name of the job>``, which all processes know.
+    ``runs/<experiment>/<name of the job>``, known to all processes.
 
     Raises:
         ConfigError: ``ckpt_path`` needs a run that is not there, a sweep has one folder for all jobs, or torchrun's job has no

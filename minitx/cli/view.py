@@ -137,7 +137,7 @@ def _view(config: ViewConfig) -> None:
     from minitx.analysis.viewer import viewer_page
 
     paths = {name: path for name in ("ckpt_path", "model", "compare") if (path := getattr(config, name))}
-    asks_model = bool(config.model or config.knock_out or config.text is not None)  # and not what a run recorded
+    asks_model = bool(config.model or config.knock_out or config.text is not None)  # and not the records of a run
     folders = [not asks_model and os.path.isdir(path) for path in paths.values()]
     kind = "run folder" if folders[0] else "checkpoint"
     require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind} as ckpt_path is")
@@ -172,7 +172,7 @@ def _say(traces: list[Trace], side: str) -> str:
     return ", ".join(f"{text}s" if int(text.split()[0]) != 1 else text for text in counted) + f", {tokens} tokens"
 
 
-# --- what a run recorded
+# --- the records of a run
 
 
 def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace], RowRule]:
@@ -207,7 +207,7 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
 
     files = {name: [path] if config.model else _files(path) for name, path in paths.items()}
     steps = {} if config.model else _steps(files)
-    name, first = next((name, listed[-1]) for name, listed in files.items())  # the latest says what is read, and answers
+    name, first = next((name, listed[-1]) for name, listed in files.items())  # the latest model decides the inputs, and answers
     opened = {first: _open(config, name, first)}
     model, tokenizer, stored = opened[first]
     inputs, title = _inputs(config, model, tokenizer, stored)

@@ -1,7 +1,7 @@
-"""A part of a run: what a config names with ``_target_``, with its arguments.
+"""A part of a run: a target that a config names with ``_target_``, and its arguments.
 
 The reader makes a ``Part`` of a node where a type hint names ``Part``, and of each node inside of its arguments. The target is looked
-up and the arguments are read by its signature there, once. Only the standard library is imported here; a target imports what it needs.
+up and the arguments are read by its signature there, once. Only the standard library is imported here; a target has its own imports.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Takes:
         beside: keys of the node that the run reads by itself, as name: (hint, default).
         completes: whether files show the defaults of the target. False where something else than the config may decide them.
         wanted: what ``_target_`` names, for the message about a group without it; ``{name}`` is the last word of its key.
-        keys: keys beside the part. A similar one is suggested instead of ``wanted``.
-        passed_on: names of targets, and the function to which each passes on the keys that it does not name. With it, a key that
+        keys: keys next to the part. A similar key is suggested instead of ``wanted``.
+        passed_on: names of targets, and the function that gets the keys that a target does not name. With it, a key that
             ``**kwargs`` would swallow is compared with the names of both. None: it is not.
     """
 
@@ -83,7 +83,7 @@ class Part(Readable):
         args: the first arguments, by position.
         is_partial: whether building it returns a ``functools.partial`` (``_partial_: true``).
         beside: the keys that the run reads by itself.
-        takes: what the run adds.
+        takes: the run's additions.
     """
 
     path: str
@@ -205,14 +205,14 @@ class Part(Readable):
         return usual(self.target) if self.takes.completes and not self.is_given else {}
 
     def differences(self, stored: Mapping[str, Any]) -> list[str]:
-        """Return the keys in which a stored node differs from this part, with both values. A key that is not stored has its default."""
+        """Return the keys whose values differ between a stored node and this part, with both values. A key that is not stored has its default."""
         saved = {**(self._defaults() if stored.get("_target_") == self.name else {}), **stored}
         return differences(saved, self.plain(), self.path)
 
     # --- changing and building it
 
     def with_(self, **arguments: Any) -> Part:
-        """Return this part with other arguments or keys beside them."""
+        """Return this part with other arguments or keys of ``beside``."""
         changed = dataclasses.replace(self, arguments={**self._own(), **arguments})
         return changed._read(self.takes) if self.path else changed  # one that is in no config yet is read there
 
@@ -260,7 +260,7 @@ class Part(Readable):
         return self.build()
 
     def _built(self) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with their parts built, which must fit the hints too."""
+        """The arguments with their parts built. They must fit the hints, too."""
         hints = hints_of(self.target)
         own = {name: _built(value) for name, value in self.arguments.items()}
         own = {name: read(hints.get(name, Any), value, f"{self.path}.{name}") for name, value in own.items()}
@@ -369,7 +369,7 @@ def required(function: Any, positional: int = 0) -> list[str]:
 
 
 def usual(target: Any) -> dict[str, Any]:
-    """Return the defaults of a target that are plain data, without what the run passes."""
+    """Return the defaults of a target that are plain data, without the arguments that the run passes."""
     try:
         known = defaults(target).items()
     except (TypeError, ValueError):  # without a signature
@@ -387,7 +387,7 @@ def unknown_keys(values: Mapping[str, Any], path: str) -> list[str]:
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any], path: str) -> list[str]:
-    """Return the keys in which two nodes differ, with both values."""
+    """Return the keys whose values differ between two nodes, with both values."""
     names = {**now, **stored}
     return [f"{path}.{name} {stored.get(name)} != {now.get(name)}" for name in names if stored.get(name) != now.get(name)]
 

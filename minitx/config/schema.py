@@ -44,7 +44,7 @@ class Readable(ABC):
     @classmethod
     @abstractmethod
     def read(cls, value: Any, key: str, *annotations: Any) -> Any:
-        """Return ``value`` as an instance, or raise a ConfigError that names ``key``. ``annotations`` are those of ``Annotated``."""
+        """Return ``value`` as an instance, or raise a ConfigError that names ``key``. ``annotations`` come from ``Annotated``."""
 
     @abstractmethod
     def plain(self) -> Any:
@@ -186,7 +186,7 @@ def read_call(
         path: the beginning of keys in messages.
         given: names of arguments that the caller adds; None: any may come later.
         positional: the number of first arguments that the caller passes by position.
-        beside: keys that stand beside ``values`` and are read by others, for messages.
+        beside: keys next to ``values`` that others read, for messages.
 
     Raises:
         ConfigError: an unknown key (the message suggests a similar one), a value of another type, or a key that is missing.
@@ -277,7 +277,7 @@ def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
     words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
     if len(words) and all(get_origin(option) is Literal or option is bool for option in options):
         check_choice(key, value, words)
-    if len(groups) == 1 and len(options) == 2:  # a value that is no group can break a bound of the other one
+    if len(groups) == 1 and len(options) == 2:  # a value that is not a group can break a bound of the other hint
         return read(next(option for option in options if option not in groups), value, key)
     raise _wrong(options, value, key)
 
@@ -312,7 +312,7 @@ def _wrong(options: Iterable[Any], value: Any, key: str) -> ConfigError:
 
 
 def shown(value: Any) -> Any:
-    """Return a value as it is written in YAML, for messages."""
+    """Return a value in YAML's spelling, for messages."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return list(value) if isinstance(value, tuple) else value
@@ -341,7 +341,7 @@ def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
 
 
 def stated(config: Any, name: str, kind: type = object) -> Any:
-    """Return what the config of a model of any library says under ``name``, or None.
+    """Return the value under ``name`` in the config of a model of any library, or None.
 
     Such a config is an object or a mapping, and may answer None for names that it does not have. None, a missing name and a value that
     is not a ``kind`` are therefore the same.

@@ -1,4 +1,4 @@
-"""The config of a run: its parts, which are nodes, and the options of the trainer, the callbacks and the evaluation."""
+"""The config of a run: its parts, and the options of the trainer, the callbacks and the evaluation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IGNORED = -100
 """The label of positions that do not count."""
 
 CONFIG_DIR = "--config-dir="
-"""The option of the command line that names a folder of the user's own configs."""
+"""The option of the command line that names a folder of the user's configs."""
 
 MODEL = "minitx.nn.build_model"
 """The ``_target_`` of our models, whose arguments are the fields of ``TransformerConfig``."""
@@ -66,7 +66,7 @@ Logger = Annotated[Part, _of_entries("logger", "csv")]
 
 
 def _default(name: str, **arguments: Any) -> Any:
-    """The field of a part with its default as a node, which the reader turns into a part."""
+    """The field of a part with its default as a node; the reader turns it into a part."""
     return field(default_factory=lambda: {"_target_": NODES[name], **arguments})
 
 
@@ -100,7 +100,7 @@ class ParameterRule(Config):
 
 
 def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") -> float:
-    """Return a number as it is, and ``head_dim^p`` as d_k to the power p.
+    """Return a number unchanged, and ``head_dim^p`` as d_k to the power p.
 
     >>> evaluate_factor("head_dim^-0.25", head_dim=16)
     0.5

@@ -60,7 +60,7 @@ _BELONG_TO = {
     ("rotary_scaling", "yarn", "llama3"): ["rotary_low", "rotary_high"],
     ("qk_norm", "rms", "layer", "l2"): ["qk_norm_eps"],
 }
-"""Fields that have an effect only beside some values of another field."""
+"""Fields that have an effect only with some values of another field."""
 
 _LIMITS: Mapping[tuple[str, ...], Mapping[str, tuple[tuple[str | bool | None, ...], str]]] = {
     ("attention", "linear", "performer", "linformer"): {
@@ -76,7 +76,7 @@ _LIMITS: Mapping[tuple[str, ...], Mapping[str, tuple[tuple[str | bool | None, ..
         "window": ((None,), "it counts neighbours in a row, which patches of a picture are not"),
     },
 }
-"""What else a field must be beside some values of another field, and why. Some of it would show only in the first step."""
+"""Further limits of a field that depend on another field, and why. Some faults would show only in the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
