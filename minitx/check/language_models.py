@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from minitx.check import behaviour, caches, gradients, padding, visibility
+from minitx.check import backward, behaviour, incremental, padding, visibility
 from minitx.check.called_model import CannotBeCalledError, make_called
 from minitx.check.examination import Examination, StopError
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -36,9 +36,9 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
     "reach": visibility.reach,
     "padding": padding.padding,
     "sizes": behaviour.sizes,
-    "cache": caches.cache,
+    "cache": incremental.cache,
     "documents": padding.documents,
-    "gradient": gradients.gradient,
+    "gradient": backward.gradient,
     "train-mode": behaviour.train_mode,
     "bfloat16": behaviour.bfloat16,
     "compile": behaviour.compiled,
