@@ -295,8 +295,19 @@ def _ties_without_config(model: Any) -> list[list[str]]:
 
 @torch.no_grad()
 def merged(model: Any) -> Any:
-    """Return a model of PEFT with its adapters merged into its weights, in place. Tied weights are untied if an adapter changes one of
-    them."""
+    """Return a model of PEFT with its adapters merged into its weights, in place. Tied weights are untied if an adapter changes a single
+    name.
+
+    Raises:
+        ValueError: an adapted layer caps its output. PEFT adds the adapter after the cap, and merging would put it inside.
+    """
+    for name, module in model.named_modules():
+        softcap = getattr(getattr(module, "base_layer", None), "softcap", None)
+        if softcap is not None:
+            raise ValueError(
+                f"{name} cannot be merged: its adapter is added after the soft-cap of {softcap}, and would be inside of it; train the "
+                "adapter without this layer (target_modules)"
+            )
     if adapted_ties(model):
         _untie(model)
     with logging_warnings(logging.INFO):
