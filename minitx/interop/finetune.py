@@ -47,8 +47,8 @@ class Lora(Config):
         lora_alpha: the factor of the adapter, divided by r; ``null``: 2r.
         lora_dropout: the probability of dropout before the adapter.
         target_modules: names of the layers that get an adapter, a regular expression for them, or ``all-linear``: all but the head.
-            An adapter on tied embeddings or their head unties both. On a head with a soft-cap the adapter is
-            added after the cap.
+            An adapter on tied embeddings or their head unties both. On a head with a soft-cap the adapter is added after the cap, and
+            cannot be merged.
         modules_to_save: names of other modules to train. The new head of a classifier is always trained.
         use_rslora: divide by √r instead of r (Kalajdzievski 2023, arXiv:2312.03732).
         use_dora: learn direction and size apart (Liu et al. 2024, arXiv:2402.09353).
