@@ -318,9 +318,11 @@ class Run:
             if point["compile"] == "yes":
                 stack.enter_context(mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")))
                 stack.callback(torch.compiler.reset)
-            if point["workers"] == "pickled":
-                stack.enter_context(_pickling_workers())
-            result = inside.train_by(words, folder) if point["place"] == "one" else in_processes(2, words, folder)
+            if point["place"] != "one":
+                result = in_processes(2, words, folder, point["workers"])
+            else:
+                stack.enter_context(_workers_of(point["workers"]))
+                result = inside.train_by(words, folder)
         record = run_parts.RECORDS[-1] if run_parts.RECORDS else None
         return Finished(folder, result, record, changes_between(before, state_of_the_process()))
 
@@ -349,8 +351,11 @@ def source(data: str, network: str) -> None:
 
 
 @contextlib.contextmanager
-def _pickling_workers() -> Iterator[None]:
-    """Workers get the data pickled, as on macOS and Windows, from a server that has imported torch once."""
+def _workers_of(kind: str) -> Iterator[None]:
+    """``pickled``: workers get the data pickled, as on macOS and Windows, from a server that has imported torch once."""
+    if kind != "pickled":
+        yield
+        return
     import tests.training.ranks  # noqa: F401 (what the server imports)
 
     before = multiprocessing.get_start_method(allow_none=True)
@@ -361,20 +366,30 @@ def _pickling_workers() -> Iterator[None]:
         multiprocessing.set_start_method(before, force=True)
 
 
-def in_processes(count: int, words: list[str], folder: Path) -> dict[str, Any]:
+def in_processes(count: int, words: list[str], folder: Path, workers: str) -> dict[str, Any]:
     """Run ``train.py WORDS`` in several processes, and return the result of the first.
 
     Nothing is recorded: a sharded network cannot be copied.
 
     Raises:
         ValueError: the run was refused.
+        AssertionError: a process raised; the message has the last line of its traceback.
     """
     from tests.training.ranks import run_ranks
 
-    result = run_ranks(count, inside.train_or_refuse, [word for word in words if word != RECORDER], folder)[0]
+    try:
+        result = run_ranks(count, _in_a_process, [word for word in words if word != RECORDER], folder, workers)[0]
+    except AssertionError as error:
+        first, *_, last = str(error).strip().splitlines()
+        raise AssertionError(f"{first} {last}") from error
     if isinstance(result, str):
         raise ValueError(result)
     return result
+
+
+def _in_a_process(words: list[str], folder: Path, workers: str) -> dict[str, Any] | str:
+    with _workers_of(workers):
+        return inside.train_or_refuse(words, folder)
 
 
 # --- what a run leaves, and what it must not change
