@@ -41,7 +41,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list
     for rank in range(world):
         ours, theirs = _SERVER.Pipe()
         settings = environment(rank, world, store.port) if world > 1 else {}
-        process = _SERVER.Process(target=_run, args=(theirs, settings, function, arguments), daemon=True)
+        process = _SERVER.Process(target=_run, args=(theirs, settings, function, arguments))  # a daemon could start no workers
         process.start()
         theirs.close()
         pipes.append(ours)
