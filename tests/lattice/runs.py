@@ -982,7 +982,6 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {"asked": "early", "ends": "int|crash_after"},  # it ends before
     {"option": "instruments", "ends": "nonfinite"},  # anomaly detection raises first
     {"place": "pretended", "compile": "yes"},  # it has no compiler
-    {"place": "pretended", "workers": "2|pickled"},  # its process is a daemon, which has no children
     {
         "place": "pretended",
         "optimizer": "sgd",
