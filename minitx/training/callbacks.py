@@ -148,7 +148,7 @@ class StepLog(StepCallback):
     def on_validation_start(self, trainer: L.Trainer, module: Any) -> None:
         self._paused = time.perf_counter()
         if self._open is not None:  # a monitor must not depend on which steps have a row
-            _publish(trainer, step_means(trainer, module))
+            _publish(trainer, _named(summed(trainer, module).unbind(), trainer, module))  # stays on the device: no wait
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._mark += time.perf_counter() - self._paused
@@ -159,9 +159,10 @@ class StepLog(StepCallback):
             logger.log_metrics(values, trainer.global_step)
 
 
-def _publish(trainer: L.Trainer, values: Mapping[str, float]) -> None:
-    """Show metrics to other callbacks, such as EarlyStopping. What the module logs, Lightning handles in each later step."""
-    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+def _publish(trainer: L.Trainer, values: Mapping[str, Any]) -> None:
+    """Show metrics to other callbacks, such as EarlyStopping. Lightning would handle logged metrics in each later step."""
+    kind = torch.get_default_dtype()
+    trainer.callback_metrics.update({name: torch.as_tensor(value, dtype=kind) for name, value in values.items()})
 
 
 def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
@@ -193,10 +194,16 @@ def summed(trainer: L.Trainer, module: TrainingModule) -> Tensor:
 
 def means_of(sums: Tensor, trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
     """Return the means of a step from ``summed``. This waits for the device, unless the sums are on the CPU."""
-    loss, targets, *others = sums.tolist()
-    targets /= trainer.world_size  # each process knows the number of all
+    return _named(sums.tolist(), trainer, module)
+
+
+def _named(sums: Sequence[Any], trainer: L.Trainer, module: TrainingModule) -> dict[str, Any]:
+    """The means of a step by name, as numbers or as 0-d tensors."""
+    loss, targets, *others = sums
+    targets = targets / trainer.world_size  # each process knows the number of all
+    targets = targets.clamp(min=1) if isinstance(targets, Tensor) else max(targets, 1)
     names = ("accuracy" if name == "correct" else name for name in module.step_sums)
-    return {"train_loss": loss, **{f"train_{name}": value / max(targets, 1) for name, value in zip(names, others, strict=True)}}
+    return {"train_loss": loss, **{f"train_{name}": value / targets for name, value in zip(names, others, strict=True)}}
 
 
 class StopAt(StepCallback):
