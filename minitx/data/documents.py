@@ -333,15 +333,15 @@ class DocumentStream:
 class StreamSource(Source):
     """Training batches from a stream, in the order of their addresses.
 
-        Every process that trains has ``max(1, num_workers)`` parts of the documents, and its micro-batches come from them in turn. A
-    ``AddressedLoader`` removes and keeps the ``position`` of a batch: the part, and the position after the batch. The batches
-        depend only on (seed, world, num_workers).
+    Every process that trains has ``max(1, num_workers)`` parts of the documents, and its micro-batches come from them in turn.
+    ``AddressedLoader`` removes and keeps the ``position`` of a batch: the part, and the position after the batch. The batches depend
+    only on (seed, world, num_workers).
 
-        Args:
-            stream: the documents.
-            seed: the seed of the order of shards.
-            num_workers: processes that load batches.
-            batch_size, accumulate, world: see ``Source``.
+    Args:
+        stream: the documents.
+        seed: the seed of the order of shards.
+        num_workers: processes that load batches.
+        batch_size, accumulate, world: see ``Source``.
     """
 
     def __init__(self, stream: DocumentStream, *, seed: int, num_workers: int = 0, **slices: Any) -> None:
