@@ -51,10 +51,10 @@ from minitx.training.checkpoints import (
 from minitx.training.devices import cpu_precision, device_of, machine
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import WandbExtras, describe_part, finish_wandb, run_folder, summarise, summary
+from minitx.training.memory_plan import build_without_numbers, make_plan, precision_of
 from minitx.training.metrics_csv import COLUMNS, MetricsFile
 from minitx.training.module import AtomicCheckpointIO, NonFiniteError, Sharded, TrainingModule, build_module
 from minitx.training.net import Net, build_network
-from minitx.training.plan import build_without_numbers, make_plan, precision_of
 from minitx.training.probes import Probe
 from minitx.training.questions import questions_of
 from minitx.training.rehearse import is_rehearsed, rehearse

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import minitx.training.plan as plan_module
+import minitx.training.memory_plan as plan_module
 import minitx.training.run as run_module
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, node
@@ -22,8 +22,8 @@ from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.training import optimizers
 from minitx.training.devices import parallelize
+from minitx.training.memory_plan import build_without_numbers, imagined_processes
 from minitx.training.net import Net
-from minitx.training.plan import build_without_numbers, imagined_processes
 from minitx.training.run import train
 
 EMA = {"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.5}}
@@ -106,7 +106,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_process_holds_what_its_plan_says(make_config, tmp_path, monkeypatch, case):
-    for name in ("run", "plan"):  # as on a CPU with instructions for bfloat16
+    for name in ("run", "memory_plan"):  # as on a CPU with instructions for bfloat16
         monkeypatch.setattr(f"minitx.training.{name}.cpu_precision", str)
     config = make_config(**{"trainer__max_steps": 2, **CASES[case]})
     plan = train(planned(config), tmp_path / "run")
@@ -219,7 +219,7 @@ def watched(words, folder):
 
 @pytest.mark.parametrize("case", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in TWO if name != "fsdp")])
 def test_the_first_of_two_processes_holds_what_the_plan_says_and_the_second_not_more(tmp_path, monkeypatch, case):
-    monkeypatch.setattr("minitx.training.plan.cpu_precision", str)
+    monkeypatch.setattr("minitx.training.memory_plan.cpu_precision", str)
     words = [*BASE, *TWO[case], "trainer.devices=2"]
     plan = train(compose_config([*words, "trainer.plan=true"]), tmp_path / "plan")
     (first, _), (second, _) = run_ranks(2, watched, words, tmp_path / "run")
