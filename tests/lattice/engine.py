@@ -319,12 +319,11 @@ class Lattice:
     def _not_refused(self, point: Point, refusals: Sequence[Refusal]) -> Iterator[Failure]:
         """A refusal is asked of each oracle in turn until one raises it: the first may not reach the refused part.
 
-        A point with several reasons may be refused for any of them.
+        A point with several reasons may be refused for any of them. A point without an oracle tells nothing.
         """
         message = "|".join(refusal.message for refusal in refusals)
-        for oracle in self.oracles:
-            if not oracle.applies(point):
-                continue
+        asked = [oracle for oracle in self.oracles if oracle.applies(point)]
+        for oracle in asked:
             try:
                 oracle.check(self.make(point))
             except self.errors as error:
@@ -335,7 +334,8 @@ class Lattice:
             except (Exception, SystemExit) as error:
                 yield Failure(oracle.name, f"{type(error).__name__}: {str(error)[:300]}{place_of(error)}")
                 return
-        yield Failure("table", f"is no longer refused: take out {dict(refusals[0].where)}")
+        if asked:
+            yield Failure("table", f"is no longer refused: take out {dict(refusals[0].where)}")
 
     def asked(self, points: Iterable[Point]) -> Counter[str]:
         """At how many points each oracle is asked; refused points count for none."""

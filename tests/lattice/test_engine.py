@@ -83,6 +83,11 @@ def test_an_entry_that_is_no_longer_refused_fails():
     assert any(oracle == "table" for _, oracle in found)
 
 
+def test_a_refused_point_that_no_oracle_is_asked_at_does_not_fail():
+    subject = lattice(refusals=(REFUSED,), oracles=(Oracle(sums, where=({"c": "c1"},)),), known=())
+    assert not list(subject.failures(subject.point_of("a=a1 b=b1 c=c0")))
+
+
 def test_a_refusal_with_another_message_fails():
     assert ("a=a1 b=b1", "table") in faults(lattice(refusals=(Refusal(REFUSED.where, "out of memory"),)))
 
