@@ -439,8 +439,8 @@ class LastCheckpoint(StepCallback, Checkpoint):
             by_patience = callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED
             if callback.stopping_reason_message and not (by_patience and callback.wait_count < patience):
                 trainer.should_stop = True
-                said = f"the run had ended here, and goes on only {'with more patience or ' * by_patience}without its EarlyStopping: %s"
-                log.warning(said, callback.stopping_reason_message)
+                remedy = "raise its patience or remove it" if by_patience else "remove it"
+                log.warning("EarlyStopping already ended this run: %s to resume. %s", remedy, callback.stopping_reason_message)
         if self._previous and self._received is None:
             self._install()  # replaces Lightning's handler: it would start a collective in the middle of another
 

@@ -264,4 +264,6 @@ def test_a_run_that_ended_at_a_threshold_is_not_told_of_patience(make_config, tm
         (stop,) = preset("early_stopping")
         stop.stopping_threshold = 2.0
         train_with(dataclasses.replace(config, ckpt_path=ckpt_path), tmp_path, stop)
-    assert last(tmp_path)["global_step"] == 1 and "goes on only without its EarlyStopping: Stopping threshold" in caplog.text
+    assert (
+        last(tmp_path)["global_step"] == 1 and "already ended this run: remove it to resume. Stopping threshold" in caplog.text
+    )

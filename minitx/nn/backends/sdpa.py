@@ -139,7 +139,7 @@ def repeats_heads(device: str, group: int) -> bool:
 
 
 def mask_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a float mask beside queries of ``dtype``: the CPU kernel takes float32 beside half precision, others the same."""
+    """Return the dtype of a float mask for queries of ``dtype``: float32 for half precision on a CPU, elsewhere the same dtype."""
     return torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
 
 
