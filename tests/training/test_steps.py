@@ -247,7 +247,7 @@ def test_a_run_that_stops_early_is_saved_where_it_stopped_and_the_best_k_stand_b
     assert found == {"best.ckpt": 2, "last.ckpt": 7, **kept}
     again = dataclasses.replace(config, ckpt_path="last")
     train_with(again, tmp_path, *preset("early_stopping"), *preset("top_k"))
-    assert last(tmp_path)["global_step"] == 7 and "without its EarlyStopping: Monitored metric" in caplog.text
+    assert last(tmp_path)["global_step"] == 7 and "raise its patience or remove it to resume. Monitored metric" in caplog.text
     (stop,) = preset("early_stopping")
     stop.patience = 7
     train_with(again, tmp_path, stop, *preset("top_k"))
