@@ -94,7 +94,7 @@ def test_equal_colours_are_equal_weights_in_every_figure_and_the_legend_says_wha
     assert [bool(figure.legends) for figure in figures] == [True, True, False, False, True, False]
 
 
-@pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
+@pytest.mark.filterwarnings("ignore:matplotlib has no font")  # of the machine
 def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(translation):
     source, target = ["天", "", "incomprehensible", "\t", *"efg"], ["to", " be", "\n", *"de"]
     texts = {"input_ids": [source] * 2, "decoder_input_ids": [target] * 2}
@@ -138,7 +138,7 @@ def test_the_named_tokens_of_a_sentence_of_any_length_do_not_overlap(count):
     assert (ax.get_xlabel() == "key") == (len(boxes) == count)
 
 
-@pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
+@pytest.mark.filterwarnings("ignore:matplotlib has no font")  # of the machine
 @pytest.mark.parametrize("only", [None, "only_dejavu"])
 def test_tokens_of_any_script_are_drawn_without_a_warning_of_matplotlib(only, request):
     if only:
