@@ -82,7 +82,7 @@ def compare(output: Tensor, expected: Tensor, noise: float, where: Tensor | None
     (1,)
     """
     if output.shape != expected.shape:
-        raise ValueError(f"the answers have the shapes {tuple(output.shape)} and {tuple(expected.shape)}")
+        raise ValueError(f"output and expected must have the same shape, got {tuple(output.shape)} and {tuple(expected.shape)}")
     epsilon = max(unit(output.dtype), unit(expected.dtype))
     dtype = torch.promote_types(torch.promote_types(output.dtype, expected.dtype), torch.float32)
     output, expected = output.to(dtype), expected.to(dtype)

@@ -267,8 +267,8 @@ def _run(attention: partial[Any], inputs: Sequence[Tensor], cotangent: Tensor, d
     results = dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
     output = results["output"]
     if output.requires_grad and output.shape == cotangent.shape:
-        inputs = list(leaves.values())
-        gradients = torch.autograd.grad(output, inputs, cotangent.to(output.dtype), materialize_grads=True)
+        roots = list(leaves.values())
+        gradients = torch.autograd.grad(output, roots, cotangent.to(output.dtype), materialize_grads=True)
         results.update(zip((f"gradient of {name}" for name in leaves), gradients, strict=True))
     with torch.no_grad():
         plain = [tensor.detach().contiguous() for tensor in (query, key, value)]

@@ -141,16 +141,16 @@ def _with_mask(exam: Examination, id: str) -> None:
         last = torch.zeros_like(keep)
         last[:, -3:] = True
         changed = called.others(exam.inputs, stream.name, last)
-        calm, moved = (exam.answers(tokens, {stream.name: keep}) for tokens in (exam.inputs, changed))
+        before, after = (exam.answers(tokens, {stream.name: keep}) for tokens in (exam.inputs, changed))
         still = keep & ~last
-        gap = exam.gap(moved(), calm(), still)
+        gap = exam.gap(after(), before(), still)
         if not gap.is_rounding:
             witness = f"with {stream.mask}, the last 3 tokens move the output of token {gap.place[1]} by {gap.size:.2g}"
             if (exam.influence.triu(1) > exam.allowed).any():
                 exam.explained(id, "causality", gap)
                 return
             fault, advice = f"with {stream.mask}, the model is not causal", "Combine the two masks: causal & padding."
-            at = exam.where(calm, moved, still)
+            at = exam.where(before, after, still)
             exam.failed(id, "not-causal-with-a-mask", Severity.WRONG, fault, advice, witness + at, gap)
             return
     exam.passed(id, gap)

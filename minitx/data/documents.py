@@ -293,7 +293,7 @@ class DocumentStream:
     name: str
 
     def rows(self, position: str, seed: int, part: int, parts: int) -> Iterator[tuple[np.ndarray, str]]:
-        """Yield full rows of one of ``parts`` equal parts of the documents, each with the position after the row.
+        """Yield the full rows of part ``part`` of ``parts`` parts of the documents, each with the position after the row.
 
         A row is (3, L) int64: input ids, labels, and the number of the document in the row.
         """

@@ -54,7 +54,7 @@ def pairs(
     max_target_len: Count = 128,
     bucket: bool = True,
 ) -> Task:
-    """Sequence to sequence on a table of two columns, or on two text files. One vocabulary for both sides.
+    """Sequence to sequence, from a table with two columns or from two text files. Both sides share one vocabulary.
 
     For a source s_1 … s_n and a target t_1 … t_m a row is
 
@@ -68,8 +68,8 @@ def pairs(
         val_target_path: the targets of ``val_path``.
         test_path: pairs for the test split, as in ``val_path``; ``null``: no test split.
         test_target_path: the targets of ``test_path``.
-        val_fraction: the part of the distinct sources that is held out for validation.
-        source_column: the column of sources; ``null``: the first column. A csv or tsv file must then not begin with the names of columns.
+        val_fraction: the share of the distinct sources that is held out for validation.
+        source_column: the column of sources; ``null``: the first column. A csv or tsv file must then have no header.
         target_column: the column of targets; ``null``: the second column.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
         max_source_len: longest source, in tokens. Longer pairs are left out of training. In validation, all pairs count, and longer

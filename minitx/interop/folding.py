@@ -1,8 +1,8 @@
 """The score scale of adopted models, folded into the weights of their queries and keys.
 
-The weights that make the queries are found without a table, from one call of the model. The gradient of the queries shows the weights
-and rows on which they depend. Euler's theorem shows the weights to which they are proportional. In a second call, the outputs of these
-weights are set to zero, and all queries must then be zero. Keys are treated in the same way.
+The weights that make the queries are found from one call of the model, without a table of models. The gradient of the queries shows
+the weights and rows on which they depend. Euler's theorem shows the weights to which they are proportional. In a second call, the
+outputs of these weights are set to zero, and all queries must then be zero. Keys are treated in the same way.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ def _check_alike(name: str, first: Snapshot, other: Snapshot) -> None:
 
 
 def _snapshot(snapshot: Snapshot, masks: dict[bytes, int], words: dict[str, int]) -> dict[str, Any]:
-    """Return one step as plain data. ``masks`` collects the different masks as bits, ``words`` the texts of answers; both number them."""
+    """Return one step as plain data. ``masks`` numbers the different masks (as bits), and ``words`` the texts of answers."""
     layers = [_layer(layer, masks) for layer in snapshot.maps]
     data: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "layers": layers}
     if snapshot.answers is not None:

@@ -175,7 +175,7 @@ def _plan(call: AttentionCall) -> Plan:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Return what torch's kernels lack, or None."""
+    """Return why torch's kernels cannot compute the call, or None if they can."""
     if call.softcap is not None:
         return "torch's kernels have no soft-cap"
     if call.sinks is not None:
@@ -232,8 +232,11 @@ def _falls_back_on_cuda(call: AttentionCall) -> str | None:
 
 
 def kernel_arguments(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool, bool]:
-    """Return the arguments of ``SDPAParams`` that match the kernel call of ``run`` on CUDA: query, key, value, mask, dropout, causality,
-    and whether heads are grouped. The mask is a placeholder of the right shape. With a mask, key heads are repeated."""
+    """Return the arguments of ``SDPAParams`` that match the kernel call of ``run`` on CUDA.
+
+    They are query, key, value, mask, dropout, causality, and whether heads are grouped. The mask is a placeholder of the right shape.
+    With a mask, key heads are repeated.
+    """
     _, H, L, S = call.shape
     mask = simplify(call.mask, L, S)
     is_causal = type(mask) is Causal and L == S
