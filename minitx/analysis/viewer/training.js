@@ -3,10 +3,10 @@
 const TRAINING = JSON.parse(byId("training-data").textContent);
 const OPTIMIZERS = ["adamw", "sgd"];
 const ARMS = ["inv_sqrt", "unscaled"];
-const NUM_QUESTIONS = 16; // of the map; a key each, and in the last column the question itself
+const NUM_QUESTIONS = 16; // the rows of the map: a key each, and in the last column the question itself
 const WINDOW = 8; // steps of 64 answers, as in the grid `limits`
 const HOLDS = 0.9;
-const PACE = 130; // milliseconds from look to look
+const PACE = 130; // milliseconds from one measurement to the next
 const LEVELS = Object.fromEntries(Array.from("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/", (letter, i) => [letter, i / 63]));
 
 const ratesOf = (optimizer) => [...new Set(TRAINING.runs.filter((run) => run.optimizer === optimizer).map((run) => run.rate))];
@@ -16,7 +16,7 @@ const nameOfSetting = () => `${state.optimizer}-${state.rate}`;
 const lastLook = TRAINING.looks.length - 1;
 const lookNow = () => TRAINING.looks.indexOf(state.at);
 
-// Of each setting: the reader's prediction, and whether the curves are open and were seen to their end.
+// For each setting: the reader's prediction, and whether the curves are open and were seen to the end.
 const predicted = {};
 const mine = () => (predicted[nameOfSetting()] ??= { picked: null, isOpen: false, isSeen: false });
 
