@@ -60,7 +60,7 @@ def test_twins_differ_from_their_rows_at_each_place_that_must_not_show_and_nowhe
     assert torch.equal(twins.inputs["key_mask"], ROWS["key_mask"].repeat(2, 1))
     with pytest.raises(ValueError, match="only one distinct token"):
         later_tokens({"input_ids": torch.ones(2, 7, dtype=torch.long)})
-    with pytest.raises(ValueError, match="not all the 2 rows"):
+    with pytest.raises(ValueError, match="every tensor must have the 2 rows"):
         later_tokens(ROWS | {"pixel_values": torch.zeros(5, 3)})
 
 

@@ -236,7 +236,7 @@ def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path
         (["model.lora={r: two}"], "model.lora.r=two must be a whole number"),
         (["model.lora=0"], "model.lora=0 must be positive"),
         (["model.lora={lora_alpha: 0}"], "model.lora.lora_alpha=0 must be"),
-        (["+model.tokenizer=char"], "model.tokenizer=char must be data.tokenizer=char"),
+        (["+model.tokenizer=char"], "model.tokenizer=char cannot be set"),
         (["callbacks.probe.every=1", "callbacks.probe.batch_size=2"], "model.adopt=true"),
         (["trainer.strategy=sharded", "trainer.shard=[Nothing]"], "trainer.shard=Nothing is the class of no module"),
     ],

@@ -1,4 +1,4 @@
-// One head large: tokens on both axes, a cell with the cursor, entropy and the largest score beside each row.
+// A large map of one head: tokens on both axes, a cell with the cursor, and entropy and the largest score next to each row.
 
 const measure = document.createElement("canvas").getContext("2d");
 
@@ -30,7 +30,7 @@ class MapView {
     return q >= 0 && q < this.L && k >= 0 && k < this.S ? { q, k } : null;
   }
 
-  // `tops`: the full bars of both strips.
+  // `tops`: the values of full bars in both strips.
   show(one, layer, top, tops) {
     [, this.L, this.S] = DATA.layers[layer].shape;
     const [queries, keys] = [queriesOf(layer), keysOf(layer)];
