@@ -51,16 +51,16 @@ function favourite({ weights }, q, S) {
 }
 
 function readAddress() {
-  const given = addressed();
+  const address = addressed();
   Object.assign(state, START()); // for the values that it does not name
-  const number = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : undefined);
+  const number = (name) => (/^\d+$/.test(address.get(name) ?? "") ? Number(address.get(name)) : undefined);
   for (const name of ["layer", "head", "q", "k", "zoom"]) state[name] = number(name) ?? state[name];
-  for (const name of ["view", "scale", "theme", "lang"]) state[name] = given.get(name) ?? state[name];
+  for (const name of ["view", "scale", "theme", "lang"]) state[name] = address.get(name) ?? state[name];
   const step = STEPS.indexOf(number("step"));
   if (step >= 0) state.step = step;
-  if (given.has("heads")) state.extra = new Set(given.get("heads").split(".").map(Number));
-  state.out = given.get("out") === "1";
-  state.hatch = given.get("hatch") !== "0";
+  if (address.has("heads")) state.extra = new Set(address.get("heads").split(".").map(Number));
+  state.out = address.get("out") === "1";
+  state.hatch = address.get("hatch") !== "0";
   settle();
 }
 

@@ -127,7 +127,7 @@ class Facts(NamedTuple):
         return Facts(call, B * H * L * S, L, call.query.device.type == "cpu", transformed, adds, sparse, fused)
 
     def tiles_win(self, start: int) -> bool:
-        """Whether the call has at least ``start`` scores and ``chunked`` supports it. In a compiled graph, ``chunked`` is a break."""
+        """Whether the call has at least ``start`` scores and ``chunked`` supports it. In a compiled graph, ``chunked`` causes a graph break."""
         return self.num_scores >= start and not is_compiling() and chunked.why_not(self.call) is None
 
 
