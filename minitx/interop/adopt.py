@@ -555,7 +555,7 @@ def _attention(
         to, factor = core.scale
         scaling = scale_multiplier(to, query.shape[-1]) * factor / before
     needs_weights = core.adoption.call.needs_weights
-    settings = {"dropout_p": dropout, "need_weights": needs_weights, "is_cross": core.is_cross}
+    settings: dict[str, Any] = {"dropout_p": dropout, "need_weights": needs_weights, "is_cross": core.is_cross}
     call = AttentionCall(query, key, value, mask, bias, scaling, softcap, s_aux, **settings)
     out, weights = core(call) if needs_weights else (core(call), None)
     return out.transpose(1, 2).contiguous(), weights
