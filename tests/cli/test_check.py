@@ -95,7 +95,7 @@ def test_help_says_that_the_file_runs(program):
     (["mine.py"], "mine.py must be FILE.py:NAME"),
     (["nowhere.py:right"], "nowhere.py does not exist"),
     (["mine.py:rigth"], "mine.py does not define rigth; did you mean right?"),
-    (["mine.py:number"], "a function, a class or a module is needed, not int"),
+    (["mine.py:number"], "check_attention needs a function, a class or a module, got int"),
     (["broken.py:attention"], "broken.py cannot be imported: SyntaxError"),
     (["model.py:model", "stage=1"], "is a model with the embedding"),
     (["model.py:model", "only=causalty"], "only=causalty must be one of"),

@@ -13,7 +13,7 @@ PYTHON = [block.text for block in blocks(PAGE, "python")]
 SHOWN = sorted(re.findall(r"\]\(figures/(\w+\.png)\)", read(PAGE)))
 
 
-@pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
+@pytest.mark.filterwarnings("ignore:matplotlib has no font")  # of the machine
 @pytest.mark.slow
 def test_the_code_on_the_page_makes_every_picture_that_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
