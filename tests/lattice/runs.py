@@ -547,6 +547,7 @@ def factor_of(schedule: str, step: int, steps: int) -> float:
         return 1.0
     if step < 2:
         return (step + 1) / 2
+    assert schedule == "cosine", f"factor_of has no formula for schedule={schedule}"
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - 2) / max(1, steps - 2))))
 
 
