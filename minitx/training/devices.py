@@ -155,7 +155,15 @@ def device_name(device: torch.device) -> str:
 
 def peak_tflops(device: torch.device) -> float | None:
     """Return the device's dense bfloat16 peak in TFLOP/s from ``PEAK_TFLOPS``, or None if it is unknown, as on a CPU."""
-    name = device_name(device)
+    return peak_of(device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """Return ``peak_tflops`` of a device with this name.
+
+    >>> peak_of("NVIDIA H100 PCIe"), peak_of("NVIDIA H100 80GB HBM3"), peak_of("CPU")
+    (756.0, 989.0, None)
+    """
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
