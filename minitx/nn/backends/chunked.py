@@ -295,7 +295,7 @@ def attend_by_tiles(call: AttentionCall) -> Tensor:
     """Compute attention tile by tile, outside of compiled graphs."""
     if call.query.is_meta or isinstance(call.query, FakeTensor) or not call.query.shape[0]:
         return reference_attention(call)  # without values no tile can be chosen
-    settings = Settings.of(call, int(torch.randint(2**31, ())) if call.dropout_p > 0.0 else 0)
+    settings = Settings.of(call, int(torch.randint(2**31, (), device="cpu")) if call.dropout_p > 0.0 else 0)
     bias_tensors = [] if call.attn_bias is None else tensors_of(as_bias(call.attn_bias))
     return Chunked.apply(settings, call.query, call.key, call.value, call.sinks, *bias_tensors).to(call.value.dtype)  # type: ignore[no-untyped-call]
 
