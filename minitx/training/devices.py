@@ -119,12 +119,18 @@ _OF_LIGHTNING = ("cpu", "cuda", "mps", "tpu")
 """What Lightning itself registers. ``gpu`` is the name of CUDA here, and TPUs need a strategy of their own."""
 
 
-def _registered(accelerator: str) -> Any:
-    """Return an accelerator that a plugin has registered with Lightning.
+def check_accelerator(accelerator: str) -> None:
+    """Check a value of ``trainer.accelerator``. This machine need not have such a device.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: nobody has registered an accelerator of this name.
     """
+    if accelerator not in _BUILT_IN:
+        _registered(accelerator)
+
+
+def _registered(accelerator: str) -> Any:
+    """Return an accelerator that a plugin has registered with Lightning."""
     from lightning.pytorch.accelerators import AcceleratorRegistry
 
     names = AcceleratorRegistry.available_accelerators() - {*_OF_LIGHTNING}

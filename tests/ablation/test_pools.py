@@ -41,7 +41,14 @@ def test_each_worker_lives_for_the_whole_grid_and_sees_one_device_before_torch_i
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "not this"
 
 
-VISIBLE = {(0, None): [], (0, ""): [], (2, None): ["0", "1"], (2, "3, 1"): ["3", "1"], (1, "5,-1,6"): ["5"], (1, "MIG-7"): ["MIG-7"]}
+VISIBLE = {
+    (0, None): [],
+    (0, ""): [],
+    (2, None): ["0", "1"],
+    (2, "3, 1"): ["3", "1"],
+    (1, "5,-1,6"): ["5"],
+    (1, "MIG-7"): ["MIG-7"],
+}
 
 
 @pytest.mark.parametrize(("count", "visible"), VISIBLE)
