@@ -273,6 +273,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_devices(func, args, tensors)
     if _lacks_what_cuda_lacks:
         _check_kernel(base, tensors)
+    if base == "_pin_memory":
+        raise RuntimeError(f"cannot pin a tensor of {NAME}: only dense CPU tensors can be pinned")
     is_to_other = func.name() == "aten::to.other"
     target = arguments["other"].device if is_to_other else arguments.get("device")
     _count_waits(func, base, args, arguments, target)
