@@ -530,15 +530,16 @@ def a_hugging_face_folder_brings_the_function_back(s: Subject) -> None:
 
 def a_model_of_a_folder_is_built_again_from_its_node(s: Subject) -> None:
     """The node and the state dict of ``pretrained_hf``, with an adapter and without, are all that a checkpoint needs."""
-    lora = 2 if s.point["wrapper"] == "lora" else None
-    plain = s.but(wrapper="none", look="nothing")
+    wrapper = s.point["wrapper"]
+    plain = s.but(wrapper="none", look="nothing", precision="f32" if s.point["precision"] == "f64" else s.point["precision"])
     release_hf(plain.model)
     with tempfile.TemporaryDirectory() as folder:
         plain.model.save_pretrained(folder)
-        first = pretrained_hf(folder, adopt=True, lora=lora)
+        first = pretrained_hf(folder, adopt=True, lora=2 if wrapper == "lora" else None).to(plain.dtype)
+    first = copy.deepcopy(first) if wrapper == "deepcopy" else first
     plain.model = plain.called = first
     wanted = plain.answers()
-    again = Part.of(first.stored_node, "model").build().eval()  # type: ignore[arg-type]
+    again = Part.of(first.stored_node, "model").build().to(plain.dtype).eval()  # type: ignore[arg-type]
     again.load_state_dict(first.state_dict())
     assert _ties(again) == _ties(first), "other parameters are tied"
     plain.model = plain.called = again
@@ -690,6 +691,13 @@ COLUMNS = (
 """Windows and the distances of ALiBi and T5 count columns, padding included, and the slots of Linformer mix columns."""
 ONE_CACHE = {"model": HF, "wrapper": "shared_layer"}
 """A layer of transformers has one number, so that one that is used twice writes twice into one place of the cache."""
+LIKE_THEIRS = (
+    {"model": "gpt|llama|bert|t5|vision", "change": "nothing"},
+    {"model": "llama", "change": "window|grouped|rotary"},
+    {"model": "bert", "change": "post|types"},
+    {"model": "t5", "change": "t5_bias"},
+)
+"""Our models that a class of transformers computes."""
 WRITTEN = {
     "mode": "eval",
     "model": joined(DECODERS, PAIRS),
@@ -787,11 +795,11 @@ ORACLES = (
     ),
     Oracle(
         a_hugging_face_folder_brings_the_function_back,
-        [{"mode": "eval", "model": "gpt|llama|bert|t5|vision", "change": "nothing", "wrapper": COPIES}],
+        [{"mode": "eval", "wrapper": COPIES, **where} for where in LIKE_THEIRS],
     ),
     Oracle(
         a_model_of_a_folder_is_built_again_from_its_node,
-        [{"mode": "eval", "model": HF, "precision": "f32|autocast", "wrapper": "none|lora"}],
+        [{"mode": "eval", "model": HF, "wrapper": "none|lora|deepcopy"}],
     ),
     Oracle(
         a_model_that_is_not_its_config_is_not_saved,

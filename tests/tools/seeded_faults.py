@@ -629,7 +629,7 @@ def ask_lattice(name: str, faults: Sequence[Fault | Drawn]) -> None:
     pairs = [point for fixed in kinds for point in lattice.pairs(**fixed)]
     every = {lattice.words(point): point for point in (*pairs, *lattice.points(seed))}
     for fault in faults:
-        where = about(fault).get(name, {})
+        where = values_for(fault).get(name, {})
         replace(lattice, oracles=[*lattice.oracles, Oracle(plant, [where])])  # raises where it has no such value
         words = [*every]
         random.Random(fault.name).shuffle(words)
@@ -728,7 +728,7 @@ ABOUT_FILES: dict[str, dict[str, Where]] = {
 """The same for a drawn fault, by the beginning of its file."""
 
 
-def about(fault: Fault | Drawn) -> dict[str, Where]:
+def values_for(fault: Fault | Drawn) -> dict[str, Where]:
     """The values of points that a fault is about, by lattice."""
     if fault.name in ABOUT:
         return ABOUT[fault.name]
@@ -768,8 +768,8 @@ def main() -> None:
 def lattices_of(fault: Fault | Drawn) -> tuple[str, ...]:
     """The lattices that can notice a fault, the quickest first."""
     package = fault.file.split("/")[1]
-    if about(fault):
-        return tuple(about(fault))
+    if values_for(fault):
+        return tuple(values_for(fault))
     if Path(fault.file).stem in ("bias", "functional", "masks") or "backends" in fault.file:
         return "calls", "models"
     return ("runs",) if package in ("training", "data") else ("models", "runs") if package == "generation" else ("models",)
