@@ -515,4 +515,4 @@ def places_of(name: str, chosen: Indices, size: int, device: torch.device) -> Te
     wrong = [number for number in numbers if isinstance(number, bool) or not -size <= number < size]
     if wrong or not len(numbers):
         raise ValueError(f"{name}={list(numbers)} must be numbers from 0 to {size - 1}: there are {size} {name}")
-    return to_device(torch.tensor([number % size for number in numbers]), device)
+    return to_device(torch.tensor([number % size for number in numbers], device="cpu"), device)

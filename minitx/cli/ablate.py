@@ -194,13 +194,24 @@ def gpus(chosen: Sequence[Cell]) -> list[str]:
     """Return the GPUs of this machine, as in CUDA_VISIBLE_DEVICES, if a study trains on a GPU."""
     import torch
 
-    if not torch.cuda.is_available():
-        return []
+    found = visible_gpus(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     one_a_study = {cell.place.study: cell for cell in chosen}.values()
-    if all(compose_config(cell.overrides).trainer.accelerator == "cpu" for cell in one_a_study):
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    is_used = found and any(compose_config(cell.overrides).trainer.accelerator in ("auto", "gpu") for cell in one_a_study)
+    return found if is_used else []
+
+
+def visible_gpus(count: int, visible: str | None) -> list[str]:
+    """Return the GPUs that a process may use, as values of CUDA_VISIBLE_DEVICES for its workers.
+
+    Args:
+        count: the number of GPUs that torch counts.
+        visible: CUDA_VISIBLE_DEVICES of this process. CUDA ignores it from the first name on that it does not know.
+
+    >>> visible_gpus(2, None), visible_gpus(2, "3, 1,-1"), visible_gpus(0, "")
+    (['0', '1'], ['3', '1'], [])
+    """
+    names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(count)]
+    return names[:count]
 
 
 @contextmanager

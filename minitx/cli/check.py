@@ -174,8 +174,7 @@ def _module(path: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        place = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}{place}") from error
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 

@@ -355,9 +355,10 @@ def stated(config: Any, name: str, kind: type = object) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of an error in one line."""
+    """Return the message of an error in one line, at most 300 letters."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
-    return " ".join(line.strip() for line in lines[:2])[:200]  # torch names the tensors in the second line
+    text = " ".join(line.strip() for line in lines[:2])  # torch names the tensors in the second line
+    return text if len(text) <= 300 else text[:298].rsplit(" ", 1)[0] + " …"
 
 
 def is_node(value: Any) -> bool:

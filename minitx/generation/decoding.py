@@ -91,7 +91,7 @@ def generate(
         if step + 1 == max_new_tokens or not any(is_open):
             break
         reader.read(tokens)
-    return [to_device(torch.tensor(answer, dtype=torch.long), reader.logits.device) for answer in answers]
+    return [to_device(torch.tensor(answer, dtype=torch.long, device="cpu"), reader.logits.device) for answer in answers]
 
 
 def length_norm(length: int, penalty: float) -> float:

@@ -181,4 +181,4 @@ def row_uniforms(num_rows: int, length: int, generator: torch.Generator | None =
     device = "cpu" if generator is None else generator.device
     seeds = torch.randint(2**63 - 1, (num_rows,), generator=generator, device=device)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
-    return torch.stack([torch.rand(length, dtype=torch.float64, generator=each) for each in generators])
+    return torch.stack([torch.rand(length, dtype=torch.float64, generator=each, device="cpu") for each in generators])

@@ -71,7 +71,7 @@ class MultiHeadAttention(nn.Module):
     Args:
         embed_dim: E, the width of queries and of the output.
         num_heads: H.
-        num_kv_heads: Hkv, a divisor of H. Default: H.
+        num_kv_heads: Hkv, a divisor of H. Query head h uses key head ⌊h / (H / Hkv)⌋, as in Llama. Default: H.
         head_dim: D. Default: E / H, if it is a whole number.
         kdim, vdim: the widths of the ``key`` and ``value`` inputs. Default: E.
         bias: whether the four projections have biases. out_bias: whether ``out_proj`` has one. Default: as ``bias``.

@@ -231,7 +231,7 @@ def _rule_of(visible: Tensor, batch_size: int) -> Mask | None:
     causal = Causal() if hides_later(visible) else None
     plain = real[:, None, None]
     if causal is not None:
-        plain = plain & torch.ones(L, S, dtype=torch.bool).tril(S - L)
+        plain = plain & torch.ones(L, S, dtype=torch.bool, device=visible.device).tril(S - L)
     if not torch.equal(visible, plain.expand_as(visible)):
         return intersect(causal, Dense(visible))
     return intersect(causal, None if real.all() else Padding(real.expand(batch_size, -1)))

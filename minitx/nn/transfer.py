@@ -61,5 +61,6 @@ def is_pinned_for(device: torch.device) -> bool:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor on ``device``. The host does not wait if memory can be page-locked for the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if is_pinned_for(device) else tensor.to(device)
+    """Return a tensor on ``device``. The host does not wait for a copy from the CPU, if memory can be page-locked for the device."""
+    is_pinned = tensor.device.type == "cpu" and is_pinned_for(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if is_pinned else tensor.to(device)

@@ -119,12 +119,18 @@ _OF_LIGHTNING = ("cpu", "cuda", "mps", "tpu")
 """What Lightning itself registers. ``gpu`` is the name of CUDA here, and TPUs need a strategy of their own."""
 
 
-def _registered(accelerator: str) -> Any:
-    """Return an accelerator that a plugin has registered with Lightning.
+def check_accelerator(accelerator: str) -> None:
+    """Check a value of ``trainer.accelerator``. This machine need not have such a device.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: nobody has registered an accelerator of this name.
     """
+    if accelerator not in _BUILT_IN:
+        _registered(accelerator)
+
+
+def _registered(accelerator: str) -> Any:
+    """Return an accelerator that a plugin has registered with Lightning."""
     from lightning.pytorch.accelerators import AcceleratorRegistry
 
     names = AcceleratorRegistry.available_accelerators() - {*_OF_LIGHTNING}
@@ -155,7 +161,15 @@ def device_name(device: torch.device) -> str:
 
 def peak_tflops(device: torch.device) -> float | None:
     """Return the device's dense bfloat16 peak in TFLOP/s from ``PEAK_TFLOPS``, or None if it is unknown, as on a CPU."""
-    name = device_name(device)
+    return peak_of(device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """Return ``peak_tflops`` of a device with this name.
+
+    >>> peak_of("NVIDIA H100 PCIe"), peak_of("NVIDIA H100 80GB HBM3"), peak_of("CPU")
+    (756.0, 989.0, None)
+    """
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 

@@ -101,10 +101,10 @@ class Net:
         keys = {name: key for name in self.names if (key := self._key_of(name, batch)) is not None}
         missing = [name for name in self.needed if name not in keys]
         if missing or not keys:
-            keys_of_batch = f"the batch has: {', '.join(batch)}"
+            advice = f"name the parameters of forward after the keys of the batch: {', '.join(without_targets(batch))}"
             if missing:
-                raise ConfigError(f"model: {self.kind}.forward needs {missing[0]}; {keys_of_batch}")
-            raise ConfigError(f"model: no parameter of {self.kind}.forward matches a key of the batch; {keys_of_batch}")
+                raise ConfigError(f"model: {self.kind}.forward needs {missing[0]}, but the batch has no such key; {advice}")
+            raise ConfigError(f"model: no parameter of {self.kind}.forward matches a key of the batch; {advice}")
         return {name: batch[key].long() if key in MASKS and key != name else batch[key] for name, key in keys.items()}
 
     def dropped(self, batch: Batch) -> list[str]:

@@ -48,7 +48,7 @@ from minitx.training.checkpoints import (
     stored_state,
     tokenizer_of,
 )
-from minitx.training.devices import cpu_precision, device_of, machine
+from minitx.training.devices import check_accelerator, cpu_precision, device_of, machine
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import WandbExtras, describe_part, finish_wandb, run_folder, summarise, summary
 from minitx.training.memory_plan import build_without_numbers, make_plan, precision_of
@@ -112,6 +112,7 @@ def train(
 def show_plan(config: RunConfig) -> dict[str, int]:
     """Log the plan of a run (see ``make_plan``), and return its bytes by name."""
     options = config.trainer
+    check_accelerator(options.accelerator)
     with quiet_lightning(), kept_generators(torch.device("cpu")):
         rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
         network = build_without_numbers(config, rows)

@@ -96,7 +96,7 @@ def test_help_says_that_the_file_runs(program):
     (["nowhere.py:right"], "nowhere.py does not exist"),
     (["mine.py:rigth"], "mine.py does not define rigth; did you mean right?"),
     (["mine.py:number"], "check_attention needs a function, a class or a module, got int"),
-    (["broken.py:attention"], "broken.py cannot be imported: SyntaxError"),
+    (["broken.py:attention"], "SyntaxError: '(' was never closed (broken.py, line 1)\n"),
     (["model.py:model", "stage=1"], "is a model with the embedding"),
     (["model.py:model", "only=causalty"], "only=causalty must be one of"),
     (["mine.py:right", "only=rows"], "only and causal are for models, and this is a function"),

@@ -45,6 +45,8 @@ pytestmark = pytest.mark.filterwarnings(  # test_trial.py is about them
     "ignore:.*did not run in the check",
     "ignore:.*layers whose attention does not pass",
 )
+TWO = ("Llama", "T5")
+"""Families for one sentence about each oracle that tests/lattice/models.py asks of eight."""
 ROUNDING = 1e-6  # eager computes its softmax in float32, also in a model of float64
 
 
@@ -87,7 +89,7 @@ def test_an_adopted_model_has_the_logits_and_gradients_of_its_eager_self(name):
 
 
 @pytest.mark.parametrize("pad", ["left", "right"])
-@pytest.mark.parametrize("name", [*QUICK, *BESIDE])  # also beside linear attention and Mamba
+@pytest.mark.parametrize("name", [*TWO, *BESIDE])  # also beside linear attention and Mamba
 def test_padding_on_either_side_is_hidden_as_it_is_in_the_model(name, pad):
     model = eager(name)
     wanted = answer(model, name, pad)
@@ -95,7 +97,7 @@ def test_padding_on_either_side_is_hidden_as_it_is_in_the_model(name, pad):
     assert adopted_cores(model)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", TWO)
 @pytest.mark.filterwarnings("ignore:.*counts the padding on the left")
 def test_looking_changes_no_bit_and_knocking_a_head_out_changes_the_answer(name):
     model = adopt_hf(build(name))
@@ -263,7 +265,7 @@ def test_a_model_inside_another_can_be_adopted_alone():
     assert len(adopted_cores(outer)) == 2
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", TWO)
 def test_release_gives_the_model_back(name):
     model = build(name)
     config, state = model.config, {key: value.clone() for key, value in model.state_dict().items()}
@@ -344,7 +346,7 @@ def test_a_saved_adopted_model_is_the_saved_model(tmp_path):
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", TWO)
 @pytest.mark.filterwarnings("ignore:.*counts the padding on the left")
 def test_a_pickled_adopted_model_and_a_copy_of_one_are_adopted_models_of_their_own(name):
     model, file = adopt_hf(build(name)), io.BytesIO()
@@ -442,7 +444,7 @@ def assert_same_gradients(found, wanted):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", TWO)
 def test_gradient_checkpointing_gives_the_same_gradients_also_with_attentions_asked_for(name, reentrant):
     model = without_dropout(adopt_hf(build(name)))
     inputs, counts = inputs_of(name, pad="left")
@@ -455,14 +457,12 @@ def test_gradient_checkpointing_gives_the_same_gradients_also_with_attentions_as
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "chunked"])
-@pytest.mark.parametrize("pad", ["left"])  # the others without reentrance: tests/lattice/models.py
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
-def test_gradient_checkpointing_gives_the_same_gradients_with_every_backend_and_padding(name, reentrant, pad, backend):
+def test_reentrant_checkpointing_gives_the_same_gradients_with_every_backend(name, backend):  # the other kind: tests/lattice
     model = without_dropout(adopt_hf(build(name), backend=backend))
-    inputs, counts = inputs_of(name, pad=pad)
+    inputs, counts = inputs_of(name, pad="left")
     _, wanted = gradients(model, inputs, counts)
-    _, found = gradients(checkpointing(model, reentrant, inputs), inputs, counts)
+    _, found = gradients(checkpointing(model, True, inputs), inputs, counts)
     assert_same_gradients(found, wanted)
 
 
@@ -527,9 +527,7 @@ def test_release_gives_the_checkpoint_function_back_and_a_copy_has_its_own():
     assert_same_gradients(gradients(model, inputs, counts)[1], wanted)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("GPT2", "Llama"))) for name in QUICK]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "GPT2")) for name in QUICK])
 def test_a_compiled_adopted_model_is_one_graph_with_the_same_answer(name):
     model = adopt_hf(build(name))
     torch.compiler.reset()
@@ -539,8 +537,9 @@ def test_a_compiled_adopted_model_is_one_graph_with_the_same_answer(name):
         pass
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float16) for name in QUICK), ("Llama", torch.bfloat16), ("Llama", None)]
+)
 def test_in_half_precision_an_adopted_model_is_as_near_to_float32_as_its_eager_self(name, dtype):
     model, (inputs, counts) = eager(name), inputs_of(name, pad="left")
     model.config.use_cache = False  # under autocast, a cache makes float32 of all
@@ -556,8 +555,7 @@ def test_in_half_precision_an_adopted_model_is_as_near_to_float32_as_its_eager_s
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_checkpointing`")  # peft says so
-@pytest.mark.parametrize("first", ["adopt_hf", "peft"])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(("name", "first"), [*((name, "peft") for name in QUICK), ("Llama", "adopt_hf")])
 @pytest.mark.filterwarnings("ignore:.*counts the padding on the left")
 def test_lora_before_and_after_adopting_is_the_same_model(name, first):
     model, options = build(name), peft.LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear")
@@ -758,7 +756,7 @@ def test_scales_that_an_adopted_model_cannot_have_are_refused():
 FOLDED = ["GPTNeoX", "GPTBigCode", "Phi3", "Persimmon", "Gemma3", "Qwen3", "Olmo2", "ModernBert", "Albert", "Bart", "Qwen3Next"]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *FOLDED])
+@pytest.mark.parametrize("name", ["GPT2", *FOLDED])  # the families of the lattice: tests/lattice/models.py
 def test_folding_the_scale_keeps_the_function_and_release_gives_the_weights_back(name):
     model = build(name)
     inputs, counts = inputs_of(name, pad="right")

@@ -170,6 +170,7 @@ REFUSED = {
     "data.batch_size=13": "data.batch_size=13 must be divisible",
     "optimizer._target_=torch.optim.Adafactor": "torch.optim.Adafactor makes no step with trainer.strategy=sharded",
     "optimizer.rules=[{match:nonsense,lr:2}]": "matches no parameter name",
+    "trainer.accelerator=gup": "trainer.accelerator=gup is not allowed: one of auto, cpu, gpu, mps (did you mean gpu?)",
 }
 PLAN = [
     "data=kv_lookup",

@@ -124,9 +124,9 @@ def tile_states(mask: Mask | None, shape: tuple[int, int, int, int], device: tor
     """Return the state of each tile, int8 (R, C) on the CPU: 0 if all of it is hidden, 2 if all of it is visible, else 1."""
     _, _, L, S = shape
     height, width, _ = tile_sizes(mask, shape)
-    rows, keys = (torch.tensor([*range(0, length, size), length]) for length, size in ((L, height), (S, width)))
+    rows, keys = (torch.tensor([*range(0, length, size), length], device="cpu") for length, size in ((L, height), (S, width)))
     if mask is None:
-        return torch.full((len(rows) - 1, len(keys) - 1), 2, dtype=torch.int8)
+        return torch.full((len(rows) - 1, len(keys) - 1), 2, dtype=torch.int8, device="cpu")
     # on an accelerator, use ``verdict``: it does not read the tensors of a mask
     tile_map = mask.tile_map if device.type == "cpu" else partial(Mask.tile_map, mask)
     whole, empty = tile_map(rows, keys, S - L)
@@ -297,7 +297,7 @@ def attend_by_tiles(call: AttentionCall) -> Tensor:
     """Compute attention tile by tile, outside of compiled graphs."""
     if call.query.is_meta or isinstance(call.query, FakeTensor) or not call.query.shape[0]:
         return reference_attention(call)  # without values, tiles cannot be chosen
-    settings = Settings.of(call, int(torch.randint(2**31, ())) if call.dropout_p > 0.0 else 0)
+    settings = Settings.of(call, int(torch.randint(2**31, (), device="cpu")) if call.dropout_p > 0.0 else 0)
     bias_tensors = [] if call.attn_bias is None else tensors_of(as_bias(call.attn_bias))
     return Chunked.apply(settings, call.query, call.key, call.value, call.sinks, *bias_tensors).to(call.value.dtype)  # type: ignore[no-untyped-call]
 
