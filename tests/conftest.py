@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,6 +45,10 @@ def pytest_collection_finish():
     if torch.version.cuda and not torch.cuda.is_available():  # it wants a driver even for fake tensors; the CPU's says no
         for kernel in ("flash", "efficient", "cudnn"):
             setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda params, debug=False: False)
+    if "minitx.cli.compose" in sys.modules:
+        from tests.composing import remember_compositions
+
+        remember_compositions()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # nor look for new cycles after each 700 objects: a tenth of the suite's time
