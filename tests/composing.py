@@ -1,13 +1,14 @@
-"""Composing from minitx's own files once for each choice of groups.
+"""Composing once for each choice of groups.
 
 Hydra reads and merges 25 files for a config, twice for each run of a program, which takes a quarter of a second. What ``configs`` and
 Hydra's own files say does not change while tests run. So what follows from them and from the chosen groups alone is made once in a process
-and copied, and Hydra sets the typed values in the copy. A composition with a folder of the user's is made anew.
+and copied, and Hydra sets the typed values in the copy. With a folder of the user's this holds while its files are the same.
 """
 
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,12 +52,18 @@ def composing_anew() -> Iterator[None]:
 
 
 def _remembered(repo: Any, make: Callable[[], Any], *key: Any) -> Any:
-    sources = tuple(source.path for source in repo.get_sources())
-    if not {*sources} <= {"hydra.conf", "", str(shipped_configs())}:
-        return make()
-    if (sources, *key) not in _kept:
-        _kept[sources, *key] = pickle.dumps(make())
-    return pickle.loads(_kept[sources, *key])
+    whole = (tuple(map(_files, repo.get_sources())), *key)
+    if whole not in _kept:
+        _kept[whole] = pickle.dumps(make())
+    return pickle.loads(_kept[whole])
+
+
+def _files(source: Any) -> tuple[Any, ...]:
+    """A source of configs, and what is in its files if they may change."""
+    if source.scheme() != "file" or source.path == str(shipped_configs()):
+        return source.scheme(), source.path
+    found = [path for ending in ("yaml", "yml") for path in Path(source.path).rglob(f"*.{ending}")]
+    return source.provider, source.path, *((str(path), path.read_bytes()) for path in sorted(found))
 
 
 def _remembered_defaults(

@@ -46,6 +46,15 @@ def test_a_change_of_a_composed_config_stays_there():
     assert composed(["experiment=char_lm"]).trainer
 
 
+def test_a_file_of_a_user_that_changed_is_read_again(tmp_path):
+    file = tmp_path / "experiment" / "own.yaml"
+    file.parent.mkdir()
+    for seed in (3, 5, 3):
+        file.write_text(f"# @package _global_\nexperiment: own\nseed: {seed}\n", encoding="utf-8")
+        for _ in range(2):
+            assert composed([f"--config-dir={tmp_path}", "experiment=own"]).seed == seed
+
+
 def test_a_mistake_in_a_kept_composition_is_named_as_hydra_names_it():
     for words in (["experiment=char_lm", "optimizer=adamw", "optimiser.lr=1"], ["experiment=nothing"]):
         with composing_anew(), pytest.raises(ConfigError) as made:
