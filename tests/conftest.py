@@ -3,6 +3,9 @@
 import gc
 import os
 import sys
+import traceback
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,10 +26,7 @@ def _seeded():
     import torch  # not above: the process that hands out the tests reads this file, and runs none
 
     torch.set_num_threads(1)
-    if torch.accelerator.is_available():
-        torch.manual_seed(0)
-    else:  # torch.manual_seed would keep a traceback for each device that is not there
-        torch.default_generator.manual_seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture
@@ -48,6 +48,13 @@ def pytest_collection_finish():
     if torch.version.cuda and not torch.cuda.is_available():  # it wants a driver even for fake tensors; the CPU's says no
         for kernel in ("flash", "efficient", "cudnn"):
             setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda params, debug=False: False)
+    if not torch.accelerator.is_available():  # each seeding would keep a formatted stack for each kind of device
+        for module in (torch.cuda, torch.xpu, torch.mtia):
+            module.traceback = SimpleNamespace(**{**vars(traceback), "format_stack": list})
+    if "lightning" in sys.modules:
+        from lightning.fabric.utilities import registry
+
+        registry.entry_points = cache(registry.entry_points)  # each Trainer would read the metadata of all packages
     if "minitx.cli.compose" in sys.modules:
         from tests.composing import remember_compositions
 
