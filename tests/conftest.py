@@ -15,6 +15,7 @@ from tests.waiting import PATIENCE
 os.environ["HF_HUB_OFFLINE"] = "1"  # for the programs that tests start, too, whose sockets nobody watches
 os.environ |= {name: str(PATIENCE) for name in ("WANDB__SERVICE_WAIT", "WANDB_INIT_TIMEOUT")}  # 30 s and 90 s are few
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of those programs; two of them share two cores
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that waits sleeps, where several are asked for
 # as examples/cost.py does; torch's profiler reads it once in a process, whoever profiles first
 os.environ["KINETO_LOG_LEVEL"] = "99"
 settings.register_profile("minitx", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
