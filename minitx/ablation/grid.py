@@ -384,8 +384,8 @@ def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
     return None
 
 
-def _means(result: Mapping[str, Any], metric: str, window: int) -> list[float]:
-    """Means over ``window`` consecutive steps. A step that is missing counts as the worst: accuracy 0, an infinite loss."""
+def _means(result: Mapping[str, Any], metric: str, window: int) -> Iterator[float]:
+    """Yield means over ``window`` consecutive steps. A step that is missing counts as the worst: accuracy 0, an infinite loss."""
     worst = 0.0 if metric == "train_accuracy" else math.inf
     values = [worst if value is None else value for value in result[metric.removeprefix("train_")] or []]
-    return [math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1)]
+    return (math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1))

@@ -196,9 +196,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 _setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
-_library = torch.library.Library("aten", "IMPL")
-
 _active = False
+
+_library: torch.library.Library | None = None
+"""The functions around torch's kernels, while there are any. Each costs a small product 2 µs."""
 
 
 @contextmanager
@@ -220,14 +221,17 @@ def onednn_products(wanted: bool = True) -> Iterator[bool]:
     >>> with onednn_products() as faster:
     ...     product = torch.randn(128, 128) @ torch.randn(128, 128)
     """
-    global _active
+    global _active, _library
     before, _active = _active, wanted and _is_faster() and _setting.fp32_precision == "none"
-    if _active:
-        _replace_kernels()
+    replaces = _active and _library is None
+    if replaces:
+        _library = _replaced_kernels()
     try:
         yield _active
     finally:
         _active = before
+        if replaces:
+            _library = None  # the last reference: torch's own kernels are back
 
 
 @cache
@@ -272,15 +276,17 @@ def _onednn() -> Iterator[None]:
         _setting.fp32_precision = "none"
 
 
-@cache
-def _replace_kernels() -> None:
+def _replaced_kernels() -> torch.library.Library:
+    """Replace torch's kernels for as long as the result is referred to."""
+    library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that a kernel is replaced
         for name, first in {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1}.items():
-            _replace_kernel(name, first)
+            _replace_kernel(library, name, first)
+    return library
 
 
-def _replace_kernel(name: str, first: int) -> None:
+def _replace_kernel(library: torch.library.Library, name: str, first: int) -> None:
     """Put a function around torch's kernel. Its factors are the arguments ``first`` and ``first + 1``."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
@@ -295,7 +301,7 @@ def _replace_kernel(name: str, first: int) -> None:
         finally:
             _setting.fp32_precision = "none"
 
-    _library.impl(name, product, "CPU", with_keyset=True)
+    library.impl(name, product, "CPU", with_keyset=True)
 
 
 @contextmanager
