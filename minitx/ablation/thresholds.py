@@ -106,7 +106,7 @@ class Watch(StepCallback):
         is_loss, window = self.rule.metric == "train_loss", self.rule.window
         values = self.losses if is_loss else self.accuracies
         if not values:
-            raise ConfigError("threshold.metric=train_accuracy: the objective counts no right answers; use train_loss")
+            raise ConfigError("threshold.metric=train_accuracy: the objective does not count correct answers; use train_loss")
         if step < window:
             return
         mean = math.fsum(values[-window:]) / window

@@ -29,7 +29,7 @@ from omegaconf.errors import InterpolationKeyError
 from minitx.ablation.design import AblationConfig
 from minitx.cli.hydra_errors import explained, is_of_hydra, names_of
 from minitx.config import CONFIG_DIR, ConfigError, EvaluationConfig, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
-from minitx.config.part import find_target, required, unknown_keys, usual
+from minitx.config.part import find_target, plain_defaults, required, unknown_keys
 from minitx.config.schema import config_class_of, defaults, require, to_dict
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import LOADING, MODEL, NODES, CallbacksConfig
@@ -208,12 +208,12 @@ def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
         (r"data\.val_fraction", not held_out, "data.val_path=null and data.val_split=null"),
         (r"data\.subset", not data or not all(path.is_file() for path in paths), "a name on the hub as data.path"),
     )
-    usual = {
+    by_group = {
         "evaluation": defaults(EvaluationConfig),
         "callbacks": defaults(CallbacksConfig),
         "data": _completed({"_target_": config.data.name}, "data"),
     }
-    values, default = (OmegaConf.create(each) for each in (to_dict(config), usual))
+    values, default = (OmegaConf.create(each) for each in (to_dict(config), by_group))
     for (name, word), (pattern, is_read, needed) in itertools.product(by_key(words).items(), rules):
         if not is_read and re.fullmatch(pattern, name) and OmegaConf.select(values, name) != OmegaConf.select(default, name):
             yield f"{word} has no effect without {needed}"
@@ -318,7 +318,7 @@ def _completed(node: Mapping[str, Any], group: str) -> dict[str, Any]:
         return dict(node)
     if group == "model" and config_class_of(target) is None:
         return dict(node)
-    values = usual(target)
+    values = plain_defaults(target)
     if group == "data":
         values |= dict.fromkeys(required(target), "???") | {name: default for name, (_, default) in LOADING.items()}
     return {**node, **{name: value for name, value in values.items() if name not in node}}

@@ -59,7 +59,9 @@ def _evaluate(config: EvaluateConfig) -> None:
         answers = config.num_beams == 1 or task.kind == "seq2seq"
         require(answers, f"num_beams={config.num_beams} has no effect: it is for answers that an encoder-decoder writes")
         rows = (
-            config.batch_size or stored.state["config"]["trainer"]["val_batch_size"] or stored.part("data").beside["batch_size"]
+            config.batch_size
+            or stored.state["config"]["trainer"]["val_batch_size"]
+            or stored.part("data").run_values["batch_size"]
         )
         network = place(stored.network, config.device)
         found = evaluate(network, task, options, stored.objective(), batch_size=rows, split=config.split)

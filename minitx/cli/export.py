@@ -98,7 +98,7 @@ def _labels(names: Sequence[str], config: Any) -> Sequence[str]:
 
 def _read(file: str) -> str:
     """Return the chat template in a file."""
-    require(Path(file).is_file(), f"chat_template={file} is not a file that exists")
+    require(Path(file).is_file(), f"chat_template={file} does not exist")
     return Path(file).read_text(encoding="utf-8")
 
 

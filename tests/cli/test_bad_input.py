@@ -52,7 +52,7 @@ COMPOSED = {
     "experiment=scaling_ablation ckpt_path=last": "a grid goes on with the same command",
     "experiment=scaling_ablation trainer.plan=true": "trainer.plan=true shows one run",
     "trainer.plan=true trainer.devices=0": "trainer.devices=0",
-    "trainer.plan=true ckpt_path=a.ckpt": "trainer.plan=true shows a run before its first step",
+    "trainer.plan=true ckpt_path=a.ckpt": "trainer.plan=true describes a new run",
     # what nothing reads
     "evaluation.num_rows=5 evaluation.test=last": "no effect without evaluation.at_end=true",
     "callbacks.probe.batch_size=4": "no effect without callbacks.probe.every",

@@ -238,7 +238,7 @@ def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path
         (["model.lora={lora_alpha: 0}"], "model.lora.lora_alpha=0 must be"),
         (["+model.tokenizer=char"], "model.tokenizer=char must be data.tokenizer=char"),
         (["callbacks.probe.every=1", "callbacks.probe.batch_size=2"], "model.adopt=true"),
-        (["trainer.strategy=sharded", "trainer.shard=[Nothing]"], "trainer.shard=Nothing is the class of no module"),
+        (["trainer.strategy=sharded", "trainer.shard=[Nothing]"], "trainer.shard=Nothing is not the class of any module"),
     ],
 )
 def test_what_cannot_be_had_of_a_model_is_one_sentence_and_leaves_no_folder(more, said, words, tmp_path):
