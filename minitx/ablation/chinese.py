@@ -1,6 +1,6 @@
-"""The words of a report in Chinese: phrases, and patterns for sentences with numbers and names. What is unknown here stays English.
+"""Translate the texts of a report to Chinese: phrases, and patterns for sentences with numbers and names. Other texts stay English.
 
-The words of a grid (questions, arms, studies, predictions) come from its YAML file.
+The texts of a grid (questions, arms, studies, predictions) are translated in its YAML file.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def test_what_computes_a_grid_and_its_own_seed_reach_no_run_and_all_else_reaches
 @pytest.mark.parametrize(("word", "message"), [
     ("ablation.report_only=true", r"no cells\.jsonl: run the grid first"),
     ("ablation.about=minitx.ablation.scalling", r"about=minitx\.ablation\.scalling cannot be imported"),
-    ("ablation.about=os", "about=os defines none of sentences, figure"),
+    ("ablation.about=os", "about=os must define at least one of sentences, figure"),
     ("ablation.about=.x", r"about=\.x cannot be imported"),
     ("ablation.studies.recall.factors.head_dim.128=['model.num_headz=2']", r"recall, arm \w+, head_dim 128, lr [\d.]+: .*num_headz"),
     ("ablation.studies.recall.solved.window=21", r"recall\.solved\.window=21 is longer than its runs, of 20 steps"),

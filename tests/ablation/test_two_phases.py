@@ -84,7 +84,7 @@ def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(
 def test_a_second_phase_that_does_not_begin_as_the_same_function_is_refused(tmp_path, first):
     trained(tmp_path / "other", "trainer.ckpt_every=100000", "seed=4", steps=1)
     words = [f"init_from.path={tmp_path / 'other' / 'checkpoints' / 'last.ckpt'}", *from_start(first)[1:]]
-    with pytest.raises(ConfigError, match=r"the outputs differ from the model's at .*last\.ckpt by"):
+    with pytest.raises(ConfigError, match=r"the outputs differ from the outputs of .*last\.ckpt by"):
         trained(tmp_path / "run", *words, steps=2)
 
 

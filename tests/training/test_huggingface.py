@@ -209,7 +209,7 @@ def test_the_largest_stable_rate_of_an_adopted_model_is_found(model, data, words
 
 def test_an_adopted_model_that_starts_as_another_function_is_refused(words, folders, tmp_path):
     check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {folders / 'llama'}}}"
-    with pytest.raises(ConfigError, match="the outputs differ from the model's at"):
+    with pytest.raises(ConfigError, match="the outputs differ from the outputs of"):
         train(compose_config(words("llama", "model.adopt=true", "model.scale=unscaled", check)), tmp_path / "run")
 
 
