@@ -39,7 +39,7 @@ def test_what_computes_a_grid_and_its_own_seed_reach_no_run_and_all_else_reaches
 
 
 @pytest.mark.parametrize(("word", "message"), [
-    ("ablation.report_only=true", r"no cells\.jsonl: run the grid first"),
+    ("ablation.report_only=true", r"no cells\.jsonl: first run the grid"),
     ("ablation.about=minitx.ablation.scalling", r"about=minitx\.ablation\.scalling cannot be imported"),
     ("ablation.about=os", "about=os must define at least one of sentences, figure"),
     ("ablation.about=.x", r"about=\.x cannot be imported"),
@@ -73,5 +73,5 @@ def test_a_report_alone_is_about_the_grid_as_it_is_now_and_says_what_it_was_befo
     assert all(run.result["now"] for run in changed) and not caplog.messages
     write(before)
     ablate.stored_records(now, path)
-    counted = f"{len(changed)} of {len(now)} runs have other overrides than the grid has now"
+    counted = f"{len(changed)} of {len(now)} runs have other overrides than the current grid"
     assert caplog.messages == [f"{counted}; the first: {changed[0]}"]

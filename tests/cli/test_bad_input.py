@@ -49,8 +49,8 @@ COMPOSED = {
     "seed=???": "seed",
     "experiment=classify": "data.path is missing",
     "experiment=scaling_ablation ablation.launcher=slurn": "did you mean slurm?",
-    "experiment=scaling_ablation ckpt_path=last": "a grid goes on with the same command",
-    "experiment=scaling_ablation trainer.plan=true": "trainer.plan=true shows one run",
+    "experiment=scaling_ablation ckpt_path=last": "to resume a grid, repeat its command",
+    "experiment=scaling_ablation trainer.plan=true": "trainer.plan=true is for single runs",
     "trainer.plan=true trainer.devices=0": "trainer.devices=0",
     "trainer.plan=true ckpt_path=a.ckpt": "trainer.plan=true describes a new run",
     # what nothing reads
@@ -64,7 +64,7 @@ COMPOSED = {
     "data=hf data.path=a.txt data.val_path=b.txt data.val_fraction=0.2": "no effect without data.val_path=null",
     # Hydra's grammar
     "max_steps": "max_steps",
-    "--experiment=kv_lookup": "a key has no dashes: experiment=kv_lookup",
+    "--experiment=kv_lookup": "keys have no dashes: use experiment=kv_lookup",
     "--config-dir=nowhere": "nowhere",
     "ckpt_path=runs/lr=1/last.ckpt": "ckpt_path=runs/lr=1/last.ckpt",
     "seed=${seed}": "seed",
@@ -72,9 +72,9 @@ COMPOSED = {
     "output_dir=\udcff": r"'output_dir=\udcff' is not UTF-8 text",
     "--cfg nonsense": "choose from 'job'",
     "init_from.path='~no.such.user/a'": "init_from.path=~no.such.user/a is not a file",
-    "model..num_heads=3": "'model..num_heads' cannot be a key",
+    "model..num_heads=3": "'model..num_heads' is not a valid key",
     "=3": "=3 has no key",
-    "callbacks=null": "callbacks=[] choose none",
+    "callbacks=null": "callbacks=[] mean none",
 }
 
 # found in files, machine or model: STEP stands before what was typed
@@ -115,10 +115,10 @@ OTHERS = {
     "evaluate {text} num_beams=2": "num_beams=2 has no effect",
     "evaluate {text} data.path=小说.txt": "data.path=小说.txt",
     "evaluate {text} batch_size=4,5": "batch_size=4,5 has several values",
-    "evaluate {text} data.path=a(b": "stands in two pairs of quotes",
+    "evaluate {text} data.path=a(b": "into two pairs of quotes",
     "evaluate {text} =3": "=3 has no key",
-    "evaluate {text} --split=test": "a key has no dashes: split=test",
-    "evaluate {text} split=val split=test": "split is given twice",
+    "evaluate {text} --split=test": "keys have no dashes: use split=test",
+    "evaluate {text} split=val split=test": "split is set twice",
     "generate {text} prompt=God length_penalty=2": "length_penalty=2.0 has no effect",
     "generate {text} prompt=God top_k=[": "top_k=[",
     "generate {text} prompt=God top_k=5": "top_k=5",
