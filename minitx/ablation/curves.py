@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def style(grid: AblationConfig, arm: str) -> tuple[str, str]:
-    """Return the colour and the marker of an arm, which are the same in all figures of a grid."""
+    """Return the colour and the marker of an arm. All figures of a grid use the same."""
     return PALETTE[list(grid.arms).index(arm) % len(PALETTE)]
 
 

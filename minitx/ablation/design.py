@@ -123,7 +123,7 @@ class StudyConfig(Config):
 
     def check(self) -> None:
         chooses = not self.measures or {"loss", "accuracy"} & {*self.scores}
-        require(bool(chooses), f"measures={list(self.measures)} need the score loss or accuracy, which chooses the rate")
+        require(bool(chooses), f"measures={list(self.measures)} need the score loss or accuracy to choose the rate")
         if self.threshold is not None:
             searches = not self.scores and RATE not in self.factors
             require(searches, f"threshold searches for the rate itself: remove scores and the factor {RATE}")
@@ -239,7 +239,7 @@ class PredictionConfig(Config):
 
     Attributes:
         statement: the prediction in one sentence.
-        expect: the expected ranges, which all must hold.
+        expect: the expected ranges. All of them must hold.
     """
 
     statement: str

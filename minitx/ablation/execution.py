@@ -76,7 +76,7 @@ class LocalPool:
     def close(self) -> None:
         """Kill the workers."""
         for executor in self._executors.values():
-            processes = list((executor._processes or {}).values())  # before shutdown, which drops the references
+            processes = list((executor._processes or {}).values())  # shutdown drops the references
             executor.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.kill()

@@ -1,4 +1,4 @@
-"""The cells of a grid, each of which is an ordinary training run with its own overrides, and the records of the runs.
+"""The cells of a grid (ordinary training runs with their own overrides), and the records of the runs.
 
 A record is one line of ``cells.jsonl``:
 
@@ -113,7 +113,7 @@ class Cell:
 
     @cached_property
     def hash(self) -> str:
-        """A hash of the place and of everything that determines the result: overrides, code, and the run from which it starts."""
+        """A hash of the place and of everything that determines the result: overrides, code, and the starting run."""
         keys = [text for text in self.overrides if not text.startswith(CONFIG_DIR)]
         user_code = [
             folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)
@@ -129,7 +129,7 @@ class Cell:
         return grid / "cells" / self.hash
 
     def weights(self, grid: Path) -> Path:
-        """Return the path of the checkpoint from which other runs start."""
+        """Return the path of the last checkpoint, where other runs start."""
         return self.folder(grid) / "checkpoints" / "last.ckpt"
 
     def words(self, grid: Path) -> list[str]:
@@ -193,7 +193,7 @@ def command_of(words: Sequence[str]) -> str:
 def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     """Return all cells of the chosen studies, ordered by seed: first the first seed of all studies, then the second seeds, and so on.
 
-    An interrupted grid is therefore still balanced. A cell follows the cell from which it starts. Overrides apply in the order base,
+    An interrupted grid is therefore still balanced. A cell follows the cell that it starts from. Overrides apply in the order base,
     arm, factors, seed, common.
 
     Args:
@@ -201,7 +201,7 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
 
     Raises:
         ConfigError: two cells are equal; two of arm, factors, seeds, threshold and ``common`` set the same key; or the grid does not
-            contain the run from which a cell starts.
+            contain the starting run of a cell.
     """
     cells_by_place, blocks = dict[Place, Cell](), dict[Place, int]()
     studies = grid.chosen()
@@ -299,7 +299,7 @@ def _digest(files: Mapping[str, Path], first: str = "") -> str:
 
 
 def _executed(source: bytes) -> bytes:
-    """Return Python code without comments, docstrings and layout, which do not change a run."""
+    """Return Python code without comments, docstrings and layout. They do not change a run."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # not valid Python: a foreign file in the user's folder
@@ -315,7 +315,7 @@ def _executed(source: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Run(Place):
-    """A run of the grid with its record, which is {} if there is none."""
+    """A run of the grid with its record ({} if there is none)."""
 
     record: Mapping[str, Any] = field(default_factory=dict, compare=False)
 

@@ -16,7 +16,7 @@ MIN_PAIRS = 5
 
 @dataclass(frozen=True)
 class Span:
-    """A number that is known to lie between two ends, which are equal if it is known exactly. An end may be 0 or infinite."""
+    """A number between two known ends. The ends are equal if the number is known exactly. An end may be 0 or infinite."""
 
     low: float
     high: float
@@ -49,8 +49,8 @@ def median(spans: Sequence[Span], *, ratio: bool) -> Span:
 def median_interval(spans: Sequence[Span]) -> tuple[Span, float] | None:
     """Return a confidence interval of the median and its coverage, or None for fewer than ``MIN_PAIRS`` numbers.
 
-    The interval extends from the k-th smallest lower end to the k-th largest upper end. k is the largest number for which the coverage
-    1 - 2 P(X < k), X ~ Binomial(n, ½), is at least ``CONFIDENCE``; for five numbers, k is 1. No distribution of the numbers is assumed.
+    The interval extends from the k-th smallest lower end to the k-th largest upper end. k is the largest number with a coverage
+    1 - 2 P(X < k), X ~ Binomial(n, ½), of at least ``CONFIDENCE``; for five numbers, k is 1. No distribution of the numbers is assumed.
     Source: David and Nagaraja 2003, *Order Statistics*, section 7.1.
 
     >>> median_interval([Span(x, x) for x in (3, 1, 2, 6, 5, 4)])

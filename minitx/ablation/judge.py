@@ -124,7 +124,7 @@ class Finding:
         comparison: study, arms and law.
         endpoint: the compared quantity.
         condition: the levels of all factors but the rate.
-        pairs: the seeds for which both arms have a value.
+        pairs: the seeds with a value for both arms.
         at_edge: whether a rate of ``pairs`` is the smallest or the largest that was tried.
         margin: effects within ``margin`` count as the same.
         bound: the upper bound of the ratio by the law, or None. If only W_Q and W_K train, the law predicts this ratio exactly.
@@ -149,7 +149,7 @@ class Finding:
 
     @cached_property
     def estimate(self) -> Span:
-        """The median effect, which is a range if runs ended at their cap."""
+        """The median effect. It is a range if runs ended at their cap."""
         return median([pair.effect for pair in self.pairs], ratio=self.endpoint.is_ratio)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Measurements in the runs of a grid: Lightning callbacks for any training run, and ``result_of``, which reads a finished run.
+"""Measurements in the runs of a grid: Lightning callbacks for any training run. ``result_of`` reads a finished run.
 
 Add a callback with an override::
 
@@ -89,7 +89,7 @@ class SameStart(L.Callback):
 
 
 def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
-    """Return the network from which the run starts. A head that the folder does not contain is initialised as in the run."""
+    """Return the network that the run starts from. A head that the folder does not contain is initialised as in the run."""
     if Path(path).is_file():
         builds_itself = module.net.stored_node is not None
         return load_model(path, None if builds_itself else copy.deepcopy(module.network))[0]
@@ -239,7 +239,7 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
 
 
 def short(value: float | None) -> float | None:
-    """Round to five significant digits, which are enough for figures and keep records small."""
+    """Round to five significant digits. They are enough for figures, and keep records small."""
     return None if finite(value) is None else float(f"{value:.5g}")
 
 

@@ -150,7 +150,7 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
 
 
 class Runs:
-    """The training runs of one cell, which differ only in the learning rate."""
+    """The training runs of one cell. They differ only in the learning rate."""
 
     def __init__(self, config: RunConfig, folder: Path, rule: ThresholdConfig) -> None:
         tokenizer, trainer = tokenizer_of(config.init_from, config.data), config.trainer
@@ -176,7 +176,7 @@ class Runs:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:
             nonfinite = error.step + 1
-        # free the moments now, which are twice the size of the model: the reference cycle of trainer and module delays their release
+        # moments are twice the size of the model: free them now, because a reference cycle of trainer and module delays it
         for optimizer in trainer.optimizers:
             optimizer.state.clear()
         return {

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 def _program(name: str) -> Callable[[], int]:
-    """Return the command ``minitx-NAME``, which calls ``minitx.cli.NAME.main``, or exits with code 2 if a package is missing."""
+    """Return the command ``minitx-NAME``: call ``minitx.cli.NAME.main``, or exit with code 2 if a package is missing."""
 
     def run() -> int:
         try:

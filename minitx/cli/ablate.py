@@ -132,7 +132,7 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
 def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
     """Return the records in ``path``, from any version of the code. Records of ``chosen`` come last, and so take precedence.
 
-    A warning counts the runs for which all records have other overrides, from an earlier version of the grid.
+    A warning counts the runs whose records all have other overrides, from an earlier version of the grid.
     """
 
     def without_folders(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ def run_cell(
     keep_attention: bool,
     threshold: ThresholdConfig | None = None,
 ) -> dict[str, Any]:
-    """Run a cell, which is an ordinary training run or a threshold, in a worker process. Return the ``result`` of its record."""
+    """Run a cell (an ordinary training run or a threshold) in a worker process. Return the ``result`` of its record."""
     from minitx.ablation.measures import result_of
 
     place = Path(folder)

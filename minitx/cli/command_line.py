@@ -100,7 +100,7 @@ def key(default: Any, meaning: str, *, is_path: bool = False) -> Any:
     Args:
         default: the default value; for a mutable default, a function that returns it.
         meaning: a line for ``--help``.
-        is_path: whether to expand a leading ``~``, which not every shell does.
+        is_path: whether to expand a leading ``~``. Not every shell does.
     """
     metadata = {"meaning": meaning, "is_path": is_path}
     if callable(default):

@@ -37,7 +37,7 @@ from minitx.config.training import LOADING, MODEL, NODES, CallbacksConfig
 log = logging.getLogger(__name__)
 
 GROUPS = (*NODES, "trainer")
-"""Groups for which every run must have an option."""
+"""Groups that must have an option in every run."""
 
 NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "seed=")
 """Prefixes of overrides that configure a grid. All other overrides apply to every cell."""
@@ -70,7 +70,7 @@ def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     """Return a composed config as dataclasses, with interpolations resolved and fields checked.
 
     Args:
-        words: the words from which ``composed`` was composed. With ``init_from``, typed fields of the model replace the fields in
+        words: the words that ``composed`` was composed from. With ``init_from``, typed fields of the model replace the fields in
             the file.
     """
     with explaining(words):
@@ -116,7 +116,7 @@ def check_trainer(node: Mapping[str, Any]) -> None:
     """Check unknown keys of ``trainer`` that are arguments of Lightning's Trainer.
 
     Raises:
-        ConfigError: the argument has another key, which the message names.
+        ConfigError: the argument has another key. The message names it.
     """
     known = list(defaults(TrainerConfig))
     extra = node.get("extra")
@@ -225,7 +225,7 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
     """Return the grid of a composed config, or None if it has no grid.
 
     Args:
-        words: the words from which ``config`` was composed.
+        words: the words that ``config`` was composed from.
 
     Raises:
         ConfigError: a key is wrong, or a file sets a key outside of ``ablation``. The runs of a grid would not have this key, because

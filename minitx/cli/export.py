@@ -83,7 +83,7 @@ def save_theirs(
         AdoptedCore.fold_back(model)  # configs of transformers cannot store a scale
     model = release_hf(model) if adopted_cores(model) else model
     if unties:
-        set_untied(model)  # after release_hf, which restores the original configs
+        set_untied(model)  # after release_hf, because it restores the original configs
     if labels:
         model.config.id2label, model.config.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
     with quiet():

@@ -77,7 +77,7 @@ def _generate(config: GenerateConfig) -> None:
     tokenizer, shape, kind = stored.tokenizer, stored.net.config, stored.net.shape.architecture
     require(
         kind in ("decoder", "encoder_decoder"),
-        f"ckpt_path={config.ckpt_path} contains a model with architecture={kind}, which does not generate text",
+        f"ckpt_path={config.ckpt_path} contains a model that does not generate text: architecture={kind}",
     )
     if tokenizer is None:
         raise ConfigError(f"ckpt_path={config.ckpt_path} contains no tokenizer: its model was not trained on text")

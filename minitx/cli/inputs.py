@@ -179,7 +179,7 @@ def _id_inputs(config: TransformerConfig, text: str) -> Inputs:
     ids, types = ([int((word + ":0").split(":")[part]) for word in words] for part in (0, 1))
     for name, numbers, size in (("ids", ids, config.vocab_size or 0), ("types", types, config.type_vocab_size or 1)):
         largest = max(numbers, default=-1)
-        require(largest < size, f"text has {largest} among its {name}, which must lie in [0, {size})")
+        require(largest < size, f"text has {largest} among its {name}: {name} must lie in [0, {size})")
     _check_ids(ids, "text", config.max_len)
     tensors = {SOURCE: torch.tensor([ids])} | ({TYPES: torch.tensor([types])} if config.type_vocab_size else {})
     return Inputs(tensors, {SOURCE: [key_value_texts(ids, types)]})
@@ -294,7 +294,7 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
     if model.config.is_encoder_decoder:
         require(
             model.can_generate(),
-            f"{type(model).__name__} is an encoder-decoder without a head, which cannot read a target",
+            f"{type(model).__name__} is an encoder-decoder without a head: it cannot read a target",
         )
         if target is None:
             model_inputs = {key: tensors[key].to(model.device) for key in (SOURCE, "attention_mask")}

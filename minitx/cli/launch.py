@@ -135,7 +135,7 @@ def tell_launcher(message: str) -> None:
 
 
 def job_name() -> str:
-    """Return the name that torchrun or srun gave to this run, which is the same in all of its processes and unique among runs.
+    """Return the name that torchrun or srun gave to this run. It is the same in all processes of the run, and unique among runs.
 
     Raises:
         ConfigError: torchrun gave it no name.

@@ -31,7 +31,7 @@ from minitx.config.shipped import shipped_configs
 from minitx.training import kept_environment, rank
 
 _GRIDS = set[Path]()  # folders of grids in this call
-_FAILED = set[str]()  # reasons and overrides of failed jobs in this call, which were logged
+_FAILED = set[str]()  # reasons and overrides of the failed jobs that this call has logged
 log = logging.getLogger("minitx")
 
 
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def run_job(composed: DictConfig) -> float | None:
-    """Run a job of Hydra, which is a run or a grid. Return the value of ``optimized_metric`` for sweepers."""
+    """Run a job of Hydra: a run or a grid. Return the value of ``optimized_metric`` for sweepers."""
     speak_on_the_first_rank()
     words = command_words()
     find_own_modules(words)
@@ -120,7 +120,7 @@ class _WithoutRepeats:
 
 
 def _is_new(record: logging.LogRecord) -> bool:
-    """Return False for records in which a sweeper repeats a failure that was already logged."""
+    """Return False for the record of a sweeper that repeats a logged failure."""
     is_of_plugin = record.name.startswith(("hydra.", "hydra_plugins."))
     return not (is_of_plugin and any(text in record.getMessage() for text in _FAILED if text))
 
@@ -148,7 +148,7 @@ def remove_hydra_folder() -> None:
 
 
 class SweepFolder(Callback):
-    """Keep the config of a sweep, which contains its folder, until ``remove`` is called. Hydra itself keeps only the config of a run."""
+    """Keep the config of a sweep, because it contains the folder, until ``remove`` is called. Hydra itself keeps only the config of a run."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         HydraConfig.instance().set_config(config)
@@ -165,7 +165,7 @@ class SweepFolder(Callback):
                 (folder / "multirun.yaml").unlink(missing_ok=True)  # Optuna's sweeper does not write it
                 inner = os.path.relpath(folder)
                 with suppress(OSError):  # the current folder cannot be removed
-                    if not inner.startswith(os.pardir):  # keep empty folders elsewhere, which belong to the user
+                    if not inner.startswith(os.pardir):  # empty folders elsewhere belong to the user
                         os.removedirs(inner)  # and empty parent folders
         return is_empty
 
@@ -186,7 +186,7 @@ def command() -> str:
 
 
 def run_plan(config: RunConfig, folder: Path) -> None:
-    """Print the memory plan of the run that would be in ``folder``, which is not created.
+    """Print the memory plan of the run that would be in ``folder``. The folder is not created.
 
     Raises:
         ConfigError: the run is part of a sweep, or cannot be built.
@@ -237,7 +237,7 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
     """Return ``output_dir``, else Hydra's folder if ``hydra.run.dir`` or a sweep sets one, else ``runs/<experiment>/<date_time>``.
 
     The default of a grid is ``runs/<experiment>/<grid>``, so that it can resume. With torchrun or srun, the default is
-    ``runs/<experiment>/<name of the job>``, which is the same in all processes.
+    ``runs/<experiment>/<name of the job>``, because all processes know this name.
 
     Raises:
         ConfigError: ``ckpt_path=last`` without a folder, a sweep with one folder for all jobs, or a job of torchrun without a name.

@@ -285,7 +285,7 @@ def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | Non
 
 
 def _titles(config: ViewConfig, name: str) -> list[str]:
-    """Return the titles of the traces of a model, which reads one text or two."""
+    """Return the titles of the traces of a model: one for each text."""
     return [name] if config.compare_text is None else [_quoted(text) for text in (config.text or "", config.compare_text)]
 
 

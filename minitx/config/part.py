@@ -128,9 +128,7 @@ class Part(Readable):
         if not is_node(value):
             group, _, name = key.rpartition(".")
             near = nearest(name, takes.keys, f"{group}.")
-            raise ConfigError(
-                f"{key} has no _target_, which names {f'a class{near}' if near else takes.expects.format(name=name)}"
-            )
+            raise ConfigError(f"{key} has no _target_ to name {f'a class{near}' if near else takes.expects.format(name=name)}")
         return cls.of(value, key, takes)
 
     def _read(self, takes: Takes) -> Part:
@@ -276,7 +274,7 @@ class Part(Readable):
 def node(target: Callable[..., Any], **arguments: Any) -> Part:
     """Return the part that calls ``target`` with ``arguments``, for a config written in Python.
 
-    Its name uses the shortest module path from which ``target`` can be imported. The arguments are read when a config takes the part.
+    The name of the part uses the shortest module path of ``target``. The arguments are read when a config takes the part.
 
     >>> node(require, condition=True, message="").name
     'minitx.config.schema.require'

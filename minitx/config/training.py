@@ -66,7 +66,7 @@ Logger = Annotated[Part, _of_entries("logger", "csv")]
 
 
 def _default(name: str, **arguments: Any) -> Any:
-    """A field for a part. Its default is a node, which ``read`` turns into a part."""
+    """A field for a part. Its default is a node, and ``read`` turns the node into a part."""
     return field(default_factory=lambda: {"_target_": NODES[name], **arguments})
 
 
@@ -417,4 +417,4 @@ class RunConfig(Config):
         resumed = self.trainer.plan and self.ckpt_path is not None
         require(not resumed, "trainer.plan=true describes a new run, but ckpt_path resumes one: remove one of them")
         best = self.evaluation.test == "best" and not self.trainer.ckpt_every
-        require(not best, "evaluation.test=best needs best.ckpt, which trainer.ckpt_every=0 does not write")
+        require(not best, "evaluation.test=best needs best.ckpt, but trainer.ckpt_every=0 writes none")

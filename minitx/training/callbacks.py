@@ -454,7 +454,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
                 remedy = "raise its patience or remove it" if by_patience else "remove it"
                 log.warning("EarlyStopping already ended this run: %s to resume. %s", remedy, callback.stopping_reason_message)
         if self._previous and self._received is None:
-            self._install()  # replaces Lightning's handler, which could start a collective operation during another
+            self._install()  # replaces Lightning's handler, because it could start a collective operation during another
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         if step >= trainer.max_steps:

@@ -122,7 +122,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(state, Mapping) or not isinstance(format := state.get("format"), int):
         raise ConfigError("another program wrote it: it has no minitx.format")
     require(format <= FORMAT, f"a newer minitx wrote it (format {format}, this version reads up to {FORMAT}): update minitx")
-    require(is_node(state.get("model")), "a version of minitx before 0.1 wrote it, which is not supported: train again")
+    require(
+        is_node(state.get("model")), "a version of minitx before 0.1 wrote it, and its format is not supported: train again"
+    )
     return dict(checkpoint)
 
 
@@ -293,7 +295,7 @@ def tokenizer_of(init_from: InitFrom, data: Part) -> Tokenizer | None:
     if tokenizer is None and kind in ("char", "bpe"):
         raise ConfigError(
             f"data.tokenizer={kind} would be a new tokenizer, but the weights of init_from.path={init_from.path} were trained "
-            "with another one, which is not stored there: data.tokenizer must name its file or folder"
+            "with another one: data.tokenizer must name its file or folder, because it is not stored with the weights"
         )
     return tokenizer
 
@@ -457,7 +459,7 @@ class Stored:
         node = self.nodes[name]
         if node.get("_target_") == FROM_PYTHON:
             raise ConfigError(
-                f"ckpt_path={self.path} was trained with {name} passed from Python, which a checkpoint cannot contain: pass "
+                f"ckpt_path={self.path} was trained with {name} passed from Python, and a checkpoint cannot contain it: pass "
                 f"{name}._target_=MODULE.NAME to evaluate.py (text=TEXT to the viewer), or call evaluate() from Python"
             )
         if name in self.untrusted:

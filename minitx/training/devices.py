@@ -119,7 +119,7 @@ def device_of(accelerator: str = "auto") -> torch.device:
 _BUILT_IN = ("auto", "cpu", "gpu", "mps")
 
 _OF_LIGHTNING = ("cpu", "cuda", "mps", "tpu")
-"""Accelerators that Lightning itself registers. Here ``gpu`` stands for CUDA; TPUs, which need their own strategy, are not supported."""
+"""Accelerators that Lightning itself registers. Here ``gpu`` stands for CUDA. TPUs are not supported, because they need their own strategy."""
 
 
 def _registered(accelerator: str) -> Any:
@@ -179,7 +179,7 @@ def memory_mb(device: torch.device) -> float:
 # --- CPUs: faster matrix products on AMD processors, and reuse of freed memory
 
 LARGE = 2**21
-"""Number of multiplications from which products use oneDNN. For smaller products, the overhead exceeds the gain."""
+"""Products with at least this number of multiplications use oneDNN. For smaller products, the overhead exceeds the gain."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -192,14 +192,14 @@ _active = False
 
 @contextmanager
 def onednn_products(enabled: bool = True) -> Iterator[bool]:
-    """A context in which oneDNN computes large float32 matrix products on AMD processors with AVX-512. Yields whether it does.
+    """A context that lets oneDNN compute large float32 matrix products on AMD processors with AVX-512. Yields whether it does.
 
-    On a CPU, torch computes float32 products with Intel's MKL, which uses only AVX2 on AMD processors. oneDNN, which is also part of
-    torch, uses AVX-512. It is about twice as fast on Zen 5, and a tenth faster on Zen 4 (``docs/dev/decisions.md`` has the numbers).
+    On a CPU, torch computes float32 products with Intel's MKL. On AMD processors, MKL uses only AVX2. oneDNN is also part of torch, and
+    uses AVX-512. It is about twice as fast on Zen 5, and a tenth faster on Zen 4 (``docs/dev/decisions.md`` has the numbers).
     The results differ from MKL's by rounding. On other processors, for other dtypes, or if
     ``torch.backends.mkldnn.matmul.fp32_precision`` is set, this context has no effect.
 
-    torch calls oneDNN for float32 products only if this setting is ``bf16``, which *allows* rounding to bfloat16. Processors without
+    torch calls oneDNN for float32 products only if this setting is ``bf16``. This *allows* rounding to bfloat16. Processors without
     AMX do not round; one product is compared with float64 before the first use. The setting is changed for one product at a time,
     because it slows down attention on a CPU.
 
@@ -224,7 +224,7 @@ def keep_freed_memory() -> bool:
     """Let glibc keep up to 1 GiB of freed memory in this process, and return whether this succeeded.
 
     By default, glibc returns large blocks to the system as soon as they are freed. Each training step allocates the same blocks again,
-    and the system clears their pages, which takes a sixth of the step of a small model. Blocks of 32 MiB and more are still returned.
+    and the system clears their pages. In a small model, this takes a sixth of a step. Blocks of 32 MiB and more are still returned.
     Other C libraries are not changed. ``man 3 mallopt`` describes both settings.
     """
     if not sys.platform.startswith("linux"):
@@ -289,7 +289,7 @@ def _replace_kernel(name: str, first: int) -> None:
 
 @contextmanager
 def flush_denormal(enabled: bool = True) -> Iterator[None]:
-    """A context in which this processor rounds float32 numbers below 1.2e-38 to 0. The setting is restored afterwards.
+    """A context that makes this processor round float32 numbers below 1.2e-38 to 0. The setting is restored afterwards.
 
     Such numbers are slow: some processors need a hundred cycles for each. A softmax that is nearly one-hot produces many of them in its
     backward pass. There is no effect on a GPU, or on a processor that does not support it (``torch.set_flush_denormal``).
@@ -368,7 +368,7 @@ def set_gradient_sync(network: nn.Module, enabled: bool) -> None:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a ``DTensor``, without importing that class, which takes a second."""
+    """Return whether a tensor is a ``DTensor``. The class is not imported, because that takes a second."""
     return hasattr(tensor, "full_tensor")
 
 

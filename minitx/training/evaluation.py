@@ -379,7 +379,7 @@ def evaluate_splits(
             evaluation = partial(evaluate, network, data.task, options, module.objective, batch_size=rows, split=split)
             report(evaluate_on(trainer.strategy.root_device, network, evaluation), folder, split)
 
-    if options.at_end:  # before the test, which may load the best weights
+    if options.at_end:  # first, because the test may load the best weights
         print_metrics("val")
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
@@ -405,7 +405,7 @@ def evaluate_on(device: torch.device, network: nn.Module, evaluation: Callable[[
     """Return ``evaluation()``, computed with ``network`` on ``device``, or on the CPU if the device runs out of memory.
 
     Lightning moves the network to the CPU after training, and this function returns it there. A sharded network is evaluated as an
-    unsharded copy, which may not fit on the device.
+    unsharded copy, and this copy may not fit on the device.
     """
     try:
         network.to(device)

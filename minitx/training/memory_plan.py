@@ -30,11 +30,11 @@ from minitx.training.optimizers import build_optimizer, check_strategy
 
 @dataclass(frozen=True)
 class Plan:
-    """Number of bytes that a process holds during training. With sharding, these are the numbers of rank 0, which holds the most.
+    """Number of bytes that a process holds during training. With sharding, these are the numbers of rank 0, the largest of all ranks.
 
     Attributes:
         parameters: the parameters, trained or frozen.
-        buffers: the buffers, which are not sharded.
+        buffers: the buffers. They are not sharded.
         gradients: the gradients of the trained parameters.
         optimizer_states: the states of the optimizer.
         averaged_weights: the copies that weight-averaging callbacks keep.
@@ -174,7 +174,7 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 
 def precision_of(options: TrainerConfig) -> str:
-    """Return the precision of a run on its devices, which this machine need not have."""
+    """Return the precision of a run on its devices. This machine need not have them."""
     on_cpu = options.accelerator == "cpu" or (options.accelerator == "auto" and device_of().type == "cpu")
     return cpu_precision(options.precision) if on_cpu else options.precision
 
@@ -213,7 +213,7 @@ def without_numbers(network: nn.Module) -> nn.Module:
 
 @contextmanager
 def fake_processes(count: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """A context in which this process is rank ``rank`` of ``count``. The other ranks do not exist, so sums over processes are wrong.
+    """A context that makes this process rank ``rank`` of ``count``. The other ranks do not exist, so sums over processes are wrong.
 
     Raises:
         ConfigError: this process already has a process group.

@@ -44,7 +44,7 @@ class MetricsFile(Logger):
 
     Args:
         path: the file.
-        start_step: remove rows after this step, which were written after the checkpoint from which the run resumes.
+        start_step: remove the rows after this step. They were written after the checkpoint that the run resumes from.
         columns: the columns that start a row. None: all metrics start a row, at the step that Lightning passes.
     """
 
@@ -76,8 +76,8 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add values to the row of ``step``, which is the last row or a new one."""
-        # drop Lightning's epoch, which counts from the start of the process and not of the data
+        """Add values to the row of ``step``. It is the last row or a new row."""
+        # drop Lightning's epoch: it counts from the start of the process, not of the data
         metrics = {name: value for name, value in metrics.items() if name != "epoch"}
         if self._starts is not None and not metrics.keys() & set(self._starts):
             self._others.update({name: float(value) for name, value in metrics.items()})

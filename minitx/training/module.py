@@ -146,7 +146,7 @@ class TrainingModule(L.LightningModule):
                 ):
                     group["lr"] = base * factor(schedule.last_epoch)
         if self._resumed is not None:
-            # with averaging, state_dict contains the average, which is float32 even with bf16-true
+            # with averaging, state_dict contains the average, in float32 even with bf16-true
             weights = self._resumed.get("current_model_state", self._resumed["state_dict"])
             saved = {name: weight.dtype for name, weight in network_weights({"state_dict": weights}).items()}
             dtypes = {parameter: saved.get(name) for name, parameter in self.network.named_parameters()}
@@ -193,7 +193,7 @@ class TrainingModule(L.LightningModule):
         self._micro = 0
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.grad_norm = total_norm(gradients)
-        # all ranks must agree, and step_loss is local: with several ranks, only the gradient norm is checked, which is global
+        # all ranks must agree, but step_loss is local: with several ranks, check only the global gradient norm
         alone = self.trainer.world_size == 1
         self.latch.check(optimizer, self.grad_norm + self.step_loss if alone else self.grad_norm, self.global_step)
         if self.options.clip is not None:
@@ -226,7 +226,7 @@ class TrainingModule(L.LightningModule):
         sums = self.sums(batch)
         count = num_targets(batch["labels"])
         totals = {**sums, "loss": sums.get("nll", sums["loss"]), "count": count}
-        for name, value in totals.items():  # a process without rows evaluates a filler row, which must not count
+        for name, value in totals.items():  # the filler row of a process without rows must not count
             counted = torch.where(count > 0, value, 0).to(widest_float(self.device))
             self._validation[name] = counted + self._validation.get(name, 0)
 
@@ -456,7 +456,7 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load unsharded tensors, which are the same on all processes. Each process copies its shard. The inverse of ``whole_state``."""
+    """Load unsharded tensors (the same on all processes). Each process copies its shard. The inverse of ``whole_state``."""
     for name, local in network.state_dict().items():  # torch's set_model_state_dict skips shared parameters
         local.copy_(part_of(state[name].to(local.device, local.dtype), local))
 

@@ -135,7 +135,7 @@ class Net:
             if name == "document_ids" and ((ids != ids[:, :1]) & (ids >= 0)).any():
                 raise ConfigError(
                     f"model: {self.kind}.forward has no parameter document_ids, so attention would cross the documents of a row. "
-                    "Set data.packing=false, which puts one document into a row"
+                    "Set data.packing=false to put one document into a row"
                 )
 
     def check_documents(self, batch: Batch) -> None:
@@ -228,7 +228,7 @@ class Net:
 
     @property
     def head(self) -> nn.Module | None:
-        """The language-model head of one of our models, which maps hidden states to logits; else None."""
+        """The head of one of our language models. It maps hidden states to logits. None for other networks."""
         return None
 
     def writer(self, vocab_size: int, path: str) -> nn.Module:
@@ -247,8 +247,8 @@ class Net:
         """Put the network into training mode, and return the names of the modules that stay in evaluation mode.
 
         ``from_pretrained`` of transformers returns models in evaluation mode, without dropout. A module in evaluation mode stays in it
-        if all of its parameters are frozen, or if it is a single layer, such as a batch norm, inside a module in training mode. With
-        PEFT, which freezes the whole model, all modules are put into training mode.
+        if all of its parameters are frozen, or if it is a single layer, such as a batch norm, inside a module in training mode. PEFT
+        freezes the whole model, so with PEFT all modules are put into training mode.
         """
         kept: list[str] = []
 
@@ -339,7 +339,7 @@ class OfTransformers(Net):
         if not torch.allclose(one, two, rtol=1e-4, atol=1e-4 * float(one.abs().max())):
             raise ConfigError(
                 f"model: attention of {self.kind} crosses the documents of a row, although their positions restart. "
-                "Set data.packing=false, which puts one document into a row"
+                "Set data.packing=false to put one document into a row"
             )
 
     def check_sizes(self, fields: Mapping[str, Any]) -> None:
@@ -380,7 +380,7 @@ class _Writer(nn.Module):
 
 
 def _inside(network: Any) -> Any:
-    """Return the model inside the wrappers of ``torch.compile`` and PEFT, which pass on all arguments."""
+    """Return the model inside the wrappers of ``torch.compile`` and PEFT. The wrappers pass on all arguments."""
     while True:
         inner = dict(network.named_children()).get("_orig_mod")  # the name in the state_dict of a compiled module
         if inner is None and hasattr(network, "get_base_model"):
@@ -424,7 +424,7 @@ def build_network(part: Part, data: DataModule, *, precision: str = "32-true", s
     base = lightning_base(model, "LightningModule")
     if base is not None and overrides(model, base, "training_step"):
         raise ConfigError(
-            f"model: {type(model).__name__} is a LightningModule with its own training_step, which minitx does not call: "
+            f"model: {type(model).__name__} is a LightningModule with its own training_step, but minitx does not call it: "
             "train it with Lightning's Trainer and import blocks of minitx, or pass its network as model"
         )
     net = Net.of(model)
@@ -500,7 +500,7 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
     kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
     pair = model.architecture, model.head
     given, *wanted = (f"model.architecture={kind} with model.head={head}" for kind, head in (pair, *kinds))
-    require(pair in kinds, f"{given} does not fit {task.name}, which needs {' or '.join(wanted)}")
+    require(pair in kinds, f"{given} does not fit {task.name}: it needs {' or '.join(wanted)}")
 
 
 def in_own_dtype(network: nn.Module) -> nn.Module:

@@ -140,7 +140,7 @@ def chunked_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Return (loss, nll, correct) of ``chunked_cross_entropy``, and compute gradients of the inputs for which ``needs_grad`` is True."""
+    """Return (loss, nll, correct) of ``chunked_cross_entropy``, and compute the gradients that ``needs_grad`` selects."""
 
     @staticmethod
     def forward(

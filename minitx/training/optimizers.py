@@ -307,9 +307,9 @@ def matrix_names(network: nn.Module) -> set[str]:
 def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
     """Return approximately U Vᵀ for each matrix U S Vᵀ, or for each matrix of a stack (N, rows, cols), by Newton–Schulz iteration.
 
-    X ← aX + b(XXᵀ)X + c(XXᵀ)²X, ``steps`` times. The singular values are then between about 0.7 and 1.2, which trains as well as
+    X ← aX + b(XXᵀ)X + c(XXᵀ)²X, ``steps`` times. The singular values are then between about 0.7 and 1.2. This trains as well as
     exactly 1 (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"). Matrices of the same shape up to
-    transposition are stacked, which saves time for small matrices. The computation is in bfloat16 on a GPU, and in the dtype of the
+    transposition are stacked to save time for small matrices. The computation is in bfloat16 on a GPU, and in the dtype of the
     matrices elsewhere.
 
     >>> matrices = torch.randn(2, 30, 7, generator=torch.Generator().manual_seed(0))

@@ -178,7 +178,7 @@ class Probe(StepCallback):
         return [{name: pieces[i] for name, pieces in parts.items()} for i in range(len(parts["labels"]))]
 
     def _loss(self, module: TrainingModule, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the summed loss of a part and, if there is a target per query, which queries have a target."""
+        """Return the summed loss of a part, and a mask of queries with a target if there is a target per query."""
         loss = checked_sums(module.objective(module.net(part), part))["loss"]
         axis = TARGET if TARGET in part else SOURCE
         has_target = axis in part and part["labels"].shape == part[axis].shape

@@ -44,7 +44,7 @@ NOISE = 0.02
 """The standard deviation of noise that is added to the weights, because a head that starts at zero would hide faults of the objective."""
 
 ROWS = 16
-"""The number of training rows from which the two rows are chosen."""
+"""The two rows are chosen from this number of training rows."""
 
 LARGE = 50_000_000
 """Number of bytes of weights above which a checkpoint of the rehearsal stores only shapes."""
@@ -53,7 +53,7 @@ KNOWN = ("lightning.", "minitx.")
 """Packages whose callbacks take part in the rehearsal."""
 
 Perform = Callable[..., Any]
-"""The type of ``run.perform``, which performs a run in a folder."""
+"""The type of ``run.perform``."""
 
 
 def is_rehearsed(config: RunConfig) -> bool:
@@ -122,7 +122,7 @@ def _load_saved(network: nn.Module, path: Path) -> None:
 
 
 class ShapesOnly(AtomicCheckpointIO):
-    """Write checkpoints in which each tensor is an expanded zero, so that the file is small for any model."""
+    """Write checkpoints with an expanded zero for each tensor, so that the file is small for any model."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(_shapes(checkpoint), path)
@@ -250,7 +250,7 @@ def _once(callbacks: CallbacksConfig) -> CallbacksConfig:
 def _known(parts: Mapping[str, Part | None]) -> dict[str, Part]:
     """Return the callbacks of Lightning and minitx that write only to the run's folder.
 
-    If the user has own callbacks, which may log any metric, callbacks that monitor a metric are left out.
+    The user's callbacks may log any metric. If there are any, callbacks that monitor a metric are left out.
     """
     has_own = _has_own(parts)
     return {
@@ -340,7 +340,7 @@ def _kept(module: nn.Module) -> Callable[[], None]:
                 tensor.grad = None
                 if tensor.dtype == value.dtype:
                     tensor.copy_(value)
-                else:  # with bf16-true, restore the unrounded weights, from which an average starts
+                else:  # with bf16-true, restore the unrounded weights, because an average starts from them
                     tensor.data = value.to(tensor.device)
 
     return restore

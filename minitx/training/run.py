@@ -223,7 +223,7 @@ def check_demands(net: Net, data: DataModule, config: RunConfig) -> None:
 def build_callbacks(
     config: CallbacksConfig, module: TrainingModule, data: DataModule, folder: Path, state: Mapping[str, Any]
 ) -> list[L.Callback]:
-    """Return the callbacks of the run: ours, the configured ones, and ``LastCheckpoint``, which also handles signals.
+    """Return the callbacks of the run: ours, the configured ones, and ``LastCheckpoint`` (it also handles signals).
 
     Args:
         state: plain data to store in every checkpoint (``stored_state``).
@@ -404,7 +404,7 @@ def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
         if isinstance(callback, StochasticWeightAveraging):
             raise ConfigError(
                 "callbacks: StochasticWeightAveraging averages at the end of the last epoch, after the last validation and checkpoint, "
-                "so its result would not be saved: use callbacks=[default,ema], which averages by step"
+                "so its result would not be saved: use callbacks=[default,ema] to average by step"
             )
         if isinstance(callback, GradientAccumulationScheduler):
             raise ConfigError(

@@ -27,7 +27,7 @@ BUILDERS = {
 }
 """Functions of this package that a checkpoint may name, by the key of their node, besides ``data_sets()``. They run no foreign code."""
 
-_ADVICE = "to build it anyway, which runs its code, set trust=true"
+_ADVICE = "to build it anyway and run its code, set trust=true"
 
 
 @cache

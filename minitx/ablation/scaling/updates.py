@@ -116,7 +116,7 @@ class FoldIntoQueries(L.Callback):
     """At the start of a run, move the factor 1/√d_k from both W_Q and W_K into W_Q alone, without changing the function.
 
     ``init_from.fold_scale`` multiplies W_Q and W_K, and their biases, by d_k^-1/4 each if the model has no scale. This callback
-    multiplies W_Q by d_k^-1/4 again, and W_K by d_k^1/4, which is the ratio of T5's initial weights.
+    multiplies W_Q by d_k^-1/4 again, and W_K by d_k^1/4, as in T5's initial weights.
 
     Raises:
         ConfigError: a layer has a scale.
