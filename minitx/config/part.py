@@ -114,9 +114,9 @@ class Part(Readable):
         return part._read(takes)
 
     @classmethod
-    def of_object(cls, thing: Any, path: str, **run_values: Any) -> Part:
+    def of_object(cls, value: Any, path: str, **run_values: Any) -> Part:
         """Return a part whose ``build`` returns an existing object."""
-        return cls(path, FROM_PYTHON, lambda: thing, run_values=run_values)
+        return cls(path, FROM_PYTHON, lambda: value, run_values=run_values)
 
     @classmethod
     def read(cls, value: Any, key: str, *annotations: Any) -> Part:
@@ -318,17 +318,17 @@ def find_target(name: str, path: str) -> Any:
     """
     first, *rest = name.split(".")
     try:
-        thing, module = importlib.import_module(first), first
+        target, module = importlib.import_module(first), first
         for word in rest:
             module = f"{module}.{word}"
             try:
-                thing = getattr(thing, word)
+                target = getattr(target, word)
             except AttributeError:
-                if not inspect.ismodule(thing):
+                if not inspect.ismodule(target):
                     raise
-                thing = importlib.import_module(module)
-        require(callable(thing), f"{name} is not a function or class")
-        return thing
+                target = importlib.import_module(module)
+        require(callable(target), f"{name} is not a function or class")
+        return target
     except Exception as error:
         raise ConfigError(f"{path}._target_={name} cannot be built: {reason(error)}{_similar(name)}") from error
 

@@ -279,8 +279,8 @@ class TransformerConfig(Config):
             for name, (possible, why) in limits.items():
                 fits = kind not in values or getattr(self, name) in possible
                 require(fits, f"{name}={getattr(self, name)} is not supported with {other}={kind}: {why}")
-        whole = self.image_size is None or self.image_size % self.patch_size == 0
-        require(whole, f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
+        divides = self.image_size is None or self.image_size % self.patch_size == 0
+        require(divides, f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
 
     def window_of(self, layer: int) -> int | None:
         """Return the window of block number ``layer``."""

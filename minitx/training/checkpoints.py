@@ -76,8 +76,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
         cause = next((e for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), None)
         reason = cause.strerror if cause is not None else first_line(error)
         part.unlink(missing_ok=True)
-        kept = "; the previous checkpoint is intact" if Path(path).exists() else ""
-        raise CheckpointError(f"checkpoint {path} could not be written: {reason}{kept}") from error
+        note = "; the previous checkpoint is intact" if Path(path).exists() else ""
+        raise CheckpointError(f"checkpoint {path} could not be written: {reason}{note}") from error
 
 
 def clean_up(folder: Path) -> None:
@@ -383,8 +383,8 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     lambdas = ["lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]]
     if not all(lambdas):  # the state of a LambdaLR does not contain a number of steps
         check_length(config, saved["trainer"])
-    known = [tokenizers.from_dict(entry["tokenizer"]) for entry in (stored, state) if entry["tokenizer"]]
-    if len({*map(tokenizers.fingerprint, known)}) > 1:  # ids may have other meanings, even if the size is the same
+    tokenizers_of_both = [tokenizers.from_dict(entry["tokenizer"]) for entry in (stored, state) if entry["tokenizer"]]
+    if len({*map(tokenizers.fingerprint, tokenizers_of_both)}) > 1:  # ids may have other meanings, even if the size is the same
         raise ConfigError(
             f"{named} was trained with another tokenizer. Resume with the old data, "
             "or start a new run from the weights and their tokenizer with init_from.path"

@@ -125,9 +125,9 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Read the rows of a metrics file. An empty cell is None. An incomplete last line, after a crash, is skipped."""
     with Path(path).open(newline="", encoding="utf-8") as file:
         rows: Iterable[dict[str, str]] = list(csv.DictReader(line for line in file if line.endswith("\n")))
-    whole = ("step", "tokens")
+    integers = ("step", "tokens")
     return [
-        {name: None if text == "" else int(text) if name in whole else float(text) for name, text in row.items()}
+        {name: None if text == "" else int(text) if name in integers else float(text) for name, text in row.items()}
         for row in rows
     ]
 

@@ -234,15 +234,15 @@ class TrainingModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         means, monitor = self._log_means("val"), self.options.monitor
-        known = {**self.trainer.callback_metrics, **means}
+        logged = {**self.trainer.callback_metrics, **means}
         for schedule in [entry.scheduler for entry in self.trainer.lr_scheduler_configs]:
             if not isinstance(schedule, ReduceLROnPlateau) or self.trainer.sanity_checking:
                 continue
             require(
-                monitor in known,
-                f"trainer.monitor={monitor} is not logged, but the schedule needs it; logged are: {', '.join(known)}",
+                monitor in logged,
+                f"trainer.monitor={monitor} is not logged, but the schedule needs it; logged are: {', '.join(logged)}",
             )
-            schedule.step(float(known[monitor]))
+            schedule.step(float(logged[monitor]))
 
     def on_test_epoch_end(self) -> None:
         self._log_means("test")

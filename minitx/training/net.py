@@ -335,8 +335,8 @@ class OfTransformers(Net):
         documents = (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] // 2).long()[None]
         changed = torch.where(documents == 0, (ids + 1) % (ids.max() + 2), ids)
         with evaluating(self.network):
-            one, two = (self({"input_ids": each, "document_ids": documents})[documents == 1] for each in (ids, changed))
-        if not torch.allclose(one, two, rtol=1e-4, atol=1e-4 * float(one.abs().max())):
+            first, second = (self({"input_ids": each, "document_ids": documents})[documents == 1] for each in (ids, changed))
+        if not torch.allclose(first, second, rtol=1e-4, atol=1e-4 * float(first.abs().max())):
             raise ConfigError(
                 f"model: attention of {self.kind} crosses the documents of a row, although their positions restart. "
                 "Set data.packing=false to put one document into a row"
@@ -499,8 +499,8 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
         return
     kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
     pair = model.architecture, model.head
-    given, *wanted = (f"model.architecture={kind} with model.head={head}" for kind, head in (pair, *kinds))
-    require(pair in kinds, f"{given} does not fit {task.name}: it needs {' or '.join(wanted)}")
+    actual, *possible = (f"model.architecture={kind} with model.head={head}" for kind, head in (pair, *kinds))
+    require(pair in kinds, f"{actual} does not fit {task.name}: it needs {' or '.join(possible)}")
 
 
 def in_own_dtype(network: nn.Module) -> nn.Module:
