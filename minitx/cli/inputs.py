@@ -96,7 +96,7 @@ def check_reads_alike(
         expected, actual = (getattr(Net.of(model).shape, name) for model in (ours, theirs))
         require(
             expected == actual,
-            f"{key_and_path} has model.{name}={actual}, but {first} has {expected}: they cannot read the same",
+            f"{key_and_path} has model.{name}={actual}, but {first} has {expected}: they cannot read the same inputs",
         )
     expected, actual = (None if tokenizer is None else fingerprint(tokenizer) for tokenizer in tokenizers)
     require(expected == actual, f"{key_and_path} reads text with another tokenizer than {first}: their tokens differ")

@@ -1,4 +1,4 @@
-"""The devices of a run: hardware of this machine, faster products on CPUs, and sums over processes. Importing it imports no Lightning."""
+"""The devices of a run: hardware of this machine, faster products on CPUs, and sums over processes. Lightning is not imported."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Net:
 
     @property
     def shape(self) -> TransformerConfig:
-        """The config. Other networks are treated as decoders of any length."""
+        """The config of one of our models. Other networks are treated as decoders of any length."""
         return self.config or TransformerConfig(max_len=2**31)
 
     @property
@@ -494,7 +494,7 @@ def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
 
 
 def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any]) -> None:
-    """Refuse a model for another kind of task. Kinds of task that are not ours take any model."""
+    """Refuse a model for another kind of task. A kind of task that is not ours accepts any model."""
     if task.kind not in _MODELS_OF:
         return
     kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
