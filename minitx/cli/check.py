@@ -52,7 +52,10 @@ class CheckConfig(Config):
         )
         path, colon, name = self.target.rpartition(":")
         require(bool(self.model or (colon and path and name)), f"{self.target} must be FILE.py:NAME, such as mine.py:attention")
-        require(not self.model or not (self.strict or self.stage or self.mask), "stage, strict and mask are for functions, not for models: remove them")
+        require(
+            not self.model or not (self.strict or self.stage or self.mask),
+            "stage, strict and mask are for functions, not for models: remove them",
+        )
         require(self.stage in (None, 1, 2, 3, 4, 5), f"stage={self.stage} must be {STAGES}")
         require(self.mask in (None, "keep", "hide"), f"mask={self.mask} must be keep or hide")
         require(not self.strict or self.stage is None, "strict=true and stage exclude each other: remove one of them")
