@@ -50,7 +50,7 @@ def test_what_computes_a_grid_and_its_own_seed_reach_no_run_and_all_else_reaches
     ("ablation.studies.sgd.threshold.window=11", r"sgd\.threshold\.window=11 is longer than its runs, of 10 steps"),
     ("ablation.studies.recall.solved.value=90", r"recall\.solved\.value=90 must lie in \(0, 1\]"),
     ("+ablation.studies.text={base:['trainer.max_steps=500'],arms:[unscaled],scores:[loss],measures:[loss_at_9]}",
-     r"text\.measures=\['loss_at_9'\]: no callback"),
+     r"text\.measures=\['loss_at_9'\] are not measured"),
     ("ablation.studies.recall.base=[]", r"ablation\.studies\.recall\.base must set trainer\.max_steps"),
 ])  # fmt: skip
 def test_a_grid_that_cannot_be_run_or_shown_makes_no_folder(tmp_path, word, message):

@@ -108,7 +108,7 @@ def test_a_loss_of_numbers_leaves_out_labels_that_do_not_count(name):
     ("loss", "logits", "said"),
     [
         ("MultiLabelSoftMarginLoss", (2, 3), "returns one number for several labels"),
-        ("CrossEntropyLoss", (2, 3), "no probabilities"),  # torch's mean divides by 2
+        ("CrossEntropyLoss", (2, 3), "not probabilities"),  # torch's mean divides by 2
         ("CrossEntropyLoss", (2, 3, 3), r"\(2, 3, 3\) and labels of shape \(2, 4\)"),  # classes are the last axis
     ],
 )
