@@ -1,7 +1,7 @@
 """Figures for any question. Each run is a dot or a line. No run is hidden, and no axis is truncated.
 
-A run without a value (because it never solved the task, or its loss was not finite) is drawn in a separate, labelled row. Artists that
-show runs have ``gid="runs"``; medians, laws and margins do not.
+A run without a value (because it never solved the task, or its loss was not finite) is drawn in a separate, labelled row.
+Artists that show runs have ``gid="runs"``; medians, laws and margins do not.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def arms_legend(figure: Figure, grid: AblationConfig, arms: Sequence[str], extra
 def by_rate(findings: Findings, study: str, score: str, y: str, missing: str) -> Figure:
     """Draw a panel per condition. Each run is a dot at its learning rate; a line connects the medians over seeds.
 
-    ``score`` is loss, accuracy or time (the step at which a run solved its task). Runs without a value are drawn in a row above all
-    others, with the label ``missing``.
+    ``score`` is loss, accuracy or time (the step at which a run solved its task). Runs without a value are drawn in a row above
+    all others, with the label ``missing``.
     """
     grid, runs, is_time = findings.grid, findings.runs.select(study, status="done"), score == "time"
     solved = grid.studies[study].solved

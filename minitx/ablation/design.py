@@ -60,14 +60,14 @@ class StartConfig(Config):
 class ThresholdConfig(Config):
     """How the largest stable learning rate of a trained model is measured, for each arm and seed: doubling, then bisection.
 
-    The rate is ``optimizer.lr``; the other keys of the optimizer do not change. A run ends when it fails, and is stable if it completes
-    ``trainer.max_steps`` steps.
+    The rate is ``optimizer.lr``; the other keys of the optimizer do not change. A run ends when it fails, and is stable if it
+    completes ``trainer.max_steps`` steps.
 
     Attributes:
         first: the rate at which the search starts, by arm.
         bisections: number of bisections of the logarithm after the doubling: high / low = 2^(1 / 2^bisections), 1.044 for four.
-        metric: train_accuracy: a run fails when the mean over ``window`` steps falls below ``value``; train_loss: a run fails when
-            the mean rises more than ``value`` nats above the loss of the starting model on the first ``window`` batches.
+        metric: train_accuracy: a run fails when the mean over ``window`` steps falls below ``value``; train_loss: a run fails
+            when the mean rises more than ``value`` nats above the loss of the starting model on the first ``window`` batches.
         value: the limit.
         window: number of steps in a mean.
     """
@@ -100,8 +100,8 @@ class StudyConfig(Config):
         skip: combinations to leave out. Each is a mapping from a factor (or ``arm``, ``seed``) to a list of levels.
         start: the runs whose weights these runs start from.
         threshold: measure the largest stable rate of each arm, instead of one run for each level of ``lr``.
-        scores: the quantities to judge. time: steps until the task is solved; loss, accuracy: results of the validation after the
-            last step; equal: whether the training losses are equal bit for bit.
+        scores: the quantities to judge. time: steps until the task is solved; loss, accuracy: results of the validation after
+            the last step; equal: whether the training losses are equal bit for bit.
         measures: further quantities to judge, at the rate that the first loss or accuracy chooses: names from ``MEASURES`` in
             ``minitx.ablation.measures``, such as ``loss_at_256``.
         solved: when the task counts as solved, for ``time`` and for runs that start from these.
@@ -167,7 +167,8 @@ class LawConfig(Config):
         power: the exponent of the level, e.
         text: the law as text for the report.
         parts: a factor of a threshold whose levels ``qk`` and ``rest`` train only W_Q and W_K, or only the other weights. With
-            the largest stable rates η_QK and η_R of the first arm there, the ratio is (level^e / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R).
+            the largest stable rates η_QK and η_R of the first arm there, the ratio is (level^e / η_QK + 1 / η_R) / (1 / η_QK +
+            1 / η_R).
     """
 
     factor: str

@@ -1,11 +1,11 @@
 """Run the unfinished cells of a grid. A cell waits for the cell that it starts from.
 
-A finished cell is never run again, and a failed cell does not stop the others. A grid that was killed resumes where it stopped. Cells
-are computed by a pool: worker processes of this machine, or Slurm jobs through submitit.
+A finished cell is never run again, and a failed cell does not stop the others. A grid that was killed resumes where it stopped.
+Cells are computed by a pool: worker processes of this machine, or Slurm jobs through submitit.
 
-A pool has ``workers``, ``submit(function, *arguments)`` and ``close()``. ``submit`` pickles its arguments and returns an object with
-``done()`` and ``result()``, such as a future or a job of submitit. ``result()`` raises an error if the process or job died. The caller
-must submit at most ``workers`` concurrent calls. ``close`` stops all running calls.
+A pool has ``workers``, ``submit(function, *arguments)`` and ``close()``. ``submit`` pickles its arguments and returns an object
+with ``done()`` and ``result()``, such as a future or a job of submitit. ``result()`` raises an error if the process or job
+died. The caller must submit at most ``workers`` concurrent calls. ``close`` stops all running calls.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 duration = tqdm.format_interval  # seconds as MM:SS or H:MM:SS
 
 RunCell = Callable[..., dict[str, Any]]
-"""A function that runs a cell in a worker. Its arguments are the overrides, the folder, the number of steps, whether to keep the weights,
-whether to keep attention weights, and the rule of a threshold or None."""
+"""A function that runs a cell in a worker. Its arguments are the overrides, the folder, the number of steps, whether to keep
+the weights, whether to keep attention weights, and the rule of a threshold or None."""
 
 
 # --- pools
@@ -203,8 +203,8 @@ def run_cells(
 ) -> list[Record]:
     """Run all unfinished cells, and return the records of all ``cells``, in their order.
 
-    A cell that raises an error gets a record with ``status: failed``, and is repeated by the next launch. A cell whose worker died is
-    repeated once.
+    A cell that raises an error gets a record with ``status: failed``, and is repeated by the next launch. A cell whose worker
+    died is repeated once.
 
     Args:
         after_line: a function to call after each new line of ``cells.jsonl``.

@@ -193,15 +193,15 @@ def command_of(words: Sequence[str]) -> str:
 def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
     """Return all cells of the chosen studies, ordered by seed: first the first seed of all studies, then the second seeds, and so on.
 
-    An interrupted grid is therefore still balanced. A cell follows the cell that it starts from. Overrides apply in the order base,
-    arm, factors, seed, common.
+    An interrupted grid is therefore still balanced. A cell follows the cell that it starts from. Overrides apply in the order
+    base, arm, factors, seed, common.
 
     Args:
         common: overrides for every cell.
 
     Raises:
-        ConfigError: two cells are equal; two of arm, factors, seeds, threshold and ``common`` set the same key; or the grid does not
-            contain the starting run of a cell.
+        ConfigError: two cells are equal; two of arm, factors, seeds, threshold and ``common`` set the same key; or the grid
+            does not contain the starting run of a cell.
     """
     cells_by_place, blocks = dict[Place, Cell](), dict[Place, int]()
     studies = grid.chosen()

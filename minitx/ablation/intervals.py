@@ -50,8 +50,8 @@ def median_interval(spans: Sequence[Span]) -> tuple[Span, float] | None:
     """Return a confidence interval of the median and its coverage, or None for fewer than ``MIN_PAIRS`` numbers.
 
     The interval extends from the k-th smallest lower end to the k-th largest upper end. k is the largest number with a coverage
-    1 - 2 P(X < k), X ~ Binomial(n, ½), of at least ``CONFIDENCE``; for five numbers, k is 1. No distribution of the numbers is assumed.
-    Source: David and Nagaraja 2003, *Order Statistics*, section 7.1.
+    1 - 2 P(X < k), X ~ Binomial(n, ½), of at least ``CONFIDENCE``; for five numbers, k is 1. No distribution of the numbers is
+    assumed. Source: David and Nagaraja 2003, *Order Statistics*, section 7.1.
 
     >>> median_interval([Span(x, x) for x in (3, 1, 2, 6, 5, 4)])
     (Span(low=1.0, high=6.0), 0.96875)

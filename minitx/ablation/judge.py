@@ -39,8 +39,8 @@ class Endpoint:
     def value(self, run: Run) -> Span | None:
         """Return the value of a finished run, or None if it does not have one.
 
-        A threshold is known up to its bracket. If a run did not solve its task within the cap, its time is at least the cap. A run that
-        was not finite has the score of the untrained network.
+        A threshold is known up to its bracket. If a run did not solve its task within the cap, its time is at least the cap. A
+        run that was not finite has the score of the untrained network.
         """
         result = run.result
         if self.name == "threshold":
@@ -59,7 +59,8 @@ class Endpoint:
     def cost(self, run: Run) -> float:
         """Return the quantity that the best rate minimises.
 
-        This is the logarithm of the time, the loss, or minus the accuracy; for a measure, the first of the scores loss and accuracy.
+        This is the logarithm of the time, the loss, or minus the accuracy; for a measure, the first of the scores loss and
+        accuracy.
         """
         name = self.name if self.name in self.study.scores else next(score for score in self.study.scores if score in SCORES)
         value = replace(self, name=name).value(run)
@@ -128,8 +129,8 @@ class Finding:
         at_edge: whether a rate of ``pairs`` is the smallest or the largest that was tried.
         margin: effects within ``margin`` count as the same.
         bound: the upper bound of the ratio by the law, or None. If only W_Q and W_K train, the law predicts this ratio exactly.
-        predicted: the ratio that the formula of the law predicts from the thresholds of the reference, or None if the law has no
-            formula or only a part of the weights trains.
+        predicted: the ratio that the formula of the law predicts from the thresholds of the reference, or None if the law has
+            no formula or only a part of the weights trains.
     """
 
     comparison: ComparisonConfig
@@ -161,8 +162,9 @@ class Finding:
     def word(self) -> str:
         """The verdict: MORE, LESS, SAME or UNDECIDED.
 
-        MORE or LESS: the treatment has more or less of the measured quantity by more than the margin, in the whole interval. SAME: the
-        whole interval is within the margin. The interval of a ratio of thresholds is widened by the resolution of the search, high / low.
+        MORE or LESS: the treatment has more or less of the measured quantity by more than the margin, in the whole interval.
+        SAME: the whole interval is within the margin. The interval of a ratio of thresholds is widened by the resolution of the
+        search, high / low.
         """
         if self.interval is None:
             return "UNDECIDED"

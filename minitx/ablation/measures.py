@@ -60,12 +60,12 @@ def check_measures(grid: AblationConfig) -> None:
 class SameStart(L.Callback):
     """Check that the model starts as the same function as the model at ``path``, even if its scale differs.
 
-    Both networks compute the outputs for a validation batch. The largest difference, divided by the largest output, is written to
-    ``start.json`` in the folder of the run.
+    Both networks compute the outputs for a validation batch. The largest difference, divided by the largest output, is written
+    to ``start.json`` in the folder of the run.
 
     Args:
-        path: the value of ``init_from.path`` (a checkpoint, a folder, or a name on the hub), or of ``model.path`` for an adopted model
-            of transformers.
+        path: the value of ``init_from.path`` (a checkpoint, a folder, or a name on the hub), or of ``model.path`` for an
+            adopted model of transformers.
 
     Raises:
         ConfigError: in training, if this number is above 1e-5.

@@ -7,7 +7,8 @@
 ``sections(findings) -> list[Section]``  sections after the table of numbers
 ``limits(findings) -> list[str]``      sentences for the section on limits
 
-The rest is the same for every grid: a table of numbers, figures, controls, predictions, limits, and instructions to reproduce it.
+The rest is the same for every grid: a table of numbers, figures, controls, predictions, limits, and instructions to reproduce
+it.
 """
 
 from __future__ import annotations

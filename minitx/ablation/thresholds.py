@@ -1,8 +1,8 @@
 """The largest stable learning rate of a trained model, by doubling and then bisection. Each rate is tried with one training run.
 
-The runs equal those of ``scripts/train.py`` with ``optimizer.lr=RATE`` and the other overrides of the cell: they use the same data,
-network, ``TrainingModule`` and Lightning loop. Data, network and starting weights are loaded once for all rates. A run is not logged,
-saved or validated, and ends when it fails.
+The runs equal those of ``scripts/train.py`` with ``optimizer.lr=RATE`` and the other overrides of the cell: they use the same
+data, network, ``TrainingModule`` and Lightning loop. Data, network and starting weights are loaded once for all rates. A run is
+not logged, saved or validated, and ends when it fails.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Watch(StepCallback):
     """Record the curves of a run, and end the run when it fails.
 
     Args:
-        rule: the definition of a failure. ``train_accuracy``: the mean over ``window`` steps falls below ``value``. ``train_loss``: the
-            mean rises above ``start`` + ``value``.
+        rule: the definition of a failure. ``train_accuracy``: the mean over ``window`` steps falls below ``value``.
+            ``train_loss``: the mean rises above ``start`` + ``value``.
         start: the mean loss of the model that the run starts from, on the first ``window`` batches.
     """
 
@@ -176,7 +176,7 @@ class Runs:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:
             nonfinite = error.step + 1
-        # moments are twice the size of the model: free them now, because a reference cycle of trainer and module delays it
+        # moments are twice the size of the model: free them now, because a reference cycle of trainer and module delays their release
         for optimizer in trainer.optimizers:
             optimizer.state.clear()
         return {

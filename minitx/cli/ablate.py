@@ -76,8 +76,8 @@ def check(chosen: Sequence[Cell]) -> None:
     """Check that the grid can be run, before anything is written.
 
     Raises:
-        ConfigError: a run has no number of steps, needs several devices, or has an invalid config. For each study, the first run of
-            each arm and of each level of a factor is checked.
+        ConfigError: a run has no number of steps, needs several devices, or has an invalid config. For each study, the first
+            run of each arm and of each level of a factor is checked.
     """
     for cell in chosen:
         cell.steps()

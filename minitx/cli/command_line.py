@@ -72,7 +72,8 @@ def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
     """Check the command line of ``train.py``.
 
     Returns:
-        The arguments with all flags at the end, where Hydra expects them; the words for ``compose.composed``; and whether the config of
+        The arguments with all flags at the end, where Hydra expects them; the words for ``compose.composed``; and whether the
+            config of
         ``train`` is printed (``--help`` or ``--cfg job``).
 
     Raises:

@@ -70,8 +70,8 @@ def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     """Return a composed config as dataclasses, with interpolations resolved and fields checked.
 
     Args:
-        words: the words that ``composed`` was composed from. With ``init_from``, typed fields of the model replace the fields in
-            the file.
+        words: the words that ``composed`` was composed from. With ``init_from``, typed fields of the model replace the fields
+            in the file.
     """
     with explaining(words):
         try:
@@ -228,9 +228,9 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
         words: the words that ``config`` was composed from.
 
     Raises:
-        ConfigError: a key is wrong, or a file sets a key outside of ``ablation``. The runs of a grid would not have this key, because
-            they use only typed overrides and overrides of their study. An experiment may set such a key if it is in the ``base`` of
-            every study.
+        ConfigError: a key is wrong, or a file sets a key outside of ``ablation``. The runs of a grid would not have this key,
+            because they use only typed overrides and overrides of their study. An experiment may set such a key if it is in the
+            ``base`` of every study.
     """
     if (node := OmegaConf.select(config, "ablation")) is None:
         return None
@@ -335,8 +335,8 @@ def compose_config(words: Sequence[str]) -> RunConfig:
 def compose_cell(words: Sequence[str]) -> RunConfig:
     """Like ``compose_config``, for the runs of a grid.
 
-    Composing takes a quarter of a second, so it is done once for all runs that differ only in seed, learning rate and start, and these
-    keys are set in the result. The config files must not change in the meantime.
+    Composing takes a quarter of a second, so it is done once for all runs that differ only in seed, learning rate and start,
+    and these keys are set in the result. The config files must not change in the meantime.
     """
     late = [word for word in words if word.startswith(("seed=", "optimizer.lr=", "init_from.path=", "+callbacks.same_start="))]
     config = copy.deepcopy(_composed_once(tuple(word for word in words if word not in late)))

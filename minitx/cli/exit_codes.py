@@ -1,7 +1,7 @@
 """Turn exceptions into a sentence and an exit code.
 
-0 done · 1 ``minitx-check`` found a fault · 2 a mistake in the command line or in its files · 3 failed after starting · 130 SIGINT, 143
-SIGTERM (after writing a checkpoint, unless trainer.ckpt_every=0 or training had not started).
+0 done · 1 ``minitx-check`` found a fault · 2 a mistake in the command line or in its files · 3 failed after starting · 130
+SIGINT, 143 SIGTERM (after writing a checkpoint, unless trainer.ckpt_every=0 or training had not started).
 """
 
 from __future__ import annotations

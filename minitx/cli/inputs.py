@@ -231,16 +231,16 @@ def paired(first: Inputs, second: Inputs) -> list[Inputs]:
 def open_hf(path: str, name: str) -> tuple[Any, Any]:
     """Load the model and the tokenizer of a Hugging Face folder in float32, and make the model use our attention (``adopt_hf``).
 
-    ``architectures`` in ``config.json`` names the class of the model. Only safetensors are read, code in the folder is not run, and
-    nothing is downloaded.
+    ``architectures`` in ``config.json`` names the class of the model. Only safetensors are read, code in the folder is not run,
+    and nothing is downloaded.
 
     Args:
         path: a folder, or the name of a model in the local cache of the Hugging Face hub.
         name: the key of this value, for messages.
 
     Raises:
-        ConfigError: transformers is not installed; the folder does not exist; ``config.json``, the tokenizer or some weights are
-            missing; transformers cannot read it; or ``adopt_hf`` refuses the model.
+        ConfigError: transformers is not installed; the folder does not exist; ``config.json``, the tokenizer or some weights
+            are missing; transformers cannot read it; or ``adopt_hf`` refuses the model.
     """
     key_and_path = f"{name}={path}"
     try:

@@ -1,7 +1,7 @@
 """Run a training in this process or in several processes: start them, name their folder, and stop all of them if one fails.
 
-``train.py trainer=ddp`` starts the processes with torch's elastic agent. Each run of a sweep (``-m``) has its own processes. If torchrun
-or srun has started the processes, the folder of the run has the name of their job.
+``train.py trainer=ddp`` starts the processes with torch's elastic agent. Each run of a sweep (``-m``) has its own processes. If
+torchrun or srun has started the processes, the folder of the run has the name of their job.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def needs_launch(options: TrainerConfig) -> bool:
     """Return whether this process must start the processes of the run.
 
     Raises:
-        ConfigError: the number of started processes does not match the config, or a run on several machines was not started with
-            torchrun or srun.
+        ConfigError: the number of started processes does not match the config, or a run on several machines was not started
+            with torchrun or srun.
     """
     started, world_size = started_from_outside(), options.world_size
     nodes = f"trainer.num_nodes={options.num_nodes}"
@@ -114,7 +114,8 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
 def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
     """Return the error of the process that failed first.
 
-    The agent's timestamps are whole seconds, and it stops the other processes with SIGTERM, so processes that ended by SIGTERM come last.
+    The agent's timestamps are whole seconds, and it stops the other processes with SIGTERM, so processes that ended by SIGTERM
+    come last.
     """
     stopped = {-signal.SIGTERM, 128 + signal.SIGTERM}
     number, failure = min(failures.items(), key=lambda f: (f[1].exitcode in stopped, f[1].exitcode > 0, f[1].timestamp))

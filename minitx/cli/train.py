@@ -240,7 +240,8 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
     ``runs/<experiment>/<name of the job>``, because all processes know this name.
 
     Raises:
-        ConfigError: ``ckpt_path=last`` without a folder, a sweep with one folder for all jobs, or a job of torchrun without a name.
+        ConfigError: ``ckpt_path=last`` without a folder, a sweep with one folder for all jobs, or a job of torchrun without a
+            name.
     """
     if FOLDER in os.environ:
         return Path(os.environ[FOLDER])

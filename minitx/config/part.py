@@ -1,8 +1,8 @@
 """A part of a run: the function or class that a config names with ``_target_``, and its arguments.
 
-Reading a config turns a node into a ``Part`` wherever a type hint names ``Part``, and also turns every node nested in its arguments
-into one. The target is looked up once, at that point, and its signature determines how the arguments are read. This file imports only
-the standard library; looking up a target imports the target's module.
+Reading a config turns a node into a ``Part`` wherever a type hint names ``Part``, and also turns every node nested in its
+arguments into one. The target is looked up once, at that point, and its signature determines how the arguments are read. This
+file imports only the standard library; looking up a target imports the target's module.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Takes:
 
     Attributes:
         first: number of leading arguments that the run passes by position.
-        offers: names of arguments that the run may pass. None: any name, and a missing argument is reported only when the part is
-            built.
+        offers: names of arguments that the run may pass. None: any name, and a missing argument is reported only when the part
+            is built.
         run_keys: keys of the node that the run reads itself, as ``name: (hint, default)``.
         completes: whether saved configs include the target's defaults. False if something other than the config may set them.
         expects: what ``_target_`` should name, for the message about a group without one; ``{name}`` is the last word of the
@@ -75,8 +75,8 @@ class Takes:
 class Part(Readable):
     """A function or class, and the arguments to call it with.
 
-    ``node(target, ...)`` creates a part in Python; its arguments are read when a config takes it. Two parts are equal if their nodes
-    are equal after all defaults are filled in.
+    ``node(target, ...)`` creates a part in Python; its arguments are read when a config takes it. Two parts are equal if their
+    nodes are equal after all defaults are filled in.
 
     Attributes:
         path: the key in the config, for messages; empty: not in a config yet.
@@ -232,8 +232,8 @@ class Part(Readable):
 
         Args:
             first: leading positional arguments.
-            offered: further arguments. Each is passed if the target has a parameter of that name and the config does not set it;
-                ``**kwargs`` does not count as one.
+            offered: further arguments. Each is passed if the target has a parameter of that name and the config does not set
+                it; ``**kwargs`` does not count as one.
 
         Raises:
             ConfigError: an argument is missing, or the target raises an error. The message begins with ``path``.

@@ -138,8 +138,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """Build the dataclass ``cls`` from plain data.
 
     Raises:
-        ConfigError: a key is unknown (the message suggests a similar one), a value has the wrong type, or the dataclass does not
-            allow a combination of values. The message begins with the full key.
+        ConfigError: a key is unknown (the message suggests a similar one), a value has the wrong type, or the dataclass does
+            not allow a combination of values. The message begins with the full key.
     """
     hints, rest = hints_of(cls), None  # type: ignore[arg-type]
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -345,8 +345,8 @@ def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
 def stated(config: Any, name: str, kind: type = object) -> Any:
     """Return the value under ``name`` in the config of a model from any library, or None.
 
-    Such a config is an object or a mapping, and may return None for unknown names. Therefore None, a missing name and a value that is
-    not an instance of ``kind`` are treated alike.
+    Such a config is an object or a mapping, and may return None for unknown names. Therefore None, a missing name and a value
+    that is not an instance of ``kind`` are treated alike.
 
     >>> stated({"vocab_size": 99}, "vocab_size", int), stated({"vocab_size": "many"}, "vocab_size", int), stated(None, "vocab_size")
     (99, None, None)

@@ -140,10 +140,10 @@ class StopAtConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Config):
-    """Steps, devices, precision and checkpoints. All intervals are in optimizer steps.
+    """Steps, devices, precision and checkpoints. All intervals except ``ckpt_minutes`` are in optimizer steps.
 
-    Each of the ``num_nodes`` machines runs ``devices`` processes, one per device. ``data.batch_size`` is the number of rows in one
-    optimizer step, summed over all processes and over the ``accumulate`` micro-batches.
+    Each of the ``num_nodes`` machines runs ``devices`` processes, one per device. ``data.batch_size`` is the number of rows in
+    one optimizer step, summed over all processes and over the ``accumulate`` micro-batches.
 
     Attributes:
         max_steps: number of optimizer steps; null: 1,000, or no limit if max_epochs is set.
@@ -152,10 +152,11 @@ class TrainerConfig(Config):
         num_nodes: number of machines. torchrun or srun starts the processes.
         accelerator: the device: auto | cpu | gpu | mps, or a name that a Lightning plugin registers.
         strategy: auto (ddp on several devices) | ddp | sharded (FSDP2).
-        shard: for strategy=sharded: names of the classes whose modules are sharded one by one; []: the blocks of our models, and
-            the layer classes listed by a transformers model.
+        shard: for strategy=sharded: names of the classes whose modules are sharded one by one; []: the blocks of our models,
+            and the layer classes listed by a transformers model.
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
-        accumulate: micro-batches per step. data.batch_size is the global batch; for a LightningDataModule, its batch is a micro-batch.
+        accumulate: micro-batches per step. data.batch_size is the global batch; for a LightningDataModule, its batch is a
+            micro-batch.
         clip: largest global gradient norm, for any optimizer; null: off.
         val_every: steps between validations, in addition to one at the end; 0: only at the end; null: 250, or every epoch if
             max_epochs is set.
@@ -175,8 +176,8 @@ class TrainerConfig(Config):
         compile: compile the network and the loss with torch.compile. torch caches the kernels in $TORCHINDUCTOR_CACHE_DIR.
         deterministic: use only deterministic kernels. An error names an operation that has none.
         threads: CPU threads per process; null: torch's default.
-        flush_denormal: on a CPU, round float32 numbers below 1.2e-38 to 0. Without the scale 1/√d_k, this can save most of the time of
-            a step.
+        flush_denormal: on a CPU, round float32 numbers below 1.2e-38 to 0. Without the scale 1/√d_k, this can save most of the
+            time of a step.
         peak_tflops: peak speed of the device in TFLOP/s, for mfu in metrics.csv; null: from a table, for some GPUs.
         plugins: plugins for Lightning's Trainer, each with a _target_.
         profiler: a profiler for Lightning's Trainer, with a _target_.
@@ -359,9 +360,9 @@ class InitFrom(Config):
 class RunConfig(Config):
     """One training run.
 
-    ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` are parts: ``_target_`` names a function or class, and the
-    other keys are its arguments (``minitx.config.node`` makes a part in Python). ``batch_size`` and ``num_workers`` belong to every
-    data set. ``output_dir`` is relative to the current folder.
+    ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` are parts: ``_target_`` names a function or class, and
+    the other keys are its arguments (``minitx.config.node`` makes a part in Python). ``batch_size`` and ``num_workers`` belong
+    to every data set. ``output_dir`` is relative to the current folder.
 
     Attributes:
         experiment: a name for the run's folder: runs/<experiment>/<date_time>/.
@@ -380,8 +381,8 @@ class RunConfig(Config):
         ckpt_path: a checkpoint to resume from; last: the newest one in output_dir.
         init_from: weights to start from.
         output_dir: the run's folder, relative to the current one.
-        on_nonfinite: what ends a run whose loss or gradient is not finite: stop (exit code 3, keeping the last good checkpoint) |
-            record (exit code 0).
+        on_nonfinite: what ends a run whose loss or gradient is not finite: stop (exit code 3, keeping the last good checkpoint)
+            | record (exit code 0).
         imports: modules to import first, for example one that registers a backend.
         traceback: show the traceback of an error.
         trust: build any class that a checkpoint names. This can run arbitrary code.

@@ -90,15 +90,15 @@ class TransformerConfig(Config):
 
     ``head`` is the output of an encoder: ``lm`` (logits over the vocabulary at every token, for masked-token prediction),
     ``sequence`` (``num_labels`` logits per row, from the first real token or the mean, as ``pooling`` says, and with ``pooler``
-    through a tanh layer), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``,
-    the tanh layer belongs to ``model.pool``). ``head_transform`` puts BERT's layer before the head: before ``lm`` a dense layer with
-    activation and norm, before ``sequence`` the tanh layer of ``pooler``.
+    through a tanh layer), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``, the
+    tanh layer belongs to ``model.pool``). ``head_transform`` puts BERT's layer before the head: before ``lm`` a dense layer
+    with activation and norm, before ``sequence`` the tanh layer of ``pooler``.
 
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
     ``log_length`` ln(n_i)/ln(max_len)/√D, ``head_dim^p`` D to the power p, or a number. ``scale_factor`` multiplies the scale.
     ``init_fold`` moves 1/√D into the initial weights: ``query`` multiplies W_Q by D^-½, ``symmetric`` multiplies W_Q and W_K
-    (with their biases) by D^-¼ each. ``init_zero_outputs`` makes every sublayer start with the output 0. ``deepnorm`` multiplies the
-    initial W_V, W_O and feed-forward weights by its β.
+    (with their biases) by D^-¼ each. ``init_zero_outputs`` makes every sublayer start with the output 0. ``deepnorm``
+    multiplies the initial W_V, W_O and feed-forward weights by its β.
 
     All values of ``attention`` except ``exact`` are cores of ``minitx.nn.efficient``. ``num_features`` belongs to
     ``performer``, ``num_slots`` to ``linformer``.
@@ -173,12 +173,14 @@ class TransformerConfig(Config):
             layers | t5 lecun with 1/sqrt(d_k) in W_Q.
         init_fold: put the factor 1/sqrt(d_k) into the initial weights: query (W_Q x d_k^-1/2) | symmetric (W_Q and W_K x
             d_k^-1/4); null: off.
-        init_zero_outputs: start every sublayer with the output 0; a block with norm_position=pre or sandwich is then the identity.
+        init_zero_outputs: start every sublayer with the output 0; a block with norm_position=pre or sandwich is then the
+            identity.
         tie_embeddings: use the embedding table as the weight of the lm head.
         head: the output of an encoder: lm (each token) | sequence (num_labels per row) | token (num_labels per token) | none.
         head_bias: whether an lm head has a bias.
         logit_softcap: t in t * tanh(logits / t), for architecture=decoder and encoder_decoder; null: off.
-        head_transform: add BERT's layer before the head: before lm a dense layer, activation and norm; before sequence the pooler's layer.
+        head_transform: add BERT's layer before the head: before lm a dense layer, activation and norm; before sequence the
+            pooler's layer.
         num_labels: number of labels, for head=sequence and token; null: taken from the data.
         pooling: for head=sequence: first (the first real token) | mean.
         pooler: add BERT's tanh layer after pooling, for head=sequence and none.

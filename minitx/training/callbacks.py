@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 class StepCallback(L.Callback):
     """Call ``on_step`` after each optimizer step, with the number of updates so far.
 
-    On an accelerator, the update of this step may have been skipped. A callback that writes results of a step must therefore first
-    call ``module.raise_if_nonfinite()``, in all processes.
+    On an accelerator, the update of this step may have been skipped. A callback that writes results of a step must therefore
+    first call ``module.raise_if_nonfinite()``, in all processes.
     """
 
     _steps_before = 0
@@ -64,16 +64,16 @@ class StepCallback(L.Callback):
 class StepLog(StepCallback):
     """Log a row of ``metrics.csv`` every ``log_every`` steps. On accelerators, training waits for the device only here.
 
-    ``lr`` is the current learning rate of parameters without a rule. ``tokens`` is the number of targets so far. ``tokens_per_second``
-    and ``mfu`` cover the steps since the last row, without validation. ``mfu`` is the number of training FLOPs of this device
-    (``train_flops``, padding included) per second, divided by its peak. Frozen weights are counted as if they were trained, although
-    their gradients are not computed (LoRA).
+    ``lr`` is the current learning rate of parameters without a rule. ``tokens`` is the number of targets so far.
+    ``tokens_per_second`` and ``mfu`` cover the steps since the last row, without validation. ``mfu`` is the number of training
+    FLOPs of this device (``train_flops``, padding included) per second, divided by its peak. Frozen weights are counted as if
+    they were trained, although their gradients are not computed (LoRA).
 
     Args:
         log_every: steps between rows. The first and the last step always have a row, even if a run is stopped early.
         model: the config of one of our models, for ``mfu``. None: ``mfu`` is not logged.
-        peak: the peak speed of the device in TFLOP/s. None: taken from ``PEAK_TFLOPS`` by the name of the device; if it is unknown,
-            ``mfu`` is not logged.
+        peak: the peak speed of the device in TFLOP/s. None: taken from ``PEAK_TFLOPS`` by the name of the device; if it is
+            unknown, ``mfu`` is not logged.
     """
 
     def __init__(self, log_every: int, model: TransformerConfig | None = None, peak: float | None = None) -> None:
@@ -225,7 +225,8 @@ class StopAt(StepCallback):
         reached: the step at which the value was reached, or None.
 
     Raises:
-        ConfigError: ``metric`` is another word; or in training, the objective does not count correct answers for ``train_accuracy``.
+        ConfigError: ``metric`` is another word; or in training, the objective does not count correct answers for
+            ``train_accuracy``.
     """
 
     def __init__(self, metric: str, value: float, window: int = 1, extra_steps: int = 0) -> None:
@@ -285,9 +286,9 @@ def check_averages(callbacks: Sequence[L.Callback], *, is_sharded: bool) -> None
 class Averages(L.Callback):
     """Move averaged weights to the training device, and preserve their precision. Must come before callbacks that average weights.
 
-    Lightning copies the model while it is on the CPU; an average there would cost a transfer of all weights in every step. An average
-    with its own ``device`` is not moved. To validate the average, Lightning swaps it with the weights of the model. With
-    ``bf16-true`` this rounds the average to 16 bits, so it is copied before each validation and restored afterwards.
+    Lightning copies the model while it is on the CPU; an average there would cost a transfer of all weights in every step. An
+    average with its own ``device`` is not moved. To validate the average, Lightning swaps it with the weights of the model.
+    With ``bf16-true`` this rounds the average to 16 bits, so it is copied before each validation and restored afterwards.
     """
 
     def __init__(self) -> None:
@@ -392,18 +393,18 @@ class StoppedError(Exception):
 class LastCheckpoint(StepCallback, Checkpoint):
     """Write ``last.ckpt`` at intervals, at the end, and on SIGINT or SIGTERM. After a signal, raise ``StoppedError``.
 
-    A step and its validation are finished before a checkpoint is written. A second signal stops the run immediately. This class is a
-    ``Checkpoint`` because Lightning calls those after all other callbacks, so that all results of the step are logged and in the
-    checkpoint. Each process receives its own signals and has its own clock. Several processes agree by a small collective operation
-    every ``log_every`` steps and after each validation.
+    A step and its validation are finished before a checkpoint is written. A second signal stops the run immediately. This class
+    is a ``Checkpoint`` because Lightning calls those after all other callbacks, so that all results of the step are logged and
+    in the checkpoint. Each process receives its own signals and has its own clock. Several processes agree by a small
+    collective operation every ``log_every`` steps and after each validation.
 
-    At step ``max_steps``, ``trainer.should_stop`` is set, so that Lightning validates within ``fit``. ``best.ckpt`` and all other
-    callbacks then include the last validation.
+    At step ``max_steps``, ``trainer.should_stop`` is set, so that Lightning validates within ``fit``. ``best.ckpt`` and all
+    other callbacks then include the last validation.
 
     Args:
         folder: the folder of checkpoints.
-        options: options of the trainer: ``ckpt_every``, ``ckpt_minutes`` and ``log_every``. With ``ckpt_every=0``, no checkpoint is
-            written, but signals still stop the run.
+        options: options of the trainer: ``ckpt_every``, ``ckpt_minutes`` and ``log_every``. With ``ckpt_every=0``, no
+            checkpoint is written, but signals still stop the run.
         state: plain data to store in every checkpoint of the run (``stored_state``).
     """
 
@@ -531,9 +532,9 @@ class BestCheckpoint(ModelCheckpoint):
 class Samples(StepCallback):
     """Generate continuations of some prompts at regular steps; an encoder–decoder generates answers.
 
-    The texts are written to the log, to ``samples.jsonl`` in the run's folder (a JSON object with ``step``, ``prompt`` and ``text`` for
-    each prompt), and to every logger with ``log_text`` (wandb), as a table. Samples do not change the run: random numbers come from a
-    separate generator, seeded with (``seed``, step).
+    The texts are written to the log, to ``samples.jsonl`` in the run's folder (a JSON object with ``step``, ``prompt`` and
+    ``text`` for each prompt), and to every logger with ``log_text`` (wandb), as a table. Samples do not change the run: random
+    numbers come from a separate generator, seeded with (``seed``, step).
 
     Args:
         folder: the run's folder.
@@ -543,8 +544,8 @@ class Samples(StepCallback):
         format: the chat template, for prompts that are messages of a user; None: prompts are texts to continue.
 
     Raises:
-        ConfigError: at the start of training: the model does not generate text or is sharded, there are no prompts, or the tokenizer
-            cannot encode a prompt.
+        ConfigError: at the start of training: the model does not generate text or is sharded, there are no prompts, or the
+            tokenizer cannot encode a prompt.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Checkpoints. Writing never loses the previous checkpoint. Reading rejects damaged files, and never executes code.
 
-A checkpoint is a zip file of ``torch.save``. It is written under another name, synced to disk and then renamed, so that ``last.ckpt``
-is always a complete checkpoint, the old or the new one. A zip file contains a CRC-32 of each record. torch does not check it, but
-``read_checkpoint`` does.
+A checkpoint is a zip file of ``torch.save``. It is written under another name, synced to disk and then renamed, so that
+``last.ckpt`` is always a complete checkpoint, the old or the new one. A zip file contains a CRC-32 of each record. torch does
+not check it, but ``read_checkpoint`` does.
 
 A checkpoint contains the model, its tokenizer and its config. ``load_model`` reads them.
 """
@@ -362,8 +362,8 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     """Return the step at which ``ckpt_path`` resumes, or 0 if it is None. Code in the checkpoint is not executed.
 
     Raises:
-        ConfigError: the file does not exist, is not a checkpoint of minitx, is beyond ``trainer.max_steps``, or was written with
-            another model, optimizer, schedule or number of steps (``check_length``). The message names the differences.
+        ConfigError: the file does not exist, is not a checkpoint of minitx, is beyond ``trainer.max_steps``, or was written
+            with another model, optimizer, schedule or number of steps (``check_length``). The message names the differences.
     """
     if config.ckpt_path is None:
         return 0
@@ -500,7 +500,8 @@ def load_stored(
         model: a network to load the weights into. Default: the network that the checkpoint names.
         trust: build any ``_target_`` of the checkpoint, and import its ``imports``. Otherwise only classes of ``torch.nn`` and
             ``torch.optim``, and some of minitx, are allowed (``trust.check_trusted``).
-        changes: nodes of ``model``, ``data`` and ``objective`` that replace the stored ones, or single keys of them. They are trusted.
+        changes: nodes of ``model``, ``data`` and ``objective`` that replace the stored ones, or single keys of them. They are
+            trusted.
         model_only: check the nodes of data and objective only when they are built.
 
     Raises:

@@ -54,8 +54,8 @@ def check_count(options: TrainerConfig) -> None:
     """Check that this machine has the devices of the config.
 
     Raises:
-        ConfigError: the accelerator is not registered, there are fewer devices than required, or ``trainer.precision`` is ``64-true``
-            and the device does not support float64.
+        ConfigError: the accelerator is not registered, there are fewer devices than required, or ``trainer.precision`` is
+            ``64-true`` and the device does not support float64.
     """
     accelerator = options.accelerator
     if accelerator in _BUILT_IN:
@@ -106,8 +106,8 @@ def device_of(accelerator: str = "auto") -> torch.device:
     """Return the first device for ``trainer.accelerator`` on this machine. Programs with ``device=auto`` use the same device.
 
     Args:
-        accelerator: ``auto`` is an Apple GPU, else CUDA, else the CPU, in Lightning's order. Names other than ``cpu``, ``gpu`` and
-            ``mps`` are looked up in Lightning's registry of accelerators.
+        accelerator: ``auto`` is an Apple GPU, else CUDA, else the CPU, in Lightning's order. Names other than ``cpu``, ``gpu``
+            and ``mps`` are looked up in Lightning's registry of accelerators.
     """
     if accelerator not in _BUILT_IN:
         registered = _registered(accelerator)
@@ -139,9 +139,9 @@ def _registered(accelerator: str) -> Any:
 def cpu_precision(precision: str) -> str:
     """Return the precision to use on this CPU for ``trainer.precision``.
 
-    bfloat16 is used if the processor has instructions for it (AMX, AVX-512 BF16, or Arm's). On other processors torch emulates it,
-    which is many times slower than float32, so float32 is used instead, with a line in the log. The choice does not depend on timings:
-    equal processors give equal results.
+    bfloat16 is used if the processor has instructions for it (AMX, AVX-512 BF16, or Arm's). On other processors torch emulates
+    it, which is many times slower than float32, so float32 is used instead, with a line in the log. The choice does not depend
+    on timings: equal processors give equal results.
     """
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # missing in torch 2.10
     if not precision.startswith("bf16") or any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
@@ -165,8 +165,8 @@ def peak_tflops(device: torch.device) -> float | None:
 def memory_mb(device: torch.device) -> float:
     """Return the largest memory use of this process so far, in MiB.
 
-    On devices whose torch module counts allocations (CUDA, XPU), this is the peak memory of tensors; on an Apple GPU, the current memory
-    of the driver; elsewhere, the peak resident set size of the process.
+    On devices whose torch module counts allocations (CUDA, XPU), this is the peak memory of tensors; on an Apple GPU, the
+    current memory of the driver; elsewhere, the peak resident set size of the process.
     """
     module: Any = getattr(torch, device.type, None)
     if hasattr(module, "max_memory_allocated"):
@@ -194,14 +194,14 @@ _active = False
 def onednn_products(enabled: bool = True) -> Iterator[bool]:
     """A context that lets oneDNN compute large float32 matrix products on AMD processors with AVX-512. Yields whether it does.
 
-    On a CPU, torch computes float32 products with Intel's MKL. On AMD processors, MKL uses only AVX2. oneDNN is also part of torch, and
-    uses AVX-512. It is about twice as fast on Zen 5, and a tenth faster on Zen 4 (``docs/dev/decisions.md`` has the numbers).
-    The results differ from MKL's by rounding. On other processors, for other dtypes, or if
+    On a CPU, torch computes float32 products with Intel's MKL. On AMD processors, MKL uses only AVX2. oneDNN is also part of
+    torch, and uses AVX-512. It is about twice as fast on Zen 5, and a tenth faster on Zen 4 (``docs/dev/decisions.md`` has the
+    numbers). The results differ from MKL's by rounding. On other processors, for other dtypes, or if
     ``torch.backends.mkldnn.matmul.fp32_precision`` is set, this context has no effect.
 
-    torch calls oneDNN for float32 products only if this setting is ``bf16``. This *allows* rounding to bfloat16. Processors without
-    AMX do not round; one product is compared with float64 before the first use. The setting is changed for one product at a time,
-    because it slows down attention on a CPU.
+    torch calls oneDNN for float32 products only if this setting is ``bf16``. This *allows* rounding to bfloat16. Processors
+    without AMX do not round; one product is compared with float64 before the first use. The setting is changed for one product
+    at a time, because it slows down attention on a CPU.
 
     Args:
         enabled: whether to use oneDNN. False restores torch's own kernels within another such context.
@@ -223,9 +223,9 @@ def onednn_products(enabled: bool = True) -> Iterator[bool]:
 def keep_freed_memory() -> bool:
     """Let glibc keep up to 1 GiB of freed memory in this process, and return whether this succeeded.
 
-    By default, glibc returns large blocks to the system as soon as they are freed. Each training step allocates the same blocks again,
-    and the system clears their pages. In a small model, this takes a sixth of a step. Blocks of 32 MiB and more are still returned.
-    Other C libraries are not changed. ``man 3 mallopt`` describes both settings.
+    By default, glibc returns large blocks to the system as soon as they are freed. Each training step allocates the same blocks
+    again, and the system clears their pages. In a small model, this takes a sixth of a step. Blocks of 32 MiB and more are
+    still returned. Other C libraries are not changed. ``man 3 mallopt`` describes both settings.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -291,8 +291,9 @@ def _replace_kernel(name: str, first: int) -> None:
 def flush_denormal(enabled: bool = True) -> Iterator[None]:
     """A context that makes this processor round float32 numbers below 1.2e-38 to 0. The setting is restored afterwards.
 
-    Such numbers are slow: some processors need a hundred cycles for each. A softmax that is nearly one-hot produces many of them in its
-    backward pass. There is no effect on a GPU, or on a processor that does not support it (``torch.set_flush_denormal``).
+    Such numbers are slow: some processors need a hundred cycles for each. A softmax that is nearly one-hot produces many of
+    them in its backward pass. There is no effect on a GPU, or on a processor that does not support it
+    (``torch.set_flush_denormal``).
 
     >>> with flush_denormal():
     ...     print(torch.tensor(1e-39) * 1)
@@ -310,9 +311,9 @@ def flush_denormal(enabled: bool = True) -> Iterator[None]:
 def machine(options: TrainerConfig) -> Iterator[None]:
     """A context that checks the devices of a run and configures this process for them.
 
-    At its end, it restores the settings that a run changes for the whole process: threads, the choice of kernels, random generators and
-    environment variables. Two settings are not restored: ``keep_freed_memory``, and Lightning's variables for the processes of several
-    devices, because these processes live until the program ends.
+    At its end, it restores the settings that a run changes for the whole process: threads, the choice of kernels, random
+    generators and environment variables. Two settings are not restored: ``keep_freed_memory``, and Lightning's variables for
+    the processes of several devices, because these processes live until the program ends.
 
     Raises:
         ConfigError: see ``check_count``.

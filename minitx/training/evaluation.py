@@ -1,7 +1,7 @@
 """Evaluate a trained model on its task: metrics with 95 % intervals, baselines, and some answers.
 
-A mean over rows is a ratio of sums, and its interval comes from the delta method (Cochran 1977, "Sampling Techniques", §6.3). A share
-has Wilson's interval (1927, *JASA* 22, 209–212). BLEU and chrF are bootstrapped over rows (Koehn 2004, EMNLP).
+A mean over rows is a ratio of sums, and its interval comes from the delta method (Cochran 1977, "Sampling Techniques", §6.3). A
+share has Wilson's interval (1927, *JASA* 22, 209–212). BLEU and chrF are bootstrapped over rows (Koehn 2004, EMNLP).
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def evaluate(
     * ``masked_lm``: perplexity and accuracy on masked tokens.
     * ``classify``: accuracy.
     * ``seq2seq``: exact matches, chrF and BLEU of generated answers, and the same for copies of the source.
-    * other tasks: the means of the objective's sums. The objective is called for every row. There are no intervals if the network does
-      not return one output per row.
+    * other tasks: the means of the objective's sums. The objective is called for every row. There are no intervals if the
+      network does not return one output per row.
 
     The network runs in evaluation mode; its mode is restored afterwards.
 
@@ -319,8 +319,8 @@ def _text_metrics() -> dict[str, Any]:
 def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str], draws: int = 1000) -> Metric:
     """Return sacrebleu's score of the corpus, with percentiles of the scores of resampled corpora.
 
-    sacrebleu's own bootstrap (``n_bootstrap``) fails if a resampled score is zero. A score is a function of counts summed over rows, so
-    the rows of these counts are resampled here.
+    sacrebleu's own bootstrap (``n_bootstrap``) fails if a resampled score is zero. A score is a function of counts summed over
+    rows, so the rows of these counts are resampled here.
     """
     counts = torch.tensor(metric._extract_corpus_statistics(list(answers), [list(references)]), dtype=torch.float64)
     chosen = torch.randint(len(counts), (draws, len(counts)), generator=torch.Generator().manual_seed(0))
@@ -404,8 +404,8 @@ def evaluate_splits(
 def evaluate_on(device: torch.device, network: nn.Module, evaluation: Callable[[], Evaluation]) -> Evaluation:
     """Return ``evaluation()``, computed with ``network`` on ``device``, or on the CPU if the device runs out of memory.
 
-    Lightning moves the network to the CPU after training, and this function returns it there. A sharded network is evaluated as an
-    unsharded copy, and this copy may not fit on the device.
+    Lightning moves the network to the CPU after training, and this function returns it there. A sharded network is evaluated as
+    an unsharded copy, and this copy may not fit on the device.
     """
     try:
         network.to(device)

@@ -33,7 +33,8 @@ from minitx.training.module import TrainingModule
 def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
     """A context that creates the run's folder and its text files, and copies the log of each process to ``logs/rank_N.log``.
 
-    If an error occurs before the first step, a new folder is removed. The traceback of an error is written only to the log file.
+    If an error occurs before the first step, a new folder is removed. The traceback of an error is written only to the log
+    file.
 
     Raises:
         ConfigError: the folder cannot be created or written.
@@ -154,8 +155,8 @@ def describe_data(data: DataModule, val_batches: int | None = None) -> str:
 def describe_device(trainer: L.Trainer) -> str:
     """Return the processes, the device, the precision and the strategy of a run, and a warning if the CPU is busy.
 
-    The threads of a step wait for each other at every product. If another program occupies one of their cores, all of them wait: with
-    2 threads on 2 busy cores, ``kv_lookup`` was 70 times slower than with 1 thread.
+    The threads of a step wait for each other at every product. If another program occupies one of their cores, all of them
+    wait: with 2 threads on 2 busy cores, ``kv_lookup`` was 70 times slower than with 1 thread.
     """
     device = trainer.strategy.root_device
     count = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
@@ -227,8 +228,8 @@ class WandbExtras(L.Callback):
     Args:
         config: the config of the run as plain data.
         folder: the folder of the run. The command is read from its ``command.txt``.
-        viewer: upload the page of the attention viewer for the first recorded row (``callbacks.probe.weights_every``), and a figure of
-            all heads for each recorded step.
+        viewer: upload the page of the attention viewer for the first recorded row (``callbacks.probe.weights_every``), and a
+            figure of all heads for each recorded step.
         checkpoint: ``last`` or ``best``: upload this checkpoint as an artifact; None: upload none.
 
     Raises:

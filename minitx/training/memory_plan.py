@@ -1,8 +1,8 @@
 """The memory plan of a run: the size of parameters, gradients and optimizer states in each of its processes.
 
-The sizes are counted, and this machine need not have the devices. The network of the run is copied without its numbers, to torch's
-device ``meta``. With sharding, it is sharded as on rank 0, in a fake process group that sends nothing. Then the optimizer of the run
-makes two steps, and the bytes of all tensors are summed.
+The sizes are counted, and this machine need not have the devices. The network of the run is copied without its numbers, to
+torch's device ``meta``. With sharding, it is sharded as on rank 0, in a fake process group that sends nothing. Then the
+optimizer of the run makes two steps, and the bytes of all tensors are summed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _plan_of(network: nn.Module, config: RunConfig, copies: Sequence[nn.Module])
 def optimizer_states(network: nn.Module, part: Part, strategy: str) -> list[Tensor]:
     """Return the tensors in the states of an optimizer after two steps. ``network`` is on the device ``meta``.
 
-    Some optimizers read numbers (Adafactor reads the norm of a weight). For these, the shard of this process is moved to the CPU.
+    Some optimizers read numbers (Adafactor reads the norm of a weight). For these, the shard of this process is moved to the
+    CPU.
 
     Raises:
         ConfigError: the optimizer cannot be built, cannot train with ``strategy``, or has states that grow from step to step.

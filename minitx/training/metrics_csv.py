@@ -35,12 +35,12 @@ def naming(path: Path) -> Iterator[None]:
 class MetricsFile(Logger):
     """Write the columns of ``COLUMNS``. Training and validation values of a step share a row.
 
-    ``step`` is the number of updates. ``train_loss`` is the loss of this update, and ``val_loss`` is measured after it. ``seconds`` is
-    the time since training started in this process. Floats are written exactly. The last row is on disk when ``log_metrics`` returns.
-    Only rank 0 writes.
+    ``step`` is the number of updates. ``train_loss`` is the loss of this update, and ``val_loss`` is measured after it.
+    ``seconds`` is the time since training started in this process. Floats are written exactly. The last row is on disk when
+    ``log_metrics`` returns. Only rank 0 writes.
 
-    Metrics with other names (from ``self.log`` or other callbacks) do not start a row. Their latest values are written with the next
-    row, in additional columns at the end.
+    Metrics with other names (from ``self.log`` or other callbacks) do not start a row. Their latest values are written with the
+    next row, in additional columns at the end.
 
     Args:
         path: the file.

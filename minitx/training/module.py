@@ -1,9 +1,9 @@
 """The LightningModule of a run: a network, an objective, an optimizer and a schedule.
 
-``training_step`` returns Σ · world · accumulate / tokens to Lightning, where Σ is the objective's sum over a micro-batch, and ``tokens``
-is the number of targets of the whole optimizer step, known before its first backward pass. Lightning divides by ``accumulate``, and
-DDP and FSDP average over the ``world`` processes. The gradient of a step is therefore the gradient of Σ / tokens, however the step is
-split.
+``training_step`` returns Σ · world · accumulate / tokens to Lightning, where Σ is the objective's sum over a micro-batch, and
+``tokens`` is the number of targets of the whole optimizer step, known before its first backward pass. Lightning divides by
+``accumulate``, and DDP and FSDP average over the ``world`` processes. The gradient of a step is therefore the gradient of Σ /
+tokens, however the step is split.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class TrainingModule(L.LightningModule):
             parameters of its ``forward``.
         objective: a function of (logits, batch) that returns a sum over the targets, or several sums by name.
         make_optimizer: a function from the network to the optimizer.
-        make_schedule: a function from (optimizer, number of steps) to the schedule. The schedule is stepped once per update, or, if
-            it is a ``ReduceLROnPlateau``, after each validation with the value of ``options.monitor``.
-        options: options of the trainer: ``clip``, ``compile``, ``shard`` and ``monitor``. The module clips gradients itself, because
-            Lightning does not support clipping with bf16 and a fused optimizer. Network and objective are compiled as one function,
-            and ``network`` itself stays uncompiled, for probes and checkpoints.
+        make_schedule: a function from (optimizer, number of steps) to the schedule. The schedule is stepped once per update,
+            or, if it is a ``ReduceLROnPlateau``, after each validation with the value of ``options.monitor``.
+        options: options of the trainer: ``clip``, ``compile``, ``shard`` and ``monitor``. The module clips gradients itself,
+            because Lightning does not support clipping with bf16 and a fused optimizer. Network and objective are compiled as
+            one function, and ``network`` itself stays uncompiled, for probes and checkpoints.
         seed: the seed of random draws. In each step, the generators are seeded with (seed, step, micro-batch, rank).
 
     Attributes:
@@ -205,9 +205,9 @@ class TrainingModule(L.LightningModule):
     def raise_if_nonfinite(self) -> None:
         """Raise ``NonFiniteError`` if the latch is set.
 
-        On accelerators, with an optimizer that supports ``found_inf``, the latch is read only at log points, before validations and
-        checkpoints, and by callbacks that report on a step; all updates after the first bad step are skipped. Otherwise it is read at
-        every step.
+        On accelerators, with an optimizer that supports ``found_inf``, the latch is read only at log points, before validations
+        and checkpoints, and by callbacks that report on a step; all updates after the first bad step are skipped. Otherwise it
+        is read at every step.
         """
         step = self.latch.first_bad_step()
         if step is not None:
@@ -272,10 +272,11 @@ class TrainingModule(L.LightningModule):
 class Latch:
     """Store the first non-finite step on the device, and skip all updates from this step on.
 
-    ``step`` is the first non-finite step, counted from 0, or -1. It is copied from the device at most once after each ``check``.
+    ``step`` is the first non-finite step, counted from 0, or -1. It is copied from the device at most once after each
+    ``check``.
 
-    Fused optimizers skip an update if ``optimizer.found_inf`` is 1, so neither the check nor the skip waits for the host. For an
-    optimizer without ``found_inf`` (most optimizers that are not fused), the host checks at every step.
+    Fused optimizers skip an update if ``optimizer.found_inf`` is 1, so neither the check nor the skip waits for the host. For
+    an optimizer without ``found_inf`` (most optimizers that are not fused), the host checks at every step.
     """
 
     def __init__(self) -> None:

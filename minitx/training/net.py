@@ -1,7 +1,7 @@
 """One interface to any network: ``Net.of`` wraps our models, models of transformers, and any other module.
 
-A ``Net`` calls its network with a batch, and provides its title, sizes, node for a checkpoint, text-generating module, layers and head.
-``build_network`` builds the network of a run.
+A ``Net`` calls its network with a batch, and provides its title, sizes, node for a checkpoint, text-generating module, layers
+and head. ``build_network`` builds the network of a run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Net:
 
     * ``inputs`` is passed as the first parameter, unless the batch has a key with that parameter's name.
     * For ``**kwargs``, the keys of the annotation ``Unpack[...]`` count as parameters. Other keys are not passed.
-    * If ``forward`` has no parameter ``key_mask``, the mask is passed as ``attention_mask`` with values 0 and 1. The same holds for
-      ``decoder_key_mask`` and ``decoder_attention_mask``.
+    * If ``forward`` has no parameter ``key_mask``, the mask is passed as ``attention_mask`` with values 0 and 1. The same holds
+      for ``decoder_key_mask`` and ``decoder_attention_mask``.
 
     Args:
         network: the network to call.
@@ -118,11 +118,12 @@ class Net:
         """Refuse a batch whose padding or document boundaries are not passed to the network.
 
         Args:
-            masks: the names of the masks in ``Task.key_masks``. ``forward`` must have a parameter for a name that the user chose.
+            masks: the names of the masks in ``Task.key_masks``. ``forward`` must have a parameter for a name that the user
+                chose.
 
         Raises:
-            ConfigError: a mask that hides a token, a mask with a name that the user chose, or ``document_ids`` that differ within a
-                row are not passed.
+            ConfigError: a mask that hides a token, a mask with a name that the user chose, or ``document_ids`` that differ
+                within a row are not passed.
         """
         known = (*MASKS, *MASKS.values())
         for name in self.dropped(batch):
@@ -196,8 +197,8 @@ class Net:
     def node(self, part: Part, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the node of the network for a checkpoint.
 
-        This is the stored node if there is one. Otherwise it is the node of ``part`` with the fields that the data determined, or, for
-        an object from Python, the name of its class.
+        This is the stored node if there is one. Otherwise it is the node of ``part`` with the fields that the data determined,
+        or, for an object from Python, the name of its class.
         """
         if self.stored_node is not None:
             return dict(self.stored_node)
@@ -246,9 +247,9 @@ class Net:
     def train(self) -> list[str]:
         """Put the network into training mode, and return the names of the modules that stay in evaluation mode.
 
-        ``from_pretrained`` of transformers returns models in evaluation mode, without dropout. A module in evaluation mode stays in it
-        if all of its parameters are frozen, or if it is a single layer, such as a batch norm, inside a module in training mode. PEFT
-        freezes the whole model, so with PEFT all modules are put into training mode.
+        ``from_pretrained`` of transformers returns models in evaluation mode, without dropout. A module in evaluation mode
+        stays in it if all of its parameters are frozen, or if it is a single layer, such as a batch norm, inside a module in
+        training mode. PEFT freezes the whole model, so with PEFT all modules are put into training mode.
         """
         kept: list[str] = []
 
@@ -303,9 +304,9 @@ class Ours(Net):
 class OfTransformers(Net):
     """A model of transformers.
 
-    ``labels`` are not passed, because the model would compute its own loss, and ``use_cache`` is False. If ``forward`` has a parameter
-    ``position_ids``, ``document_ids`` are passed as positions that restart with each document, without ``attention_mask``: the model
-    then separates the documents itself (padding counts as a document).
+    ``labels`` are not passed, because the model would compute its own loss, and ``use_cache`` is False. If ``forward`` has a
+    parameter ``position_ids``, ``document_ids`` are passed as positions that restart with each document, without
+    ``attention_mask``: the model then separates the documents itself (padding counts as a document).
     """
 
     def __init__(self, network: nn.Module, model: Any) -> None:

@@ -19,8 +19,8 @@ from minitx.training.net import Net
 log = logging.getLogger(__name__)
 
 Sums = dict[str, Tensor]
-"""0-d sums over the counted targets: ``loss``, and optionally ``correct`` (number of correct answers) and ``nll`` (the validation loss,
-if it differs from ``loss``). Further sums are logged as means."""
+"""0-d sums over the counted targets: ``loss``, and optionally ``correct`` (number of correct answers) and ``nll`` (the
+validation loss, if it differs from ``loss``). Further sums are logged as means."""
 
 Objective = Callable[[Tensor, Batch], Tensor | Sums]
 
@@ -31,9 +31,10 @@ class CrossEntropy:
     The run divides by the number of labels of a whole optimizer step.
 
     Args:
-        label_smoothing: share of the target probability that is spread evenly over all classes (ε of Szegedy et al. 2016, arXiv:1512.00567, §7).
-        chunk_tokens: with head=lm, compute logits for this many tokens at a time (for example 1024) to save memory; null: for all
-            at once.
+        label_smoothing: share of the target probability that is spread evenly over all classes (ε of Szegedy et al. 2016,
+            arXiv:1512.00567, §7).
+        chunk_tokens: with head=lm, compute logits for this many tokens at a time (for example 1024) to save memory; null: for
+            all at once.
         count_correct: count correct answers in training steps, for train_accuracy.
     """
 
@@ -100,14 +101,14 @@ def chunked_cross_entropy(
 ) -> Sums:
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with the logits of only ``chunk_tokens`` tokens in memory.
 
-    For T tokens and a vocabulary of V, the usual loss keeps T x V logits for the backward pass. In a small model, they take most of
-    the memory. Here the gradient of each chunk is computed in the forward pass, and its logits Z are then freed:
+    For T tokens and a vocabulary of V, the usual loss keeps T x V logits for the backward pass. In a small model, they take
+    most of the memory. Here the gradient of each chunk is computed in the forward pass, and its logits Z are then freed:
 
         dZ = softmax(Z) - (1 - ε) onehot(label) - ε / V    dhidden = dZ W    dW = Σ dZᵀ hidden    dbias = Σ dZ
 
-    The backward pass only multiplies by the gradient of the loss. The number of operations and, up to rounding, the results are the
-    same as usual. dW is summed in at least float32. The loss is not twice differentiable. The method is described in Wijmans et al.
-    2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009, §3; their kernel is not used.
+    The backward pass only multiplies by the gradient of the loss. The number of operations and, up to rounding, the results are
+    the same as usual. dW is summed in at least float32. The loss is not twice differentiable. The method is described in
+    Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009, §3; their kernel is not used.
 
     Args:
         hidden: float (..., E), the input of the head.
@@ -211,11 +212,12 @@ def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor,
 def build_objective(part: Part) -> Objective:
     """Build the objective of a part.
 
-    A torch loss with ``reduction="sum"`` is called with (logits, labels). A loss over classes is called with shapes (targets, classes)
-    and (targets,).
+    A torch loss with ``reduction="sum"`` is called with (logits, labels). A loss over classes is called with shapes (targets,
+    classes) and (targets,).
 
     Raises:
-        ConfigError: the target cannot be built, or the loss averages, ignores a label other than -100, or has trainable weights.
+        ConfigError: the target cannot be built, or the loss averages, ignores a label other than -100, or has trainable
+            weights.
     """
     objective = part.build_function(2)
     kind = type(objective).__name__
@@ -258,8 +260,8 @@ class TorchLoss(nn.Module):
         """Return the loss of (logits, labels), over the labels that are not -100.
 
         Raises:
-            ConfigError: the shapes of logits and labels do not match the kind of loss, or the loss returns one number for several
-                labels.
+            ConfigError: the shapes of logits and labels do not match the kind of loss, or the loss returns one number for
+                several labels.
         """
         labels, name = batch["labels"], type(self.loss).__name__
         shapes = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"

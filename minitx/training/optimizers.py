@@ -117,8 +117,8 @@ def parameter_groups(
 ) -> list[dict[str, object]]:
     """Return groups of parameters with equal lr, weight decay and eps and, if ``matrix_lr`` is set, equal update rule (``matrix``).
 
-    Weight decay is not applied to vectors (biases, norms, gains). The first of ``rules`` whose ``match`` is found in a parameter's
-    name applies. ``trainable: false`` freezes the parameter (``requires_grad`` becomes False).
+    Weight decay is not applied to vectors (biases, norms, gains). The first of ``rules`` whose ``match`` is found in a
+    parameter's name applies. ``trainable: false`` freezes the parameter (``requires_grad`` becomes False).
 
     Args:
         matrix_lr: the lr of matrices for Muon; None: Muon is not used.

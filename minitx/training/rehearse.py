@@ -1,8 +1,10 @@
 """The rehearsal: before a run creates its folder, it tries every stage on two of its rows.
 
-1. The losses and the gradient of the two rows in one batch must equal the sums over the single rows. This holds if the objective
+1. The losses and the gradient of the two rows in one batch must equal the sums over the single rows. This holds if the
+objective
    returns sums and rows do not influence each other.
-2. The run is performed on these rows in a temporary folder: one step with clipping, optimizer and schedule, a validation, a probe,
+2. The run is performed on these rows in a temporary folder: one step with clipping, optimizer and schedule, a validation, a
+probe,
    samples, a checkpoint that is loaded again, and the evaluation at the end.
 
 Afterwards, weights, buffers, attributes and random generators are restored. A rehearsal does not change any number of the run.
@@ -72,8 +74,8 @@ def rehearse(config: RunConfig, module: TrainingModule, data: DataModule, perfor
         perform: ``run.perform``.
 
     Raises:
-        ConfigError: a step, a validation, a checkpoint or another stage of the run fails, or the results of two rows in one batch
-            are not the sums over the single rows. The message begins with the path of the faulty part.
+        ConfigError: a step, a validation, a checkpoint or another stage of the run fails, or the results of two rows in one
+            batch are not the sums over the single rows. The message begins with the path of the faulty part.
     """
     batch = data.first_rows(ROWS)
     two = TwoRows(batch)

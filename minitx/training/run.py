@@ -205,9 +205,9 @@ def check_demands(net: Net, data: DataModule, config: RunConfig) -> None:
     """Check that the run supports everything that the config demands.
 
     Raises:
-        ConfigError: the data has no test split; or with ``trainer.strategy=sharded``, the layers of the model are unknown, probes
-            are on (they need whole weights on one device), or the evaluation would have to rebuild a model that was passed from
-            Python.
+        ConfigError: the data has no test split; or with ``trainer.strategy=sharded``, the layers of the model are unknown,
+            probes are on (they need whole weights on one device), or the evaluation would have to rebuild a model that was
+            passed from Python.
     """
     check_test(config.evaluation.test, data.task)
     if config.trainer.strategy != "sharded":

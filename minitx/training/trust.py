@@ -41,8 +41,8 @@ def check_trusted(node: Any, key: str) -> None:
     """Raise a ConfigError if a stored node could run untrusted code.
 
     For ``data``, the outermost ``_target_`` must be in ``data_sets()``; for other nodes, it must be in ``BUILDERS`` or be a
-    ``torch.nn.Module``. Every nested ``_target_`` must be a class defined in ``torch.nn`` or ``torch.optim``, or be in ``OURS``. The
-    check imports only torch and this package.
+    ``torch.nn.Module``. Every nested ``_target_`` must be a class defined in ``torch.nn`` or ``torch.optim``, or be in
+    ``OURS``. The check imports only torch and this package.
 
     Raises:
         ConfigError: the node contains another target.
