@@ -169,7 +169,7 @@ def test_the_newest_whole_one_is_offered(path):
     path.write_bytes(path.read_bytes()[:99])
     assert_refused(path, "cut short", f"resume from the newest intact checkpoint in this folder with ckpt_path={best}")
     path.unlink()
-    assert_refused(path, "is not a file", f"ckpt_path={best}")
+    assert_refused(path, "does not exist", f"ckpt_path={best}")
     assert_refused(path.parent, "is a folder", f"ckpt_path={best}")
     best.write_bytes(b"")
     assert_refused(path, f"ckpt_path={older}")
