@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
+unexport PYTHONDONTWRITEBYTECODE  # each process would compile all modules anew: 8 s for the tests alone
 
 .PHONY: ablation test slow lattice lint coverage mutation bench bench-quality docs site clean
 

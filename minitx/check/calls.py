@@ -12,14 +12,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from minitx.check import strict as kernels
-from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, PLAIN, Experiment, Outcome
+from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, PLAIN, Experiment, Inputs, Outcome
 from minitx.check.mutants import Mutant
 from minitx.check.reference import naive_attention, tolerance
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -286,11 +286,7 @@ class _Verdicts:
             return Check(name, Status.FAILED, f"it raises {outcome.fault}")
         if outcome.output.dtype != dtype:
             return Check(name, Status.FAILED, f"the output is {_short(outcome.output.dtype)}")
-        query, key, value = (tensor.to(dtype) for tensor in outcome.inputs.heads)
-        definition = partial(naive_attention, attn_mask=outcome.inputs.allowed, is_causal=self.trial.is_causal)
-        expected, _ = definition(query.double(), key.double(), value.double())
-        low, _ = definition(query, key, value)
-        allowed = 2 * tolerance(expected, low, dtype)  # plain torch rounds weights and scores once more
+        expected, allowed = _in_half(outcome.inputs, dtype, self.trial.is_causal)
         size = (outcome.output.double() - expected).abs().nan_to_num(torch.inf).max().item()
         return Check(
             name, Status.PASSED if size <= allowed else Status.FAILED, "" if size <= allowed else "it is inexact", size, allowed
@@ -422,7 +418,7 @@ class _Verdicts:
         if not self.judge.fits_all(self.trial.ordinary, (), self.trial.is_causal):
             return
         for outcome in self.trial.ordinary:
-            right = _weights_of(outcome, self.trial.is_causal)
+            right = _weights_of(outcome.inputs, self.trial.is_causal or outcome.inputs.is_causal)
             if outcome.weights is None or outcome.weights.numel() != right.numel():
                 continue
             got = outcome.weights.reshape(right.shape).double()
@@ -438,10 +434,20 @@ class _Verdicts:
             yield Finding("mask-not-accepted", Severity.FRAGILE, fault), {e.id for e in EXPERIMENTS if e.mask}
 
 
-def _weights_of(outcome: Outcome, is_causal: bool) -> Tensor:
-    query, key, value = (tensor.double() for tensor in outcome.inputs.heads)
-    inputs = outcome.inputs
-    return naive_attention(query, key, value, inputs.allowed, is_causal=is_causal or inputs.is_causal)[1]
+@lru_cache(maxsize=256)
+def _weights_of(inputs: Inputs, is_causal: bool) -> Tensor:
+    query, key, value = (tensor.double() for tensor in inputs.heads)
+    return naive_attention(query, key, value, inputs.allowed, is_causal=is_causal)[1]
+
+
+@lru_cache(maxsize=256)
+def _in_half(inputs: Inputs, dtype: torch.dtype, is_causal: bool) -> tuple[Tensor, float]:
+    """The exact output for inputs that are rounded to ``dtype``, and the error that an output in ``dtype`` may have."""
+    query, key, value = (tensor.to(dtype) for tensor in inputs.heads)
+    definition = partial(naive_attention, attn_mask=inputs.allowed, is_causal=is_causal)
+    expected, _ = definition(query.double(), key.double(), value.double())
+    low, _ = definition(query, key, value)
+    return expected, 2 * tolerance(expected, low, dtype)  # weights and scores are rounded once more in plain torch
 
 
 def _differ(got: Answer, want: Answer) -> bool:

@@ -155,8 +155,12 @@ def _mask(experiment: Experiment, kind: str, generator: torch.Generator) -> Tens
     return allowed
 
 
+@lru_cache(maxsize=4096)
 def through_mask(inputs: Inputs) -> Inputs:
-    """Return the inputs with the causal mask inside ``allowed``, for functions without a causal option."""
+    """Return the inputs with the causal mask inside ``allowed``, for functions without a causal option.
+
+    Equal inputs return the same object.
+    """
     L, S = inputs.query.shape[2], inputs.key.shape[2]
     triangle = torch.ones(BATCH, 1, L, S, dtype=torch.bool).tril(S - L)
     allowed = triangle if inputs.allowed is None else inputs.allowed & triangle

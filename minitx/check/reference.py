@@ -50,13 +50,14 @@ def naive_attention(
     mask = torch.ones(B, H, L, S, dtype=torch.bool) if attn_mask is None else attn_mask.expand(B, H, L, S)
     bias = None if attn_bias is None else attn_bias.to(wide).expand(B, H, L, S)
     allowed = (mask if bias is None else mask & (bias != -torch.inf)).tolist()
+    queries = iter(query.to(wide).flatten(0, 2).unbind())
     outputs, weights = [], []
     for b, h in product(range(B), range(H)):
         keys, values = key[b, h // (H // Hkv)].to(wide), value[b, h // (H // Hkv)].to(wide)
         for i in range(L):
             end = i + S - L + 1 if is_causal else S  # the last query sees the last key
             visible = torch.tensor([j for j in range(end) if allowed[b][h][i][j]], dtype=torch.long)
-            logits = keys[visible] @ query[b, h, i].to(wide) * scale
+            logits = keys[visible] @ next(queries) * scale
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             if bias is not None:
@@ -65,9 +66,10 @@ def naive_attention(
                 logits = torch.cat((logits, sinks[h : h + 1].to(wide)))
             largest = logits.detach().max() if len(logits) else 0.0  # without a visible key, the sums below are zero
             exponentials = torch.exp(logits - largest)
-            p = (exponentials / exponentials.sum())[: len(visible)].to(dtype)
+            p = exponentials / exponentials.sum()
+            p = (p if sinks is None else p[:-1]).to(dtype)
             outputs.append((p.to(wide) @ values[visible]).to(dtype))
-            weights.append(p.new_zeros(S).index_put((visible,), p))
+            weights.append(p if len(p) == S else p.new_zeros(S).index_put((visible,), p))
     return torch.stack(outputs).view(B, H, L, -1), torch.stack(weights).view(B, H, L, S)
 
 

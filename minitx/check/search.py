@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from itertools import combinations
 
 import torch
@@ -69,36 +69,42 @@ class Answer:
 
     def __init__(self, inputs: Inputs, mistakes: Mistakes, is_causal: bool) -> None:
         steps = replace(DEFINITION, **{name: step for mutant in mistakes for name, step in mutant.instead.items()})
-        self._leaves = [tensor.detach().double().clone().requires_grad_() for tensor in inputs.heads]
-        query, key, value = self._leaves
-        self._output: Tensor | None = None
-        with suppress(RuntimeError):
-            self._output, _ = attention_in_steps(query, key, value, inputs.allowed, is_causal=is_causal, steps=steps)
-        self.output = None if self._output is None else self._output.detach()
+        self._attention = partial(attention_in_steps, allowed=inputs.allowed, is_causal=is_causal, steps=steps)
+        self._inputs = inputs
+        self.output: Tensor | None = None
+        with suppress(RuntimeError), torch.no_grad():
+            self.output, _ = self._attention(*(tensor.double() for tensor in inputs.heads))
 
     @cached_property
     def gradients(self) -> tuple[Tensor, ...]:
         """Return the gradients of the sum of the squared output for query, key and value."""
-        if self._output is None or not self._output.requires_grad:
-            return tuple(torch.zeros_like(leaf) for leaf in self._leaves)
-        total = self._output.square().sum()
-        return torch.autograd.grad(total, self._leaves, allow_unused=True, materialize_grads=True)
+        leaves = [tensor.detach().double().clone().requires_grad_() for tensor in self._inputs.heads]
+        if self.output is not None:
+            output, _ = self._attention(*leaves)
+            if output.requires_grad:
+                return torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+
+    @cached_property
+    def size(self) -> float:
+        """Return the largest number of the output, at least 1."""
+        return 1.0 if self.output is None else _size(self.output)
+
+
+_answer = lru_cache(maxsize=8192)(Answer)
+"""``Answer``, remembered also between checks: a drawn input is the same object in all of them."""
 
 
 @dataclass
 class Judge:
-    """Compares outcomes with ``attention_in_steps``, and caches the results."""
+    """Compares outcomes with ``attention_in_steps``."""
 
     dtype: torch.dtype
-    known: dict[tuple[Inputs, Mistakes, bool], Answer] = field(default_factory=dict)
 
     def answer(self, inputs: Inputs, mistakes: Mistakes = (), is_causal: bool = False) -> Answer:
         """Return the result of attention with these mistakes."""
         is_causal = is_causal or inputs.is_causal
-        key = inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs, is_causal)), is_causal
-        if key not in self.known:
-            self.known[key] = Answer(*key)
-        return self.known[key]
+        return _answer(inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs, is_causal)), is_causal)
 
     def fits(self, outcome: Outcome, mistakes: Mistakes = (), is_causal: bool = False) -> bool:
         """Return whether attention with these mistakes gives this outcome."""
@@ -106,7 +112,7 @@ class Judge:
         if outcome.output is None or expected.output is None:
             return outcome.output is None and expected.output is None and outcome.fault.startswith("RuntimeError")
         is_loose = outcome.experiment.is_extreme or self.dtype != torch.float64
-        if not are_close(outcome.output, expected.output, is_loose):
+        if not are_close(outcome.output, expected.output, is_loose, expected.size):
             return False
         if not outcome.has_inner_gradients or outcome.experiment.is_extreme or outcome.output.isnan().any():
             return True
@@ -132,11 +138,17 @@ def _matters(mutant: Mutant, inputs: Inputs, is_causal: bool) -> bool:
     return not set(mutant.instead) <= idle
 
 
-def are_close(got: Tensor, want: Tensor, is_loose: bool = False) -> bool:
-    """Return whether two results are equal up to rounding. NaN equals NaN."""
-    size = max(1.0, want.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()) if want.numel() else 1.0
+def are_close(got: Tensor, want: Tensor, is_loose: bool = False, size: float | None = None) -> bool:
+    """Return whether two results are equal up to rounding. NaN equals NaN. ``size`` is the largest number of ``want``, at least 1."""
+    if got.shape != want.shape:
+        return False
     share = LOOSE if is_loose else TIGHT
-    return got.shape == want.shape and torch.allclose(got.double(), want, rtol=share, atol=size * share, equal_nan=True)
+    size = _size(want) if size is None else size
+    return torch.allclose(got.double(), want, rtol=share, atol=size * share, equal_nan=True)
+
+
+def _size(tensor: Tensor) -> float:
+    return max(1.0, tensor.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()) if tensor.numel() else 1.0
 
 
 # --- ways of calling

@@ -160,9 +160,9 @@ def load_task(
     seed_device(seed)
     if tokenizer is not None and "tokenizer" in part.names:
         part = part.with_(tokenizer=tokenizer)
-    data = part.build(**part.beside, seed=seed)
+    data = part.build(**part.run_values, seed=seed)
     if isinstance(data, Task):
-        return data, dict(part.beside)
+        return data, dict(part.run_values)
     world, accumulate = (trainer.world_size, trainer.accumulate) if trainer is not None else (1, 1)
     task, loading = task_of_loaders(data, world)
     return task, {**loading, "batch_size": loading["batch_size"] * accumulate * world}

@@ -172,7 +172,7 @@ class _Drawer:
 
         The fan-in of a table is its width, as for a tied head.
         """
-        if module is None:
+        if module is None or module.weight.is_meta:  # without numbers; torch takes longer for such a draw than for a real one
             return
         fan_out, fan_in = module.weight.shape
         sizes, gain = Sizes(fan_in, fan_out, head_dim, self.num_layers), self.gains.get(role, 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -140,8 +140,14 @@ def translation_in_pieces():
     return model, lambda: model(source, TEXT), pieces, torch.ones(2, 8, dtype=torch.bool)
 
 
+@cache
+def adopted_once(name):
+    """An adopted model, which nothing that looks at it changes."""
+    return adopt_hf(build(name).double())
+
+
 def adopted_in_pieces(name):
-    model = adopt_hf(build(name).double())
+    model = adopted_once(name)
     if name == "T5":
         known = {"input_ids": TEXT[:, :6], "past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}
         whole = lambda: model(input_ids=TEXT[:, :6], decoder_input_ids=TEXT).logits  # noqa: E731

@@ -99,7 +99,7 @@ def test_help_says_that_the_file_runs(program):
     (["broken.py:attention"], "SyntaxError: '(' was never closed (broken.py, line 1)\n"),
     (["model.py:model", "stage=1"], "is a model with the embedding"),
     (["model.py:model", "only=causalty"], "only=causalty must be one of"),
-    (["mine.py:right", "only=rows"], "only and causal are for models, and this is a function"),
+    (["mine.py:right", "only=rows"], "only and causal are for models, but this is a function"),
     (["mine.py:NeedsSizes", "only=rows"], "write a function without arguments that returns NeedsSizes(vocab_size, n_positions)"),
     (["raises.py:model"], "raises.py cannot be imported: KeyError: 'weights'"),
     (["model=nowhere"], "model=nowhere does not exist"),

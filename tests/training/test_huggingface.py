@@ -206,7 +206,7 @@ def test_the_largest_stable_rate_of_an_adopted_model_is_found(model, data, words
 
 def test_an_adopted_model_that_starts_as_another_function_is_refused(words, folders, tmp_path):
     check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {folders / 'llama'}}}"
-    with pytest.raises(ConfigError, match="the outputs differ from the model's at"):
+    with pytest.raises(ConfigError, match="the outputs differ from the outputs of"):
         train(compose_config(words("llama", "model.adopt=true", "model.scale=unscaled", check)), tmp_path / "run")
 
 
@@ -235,7 +235,7 @@ def test_two_processes_that_share_the_weights_train_as_one(more, words, tmp_path
         (["model.lora={lora_alpha: 0}"], "model.lora.lora_alpha=0 must be"),
         (["+model.tokenizer=char"], "model.tokenizer=char cannot be set"),
         (["callbacks.probe.every=1", "callbacks.probe.batch_size=2"], "model.adopt=true"),
-        (["trainer.strategy=sharded", "trainer.shard=[Nothing]"], "trainer.shard=Nothing is the class of no module"),
+        (["trainer.strategy=sharded", "trainer.shard=[Nothing]"], "trainer.shard=Nothing is not the class of any module"),
     ],
 )
 def test_what_cannot_be_had_of_a_model_is_one_sentence_and_leaves_no_folder(more, said, words, tmp_path):
