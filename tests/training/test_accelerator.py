@@ -303,6 +303,7 @@ FEW = [
     "callbacks.progress=false",
 ]
 SMALLER = {"gpt2_baseline": ["model.num_layers=2", "model.embed_dim=48", "model.num_heads=2"]}
+# scaling_ablation names a grid alone, whose cells are experiments of their own
 NAMES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml") if path.stem != "scaling_ablation")
 EXPERIMENTS = [name if name == "kv_lookup" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
