@@ -21,6 +21,7 @@ from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.thresholds import Runs
 from minitx.cli import evaluate, export, generate, view
 from minitx.cli.compose import compose_config
+from minitx.cli.train import run_on_devices
 from minitx.config import ConfigError, EvaluationConfig, SamplesConfig, TrainerConfig
 from minitx.data.task import Task, kept_generators, seed_device
 from minitx.nn.precision import widest_float
@@ -164,6 +165,18 @@ def abilities():
 
 def test_a_device_is_asked_what_it_can_do():
     run_ranks(1, abilities)
+
+
+def of_a_plugin(folder):
+    (folder / "a_plugin.py").write_text("from tests import pretend\n\npretend.register()\n")
+    sys.path.insert(0, str(folder))
+    words = ["data=kv_lookup", "data.batch_size=4", "imports=[a_plugin]", "trainer.accelerator=pretend", "trainer.devices=2"]
+    with pytest.raises(ConfigError, match=r"trainer\.devices=2: this machine has 1 usable devices of pretend"):
+        run_on_devices(compose_config(words), folder / "run")
+
+
+def test_a_module_of_imports_registers_the_accelerator_of_several_processes(tmp_path):
+    run_ranks(1, of_a_plugin, tmp_path)
 
 
 # --- training and evaluation
