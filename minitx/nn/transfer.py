@@ -15,7 +15,7 @@ Tree = TypeVar("Tree")
 def to_host(tree: Tree) -> Tree:
     """Return a tree of dicts, lists and tuples with its tensors on the CPU, bit for bit.
 
-    The tensors of a device travel in one copy, so the host waits once. Tensors on the CPU and other values are returned unchanged.
+    The tensors of a device are copied together, so the host waits once. Tensors on the CPU and other values are returned unchanged.
 
     >>> to_host({"loss": torch.tensor(0.5), "step": 3})
     {'loss': tensor(0.5000), 'step': 3}
@@ -50,7 +50,7 @@ def _copies(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     joined = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in ordered]).cpu()
     sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in ordered]
     for tensor, piece in zip(ordered, joined.split(sizes), strict=True):
-        # cloned, because a file of a piece would hold all of them
+        # cloned, because saving a piece would save the whole storage
         yield tensor, piece.view(tensor.dtype).view(tensor.shape).clone()
 
 

@@ -739,7 +739,7 @@ REFUSALS = (
     Refusal({"backend": "sdpa", "softcap": "1.5"}, "soft-cap"),
     Refusal({"backend": "sdpa", "sinks": "own|f32"}, "sinks"),
     Refusal({"backend": "sdpa", "around": "jvp"}, "forward derivatives"),
-    Refusal({"backend": "sdpa", "around": "func.vjp|vmap", "bias": LEARNED}, "none of a bias"),
+    Refusal({"backend": "sdpa", "around": "func.vjp|vmap", "bias": LEARNED}, "no derivative of a bias"),
     Refusal({"backend": "chunked", "around": "jvp|func.vjp|vmap"}, "torch.func"),
 )
 MEANINGLESS: tuple[Where, ...] = (

@@ -148,7 +148,7 @@ def abilities():
     check_count(options)
     pretend.like_apple()
     assert widest_float(device) == torch.float32
-    with pytest.raises(ConfigError, match=r"trainer\.precision=64-true: PRETEND has no float64"):
+    with pytest.raises(ConfigError, match=r"trainer\.precision=64-true: PRETEND does not support float64"):
         check_count(options)
     with pytest.raises(ConfigError, match=r"device=pretend cannot be used: pretend has no torch\.float64"):
         place(nn.Linear(2, 2).double(), pretend.NAME)

@@ -208,6 +208,20 @@ def test_nothing_is_left_changed_afterwards(anywhere):
     assert devices._active  # of the fixture
 
 
+def test_torchs_own_kernels_are_back_afterwards_also_of_one_block_within_another(monkeypatch):
+    if not hasattr(torch.library, "get_kernel"):
+        pytest.skip("this torch cannot replace a kernel")
+    monkeypatch.setattr(devices, "_is_faster", lambda: True)
+    kernels = [torch._C._dispatch_dump("aten::mm")]
+    for wanted in ((True,), (True, False, True)):
+        with contextlib.ExitStack() as stack:
+            for each in wanted:
+                stack.enter_context(devices.onednn_products(each))
+            kernels.append(torch._C._dispatch_dump("aten::mm"))
+        assert torch._C._dispatch_dump("aten::mm") == kernels[0]
+    assert kernels[1] != kernels[0] and kernels[2] == kernels[1]
+
+
 def test_a_setting_of_the_users_counts(monkeypatch):
     monkeypatch.setattr(devices, "_is_faster", lambda: True)
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
