@@ -1,4 +1,4 @@
-"""The definition of attention in plain loops, and how far rounding may take a result from it."""
+"""The definition of attention in plain loops, and the tolerance for rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def naive_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention in plain loops, one query at a time. It shares no code with the rest of the package.
 
-    In float64 it is the reference. In half precision it rounds as a good kernel does: the scores and the softmax are in float32, the
+    In float64 it is the reference. In half precision it rounds like a good kernel: the scores and the softmax are in float32, the
     weights and the output in the dtype of the inputs.
 
     Args:
@@ -34,7 +34,7 @@ def naive_attention(
         scale: the factor on q·k. Default: 1/√D.
         attn_bias: a float tensor that broadcasts to (B, H, L, S), added to the scores; -inf hides a key. Default: none.
         softcap: t in t · tanh(score / t). Default: none.
-        sinks: (H,), one more logit in the softmax of each head. Default: none.
+        sinks: (H,), an extra logit in the softmax of each head. Default: none.
 
     Returns:
         ``(output (B, H, L, Dv), weights (B, H, L, S))``.
@@ -74,7 +74,7 @@ def naive_attention(
 
 
 def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype, size: float = 1.0) -> float:
-    """Return the largest error that a result in ``dtype`` may have: twice the error of ``low``, plus four roundings.
+    """Return the largest error that a result in ``dtype`` may have: twice the error of ``low`` plus four rounding errors.
 
     Args:
         want: the exact result, in float64.
@@ -93,8 +93,8 @@ def gradient_sizes(
 ) -> dict[str, float]:
     """Return the ``size`` in ``tolerance`` for each gradient.
 
-    The gradient of a score is p (dp - Σ p dp) with dp = cotangent · value. For a query with one key this is zero although dp is not. A
-    fused kernel recomputes p from the score and the logsumexp. Both are rounded, so larger scores give larger errors.
+    The gradient of a score is p (dp - Σ p dp) with dp = cotangent · value. For a query with one key the gradient is zero although dp is
+    not. A fused kernel recomputes p from the score and the logsumexp. Both are rounded, so larger scores give larger errors.
     """
     key, value = key.double().nan_to_num(), value.double().nan_to_num()
     dp = cotangent.double() @ value.repeat_interleave(cotangent.shape[1] // value.shape[1], dim=1).mT

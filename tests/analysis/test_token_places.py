@@ -228,7 +228,7 @@ def test_positions_of_a_call_that_continues_a_text_are_counted_from_its_start():
         assert seen["blocks.1"][0][0, :, 0].tolist() == [2.0, 1.0]
         with pytest.raises(ValueError, match="has no end yet"), intervene(model, "residual", 0.0, positions=-1):
             model(TEXT[:, 7:], cache=cache)
-        held = pytest.warns(UserWarning, match="a cache held them before the context was open")
+        held = pytest.warns(UserWarning, match="they were in a cache before the context was open")
         with held, intervene(model, "residual", 0.0, positions=[2]):
             model(TEXT[:, 7:], cache=cache)
 
