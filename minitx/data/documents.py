@@ -335,7 +335,7 @@ class StreamSource(Source):
 
     Every process that trains has ``max(1, num_workers)`` parts of the documents, and its micro-batches come from them in turn.
     ``AddressedLoader`` removes and keeps the ``position`` of a batch: the part, and the position after the batch. The batches depend
-    only on (seed, world, num_workers).
+    only on (seed, world, num_workers), and with several workers on ``accumulate``.
 
     Args:
         stream: the documents.
