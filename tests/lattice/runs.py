@@ -547,6 +547,7 @@ def factor_of(schedule: str, step: int, steps: int) -> float:
         return 1.0
     if step < 2:
         return (step + 1) / 2
+    assert schedule == "cosine", f"factor_of has no formula for schedule={schedule}"
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - 2) / max(1, steps - 2))))
 
 
@@ -1048,7 +1049,7 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {"asked": TESTED, "data": "!text|pairs"},  # pairs alone have a test split; text stands for the others
 )
 REFUSALS = (
-    Refusal({"asked": TESTED, "data": "text"}, "the data have no test split"),
+    Refusal({"asked": TESTED, "data": "text"}, "the data has no test split"),
     Refusal({"asked": "samples", "data": "drawn"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "pictures"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "masked|classify"}, "decoder or encoder-decoder of minitx, got encoder"),
@@ -1057,7 +1058,7 @@ REFUSALS = (
     Refusal({"ends": "max_epochs", "data": "drawn|stream"}, "max_epochs=1 needs a fixed number of training rows"),
     Refusal({"objective": "chunked|smoothed_chunked", **OURS_ALONE}, "chunk_tokens=5 needs model.head=lm"),
     Refusal({"objective": "chunked|smoothed_chunked", "data": "classify|pictures"}, "chunk_tokens=5 needs model.head=lm"),
-    Refusal({"network": "own", "data": "packed|stream"}, "does not name document_ids"),
+    Refusal({"network": "own", "data": "packed|stream"}, "has no parameter document_ids"),
     Refusal({"place": "fsdp", "network": "own"}, "does not know the layers of OwnModel"),
     Refusal({"place": "fsdp", "optimizer": "muon"}, "needs whole matrices"),
     Refusal({"place": "fsdp", "asked": "probe|film|samples|ema|ema_tested"}, "whole weights"),

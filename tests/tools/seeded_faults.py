@@ -275,7 +275,7 @@ WRITTEN = (
     Fault(
         "crash_after_save",
         "a crash just after a save × resume: the row of the step that was saved is removed",
-        "minitx/training/loggers.py:MetricsFile._begin",
+        "minitx/training/metrics_csv.py:MetricsFile._begin",
         'if row["step"] <= start_step]',
         'if row["step"] < start_step]',
     ),
@@ -297,8 +297,8 @@ WRITTEN = (
         "best_resume",
         "monitor × resume: a worse validation replaces best.ckpt",
         "minitx/training/callbacks.py:BestCheckpoint.load_state_dict",
-        'super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(here)})',
-        "self.best_model_path = str(here)",
+        'super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(path)})',
+        "self.best_model_path = str(path)",
     ),
     Fault(
         "stream_workers_accumulate",
