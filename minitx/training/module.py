@@ -156,9 +156,11 @@ class TrainingModule(L.LightningModule):
                 group["fused"] = optimizer.defaults["fused"]
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if self._said_dropped:
+            return
         # a mask that is not passed hides nothing, or ``check`` refuses it
         dropped = [name for name in self.net.dropped(batch) if name not in (*MASKS, *MASKS.values())]
-        if dropped and not self._said_dropped:
+        if dropped:
             log.info("model: %s.forward does not take %s of a batch", self.net.kind, ", ".join(dropped))
         self._said_dropped = True
 
