@@ -80,12 +80,13 @@ def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor 
     """
     num_keys = scores.shape[-1]
     if visible is not None:
-        scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
+        hidden = ~visible
+        scores = torch.where(hidden, torch.finfo(scores.dtype).min, scores)  # on a CPU faster than masked_fill
     if sinks is not None:
         sink_logits = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink_logits], dim=-1)
     weights = scores.softmax(-1)[..., :num_keys]
-    return weights if visible is None else torch.where(visible, weights, 0.0)
+    return weights if visible is None else torch.where(hidden, 0.0, weights)
 
 
 def hide_unseen(tensor: Tensor, visible: Tensor | None) -> Tensor:
