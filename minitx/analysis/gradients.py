@@ -35,18 +35,18 @@ def gradient_statistics(model: nn.Module, batch: Any, loss: Loss, *, num_parts: 
         model: it runs in evaluation mode. Its mode is restored.
         batch: passed to ``loss``. The model's rows must not depend on each other.
         loss: a function of the batch that returns two things. The first is the loss L, summed over the targets, so that it does
-            not depend on M. The second says which queries count, bool (B, L) for each axis. Cores with other queries count all
-            rows.
+            not depend on M. The second is a mask of the queries that count, bool (B, L) for each axis. Cores with other queries
+            count all rows.
         num_parts: M. The B rows are divided as ``torch.chunk`` does, so fewer rows give fewer parts.
 
     Returns:
-        The five numbers and the histogram of each attention core, by name, over all its calls. Those of a query without a
-        gradient (below all trained weights) are left out. The ratios of a weight are left out if it is frozen, or if its layer is not
-        a plain ``Linear`` that gets the B rows first and whose output is used unchanged: g_m is computed from the layer's inputs x and
-        the gradients of its outputs y, g_m = Σ dL/dyᵀ x over the rows of part m.
+        The five numbers and the histogram of each attention core, by name, over all its calls. The ``grad_query`` entries are left
+        out for a core whose query has no gradient (below all trained weights). The ratio of a weight is left out if the weight is
+        frozen, or if its layer is not a plain ``Linear`` with inputs (B, …, E) whose output is used unchanged: g_m is Σ (dL/dy)ᵀ x
+        over the rows of part m, with the inputs x and outputs y of the layer.
 
     Raises:
-        TypeError: the model has int8 layers of torch (``quantize_dynamic``), whose gradients would be 0.
+        TypeError: the model has int8 layers of torch (``quantize_dynamic``). Their gradients would be 0.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(6, 2)
@@ -69,11 +69,11 @@ def gradient_statistics(model: nn.Module, batch: Any, loss: Loss, *, num_parts: 
             value, counted = loss(batch)
         looks = [(name, look) for name, of_core in seen.items() for look in of_core if look.call.query.requires_grad]
         outputs = [(place, tokens, edge) for place, of_layer in calls.items() for tokens, edge in of_layer]
-        wanted = [*(look.call.query for _, look in looks), *(edge for _, _, edge in outputs)]
-        gradients = iter(torch.autograd.grad(value, wanted, allow_unused=True))
+        targets = [*(look.call.query for _, look in looks), *(edge for _, _, edge in outputs)]
+        gradients = iter(torch.autograd.grad(value, targets, allow_unused=True))
     norms: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in cores}  # (B, L, H), and the rows that count
     for name, look in looks:
-        # an encoder reads the source, where there is a target too
+        # with a target, only the encoder's self-attention reads the source
         axis = SOURCE if TARGET not in counted or look.kind == "self" else TARGET
         rows, gradient = counted.get(axis, look.real_queries), next(gradients)
         gradient = torch.zeros_like(look.call.query) if gradient is None else gradient
@@ -100,7 +100,7 @@ def projection_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return W_Q, W_K and W_V of every attention layer as ``q``, ``k`` and ``v``, by the name of the core.
 
     In the layer of an adopted model, they are the matrices whose names begin with these letters (``q_proj``, ``query``, ``q_lin``).
-    A layer that has not one of each, for example a single matrix for all three, is left out.
+    A layer without exactly one matrix per letter is left out, for example a layer with a single matrix for all three.
     """
     return {name: {letter: layer.weight for letter, layer in of_core.items()} for name, of_core in _projections(model).items()}
 
@@ -126,7 +126,8 @@ def _inputs_and_outputs(layers: Mapping[Any, nn.Module]) -> Iterator[dict[Any, l
         for place, layer in layers.items():
 
             def record(_: nn.Module, inputs: tuple[Tensor], output: Tensor, place: Any = place) -> None:
-                calls[place].append((inputs[0].detach(), get_gradient_edge(output)))
+                if output.requires_grad:
+                    calls[place].append((inputs[0].detach(), get_gradient_edge(output)))
 
             hooks.enter_context(layer.register_forward_hook(record))
         yield calls
@@ -146,8 +147,8 @@ def _log_histogram(norms: Tensor) -> dict[str, int]:
     """Counts by the lower edge of a quarter of a decade, ascending; zeros and NaN first."""
     positive = norms[norms > 0]
     edges, counts = torch.unique((positive.log10() * 4).floor() / 4, return_counts=True)
-    found = {f"{edge:.2f}": int(count) for edge, count in zip(edges.tolist(), counts.tolist(), strict=True)}
-    return {"zero": len(norms) - len(positive), **found} if len(positive) < len(norms) else found
+    by_edge = {f"{edge:.2f}": int(count) for edge, count in zip(edges.tolist(), counts.tolist(), strict=True)}
+    return {"zero": len(norms) - len(positive), **by_edge} if len(positive) < len(norms) else by_edge
 
 
 def _signal_and_noise(gradients: Tensor) -> tuple[Tensor, Tensor]:

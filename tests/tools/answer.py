@@ -313,8 +313,8 @@ def answer(found: dict[str, Any]) -> dict[str, list[str]]:
     ]
     return {
         "README.md": [
-            "Scores are √d_k times larger, and updates move them further. We removed the scale from trained models, keeping what they "
-            "compute. *Collapse*: accuracy below 90 % over 8 steps; text: loss up 0.3 nats.",
+            "Scores are √d_k times larger, and updates move them further. We removed the scale from trained models, keeping their "
+            "function. *Collapse*: accuracy below 90 % over 8 steps; text: loss up 0.3 nats.",
             "",
             "| largest rate without collapse: times smaller | d_k 8 | d_k 128 | text, d_k 128 |",
             "|---|---|---|---|",
