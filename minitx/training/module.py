@@ -158,9 +158,11 @@ class TrainingModule(L.LightningModule):
                 group["fused"] = optimizer.defaults["fused"]
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if self._has_reported_dropped:
+            return
         # not masks: ``check`` refuses a mask that hides tokens and is not passed
         dropped = [name for name in self.net.dropped(batch) if name not in (*MASKS, *MASKS.values())]
-        if dropped and not self._has_reported_dropped:
+        if dropped:
             log.info("model: %s.forward does not use %s of the batch", self.net.kind, ", ".join(dropped))
         self._has_reported_dropped = True
 
