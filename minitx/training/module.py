@@ -329,6 +329,8 @@ def build_module(
     if isinstance(sums, CrossEntropy):
         check_head(sums, net)
         check_labels(data.task)
+    for part in (optimizer, schedule):
+        require(not part.is_partial, f"{part.path}._partial_=true must be removed: the run itself builds {part.name}")
     make_optimizer = partial(build_optimizer, optimizer, head_dim=net.head_dim)
 
     def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:
