@@ -362,7 +362,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"({found['real adamw all seeds']}) is measured; alone it is {found['real adamw qk']:.2f}",
             f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
-            f"η\\* is {a:.2f} to {b:.2f} times what it gives with AdamW, and {c:.2f} to {d:.2f} times with SGD",
+            f"η\\* is {a:.2f} to {b:.2f} times this sum's prediction with AdamW, and {c:.2f} to {d:.2f} times with SGD",
             f"larger rate than 1/√d_k: {found['1/d_k 8']:.1f} times at d_k 8, {found['1/d_k 128']:.1f} times at 128",
             f"{found['adamw query']:.1f} times with AdamW, {found['sgd query']:.0f} times with SGD",
             f"{found['adamw from unscaled']:.1f} ({found['adamw from unscaled']:range}) with AdamW and "
