@@ -323,10 +323,10 @@ class AblationConfig(Config):
         require(not divides or endpoint in ("threshold", "time"), f"{place}: {endpoint} gives a difference, no ratio")
         if expected.over is not None:
             self._laws(f"{place}.over", expected.over)
+        require(not (divides and expected.share), f"{place}.share=true is a number of its own: no over and no formula")
         has_parts = all(law and law.parts for law in laws)
         for key in ("formula", "share"):
             require(has_parts or not getattr(expected, key), f"{place}.{key}=true needs a law with parts in the comparison")
-        require(not (divides and expected.share), f"{place}.share=true is a number of its own: no over and no formula")
 
     def _laws(self, place: str, compared: OverConfig) -> list[LawConfig | None]:
         """The laws of a comparison that must be there, under a condition that must be one."""

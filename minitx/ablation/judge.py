@@ -126,12 +126,12 @@ class Parts(NamedTuple):
 
     @property
     def lower(self) -> Span:
-        """1 / (1 / η_QK + 1 / η_R). ``whole`` is not below it if the loss curves upward in every direction."""
+        """1 / (1 / η_QK + 1 / η_R). ``whole`` is not below it if the loss is quadratic and curves upward in every direction."""
         return Span(1 / (1 / self.qk.low + 1 / self.rest.low), 1 / (1 / self.qk.high + 1 / self.rest.high))
 
     @property
     def upper(self) -> Span:
-        """The smaller one of η_QK and η_R. ``whole`` is not above it under the same condition."""
+        """The smaller one of η_QK and η_R. ``whole`` is not above it if the loss is quadratic."""
         return Span(min(self.qk.low, self.rest.low), min(self.qk.high, self.rest.high))
 
     @property
