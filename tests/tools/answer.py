@@ -10,6 +10,10 @@ It reads the raw runs and uses none of the lab's code. ``tests/tools/test_answer
   the geometric mean of the smallest rate that is not stable and the largest stable one below it.
 - The formula: (b / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R) of each seed, with the largest stable rates η_QK and η_R of the model with
   the scale when only W_Q and W_K train, or only the rest, and b = d_k^¼ (AdamW) or √d_k (SGD).
+- The share of W_Q and W_K: (1 / η_QK) / (1 / η_QK + 1 / η_R) of each seed, so that the formula is 1 + (b - 1) · share.
+- The bounds: for a quadratic loss that curves upward, the largest stable rate η of all weights lies between 1 / (1 / η_QK + 1 / η_R)
+  and the smaller one of η_QK and η_R. Each rate is known between two rates that were tried; η counts as below or above if no number
+  between its two is between the bounds, whatever the bounds are within theirs.
 - A ratio of steps: the steps from scratch until the mean accuracy of 16 steps (1,024 answers) reaches 90 %, without the scale over
   with it. With LeCun's weights twelve seeds, six of ``docs/scaling_ablation/record.jsonl.xz`` and six of ``norms``, at the rates that
   both have; with GPT-2's sixteen, six of the former and ten of ``init`` (standard deviation 0.02). Each arm runs at the rate that needs
@@ -92,25 +96,37 @@ def is_stable(run: dict[str, Any], steps: int, start: float | None = None) -> bo
     return run["nonfinite_step"] is None and len(curve) == steps and min(means(curve, 8)) >= 0.9
 
 
+def bracket(runs: Sequence[dict[str, Any]], steps: int = 200, start: float | None = None) -> tuple[float, float]:
+    """The two rates of a search between which the largest stable rate is."""
+    high = min(run["rate"] for run in runs if not is_stable(run, steps, start))
+    return max(run["rate"] for run in runs if run["rate"] < high), high
+
+
 def largest_rate(runs: Sequence[dict[str, Any]], steps: int = 200, start: float | None = None) -> float:
     """The largest stable rate of a search."""
-    high = min(run["rate"] for run in runs if not is_stable(run, steps, start))
-    return math.sqrt(high * max(run["rate"] for run in runs if run["rate"] < high))
+    return math.sqrt(math.prod(bracket(runs, steps, start)))
 
 
-Rates = dict[tuple[str, str, str, str, int], float]
-"""The largest stable rates, by study, arm, d_k, which weights train, and seed."""
+Place = tuple[str, str, str, str, int]
+"""Of a search: its study, arm, d_k, which weights train, and seed."""
+Rates = dict[Place, float]
+"""The largest stable rates."""
 
 
-def rates(searches: Iterable[dict[str, Any]], by_loss: bool = False) -> Rates:
-    """The largest stable rate of every search. ``by_loss``: a run is judged by its loss above that of the starting model."""
+def brackets(searches: Iterable[dict[str, Any]], by_loss: bool = False) -> dict[Place, tuple[float, float]]:
+    """The bracket of every search. ``by_loss``: a run is judged by its loss above that of the starting model."""
     found = {}
     for one in searches:
         factors, result = one["factors"], one["result"]
         if "runs" in result:
             place = (one["study"], one["arm"], factors["head_dim"], factors.get("trained", "all"), one["seed"])
-            found[place] = largest_rate(result["runs"], result["cap"], result["start"] if by_loss else None)
+            found[place] = bracket(result["runs"], result["cap"], result["start"] if by_loss else None)
     return found
+
+
+def rates(searches: Iterable[dict[str, Any]], by_loss: bool = False) -> Rates:
+    """The largest stable rate of every search."""
+    return {place: math.sqrt(low * high) for place, (low, high) in brackets(searches, by_loss).items()}
 
 
 def by_seed(found: Rates, *place: str) -> dict[int, float]:
@@ -142,6 +158,24 @@ def real_model() -> dict[str, Any]:
             result[f"real {study} {part} seeds"] = f"{min(by_seeds):.2f}–{max(by_seeds):.2f}"
         result[f"real {study} formula"] = formula(found, study, "64", power)
     return result
+
+
+def sides(found: dict[Place, tuple[float, float]], study: str = "", d_k: str = "") -> dict[str, int]:
+    """How many largest stable rates of all weights lie ``below``, ``between`` and ``above`` their bounds, of models with the scale."""
+    count = {"below": 0, "between": 0, "above": 0}
+    for place, (low, high) in found.items():
+        parts = [found.get((*place[:3], part, place[-1])) for part in ("qk", "rest")]
+        if place[3] == "all" and None not in parts and study in ("", place[0]) and d_k in ("", place[2]):
+            (qk, rest), (qk_high, rest_high) = zip(*filter(None, parts), strict=True)
+            at_least, at_most = 1 / (1 / qk + 1 / rest), min(qk_high, rest_high)
+            count["below" if high < at_least else "above" if low > at_most else "between"] += 1
+    return count
+
+
+def shares(found: Rates, study: str, d_k: str) -> dict[int, float]:
+    """The share of W_Q and W_K, by seed."""
+    qk, rest = parts_of(found, study, d_k)
+    return {seed: rest[seed] / (qk[seed] + rest[seed]) for seed in qk if seed in rest}
 
 
 def text_model() -> dict[str, Any]:
@@ -277,9 +311,10 @@ BOTH = ("adamw", "sgd")
 
 def numbers() -> dict[str, Any]:
     """The largest stable rates, the ratios and the formula's values, by name."""
-    found = rates(read("limits/cells.jsonl.xz"))
+    searches = brackets(read("limits/cells.jsonl.xz"))
+    found = {place: math.sqrt(low * high) for place, (low, high) in searches.items()}
     result: dict[str, Any] = {f"steps {init}": ratio_of_steps(of) for init, of in from_scratch().items()}
-    result |= real_model() | text_model()
+    result |= real_model() | text_model() | {f"limits {side}": count for side, count in sides(searches).items()}
     steps_by_init = by_init()
     result |= {f"steps {init}": ratio for init, ratio in steps_by_init.items()} | {"even": crossing(steps_by_init)}
     for study, (_, power) in OPTIMIZERS.items():
@@ -346,6 +381,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
     low = {study: f"{found[f'{study} 8']:.2f}" for study in ("adamw", "sgd")}
     parts = sorted(value for name, value in found.items() if name.endswith("rest over qk"))
+    total = sum(found[f"limits {side}"] for side in ("below", "between", "above"))
     (a, *_, b), (c, *_, d) = (sorted(found[f"{study} {d_k} over the sum"] for d_k in WIDTHS) for study in ("adamw", "sgd"))
     return {
         "why_scale.md": [
@@ -363,6 +399,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
             f"η\\* is {a:.2f} to {b:.2f} times what it gives with AdamW, and {c:.2f} to {d:.2f} times with SGD",
+            f"Of {total} searches {found['limits between']} lie between the two, {found['limits below']} below and {found['limits above']} above",
             f"larger rate than 1/√d_k: {found['1/d_k 8']:.1f} times at d_k 8, {found['1/d_k 128']:.1f} times at 128",
             f"{found['adamw query']:.1f} times with AdamW, {found['sgd query']:.0f} times with SGD",
             f"{found['adamw from unscaled']:.1f} ({found['adamw from unscaled']:range}) with AdamW and "
@@ -383,6 +420,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"在 AdamW 下只缩小到 1/{low['adamw']}，在 SGD 下缩小到 1/{low['sgd']}",
             f"η_QK 是 η_R 的 1/{parts[0]:.1f} 到 1/{parts[-1]:.1f}",
             f"AdamW 下 η\\* 是它给出的值的 {a:.2f} 到 {b:.2f} 倍，SGD 下是 {c:.2f} 到 {d:.2f} 倍",
+            f"{total} 次搜索中有 {found['limits between']} 次在两者之间，{found['limits below']} 次低于下界，{found['limits above']} 次高于上界",
             f"d_k 为 8 时是 1/√d_k 的 {found['1/d_k 8']:.1f} 倍，d_k 为 128 时是 {found['1/d_k 128']:.1f} 倍",
             f"AdamW 下是 {found['adamw query']:.1f}，SGD 下是 {found['sgd query']:.0f}",
             f"AdamW 下是 {found['adamw from unscaled']:.1f}（{found['adamw from unscaled']:range}），"

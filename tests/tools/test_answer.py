@@ -55,6 +55,32 @@ def test_the_searches_of_the_record_end_where_their_own_curves_say():
         assert answer.largest_rate(result["runs"], result["cap"]) == pytest.approx(middle, rel=1e-6)
 
 
+@pytest.mark.parametrize(("record", "by_loss", "searches"), [("limits", False, 80), ("real", True, 8)])
+def test_the_published_reports_put_every_largest_rate_on_the_side_of_its_bounds_where_its_runs_put_it(
+    record, by_loss, searches
+):
+    count = answer.sides(answer.brackets(answer.read(f"{record}/cells.jsonl.xz"), by_loss))
+    report = (answer.RECORDS / record / "summary.md").read_text(encoding="utf-8")
+    assert {side: report.count(f"| {side} |") for side in count} == count and sum(count.values()) == searches
+    assert f"{count['between']} of {searches} lie between them" in report
+
+
+def test_the_page_of_limits_has_the_numbers_of_its_bounds():
+    found = answer.brackets(answer.read("limits/cells.jsonl.xz"))
+    whole, adamw, sgd, wide = (answer.sides(found, *some) for some in ((), ("adamw",), ("sgd",), ("sgd", "128")))
+    text = (answer.RECORDS / "limits" / "README.md").read_text(encoding="utf-8")
+    assert f"{whole['between']} lie between them, {whole['below']} below and {whole['above']} above" in text
+    assert f"With AdamW {adamw['between']} of 40 lie between and {adamw['below']} below" in text
+    assert f"with SGD {sgd['between']} between and {sgd['above']} above" in text and wide["above"] == 8
+
+
+@pytest.mark.parametrize(("high", "side"), [(0.9, "below"), (1.01, "between"), (2.1, "between"), (2.4, "above")])
+def test_a_rate_is_outside_its_bounds_if_no_number_in_the_brackets_is_inside(high, side):
+    ends = {"all": (high / 1.1, high), "qk": (2.0, 2.1), "rest": (2.0, 2.1)}
+    count = answer.sides({("adamw", "inv_sqrt", "128", part, 0): of for part, of in ends.items()})
+    assert count == {"below": 0, "between": 0, "above": 0} | {side: 1}
+
+
 def test_a_run_that_ends_early_or_falls_is_not_stable():
     held = {"rate": 0.1, "nonfinite_step": None, "accuracy": [1.0] * 200}
     falls = {"accuracy": [1.0] * 100 + [0.0] + [1.0] * 99}
