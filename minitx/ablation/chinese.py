@@ -216,10 +216,10 @@ PATTERNS: tuple[tuple[re.Pattern[str], Callable[[Match], str]], ...] = tuple(
         ),
         (r"Runs that failed, are missing, or were left out \((\d+)\)", lambda m: f"失败、缺失或略去的运行（{m[1]}）"),
         (
-            r"η\* and its bounds for each seed: (\d+) of (\d+) lie between them\. .* meets that of the bounds, each known within the brackets of its searches",
+            r"η\* and its bounds for each seed: (\d+) of (\d+) lie between them\. .* Between: .*",
             lambda m: (
                 f"每个种子的 η* 和两个界限：{m[2]} 个中有 {m[1]} 个在两者之间。下界是 1 / (1 / η_QK + 1 / η_R)，上界是 η_QK 和 η_R 中较小的一个。在界限之间："
-                "η* 的括号与两个界限之间的范围相交，各自只知道在其搜索的括号之内"
+                "η* 的区间与从下界到上界的范围相交；两端也只精确到各自的搜索区间"
             ),
         ),
         (r"(.*): steps to solve", lambda m: f"{m[1]}：学会任务的步数"),

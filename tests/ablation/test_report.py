@@ -12,7 +12,7 @@ from minitx.ablation import curves
 from minitx.ablation.chinese import chinese
 from minitx.ablation.grid import Runs, cells, solved_step
 from minitx.ablation.judge import judge
-from minitx.ablation.report import _bounds, _slopes, study_pictures, write_report
+from minitx.ablation.report import _bounds, _shares, _slopes, study_pictures, write_report
 from minitx.ablation.scaling import figure, sentences
 from minitx.analysis.canvas import DPI
 from tests.ablation import made_up
@@ -82,6 +82,7 @@ def test_tables_show_what_limits_the_largest_rate_and_where_each_lies_between_it
         r"AdamW\s+d_k 128, trained all\s+0\.0133\s+0\.015\s+0\.06\s+0\.8\s+\(0\.8; 6 seeds, 96\.9%\)\s+5 of 6", said
     )
     assert "11 of 12 lie between them" in said  # those of d_k 8, too
+    assert all(chinese(table.caption) for table in (_shares(found), _bounds(found)))
     rows = [row for row in _bounds(found).rows if "d_k 128" in row["setting"]]
     assert [row["η* is"] for row in rows] == [*["between"] * 5, "above"]
     assert [rows[0][name] for name in ("seed", "lower bound", "upper bound")] == ["10", "0.0117 to 0.0123", "0.0147 to 0.0153"]
