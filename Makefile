@@ -3,12 +3,13 @@
 # make site       the page to play with, and the pages and docstrings, as a web site: site/index.html (the search box needs a server)
 # make docs       write the generated pages again: configuring, performance
 # make coverage   lines and branches of minitx/nn that its tests run      make mutation   faults seeded one by one (hours, goes on where it stopped)
-# make lattice    generated tests of the day: SEED=7 another draw, STRENGTH=3 every triple of values
+# make lattice    generated tests of the day: SEED=7 another draw, STRENGTH=3 every triple of values, LIMIT=10 so many points
 # make bench-quality TEXT=tinyshakespeare.txt                  time and tokens to a loss (25 minutes on two cores)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
+unexport PYTHONDONTWRITEBYTECODE  # each process would compile all modules anew: 8 s for the tests alone
 
 .PHONY: ablation test slow lattice lint coverage mutation bench bench-quality docs site clean
 
@@ -55,9 +56,9 @@ site: $(VENV)/train.installed $(VENV)/docs.installed
 SEED ?= $(shell date +%Y%m%d)
 STRENGTH ?= 2
 lattice: $(VENV)/dev.installed
-	$(BIN)/python tests/lattice/calls.py --seed $(SEED) --strength $(STRENGTH)
-	$(BIN)/python tests/lattice/models.py --seed $(SEED) --strength $(STRENGTH)
-	$(BIN)/python tests/lattice/runs.py --seed $(SEED) --strength $(STRENGTH)
+	$(BIN)/python tests/lattice/calls.py --seed $(SEED) --strength $(STRENGTH) $(if $(LIMIT),--limit $(LIMIT))
+	$(BIN)/python tests/lattice/models.py --seed $(SEED) --strength $(STRENGTH) $(if $(LIMIT),--limit $(LIMIT))
+	$(BIN)/python tests/lattice/runs.py --seed $(SEED) --strength $(STRENGTH) $(if $(LIMIT),--limit $(LIMIT))
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

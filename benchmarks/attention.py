@@ -128,10 +128,14 @@ def regret(auto: str, seconds: dict[str, list[float]]) -> tuple[list[float], lis
     return [seconds[auto][i] / seconds[best[1 - half]][i] for half in (0, 1) for i in halves[half]], best
 
 
-def choice(pairs: int, words: str = "", dtype: torch.dtype = torch.float32) -> Iterator[Row]:
-    """P6, regret."""
+def choice(
+    pairs: int, words: str = "", dtype: torch.dtype = torch.float32, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[Row]:
+    """P6, regret. No kind of call is begun after ``is_over``."""
     found: dict[str, Any] = {}
     for name in [name for name in KINDS if words in name]:
+        if found and is_over():
+            break
         auto, seconds = rounds_of(KINDS[name], max(4, pairs // 4 * 4), 0.05, dtype)
         ratios, best = regret(auto, seconds)
         medians = {backend: statistics.median(values) for backend, values in seconds.items()}

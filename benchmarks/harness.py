@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import math
 import os
@@ -65,14 +66,17 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def peak(work: Callable[[], object]) -> int:
-    """The most bytes at once while ``work`` runs: on a CPU of those that it allocates, on a GPU with those that were there."""
+    """The most bytes at once of those that ``work`` allocates."""
     if not torch.cuda.is_available():
         from minitx.analysis.counting import allocations
 
         return allocations(work)[1]
+    gc.collect()
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     work()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def turns(pairs: int) -> list[int]:

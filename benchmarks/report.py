@@ -12,6 +12,9 @@ from pathlib import Path
 from harness import RESULTS, ROOT, Row, spread, verdict
 
 PAGE = ROOT / "docs" / "dev" / "performance.md"
+MOST_SETTINGS = 4
+"""A quantity with more settings than this is one line with their range."""
+
 BEGIN, END = "<!-- performance:begin -->\n", "<!-- performance:end -->"
 TARGETS = {  # and what measures it
     "P1": ("training throughput over other libraries", "step.py"),
@@ -61,6 +64,8 @@ def table(rows: list[Row]) -> str:
             settings = [row["label"] for row in same]
             places = ["" if settings == above else f"{setting}: " for setting in settings]
             values = [f"{place}{value(row)}" for place, row in zip(places, same, strict=True)]
+            if len(same) > MOST_SETTINGS:
+                values = [summary(same)]
             lines.append(f"| {target} {quantity} | {'<br>'.join(values)} |")
             above = settings
         if not quantities:
@@ -68,6 +73,14 @@ def table(rows: list[Row]) -> str:
     for where, runs in machines.items():
         lines += ["", f"{where}:", "", *(f"- {', '.join(targets)}: {run}" for run, targets in runs.items())]
     return "\n".join(lines) + "\n"
+
+
+def summary(rows: list[Row]) -> str:
+    """The range of the medians of several settings, and how many of them meet the target. ``results/`` has each."""
+    medians = [row["median"] for row in rows]
+    met = sum(verdict(row) == "met" for row in rows)
+    settings = f"{len(rows)} settings, from {rows[0]['label']} to {rows[-1]['label']}"
+    return f"{settings}: {min(medians):.3f} to {max(medians):.3f}, {met} met"
 
 
 def value(row: Row) -> str:

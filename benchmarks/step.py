@@ -28,6 +28,7 @@ from peers import NANOGPT, Peer, check_equal, decoder, decoders, hugging_face, l
 from torch import Tensor, nn
 
 from minitx.nn import DecoderLM
+from minitx.nn.transfer import to_device
 from minitx.training.devices import cpu_precision, keep_freed_memory, onednn_products
 from minitx.training.objectives import chunked_cross_entropy
 
@@ -192,7 +193,10 @@ def under_the_trainer(pairs: int, steps: int = 25) -> Iterator[Row]:
 def checked_step(network: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -> None:
     """A step of a loop that looks at loss and gradient norm, as the trainer does."""
     device = next(network.parameters()).device
-    loss = loss_of(network(batch["input_ids"].to(device)), batch["labels"].to(device))
+    ids, labels = (
+        to_device(batch[name], device) for name in ("input_ids", "labels")
+    )  # from page-locked memory, as the trainer
+    loss = loss_of(network(ids), labels)
     loss.backward()
     norm = nn.utils.get_total_norm([p.grad for p in network.parameters() if p.grad is not None])
     optimizer.found_inf = (~torch.isfinite(norm + loss.detach())).float()  # a fused optimizer then does nothing
@@ -202,8 +206,8 @@ def checked_step(network: nn.Module, optimizer: Any, batch: dict[str, Tensor]) -
     optimizer.zero_grad(set_to_none=True)
 
 
-def trainer_over_loop(pairs: int, steps: int = 25, rows: int = 11, wanted: str = "<= 1.03") -> Iterator[Row]:
-    """P4."""
+def trainer_over_loop(pairs: int, *words: str, steps: int = 25, rows: int = 11, wanted: str = "<= 1.03") -> Iterator[Row]:
+    """P4. ``words`` of the command line name the device."""
     source, _ = batches(f"data.batch_size={rows}")
 
     def loop(trainer: Any, module: Any, steps: int) -> None:
@@ -211,18 +215,18 @@ def trainer_over_loop(pairs: int, steps: int = 25, rows: int = 11, wanted: str =
         for _ in range(steps):
             checked_step(module.network, trainer.optimizers[0], next(source))
 
-    found = fitted(Turns(steps, pairs, loop), f"data.batch_size={rows}")
+    found = fitted(Turns(steps, pairs, loop), f"data.batch_size={rows}", *words)
     yield row("P4", "trainer over a raw loop", f"E 128, {rows} x 64", found, wanted)
 
 
-def probed_over_none(pairs: int, every: int = 50, rows: int = 12, wanted: str = "<= 1.03") -> Iterator[Row]:
-    """P11."""
+def probed_over_none(pairs: int, *words: str, every: int = 50, rows: int = 12, wanted: str = "<= 1.03") -> Iterator[Row]:
+    """P11. ``words`` of the command line name the device."""
 
     def switch(trainer: Any, side: int) -> None:
         (probe,) = (one for one in trainer.callbacks if type(one).__name__ == "Probe")
         probe.due = lambda step: side == 1 and step % every == 0
 
-    found = fitted(Turns(every, pairs, before=switch), f"callbacks.probe.every={every}", f"data.batch_size={rows}")
+    found = fitted(Turns(every, pairs, before=switch), f"callbacks.probe.every={every}", f"data.batch_size={rows}", *words)
     yield row("P11", f"attention statistics each {every} steps over none", f"E 128, {rows} x 64", found, wanted)
 
 
@@ -236,11 +240,10 @@ def chunked_loss(model: Any, ids: Tensor, labels: Tensor, chunk_tokens: int) -> 
     return sums["loss"] / labels.numel()
 
 
-def most_bytes(module: nn.Module, loss: Callable[[], Tensor]) -> int:
-    """Of a step, with weights and moments."""
-    step = raw_step(module, loss)
+def most_bytes(module: nn.Module, step: Callable[[], None]) -> int:
+    """Of a step of AdamW, with weights and moments."""
     step()  # makes the moments
-    return peak(step) + 3 * sum(p.untyped_storage().nbytes() for p in module.parameters())
+    return peak(step) + 3 * sum(p.nbytes for p in module.parameters())
 
 
 def memory(vocabulary: int = 50257, width: int = 384, layers: int = 6, context: int = 512) -> Iterator[Row]:
@@ -251,12 +254,12 @@ def memory(vocabulary: int = 50257, width: int = 384, layers: int = 6, context: 
     chunked = partial(chunked_loss, peer.ours, *data, 256)
     if abs(float(chunked().detach()) - before) > 1e-4 * before:
         raise SystemExit("error: the chunked loss is another one")
-    theirs = most_bytes(peer.module, partial(peer.loss, *data))
+    theirs = most_bytes(peer.module, raw_step(peer.module, partial(peer.loss, *data)))
     plain, shape = partial(peer.our_loss, *data), f"{layers} x {width}, vocabulary {vocabulary}, 4 x {context}"
     for name, loss in (("as it is", plain), ("chunk_tokens=256", chunked), ("chunk_tokens=256 checkpointing=true", chunked)):
         both = "checkpointing" in name
         peer.ours.config = dataclasses.replace(peer.ours.config, checkpointing=both)  # type: ignore[arg-type, type-var]
-        share = exact(most_bytes(peer.ours, loss) / theirs)
+        share = exact(most_bytes(peer.ours, raw_step(peer.ours, loss)) / theirs)
         yield row("P9", "peak memory over Hugging Face GPT-2's", f"{shape}, {name}", share, "<= 0.5" if both else None, "lower")
 
 

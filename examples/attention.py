@@ -538,7 +538,7 @@ with torch.no_grad(), intervene(induction_model, "heads", 0.0, layers=[1]):
 print("accuracy without both heads of layer 1:", round(float(right[asks].float().mean()), 2))
 
 # %% [markdown] en
-# **Where do the heads look?** Measured are the mean weight on the previous token (layer 0), and the mean weight of the last token on the
+# **Where do the heads look?** The next cell measures the mean weight on the previous token (layer 0), and the mean weight of the last token on the
 # position after the previous occurrence of that token (layer 1).
 
 # %% [markdown] zh
@@ -594,7 +594,7 @@ else:
 
 # %% [markdown] en
 # **Look.** The text says the same words twice. In the second copy, an induction head looks at the token after the first copy of the current
-# token. That is the next token: at the second ` lamp` the head looks at the first ` of`. Measured is the mean weight there, for all 270 heads.
+# token. That is the next token: at the second ` lamp` the head looks at the first ` of`. The next cell measures the mean weight there, for all 270 heads.
 
 # %% [markdown] zh
 # **看一看。** 这段文字把同样的词说了两遍。在第二遍里，归纳头（induction head）看向“当前词元第一次出现之后的那个词元”，也就是接下来该出现的词元：在第二个 ` lamp` 处，它看向第一个 ` of`。下面对全部 270 个头测量放在那里的平均权重。

@@ -1,11 +1,11 @@
-"""A small model learns to match brackets; which of its heads follow the structure, and which only a position?
+"""Train a small model to match brackets, and find out which heads follow the structure and which only follow positions.
 
-The language has four kinds of opening brackets, and one closing bracket that is written alike for all kinds:
+The language has four kinds of opening brackets, and one closing bracket for all kinds:
 
-    ( [ . { < . . .        at each "." the model must say which kind is closed: [ < { (
+    ( [ . { < . . .        at each "." the model must predict which kind is closed: [ < { (
 
-The answer stands at the last bracket that is still open, at a distance that differs from one "." to the next. A Transformer
-can find it: count how deep each position is nested, then look at the nearest bracket of that depth (Yao et al. 2021,
+The answer is the last bracket that is still open. Its distance differs from one "." to the next. A Transformer can find it by
+counting how deep each position is nested, and attending to the nearest bracket of that depth (Yao et al. 2021,
 arXiv:2105.11115).
 
     python examples/brackets.py        # a few minutes on one core; writes to runs/brackets
@@ -30,7 +30,7 @@ LENGTH, DEEPEST = 40, 8
 
 
 def draw(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids (count, LENGTH), and for each closing bracket the position of its opening one; −1 elsewhere."""
+    """Return ids (count, LENGTH), and for each closing bracket the position of its opening bracket (−1 elsewhere)."""
     ids, match = np.full((count, LENGTH), CLOSE), np.full((count, LENGTH), -1)
     for row in range(count):
         still_open: list[int] = []
@@ -47,14 +47,14 @@ def draw(count: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarra
 
 
 def batch(count: int, random: np.random.Generator) -> dict[str, torch.Tensor]:
-    """Return ``input_ids`` and ``labels``: the kind of the bracket at each closing one, −100 elsewhere."""
+    """Return ``input_ids`` and ``labels``. The label of a closing bracket is the kind of its opening bracket; other labels are −100."""
     ids, match = draw(count, random)
     labels = np.where(match < 0, -100, np.take_along_axis(ids, match.clip(0), axis=1))
     return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 
 def load_task() -> Task:
-    """Fresh rows at each training step, 200 fixed ones to validate."""
+    """Return a task with new rows at each training step and 200 fixed validation rows."""
     val = batch(200, np.random.default_rng(1))
     rows = [{name: tensor[i] for name, tensor in val.items()} for i in range(200)]
     return Task(
@@ -63,7 +63,7 @@ def load_task() -> Task:
 
 
 def sentences(count: int, seed: int) -> list[Sentence]:
-    """Rows with arcs from each closing bracket to its opening one (``match``), and to what stands behind it (``after``)."""
+    """Return rows with arcs from each closing bracket to its opening bracket (``match``) and to the position after that (``after``)."""
     out = []
     for ids, match in zip(*draw(count, np.random.default_rng(seed)), strict=True):
         pairs = [(i, j) for i, j in enumerate(match.tolist()) if j >= 0]
@@ -73,7 +73,7 @@ def sentences(count: int, seed: int) -> list[Sentence]:
 
 
 def main(steps: int = 1200, seed: int = 0, folder: str | Path = "runs/brackets") -> dict[str, float]:
-    """Train, then look at the heads on 100 new rows. Return the accuracy and the best head's agreement with its controls."""
+    """Train, then measure the heads on 100 new rows. Return the accuracy, and the best head's agreement with its controls."""
     config = RunConfig(
         model=node(build_model, embed_dim=64, num_heads=4, num_layers=3, max_len=64),
         optimizer=node(adamw, lr=3e-3),

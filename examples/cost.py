@@ -1,8 +1,8 @@
-"""What each part of a model costs, and how the cost of one layer grows with the length of the row. Nothing is timed.
+"""Count what each part of a model costs, and how the cost of one layer grows with the length of the row. Nothing is timed.
 
-Operations are counted in matrix products (``minitx.analysis.counting``), in millions. Softmax, scale and mask count no operations, but they
-read and write O(L²) bytes if the scores are stored. ``formula``: what exact attention needs, with the keys that a query sees.
-``forward`` and ``backward``: counted operations. ``kept``: bytes that wait for the backward pass.
+Operations are those of matrix products (``minitx.analysis.counting``), in millions. Softmax, scale and mask count no operations, but
+read and write O(L²) bytes if the scores are stored. ``formula``: the operations of exact attention, with the keys that a query sees.
+``forward`` and ``backward``: counted operations. ``kept``: bytes kept for the backward pass.
 
     python examples/cost.py        # half a minute; writes cost.png
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler counts the bytes, and prints messages otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler counts the bytes; without this it prints messages
 
 import numpy as np
 import torch
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
 CONFIG = TransformerConfig(vocab_size=256, embed_dim=128, num_heads=4, num_layers=4, max_len=256)
 PARTS = ("embedding", "q_proj", "k_proj", "v_proj", "core", "out_proj", "feedforward", "norms", "head")
-"""The parts of a model, as ``Part.name`` has them. ``norms`` is the residual stream with its norms."""
+"""The values of ``Part.name``. ``norms`` is the residual stream with its norms."""
 _PART_OF = {  # the first of these words in a module's name decides; the rest is the head
     **{word: word for word in ("q_proj", "k_proj", "v_proj", "out_proj", "feedforward")},
     **{"embeddings": "embedding", "attention": "core", "cross_attention": "core", "attn_bias": "core"},
     **{"blocks": "norms", "final_norm": "norms", "encoder": "norms", "": "norms"},
 }
-GROWTHS = {  # operations and bytes, as a textbook has them
+GROWTHS = {  # operations and bytes, as in a textbook
     **{"math": ("n²d", "n²"), "sdpa": ("n²d", "nd"), "chunked": ("n²d", "nd"), "window": ("nwd", "nd")},
     **{"linear": ("nd²", "nd"), "performer": ("nmd", "nm"), "linformer": ("nkd", "nk")},
     **{"recurrent": ("nd²", "nd"), "feed-forward": ("nd²", "nd")},
 }
-"""What ``growth`` measures, with the complexity that a textbook gives for it: w a window, m features, k slots."""
+"""The layers that ``growth`` measures, with their complexity in a textbook: w is the window, m features, k slots."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Part:
 
     Attributes:
         name: one of ``PARTS``.
-        parameters: the number of trainable numbers. A tied head counts as the embedding.
+        parameters: the number of trainable parameters. A tied head counts as the embedding.
         formula: operations that the forward pass of exact attention needs (``forward_flops``): 2·tokens·inputs·outputs of a
             linear map, 4·B·H·L·T_eff·D of the core, where T_eff is the mean number of visible keys.
         forward, backward: the counted operations.
@@ -110,7 +110,7 @@ def _part_of(module: str) -> str:
 
 @dataclass(eq=False)
 class _Saved:
-    """A tensor that an autograd node keeps, and goes with the node."""
+    """A tensor that an autograd node keeps. It is freed with the node."""
 
     tensor: Tensor
     part: str
@@ -143,7 +143,7 @@ class _Tally:
                 self._settle()
 
     def _settle(self) -> None:
-        """What was counted since the last time belongs to the part that runs."""
+        """Add the operations since the last call to the part that runs."""
         total = self.counter.get_total_flops()
         self.flops[self.running[-1]] += total - self.total
         self.total = total
@@ -153,7 +153,7 @@ class _Tally:
         self.running.append(part)
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        """The autograd nodes behind ``out`` that belong to no part yet belong to the part that ends."""
+        """Assign the autograd nodes of ``out`` that belong to no part yet to the part that ends."""
         self._settle()
         part = self.running.pop()
         nodes: list[Any] = [t.grad_fn for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
@@ -169,12 +169,12 @@ class _Tally:
         self.running[-1] = part
 
     def _keep(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor.detach(), self.running[-1])  # else a node that keeps its own result would keep itself
+        saved = _Saved(tensor.detach(), self.running[-1])  # detached, or a node that keeps its own result would keep itself
         self.saved.append(weakref.ref(saved))
         return saved
 
     def _weigh(self) -> None:
-        """Count what autograd still keeps, each storage once."""
+        """Count the bytes that autograd still keeps, each storage once."""
         for saved in filter(None, (reference() for reference in self.saved)):
             storage = saved.tensor.untyped_storage()
             if storage.data_ptr() not in self.storages:
@@ -272,10 +272,10 @@ def layer_call(
 def growth_figure(curves: Sequence[Growth], title: str = "") -> Figure:
     """Draw operations and bytes against the length, on logarithmic axes.
 
-    Marks are measurements. The legend has the power of n that was fitted to them. Each line has the textbook's power and passes
-    through the last mark.
+    Markers are measurements. The legend has the power of n that was fitted to them. Each line has the power of the textbook and passes
+    through the last marker.
     """
-    drawn, axes = panels(1, 2, width=5.2, height=3.6)
+    figure, axes = panels(1, 2, width=5.2, height=3.6)
     for i, (ax, values, name) in enumerate(zip(axes.flat, ("flops", "peak"), ("operations", "bytes at once"), strict=True)):
         for curve, (color, marker) in zip(curves, PALETTE, strict=False):
             x, y = np.array(curve.lengths), getattr(curve, values)
@@ -289,8 +289,8 @@ def growth_figure(curves: Sequence[Growth], title: str = "") -> Figure:
         place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
         ax.legend(**place, fontsize=8, frameon=False, title="line: textbook order; power: fitted", title_fontsize=8)
         label(ax, x="length n of the row", y=name)
-    drawn.suptitle(title, fontsize=9.5, color=INK, parse_math=False)
-    return drawn
+    figure.suptitle(title, fontsize=9.5, color=INK, parse_math=False)
+    return figure
 
 
 def main(config: TransformerConfig = CONFIG, lengths: tuple[int, ...] = (256, 512, 1024, 2048), path: str = "cost.png"):

@@ -4,7 +4,7 @@ The kernel computes the softmax in one pass over the keys (Milakov & Gimelshein 
 largest score m so far, the sum of exp(score - m), and the sum of exp(score - m) · value. It is short and slow, and needs no L x S
 matrix. It supports masks, any scale and grouped heads.
 
-Two of its lines are easy to forget, and the check finds out. Without ``hide_unseen``, a NaN in a hidden key reaches the output as
+Two of its lines are easy to forget, and the check reports both. Without ``hide_unseen``, a NaN in a hidden key reaches the output as
 0 · NaN. Without ``masked_fill`` of the total, the output of a query that sees no key is 0 / 0.
 
     python examples/custom_backend.py
@@ -76,8 +76,8 @@ def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None)
 def main() -> dict[str, float]:
     """Print and return the results."""
     report = check_attention(attention, strict=True)
-    found: dict[str, float] = dict(Counter(check.status.value for check in report.checks))
-    print("checks:", ", ".join(f"{count} {status}" for status, count in found.items()))
+    results: dict[str, float] = dict(Counter(check.status.value for check in report.checks))
+    print("checks:", ", ".join(f"{count} {status}" for status, count in results.items()))
     for finding in report.findings:
         print(f"  {finding.fault}")
     query = torch.randn(1, 2, 5, 8)
@@ -91,9 +91,9 @@ def main() -> dict[str, float]:
         torch.manual_seed(0)
         model = DecoderLM(TransformerConfig(**config, backend=backend)).eval()
         logits.append(model(torch.arange(12).view(2, 6)))
-    found["difference"] = (logits[0] - logits[1]).abs().max().item()
-    print(f"model with backend=one_pass, largest difference of the logits: {found['difference']:.1e}")
-    return found
+    results["difference"] = (logits[0] - logits[1]).abs().max().item()
+    print(f"model with backend=one_pass, largest difference of the logits: {results['difference']:.1e}")
+    return results
 
 
 if __name__ == "__main__":

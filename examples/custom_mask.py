@@ -41,14 +41,14 @@ def errors(mask: Mask) -> dict[str, float | str]:
     # grouped heads (6 and 3), and 4 keys before the first query
     query, key, value = torch.randn(2, 6, 37, 16), torch.randn(2, 3, 41, 16), torch.randn(2, 3, 41, 16)
     exact = scaled_dot_product_attention(query.double(), key.double(), value.double(), mask, backend="math")
-    found: dict[str, float | str] = {}
+    results: dict[str, float | str] = {}
     for line in explain_backends(query, key, value, mask):
         if line.can:
             out = scaled_dot_product_attention(query, key, value, mask, backend=line.name)
-            found[line.name] = (out - exact).abs().max().item()
+            results[line.name] = (out - exact).abs().max().item()
         else:
-            found[line.name] = line.reason
-    return found
+            results[line.name] = line.reason
+    return results
 
 
 @torch.no_grad()
@@ -66,12 +66,12 @@ def main() -> dict[str, float | str]:
     """Print and return the results."""
     mask = sparse(4)
     print(mask.grid(12))
-    found = errors(mask)
-    for name, error in found.items():
+    results = errors(mask)
+    for name, error in results.items():
         print(f"{name:15}", error if isinstance(error, str) else f"{error:.1e}")
-    found["cache"] = cache_difference(mask)
-    print(f"with a cache, largest difference of the logits: {found['cache']:.1e}")
-    return found
+    results["cache"] = cache_difference(mask)
+    print(f"with a cache, largest difference of the logits: {results['cache']:.1e}")
+    return results
 
 
 if __name__ == "__main__":

@@ -116,5 +116,5 @@ for number, puzzle in enumerate(puzzles, 1):
 
 # %%
 for number, puzzle in enumerate(puzzles, 1):
-    found = check_attention(puzzle, mask="keep").mend_first
-    print(f"puzzle {number}: {found.fault}. {found.advice}")
+    finding = check_attention(puzzle, mask="keep").mend_first
+    print(f"puzzle {number}: {finding.fault}. {finding.advice}")

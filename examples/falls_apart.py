@@ -1,11 +1,12 @@
-"""A solved model, trained further with and without 1/√d_k: what scene 3 of the playground shows.
+"""Train a solved model further, with and without 1/√d_k. Scene 3 of the playground shows the results.
 
     python examples/falls_apart.py      # half a minute on two cores; writes minitx/analysis/viewer/training.json
 
 A model with one head (d_k = 128) learns to look up a key among 16 (``data=kv_lookup``). Two copies of it are trained further: one
 keeps the scale 1/√d_k; the other has none, and its W_Q and W_K are divided by d_k^¼ each. So both compute the same function at
-the start. AdamW and SGD (momentum .9), three learning rates each, 200 steps, one seed. Each is a run that ``scripts/train.py`` makes
-with the words below, as in ``configs/ablation/limits.yaml``. The table of largest stable rates is from the record of that grid.
+the start. The runs use AdamW and SGD (momentum 0.9) with three learning rates each, 200 steps and one seed. ``scripts/train.py``
+repeats a run with the overrides below, as in ``configs/ablation/limits.yaml``. The table of largest stable rates comes from the
+record of that grid.
 """
 
 import argparse
@@ -41,14 +42,14 @@ STEPS = 200
 ARMS = ("inv_sqrt", "unscaled")
 RATES = {"adamw": (0.003, 0.008, 0.032), "sgd": (0.004, 0.03, 0.24)}
 LOOKS = (*range(0, 40, 2), *range(40, STEPS + 1, 5))
-"""The numbers of steps after which the model is looked at."""
+"""The numbers of steps after which the model is measured."""
 
 LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 """A number p from 0 to 1 is written as the character at round(63 √p): near 0 the levels are closer."""
 
 
 def questions():
-    """Return the inputs of sixteen rows, and the right answers (16,). All have the pairs of the first validation row; row i asks for key i."""
+    """Return the inputs of 16 rows, and the correct answers (16,). All have the pairs of the first validation row; row i asks for key i."""
     first = {name: torch.as_tensor(value) for name, value in kv_lookup().val[0].items()}
     inputs = {name: first[name].repeat(16, 1) for name in ("input_ids", "token_type_ids")}
     inputs["input_ids"][:, 16] = first["input_ids"][:16]
@@ -56,7 +57,7 @@ def questions():
 
 
 class Look(StepCallback):
-    """Ask the sixteen questions at the steps of ``LOOKS``, and add a line to ``looks.jsonl``."""
+    """Ask the 16 questions at the steps in ``LOOKS``, and append a line to ``looks.jsonl`` each time."""
 
     def on_train_start(self, trainer, module):
         self.on_step(trainer, module, 0, None)
@@ -70,17 +71,17 @@ class Look(StepCallback):
             answers = module.network(**inputs)[:, -1].argmax(-1)
         ((scores,),) = seen.values()
         scores = scores[:, 0, -1]  # (16, 17): of the last position with each
-        found = {
+        record = {
             "weights": text(scores.softmax(-1)),
             "right": "".join("01"[is_right] for is_right in (answers == right).tolist()),
             "largest": significant(scores.abs().max().item()),
         }
         with Path(trainer.default_root_dir, "looks.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
 def text(weights):
-    """Write weights from 0 to 1 as ``LEVELS`` says."""
+    """Write weights from 0 to 1 as characters of ``LEVELS``."""
     return "".join(LEVELS[round(63 * p**0.5)] for p in weights.clamp(0, 1).flatten().tolist())
 
 
@@ -89,9 +90,9 @@ def significant(number):
     return float(f"{number:.4g}")
 
 
-def run(words, folder, **callbacks):
-    """Train as ``train.py WORDS`` does, and return the loss and the number of right answers of each step."""
-    config = compose_config(shlex.split(f"{RUN} {words}"))
+def run(overrides, folder, **callbacks):
+    """Train like ``train.py OVERRIDES``, and return the loss and the number of correct answers of each step."""
+    config = compose_config(shlex.split(f"{RUN} {overrides}"))
     parts = {**config.callbacks.parts, **callbacks}
     train(replace(config, callbacks=replace(config.callbacks, parts=parts)), folder)
     with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
@@ -101,35 +102,35 @@ def run(words, folder, **callbacks):
 
 def trained_further(folder):
     """Return the twelve runs."""
-    start, found = folder / "solved", []
+    start, runs = folder / "solved", []
     run(SOLVE, start)
     init = f"{FURTHER} init_from.path={shlex.quote(str(start / 'checkpoints' / 'last.ckpt'))}"
     for optimizer, rates in RATES.items():
         for rate in rates:
             for arm in ARMS:
-                place = folder / f"{optimizer}_{rate}_{arm}"
-                # one step more than is shown: a step's loss is measured before its update
-                words = f"optimizer={optimizer} optimizer.lr={rate} model.scale={arm} trainer.max_steps={STEPS + 1} {init}"
-                loss, right = run(words, place, look=node(Look))
-                looks = [json.loads(line) for line in (place / "looks.jsonl").read_text(encoding="utf-8").splitlines()]
+                run_folder = folder / f"{optimizer}_{rate}_{arm}"
+                # one step more than the page shows, because the loss of a step is measured before its update
+                overrides = f"optimizer={optimizer} optimizer.lr={rate} model.scale={arm} trainer.max_steps={STEPS + 1} {init}"
+                loss, right = run(overrides, run_folder, look=node(Look))
+                looks = [json.loads(line) for line in (run_folder / "looks.jsonl").read_text(encoding="utf-8").splitlines()]
                 looked = {name: [look[name] for look in looks] for name in looks[0]}
-                found.append({"optimizer": optimizer, "rate": rate, "arm": arm, "loss": loss, "accuracy": right, **looked})
+                runs.append({"optimizer": optimizer, "rate": rate, "arm": arm, "loss": loss, "accuracy": right, **looked})
                 print(f"{optimizer:6} {rate:<6} {arm:9} lowest accuracy over 8 steps {lowest(right):.3f}")
-    return found
+    return runs
 
 
 def lowest(right):
-    """The smallest share of right answers in eight steps in a row, 64 answers each."""
+    """Return the lowest share of correct answers over 8 successive steps with 64 answers each."""
     return min(sum(right[end - 8 : end]) for end in range(8, len(right) + 1)) / 512
 
 
 def largest_rates():
-    """Return the medians of the largest stable rates over the seeds of the record, two digits each: by optimizer, one for each d_k."""
+    """Return the largest stable rates in the record by optimizer and d_k: medians over the seeds, with two digits."""
     with lzma.open(RECORD, "rt", encoding="utf-8") as lines:
         cells = [
             cell for cell in map(json.loads, lines) if cell["status"] == "done" and cell["factors"].get("trained") == "all"
         ]
-    found = {}
+    limits = {}
     for optimizer in RATES:
         for width in (8, 32, 128, 512):
             rates = [
@@ -144,12 +145,12 @@ def largest_rates():
             middle = [statistics.median(rate[seed] for seed in seeds) for rate in rates]
             ratio = statistics.median(rates[0][seed] / rates[1][seed] for seed in seeds)
             numbers = [float(f"{number:.2g}") for number in (*middle, ratio)]
-            found.setdefault(optimizer, []).append([width, *numbers, len(seeds)])
-    return found
+            limits.setdefault(optimizer, []).append([width, *numbers, len(seeds)])
+    return limits
 
 
 def main(output=OUTPUT):
-    """Make the runs, and write the page's numbers. Return them."""
+    """Train, write the numbers for the page, and return them."""
     with tempfile.TemporaryDirectory() as folder:
         record = {"looks": LOOKS, "runs": trained_further(Path(folder)), "limits": largest_rates()}
     Path(output).write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")

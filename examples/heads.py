@@ -1,9 +1,9 @@
-"""What each attention head of a trained model does: near, far, at one place, or along the syntax of a treebank.
+"""Measure where each head of a trained model attends: near, far, at one position, or along the syntax of a treebank.
 
     python examples/heads.py runs/char_lm/.../checkpoints/last.ckpt                  # 64 validation rows of the run
     python examples/heads.py runs/char_lm/.../checkpoints/last.ckpt trees.conllu     # sentences; needs pip install conllu
 
-Both print a line for each head and write heads.png. The second is for a decoder or encoder with a tokenizer.
+Both print a line for each head and write heads.png. The second needs a decoder or encoder with a tokenizer.
 """
 
 import sys
@@ -28,16 +28,15 @@ def main(checkpoint: str, treebank: str | None = None, num_rows: int = 64, path:
 
     syntax = None
     if treebank is None:
-        batch = stored.net.inputs(
-            DataModule(stored.task(), batch_size=num_rows).probe_batch(num_rows)
-        )  # the keys that the model reads
+        rows = DataModule(stored.task(), batch_size=num_rows).probe_batch(num_rows)
+        batch = stored.net.inputs(rows)  # only the keys that the model reads
         count = len(next(iter(batch.values())))
         snapshots = (take_snapshot(model, {name: tensor[i : i + 1] for name, tensor in batch.items()}) for i in range(count))
     else:
-        read = read_conllu(treebank)
-        sentences = [one for one in read if one.encode(encode)[0].shape[1] <= model.config.max_len][:num_rows]
+        parsed, max_len = read_conllu(treebank), model.config.max_len
+        sentences = [sentence for sentence in parsed if sentence.encode(encode)[0].shape[1] <= max_len][:num_rows]
         syntax = syntax_scores(attend, sentences, encode)
-        snapshots = (attend(one.encode(encode)[0]) for one in sentences)
+        snapshots = (attend(sentence.encode(encode)[0]) for sentence in sentences)
     heads = head_scores(snapshots, syntax=syntax)
     print(*heads.lines(), sep="\n")
     save_figure(heads_figure(heads), path)

@@ -43,10 +43,15 @@ def main() -> dict[str, float]:
     with torch.no_grad():
         adapted = model(ids)
         gap = (model.merge_and_unload()(ids) - adapted).abs().max().item()  # W and B A become one matrix
-    found = {"loss before": losses[0], "loss after": losses[-1], "share of numbers trained": share, "merged minus adapted": gap}
-    for name, number in found.items():
+    results = {
+        "loss before": losses[0],
+        "loss after": losses[-1],
+        "share of numbers trained": share,
+        "merged minus adapted": gap,
+    }
+    for name, number in results.items():
         print(f"{name}: {number:.3g}")
-    return found
+    return results
 
 
 if __name__ == "__main__":

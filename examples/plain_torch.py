@@ -1,7 +1,7 @@
 """Use ``MultiHeadAttention`` in a plain torch model with a plain training loop, without Lightning and without a config.
 
 The task is recall: in ``g3b8x1b``, the last letter asks for the digit that followed it earlier, so the answer is ``8``. A random digit is
-right in one of ten cases, and a random digit of the row a little more often. To do better, a model must look back.
+correct in one of ten cases, and a random digit of the row a little more often. To do better, a model must look back.
 
     python examples/plain_torch.py
 
@@ -76,15 +76,15 @@ def main(steps: int = 200) -> dict[str, float]:
     """Print and return the accuracies."""
     rows, answers, _ = make_rows(10_000, seed=0)
     unseen, right, guess = make_rows(2_000, seed=1)
-    found = {"a guess among ten digits": 0.1, "a guess among the digits of the row": guess}
+    accuracies = {"a guess among ten digits": 0.1, "a guess among the digits of the row": guess}
     for name, use_attention in (("without attention", False), ("with attention", True)):
         torch.manual_seed(0)
         model = RecallModel()
         train(model, rows, answers, steps=steps, use_attention=use_attention, seed=0)
-        found[name] = accuracy(model, unseen, right, use_attention=use_attention)
-    for name, value in found.items():
+        accuracies[name] = accuracy(model, unseen, right, use_attention=use_attention)
+    for name, value in accuracies.items():
         print(f"{name:36}{value:.3f}")
-    return found
+    return accuracies
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the programs published_*.py share: their options, a table, and the record.
+"""Shared by the programs published_*.py: their options, the table, and the record.
 
-``--output PAGE`` puts the table below the line ``<!-- NAME -->`` of a Markdown page (or at its end, with the line), and the
-numbers that it is made of into ``NAME.json`` beside the page. ``--quick`` measures a small setting in seconds.
+``--output PAGE`` writes the table below the line ``<!-- NAME -->`` of a Markdown page (or appends the line and the table), and the
+numbers of the table to ``NAME.json`` in the same folder. ``--quick`` measures a small setting in seconds.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def machine() -> str:
 
 
 def write(page: Path, name: str, record: Record, table: str) -> None:
-    """Put ``table`` below the line ``<!-- name -->`` of ``page``, in place of the one there, and ``record`` beside the page."""
+    """Replace the table below the line ``<!-- name -->`` of ``page``, and write ``record`` to the folder of the page."""
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     mark = f"<!-- {name} -->\n"
-    before, found, after = text.partition(mark)
-    lines = after.splitlines(keepends=True) if found else []
+    before, has_mark, after = text.partition(mark)
+    lines = after.splitlines(keepends=True) if has_mark else []
     while lines and lines[0].startswith("|"):
         lines.pop(0)
     page.write_text(before + mark + table + "".join(lines), encoding="utf-8")
@@ -55,11 +55,11 @@ def write(page: Path, name: str, record: Record, table: str) -> None:
 
 
 def run(name: str, measure: Callable[..., Record], table: Callable[[Record], str], quick: Mapping[str, Any]) -> None:
-    """Measure, print the table, and write it where ``--output`` says.
+    """Measure, print the table, and write it to the page given by ``--output``.
 
     Args:
         measure: returns the record. Its defaults are the published setting.
-        table: makes the table of a record.
+        table: returns the table of a record.
         quick: arguments of ``measure`` with ``--quick``.
     """
     parser = argparse.ArgumentParser(prog=name, description="A published number beside ours.")

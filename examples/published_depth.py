@@ -33,7 +33,7 @@ CASES = {
     ("post", "lecun", "mean of all"): "none",
     ("pre", "gpt2", "one position"): "none",
 }
-"""The position of the norms, the init and the loss; and the slope of the paper."""
+"""For each position of the norms, init and loss, the slope in the paper."""
 
 
 def last_gradients(norm_position: str, init: str, num_layers: int, seed: int, width: int = 64) -> dict[str, float]:
@@ -63,9 +63,9 @@ def measure(depths: Sequence[int] = (4, 8, 16, 32, 64, 128), seeds: int = 8, wid
     """Return the norms by case, each a list over the seeds of lists over ``depths``."""
     norms = {}
     for norm_position, init in dict.fromkeys(case[:2] for case in CASES):
-        found = [[last_gradients(norm_position, init, depth, seed, width) for depth in depths] for seed in range(seeds)]
+        gradients = [[last_gradients(norm_position, init, depth, seed, width) for depth in depths] for seed in range(seeds)]
         for case in (case for case in CASES if case[:2] == (norm_position, init)):
-            norms[", ".join(case)] = [[float(f"{of[case[2]]:.5g}") for of in row] for row in found]
+            norms[", ".join(case)] = [[float(f"{by_loss[case[2]]:.5g}") for by_loss in row] for row in gradients]
     return {"depths": list(depths), "norms": norms}
 
 

@@ -31,7 +31,7 @@ from minitx.training.optimizers import adamw
 
 TASKS = {"4 keys": kv_lookup(num_keys=4, num_values=2, num_pairs=2), "64 keys": kv_lookup()}
 PAPER = {"inv_sqrt": "1/2", "inv": "0", "unscaled": "1 (not said)"}
-"""The slope of the paper, by scale."""
+"""The slope in the paper, by scale."""
 
 
 def logit_changes(task: str, scale: str, width: int, seed: int, steps: int = 4, rate: float = 1e-3) -> list[float]:
@@ -59,16 +59,16 @@ def measure(widths: Sequence[int] = (64, 128, 256, 512, 1024), seeds: int = 6, t
     changes = {}
     for task in tasks:
         for scale in PAPER:
-            found = [[logit_changes(task, scale, width, seed) for width in widths] for seed in range(seeds)]
-            changes[f"{task}, {scale}"] = [[[float(f"{x:.5g}") for x in steps] for steps in row] for row in found]
+            runs = [[logit_changes(task, scale, width, seed) for width in widths] for seed in range(seeds)]
+            changes[f"{task}, {scale}"] = [[[float(f"{x:.5g}") for x in steps] for steps in row] for row in runs]
     return {"widths": list(widths), "changes": changes}
 
 
 def table(record: Record) -> str:
     """Return the table: the change after one step, medians over the seeds; and the slopes of the seeds after one and four steps."""
     widths, rows = record["widths"], list[list[str | float]]()
-    for case, found in record["changes"].items():
-        changes = torch.tensor(found)  # (seeds, widths, steps)
+    for case, by_seed in record["changes"].items():
+        changes = torch.tensor(by_seed)  # (seeds, widths, steps)
         slopes = [spread([slope(widths, row) for row in changes[:, :, step].tolist()]) for step in (0, -1)]
         task, scale = case.split(", ")
         rows.append([task, scale, *changes[:, :, 0].quantile(0.5, dim=0).tolist(), *slopes, PAPER[scale]])

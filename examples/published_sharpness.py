@@ -38,7 +38,7 @@ CASES = ((0.1, 0.95, 3e-4), (0.1, 0.95, 1e-3), (0.1, 0.95, 3e-3), (0.1, 0.95, 1e
 
 
 def recall_loss(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> tuple[Tensor, float]:
-    """Return the mean cross-entropy of the answers, and the share of right ones."""
+    """Return the mean cross-entropy of the answers, and the share of correct answers."""
     logits, answers = model(batch["input_ids"], token_type_ids=batch["token_type_ids"])[:, -1], batch["labels"][:, -1]
     return cross_entropy(logits, answers, label_smoothing=smoothing), (logits.argmax(-1) == answers).double().mean().item()
 
@@ -96,7 +96,7 @@ def sharpness(loss: Tensor, parameters: Iterable[Tensor], diagonal: Tensor, step
 
 def train(model: DecoderLM, batch: Batch, smoothing: float, beta2: float, rate: float, steps: int) -> tuple[list[float], float]:
     """Train ``model`` on the one batch. Return λη at five moments in the last quarter, and the last loss."""
-    optimizer, found = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, beta2)), []
+    optimizer, products = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, beta2)), []
     for step in range(1, steps + 1):
         loss, _ = recall_loss(model, batch, smoothing)
         optimizer.zero_grad()
@@ -104,21 +104,21 @@ def train(model: DecoderLM, batch: Batch, smoothing: float, beta2: float, rate: 
         optimizer.step()
         if (steps - step) % max(1, steps // 20) == 0 and step > 0.79 * steps:
             now, _ = recall_loss(model, batch, smoothing)
-            found.append(sharpness(now, model.parameters(), preconditioner(optimizer)) * rate)
-    return found, loss.item()
+            products.append(sharpness(now, model.parameters(), preconditioner(optimizer)) * rate)
+    return products, loss.item()
 
 
 def measure(cases: Sequence[tuple[float, float, float]] = CASES, seeds: int = 3, steps: int = 400, width: int = 128) -> Record:
     """Return λη (over seeds and moments) and the last loss by case and arm."""
-    found: dict[str, list[dict[str, list[float] | float]]] = {}
+    entries: dict[str, list[dict[str, list[float] | float]]] = {}
     for seed in range(seeds):
         scaled, batch = solved(seed, width), TASK.train(128, generator(seed, "val"))
         for case in cases:
             for arm, model in (("with", copy.deepcopy(scaled)), ("without", fold_scale(copy.deepcopy(scaled)))):
                 values, loss = train(model, batch, *case, steps)
                 entry = {"product": [float(f"{value:.4g}") for value in values], "loss": float(f"{loss:.4g}")}
-                found.setdefault(f"{arm} {case}", []).append(entry)
-    return {"cases": [list(case) for case in cases], "found": found}
+                entries.setdefault(f"{arm} {case}", []).append(entry)
+    return {"cases": [list(case) for case in cases], "found": entries}
 
 
 def table(record: Record) -> str:

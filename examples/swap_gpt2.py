@@ -89,21 +89,21 @@ def main() -> dict[str, float | bool]:
     """Print and return the results."""
     input_ids = torch.randint(2, 97, (3, 17), generator=torch.Generator().manual_seed(1))
     real = torch.arange(17) >= torch.tensor([[0], [4], [9]])  # left-padded prompts; logits at padding are not compared
-    found: dict[str, float | bool] = {}
+    results: dict[str, float | bool] = {}
     for dtype in (torch.float32, torch.float64):
         theirs, ours = their_model(dtype), their_model(dtype)
         swap(ours)
         for run in (whole, in_two_pieces):
             for mask in (torch.ones_like(real), real):
-                want, got = (run(model, input_ids, mask.long())[mask] for model in (theirs, ours))
+                expected, actual = (run(model, input_ids, mask.long())[mask] for model in (theirs, ours))
                 precision, way = str(dtype).removeprefix("torch."), run.__name__.replace("_", " ")
                 name = f"{precision}, {way}{'' if mask.all() else ', left-padded'}"
-                found[name] = (got - want).abs().max().item()
-                print(f"largest difference of the logits, {name}: {found[name]:.1e}")
+                results[name] = (actual - expected).abs().max().item()
+                print(f"largest difference of the logits, {name}: {results[name]:.1e}")
     options = {"attention_mask": real.long(), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 1}
-    found["same tokens"] = torch.equal(*(model.generate(input_ids, **options) for model in (theirs, ours)))
-    print(f"generate returns the same 20 tokens after left-padded prompts: {found['same tokens']}")
-    return found
+    results["same tokens"] = torch.equal(*(model.generate(input_ids, **options) for model in (theirs, ours)))
+    print(f"generate returns the same 20 tokens after left-padded prompts: {results['same tokens']}")
+    return results
 
 
 if __name__ == "__main__":

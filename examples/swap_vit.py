@@ -71,12 +71,12 @@ def largest_difference(dtype: torch.dtype, *, padded: bool) -> float:
 
 def main() -> dict[str, float]:
     """Print and return the results."""
-    found = {}
+    results = {}
     for dtype in (torch.float32, torch.float64):
         for padded in (False, True):
             name = f"{str(dtype).removeprefix('torch.')}{', padded' if padded else ''}"
-            found[name] = largest_difference(dtype, padded=padded)
-            print(f"largest difference of the logits, {name}: {found[name]:.1e}")
+            results[name] = largest_difference(dtype, padded=padded)
+            print(f"largest difference of the logits, {name}: {results[name]:.1e}")
 
     torch.manual_seed(0)
     vit = SmallViT().eval()
@@ -84,9 +84,9 @@ def main() -> dict[str, float]:
     with capture(vit) as seen, torch.no_grad():
         vit(torch.randn(8, 3, 16, 16))
     for layer, (record,) in seen.items():
-        found[layer] = record["entropy"].mean().item()
-        print(f"{layer}: mean entropy {found[layer]:.3f} of 1")
-    return found
+        results[layer] = record["entropy"].mean().item()
+        print(f"{layer}: mean entropy {results[layer]:.3f} of 1")
+    return results
 
 
 if __name__ == "__main__":

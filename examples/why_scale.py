@@ -1,8 +1,8 @@
-"""Why 1/√d_k? Every claim of docs/why_scale.md: measured, printed as a table, asserted and drawn.
+"""Measure, print, assert and draw every claim of docs/why_scale.md.
 
-``python examples/why_scale.py`` takes about half a minute on one core, and stops where a claim does not hold. Figures and all
-tables (``tables.md``) go to ``--output FOLDER``. Queries have shape (1, H, L, D) and keys (1, H, S, D) with D = d_k. A row is
-the softmax of one query over n = S keys, and c is the factor on q·k.
+``python examples/why_scale.py`` takes about half a minute on one core, and stops at a claim that does not hold. Figures and all
+tables (``tables.md``) are written to ``--output FOLDER``. Queries have shape (1, H, L, D) and keys (1, H, S, D), where D = d_k. A row
+is the softmax of one query over n = S keys, and c is the factor on q·k.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minitx.training.optimizers import adamw, cosine
 WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SCALES = ("unscaled", "inv_sqrt", "inv")
 TASK = kv_lookup(num_keys=32, num_pairs=8)
-"""Eight keys with their values, then one of the keys; the answer is its value."""
+"""Eight keys with their values, followed by one of the keys. The answer is its value."""
 
 D_K = [f"d_k {width}" for width in WIDTHS]
 
@@ -46,7 +46,7 @@ def signs(seed: int, *shape: int) -> Tensor:
 
 
 def alike(seed: int, *shape: int) -> Tensor:
-    """Return numbers from N(0, 1), but with equal entries in each vector."""
+    """Return vectors whose entries are all equal, drawn from N(0, 1)."""
     return normal(seed, *shape[:-1], 1).expand(shape)
 
 
@@ -72,21 +72,21 @@ def at_spread(std: float, num_keys: int) -> tuple[float, float]:
 def step_0(num_keys: int, head_dim: int, scale: str) -> dict[str, float]:
     """Return statistics of 6,400 rows with queries and keys from N(0, 1), as before the first update."""
     query, key = normal(0, 1, 200, 32, head_dim), normal(1, 1, 200, num_keys, head_dim)
-    found = attention_statistics(AttentionCall(query, key, key, scale=scale_multiplier(scale, head_dim)))
+    statistics = attention_statistics(AttentionCall(query, key, key, scale=scale_multiplier(scale, head_dim)))
     names = ("entropy", "max_weight", "saturation_90", "saturation_99", "jacobian_l1")
-    return {name: found[name].mean().item() for name in names}
+    return {name: statistics[name].mean().item() for name in names}
 
 
 def variance(out: Output) -> None:
     """q·k has variance d_k where entries are independent."""
     draws, widths = (normal, signs, alike), WIDTHS[:7]
-    found = {draw.__name__: [variance_of_dot_products(width, draw) for width in widths] for draw in draws}
-    slopes = {name: slope(widths, of) for name, of in found.items()}
-    rows = [[name, *np.divide(of, widths), slopes[name]] for name, of in found.items()]
+    variances = {draw.__name__: [variance_of_dot_products(width, draw) for width in widths] for draw in draws}
+    slopes = {name: slope(widths, values) for name, values in variances.items()}
+    rows = [[name, *np.divide(values, widths), slopes[name]] for name, values in variances.items()]
     out.table("variance", ["Var(q·k) / d_k", *D_K[:7], "exponent of d_k"], rows)
     assert np.allclose(list(slopes.values()), (1, 1, 2), atol=0.02)
-    assert np.allclose(np.divide(found["normal"] + found["signs"], widths * 2), 1, atol=0.03)  # standard error .7 %
-    out.draw("random q and k", ("d_k", widths), ("variance of q·k", found), {"d_k": widths, "d_k²": np.square(widths)})
+    assert np.allclose(np.divide(variances["normal"] + variances["signs"], widths * 2), 1, atol=0.03)  # standard error .7 %
+    out.draw("random q and k", ("d_k", widths), ("variance of q·k", variances), {"d_k": widths, "d_k²": np.square(widths)})
 
 
 def saturation(out: Output) -> None:
@@ -95,19 +95,19 @@ def saturation(out: Output) -> None:
     out.table("three logits", ["c", "weight of 1", "weight of 2", "weight of 30"], [[f"{c:g}", *p] for c, p in three.items()])
     assert three[1][1] < 1e-12 < 0.02 < three[1 / 8][0]
 
-    found = {cell: step_0(64, *cell) for cell in ((8, "unscaled"), (64, "unscaled"), (64, "inv_sqrt"), (512, "unscaled"))}
+    cells = {cell: step_0(64, *cell) for cell in ((8, "unscaled"), (64, "unscaled"), (64, "inv_sqrt"), (512, "unscaled"))}
     headings = ["64 keys: d_k", "scale", "entropy / ln n", "largest weight", "rows above 0.9", "rows above 0.99"]
-    out.table("saturation", headings, [[*map(str, cell), *list(of.values())[:4]] for cell, of in found.items()])
-    assert found[64, "unscaled"]["saturation_90"] > 0.4 and found[64, "inv_sqrt"]["saturation_90"] == 0
+    out.table("saturation", headings, [[*map(str, cell), *list(values.values())[:4]] for cell, values in cells.items()])
+    assert cells[64, "unscaled"]["saturation_90"] > 0.4 and cells[64, "inv_sqrt"]["saturation_90"] == 0
 
     spreads = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
     entropies = {n: [at_spread(std, n)[0] for std in spreads] for n in (16, 64, 256)}
     bounds = [at_spread(std, 64)[1] for std in spreads]
     turns = {n: math.sqrt(2 * math.log(n)) for n in entropies}
     out.table("turn", ["n", *map(str, turns)], [["√(2 ln n)", *turns.values()]])
-    assert all(of == sorted(of, reverse=True) for of in entropies.values()) and np.less(bounds, entropies[64]).all()
+    assert all(values == sorted(values, reverse=True) for values in entropies.values()) and np.less(bounds, entropies[64]).all()
     assert all(0.25 < at_spread(turn, n)[0] < 0.65 for n, turn in turns.items())
-    y = ("entropy / ln n", {f"{n} keys": of for n, of in entropies.items()})
+    y = ("entropy / ln n", {f"{n} keys": values for n, values in entropies.items()})
     out.draw("random rows", ("std of the logits", spreads), y, {"lowest possible, 64 keys": bounds}, scales="x")
     out.figure("logits")
 
@@ -148,8 +148,8 @@ def model_gradient(head_dim: int, scale: str, init: str) -> float:
 def jacobian(out: Output) -> None:
     """A saturated softmax has a small Jacobian J; what reaches q·k, c·J, is larger without the scale."""
     size = {scale: np.array([step_0(64, width, scale)["jacobian_l1"] for width in WIDTHS]) for scale in SCALES}
-    reaching = {scale: of * [scale_multiplier(scale, width) for width in WIDTHS] for scale, of in size.items()}
-    rows = [[kind, scale, *of[scale]] for kind, of in (("½ ‖J‖₁", size), ("½ ‖c·J‖₁", reaching)) for scale in SCALES]
+    reaching = {scale: values * [scale_multiplier(scale, width) for width in WIDTHS] for scale, values in size.items()}
+    rows = [[kind, scale, *values[scale]] for kind, values in (("½ ‖J‖₁", size), ("½ ‖c·J‖₁", reaching)) for scale in SCALES]
     density, factor = gap_density(64), reaching["unscaled"] / reaching["inv_sqrt"]
     law = density / np.sqrt(WIDTHS)
     rows += [["½ ‖c·J‖₁", "unscaled / inv_sqrt", *factor], ["law of ties", f"{density:.2f} / √d_k", *law]]
@@ -162,24 +162,30 @@ def jacobian(out: Output) -> None:
 def gradients(out: Output) -> None:
     """Without the scale dL/dq and ∇W_Q are larger, but the gradient of the median row dies at a large d_k."""
     norms = {scale: [query_gradients(64, width, scale) for width in WIDTHS] for scale in SCALES}
-    rms = {scale: np.array([of.square().mean().sqrt().item() for of in norms[scale]]) for scale in SCALES}
-    medians = {scale: [of.median().item() for of in norms[scale]] for scale in SCALES}
+    rms = {scale: np.array([values.square().mean().sqrt().item() for values in norms[scale]]) for scale in SCALES}
+    medians = {scale: [values.median().item() for values in norms[scale]] for scale in SCALES}
     models = {init: {s: np.array([model_gradient(w, s, init) for w in WIDTHS]) for s in SCALES} for init in ("lecun", "gpt2")}
-    kinds = {"RMS of ‖dL/dq‖": rms, "median of ‖dL/dq‖": medians, **{f"‖∇W_Q‖, {init}": of for init, of in models.items()}}
+    kinds = {
+        "RMS of ‖dL/dq‖": rms,
+        "median of ‖dL/dq‖": medians,
+        **{f"‖∇W_Q‖, {init}": values for init, values in models.items()},
+    }
     ratio = (rms["unscaled"] / rms["inv_sqrt"]) ** 2
-    rows = [[kind, scale, *of[scale]] for kind, of in kinds.items() for scale in SCALES]
+    rows = [[kind, scale, *values[scale]] for kind, values in kinds.items() for scale in SCALES]
     out.table("gradients", ["", "scale", *D_K], [*rows, ["variance of dL/dq", "unscaled / inv_sqrt", *ratio]])
     assert (np.diff(rms["unscaled"]) > 0).all() and abs(slope(WIDTHS[4:], rms["unscaled"][4:]) - 0.25) < 0.06
     assert np.ptp(rms["inv_sqrt"]) < 0.01 and abs(slope(WIDTHS, rms["inv"]) + 0.5) < 0.05
     assert 420 < ratio[WIDTHS.index(512)] < 600
-    for of in models.values():
-        assert (of["unscaled"] > 1.5 * of["inv_sqrt"]).all() and (of["inv_sqrt"] > 2 * of["inv"]).all()
-        assert of["unscaled"][5] > 1.5 * of["unscaled"][0] and of["inv"][5] < 0.35 * of["inv"][0]
+    for values in models.values():
+        assert (values["unscaled"] > 1.5 * values["inv_sqrt"]).all() and (values["inv_sqrt"] > 2 * values["inv"]).all()
+        assert values["unscaled"][5] > 1.5 * values["unscaled"][0] and values["inv"][5] < 0.35 * values["inv"][0]
     rows = []
-    for n, widths, wanted in ((16, (64, 128, 256), 107), (64, (128, 256, 512), 286), (256, (256, 512, 1024), 578)):
-        found = [[query_gradients(n, width, scale).median().item() for width in widths] for scale in SCALES[:2]]
-        rows.append([str(n), f"{crossing(widths, *found):.0f}"])
-        assert abs(float(rows[-1][1]) / wanted - 1) < 0.12  # wanted: eight samples of this size, pooled (256 keys: this one)
+    for n, widths, expected in ((16, (64, 128, 256), 107), (64, (128, 256, 512), 286), (256, (256, 512, 1024), 578)):
+        curves = [[query_gradients(n, width, scale).median().item() for width in widths] for scale in SCALES[:2]]
+        rows.append([str(n), f"{crossing(widths, *curves):.0f}"])
+        assert (
+            abs(float(rows[-1][1]) / expected - 1) < 0.12
+        )  # expected: from eight pooled samples of this size (256 keys: from one)
     out.table("crossing", ["n", "d_k from which the median row gets less without the scale"], rows)
     out.draw("query, 64 keys", ("d_k", WIDTHS), ("‖dL/dq‖, RMS of the rows", rms), {"median, unscaled": medians["unscaled"]})
     out.draw("W_Q of a one-layer model", ("d_k", WIDTHS), ("‖∇W_Q‖ at the start", models["lecun"]))
@@ -223,12 +229,12 @@ def number_range(out: Output) -> None:
         rows.append([str(logit), gap, gap / 2, f"{math.exp(gap / 2):.3f}"])
     out.table("bf16", ["logit", "spacing in bf16", "largest rounding", "factor on e^logit"], rows)
 
-    found = {(width, scale): low_precision(width, scale) for width in WIDTHS for scale in SCALES[:2]}
+    measured = {(width, scale): low_precision(width, scale) for width in WIDTHS for scale in SCALES[:2]}
     shown = [(width, scale) for width in (64, 512) for scale in SCALES[:2]]
-    out.table("low precision", ["d_k", "scale", *found[shown[0]]], [[*map(str, at), *found[at].values()] for at in shown])
-    series = {name: {s: [found[w, s][name] for w in WIDTHS] for s in SCALES[:2]} for name in found[shown[0]]}
+    out.table("low precision", ["d_k", "scale", *measured[shown[0]]], [[*map(str, at), *measured[at].values()] for at in shown])
+    series = {name: {s: [measured[w, s][name] for w in WIDTHS] for s in SCALES[:2]} for name in measured[shown[0]]}
     overflow, moved = series["fp16: rows with inf or NaN"], series["weight moved, worst row"]
-    assert not any(of["minus the maximum"] for of in found.values())
+    assert not any(values["minus the maximum"] for values in measured.values())
     assert not any(overflow["inv_sqrt"]) and overflow["unscaled"][3] > 0.98
     assert moved["unscaled"][6] > 0.04 > 0.01 > max(moved["inv_sqrt"])
     out.draw("fp16, no maximum subtracted", ("d_k", WIDTHS), ("share of rows with inf or NaN", overflow), scales="x")
@@ -302,24 +308,24 @@ def training(out: Output) -> None:
     arms: dict[str, dict[str, str]] = {"inv_sqrt": {}, "unscaled": {"scale": "unscaled"}}
     arms |= {"unscaled, W_Q / √d_k": {"scale": "unscaled", "init": "t5"}, "inv_sqrt, small init": {"init": "gpt2"}}
     arms["unscaled, small init"] = {"scale": "unscaled", "init": "gpt2"}
-    found = {arm: [recall_accuracy(lr, **switches) for lr in rates] for arm, switches in arms.items()}
+    accuracies = {arm: [recall_accuracy(lr, **switches) for lr in rates] for arm, switches in arms.items()}
     first = {arm: first_logit_step(**switches) for arm, switches in arms.items()}
-    rows = [[arm, *(f"{value:.2f}" for value in of), first[arm]] for arm, of in found.items()]
+    rows = [[arm, *(f"{value:.2f}" for value in values), first[arm]] for arm, values in accuracies.items()]
     out.table("rates", ["accuracy after 100 steps", *(f"rate {lr:g}" for lr in rates), "first step of the logits"], rows)
-    t5, plain = found["unscaled, W_Q / √d_k"], found["unscaled"]
-    assert found["inv_sqrt"][3] > 0.7 and max(plain[0], plain[2]) < 0.6  # bounds that hold for seeds 0 to 3
-    assert t5[0] > plain[0] + 0.1 and t5[3] < min(0.5, found["inv_sqrt"][3])  # a better start, but as large a step
-    assert found["unscaled, small init"][0] > 0.95 and found["inv_sqrt, small init"][0] < 0.8
+    t5, plain = accuracies["unscaled, W_Q / √d_k"], accuracies["unscaled"]
+    assert accuracies["inv_sqrt"][3] > 0.7 and max(plain[0], plain[2]) < 0.6  # bounds that hold for seeds 0 to 3
+    assert t5[0] > plain[0] + 0.1 and t5[3] < min(0.5, accuracies["inv_sqrt"][3])  # a better start, but as large a step
+    assert accuracies["unscaled, small init"][0] > 0.95 and accuracies["inv_sqrt, small init"][0] < 0.8
 
     steps = {scale: [first_logit_step(scale=scale, head_dim=width) for width in WIDTHS] for scale in SCALES}
-    rows = [[scale, *of] for scale, of in steps.items()]
+    rows = [[scale, *values] for scale, values in steps.items()]
     rows += [["unscaled / inv_sqrt", *np.divide(steps["unscaled"], steps["inv_sqrt"])], ["√d_k", *np.sqrt(WIDTHS)]]
     out.table("steps", ["first step of the logits", *D_K], rows)
     ratios = [first[f"unscaled{arm}"] / first[f"inv_sqrt{arm}"] for arm in ("", ", small init")]
     assert np.allclose(ratios, 8, rtol=0.1) and first["unscaled, W_Q / √d_k"] > 4 * first["inv_sqrt"]
     powers = [slope((16, 512), (steps[scale][1], steps[scale][6])) for scale in SCALES]
     assert np.allclose(powers, (1, 0.5, 0), atol=0.2)
-    y = ("accuracy after 100 steps", {arm: found[arm] for arm in list(arms)[:3]})
+    y = ("accuracy after 100 steps", {arm: accuracies[arm] for arm in list(arms)[:3]})
     out.draw("d_k 64, one seed", ("peak learning rate", rates), y, {"chance": [1 / 16] * 4}, scales="x")
     out.draw("AdamW, rate 0.01", ("d_k", WIDTHS), ("RMS change of the logits in step 1", steps))
     out.figure("training")
@@ -373,7 +379,7 @@ def limits(out: Output) -> None:
         "AdamW, one rate for all": twins(lambda model, _: folded_adamw(model, 1.0)),
         "Adafactor, T5's optimizer": twins(adafactor),
     }
-    gaps = [float(np.abs(np.subtract(*of)).max()) for of in pairs.values()]
+    gaps = [float(np.abs(np.subtract(*values)).max()) for values in pairs.values()]
     rows = [[name, a[-1], b[-1], gap] for (name, (a, b)), gap in zip(pairs.items(), gaps, strict=True)]
     headings = ["optimizer", "last loss, scale in the scores", "last loss, scale in W_Q", "largest difference of 60 losses"]
     out.table("folds", headings, rows)
@@ -382,11 +388,13 @@ def limits(out: Output) -> None:
 
     widths, inits = (64, 128, 256, 512, 768, 1600), ("lecun", "torch_mha", "t5", "torch_linear", "gpt2")
     stds = {init: [logit_spread(init, width) for width in widths] for init in inits}
-    out.table("spreads", ["init", *(f"d_model {width}" for width in widths)], [[init, *of] for init, of in stds.items()])
+    out.table(
+        "spreads", ["init", *(f"d_model {width}" for width in widths)], [[init, *values] for init, values in stds.items()]
+    )
     expected = {"lecun": 8.0, "torch_mha": 4.0, "t5": 1.0, "torch_linear": 2.67, "gpt2": 0.41}
     assert np.allclose([stds[init][1] / std for init, std in expected.items()] + [stds["gpt2"][-1] / 5.12], 1, atol=0.08)
-    for name, of in list(pairs.items())[:2]:
-        series = dict(zip(("scale in the scores", "scale in W_Q"), of, strict=True))
+    for name, values in list(pairs.items())[:2]:
+        series = dict(zip(("scale in the scores", "scale in W_Q"), values, strict=True))
         out.draw(name, ("step", range(60)), ("training loss (nats)", series), scales="")
     turn = {"√(2 ln 64)": [math.sqrt(2 * math.log(64))] * 6}
     out.draw("d_k 64, by init", ("d_model", widths), ("std of unscaled logits", stds), turn)

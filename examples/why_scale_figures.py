@@ -31,7 +31,7 @@ class Output:
         self.folder, self.tables, self.drawings = folder, "", list[Any]()
 
     def table(self, name: str, headings: Sequence[object], rows: Sequence[Sequence[str | float]]) -> None:
-        """Print a table, and write it below those before."""
+        """Print a table, and append it to ``tables.md``."""
         cells = [[x if isinstance(x, str) else f"{x:.3g}" for x in row] for row in rows]
         lines = [f"| {' | '.join(map(str, line))} |" for line in (headings, ["---"] * len(headings), *cells)]
         text = "\n".join([f"<!-- {name} -->", *lines, "", ""])
@@ -40,11 +40,11 @@ class Output:
         (self.folder / "tables.md").write_text(self.tables, encoding="utf-8")
 
     def draw(self, *drawing: Any, scales: str = "xy") -> None:
-        """Add a panel to the next figure; the arguments are those of ``plot``."""
+        """Add a panel to the next figure. The arguments are those of ``plot``."""
         self.drawings.append((drawing, scales))
 
     def figure(self, name: str) -> None:
-        """Write the figure with the panels since the last one."""
+        """Write a figure with the panels drawn since the last figure."""
         figure, (axes,) = panels(1, len(self.drawings), width=3.9 if len(self.drawings) < 3 else 3.4, height=3.0)
         for ax, (drawing, scales) in zip(axes, self.drawings, strict=True):
             plot(ax, *drawing, scales=scales)
@@ -58,17 +58,17 @@ def plot(
     """Draw a line with markers for each series of ``y`` and a thin dark one for each law against ``x``.
 
     Args:
-        x, y: the name of the axis, and its values.
-        scales: the axes that are logarithmic. Without ``x``, markers are left out and the first of two lines is wide.
+        x, y: the label of the axis, and its values.
+        scales: the logarithmic axes. Without ``x``, there are no markers and the first of two lines is wide.
     """
     (x_name, values), (y_name, series) = x, y
-    for i, (name, of) in enumerate(series.items()):
+    for i, (name, y_values) in enumerate(series.items()):
         color, marker = LOOKS.get(name, PALETTE[i])
         many = {"linewidth": 4 if i == 0 else 1.2, "alpha": 0.45 if i == 0 else 1.0}
         look = {"marker": marker, "markersize": 8 - 1.3 * i, "linewidth": 1.2} if "x" in scales else many
-        ax.plot(values, of, color=color, label=name, **look)
-    for (name, of), line in zip((laws or {}).items(), ("--", ":"), strict=False):
-        ax.plot(values, of, line, color=INK, label=name, linewidth=1)
+        ax.plot(values, y_values, color=color, label=name, **look)
+    for (name, y_values), line in zip((laws or {}).items(), ("--", ":"), strict=False):
+        ax.plot(values, y_values, line, color=INK, label=name, linewidth=1)
     if "x" in scales:
         ax.set_xscale("log", base=2)
         ax.set_xticks(values, [f"{tick:g}" for tick in values])

@@ -2,6 +2,10 @@
 
 import gc
 import os
+import sys
+import traceback
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +15,7 @@ from tests.waiting import PATIENCE
 os.environ["HF_HUB_OFFLINE"] = "1"  # for the programs that tests start, too, whose sockets nobody watches
 os.environ |= {name: str(PATIENCE) for name in ("WANDB__SERVICE_WAIT", "WANDB_INIT_TIMEOUT")}  # 30 s and 90 s are few
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of those programs; two of them share two cores
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that waits sleeps, where several are asked for
 # as examples/cost.py does; torch's profiler reads it once in a process, whoever profiles first
 os.environ["KINETO_LOG_LEVEL"] = "99"
 settings.register_profile("minitx", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -44,6 +49,17 @@ def pytest_collection_finish():
     if torch.version.cuda and not torch.cuda.is_available():  # it wants a driver even for fake tensors; the CPU's says no
         for kernel in ("flash", "efficient", "cudnn"):
             setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda params, debug=False: False)
+    if not torch.accelerator.is_available():  # each seeding would keep a formatted stack for each kind of device
+        for module in (torch.cuda, torch.xpu, torch.mtia):
+            module.traceback = SimpleNamespace(**{**vars(traceback), "format_stack": list})
+    if "lightning" in sys.modules:
+        from lightning.fabric.utilities import registry
+
+        registry.entry_points = cache(registry.entry_points)  # each Trainer would read the metadata of all packages
+    if "minitx.cli.compose" in sys.modules:
+        from tests.composing import remember_compositions
+
+        remember_compositions()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # nor look for new cycles after each 700 objects: a tenth of the suite's time

@@ -3,10 +3,14 @@
 import importlib
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import pretend
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -98,6 +102,16 @@ def test_every_benchmark_imports_and_answers_help(name, load, monkeypatch, capsy
     with pytest.raises(SystemExit, match=r"^0$"):
         load(name).main()
     assert capsys.readouterr().out.startswith("usage:")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("device", ["cpu", pytest.param(pretend.NAME, marks=pretend.is_needed)])
+def test_each_part_of_the_benchmark_of_a_gpu_runs(device):
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--quick", "--pairs", "4"]
+    done = subprocess.run(command, env={**os.environ, "DEVICE": device}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("# ")]
+    assert parts == ["# calls", "# ceilings", "# P5", "# P8", "# P1 and P9", "# P4", "# P11", "# P6"]
 
 
 def test_the_committed_page_is_what_the_recorded_files_give(load):

@@ -194,7 +194,7 @@ def test_arguments_are_converted_by_the_hints_and_left_alone_where_there_are_non
     node = {"_target_": "torch.nn.Linear"}
     given = {"size": 3.0, "rate": "1e-3", "sides": [5, 7], "inside": node, "anything": {"a": 1}}
     assert read_call(own_part, given, positional=1) == {**given, "size": 3, "rate": 1e-3, "sides": (5, 7)}
-    assert read_call(own_part, {}, positional=1, given=["size"]) == {}
+    assert read_call(own_part, {}, positional=1, offers=["size"]) == {}
     assert read_call(OwnClass, {"size": 5}) == {"size": 5}
     assert read_call(lambda **rest: None, {"any": 3}) == {"any": 3}
     assert read_call(max, {"any": 3}) == {"any": 3}  # without a signature

@@ -80,7 +80,7 @@ def test_the_warm_up_of_an_experiment_is_cut_to_a_tenth_of_fewer_steps_and_a_typ
     caplog.set_level("INFO")
     words = ["experiment=kv_lookup", "trainer.max_steps=12"]
     assert compose_config(words).schedule.get("warmup_steps") == 1
-    assert "schedule.warmup_steps=15 of the experiment exceeds trainer.max_steps=12: cut to 1" in caplog.text
+    assert "schedule.warmup_steps=15 of the experiment exceeds trainer.max_steps=12: shortened to 1" in caplog.text
     assert compose_config([*words, "trainer.max_steps=15"]).schedule.get("warmup_steps") == 15
     assert compose_config([*words, "schedule.warmup_steps=0.25"]).schedule.get("warmup_steps") == 0.25
     typed = compose_config([*words, "schedule.warmup_steps=13", "data.val_size=8"])

@@ -1,1 +1,1 @@
-"""The lab: it runs a grid of training runs, judges it and writes a report."""
+"""The lab: run a grid of training runs, judge the results and write a report."""

@@ -1,6 +1,6 @@
-"""The words of a report in Chinese: phrases, and patterns for sentences with numbers and names. What is unknown here stays English.
+"""Translate the texts of a report to Chinese: phrases, and patterns for sentences with numbers and names. Other texts stay English.
 
-The words of a grid (questions, arms, studies, predictions) come from its YAML file.
+The texts of a grid (questions, arms, studies, predictions) are translated in its YAML file.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def chinese(text: str) -> str | None:
     if text in PHRASES:
         return PHRASES[text]
     for pattern, make in PATTERNS:
-        if found := pattern.fullmatch(text):
-            return make(found)
+        if match := pattern.fullmatch(text):
+            return make(match)
     return None
 
 
@@ -113,8 +113,8 @@ def _span(text: str) -> str:
     return text.replace("; ", "；").replace(", ", "，")
 
 
-def _start(found: Match) -> str:
-    width, times, optimizer, interval, none, more = found.groups()
+def _start(match: Match) -> str:
+    width, times, optimizer, interval, none, more = match.groups()
     sentence = f"在起点，当初始权重较大时：方差为 1/宽度（LeCun）时，一个头（d_k = {width}）的模型要学会查值，{optimizer} 需要 {times} 倍的步数（{_span(interval)}）"
     if none:
         sentence += "；用 GPT-2 较小的权重（minitx 的默认值），并不需要更多"
@@ -132,22 +132,22 @@ def _rates(text: str) -> str:
     )
 
 
-def _step(found: Match) -> str:
-    wide, width, narrow, undo = found.groups()
+def _step(match: Match) -> str:
+    wide, width, narrow, undo = match.groups()
     sentence = f"在每一步：一次更新使分数移动得更远。我们从学会的模型里去掉缩放，不改变它算出的结果，再继续训练。不崩溃的最大学习率，{_rates(wide)}"
     if narrow:
         sentence += f"；d_k = {width} 时：{_rates(narrow)}".replace("：缩小到", "分别缩小到").replace("，缩小到 ", "、")
     return f"{sentence}。" + ("把 W_Q 和 W_K 的学习率调小，就能抵消。" if undo else "")
 
 
-def _comparison(found: Match) -> str:
-    where, what, second, first, word, kind, value, basis = found.groups()
+def _comparison(match: Match) -> str:
+    where, quantity, second, first, word, kind, value, basis = match.groups()
     measure = {"ratio": "比值", "difference": "差值"}[kind]
-    return f"{where}。{PHRASES.get(what.lower(), what)}，“{second}”对“{first}”：{STATES.get(word, word)}，{measure} {_span(value)}（{_span(basis)}）。"
+    return f"{where}。{PHRASES.get(quantity.lower(), quantity)}，“{second}”对“{first}”：{STATES.get(word, word)}，{measure} {_span(value)}（{_span(basis)}）。"
 
 
-def _caption(found: Match) -> str:
-    triangle, loss, accuracy, window = found.groups()
+def _caption(match: Match) -> str:
+    triangle, loss, accuracy, window = match.groups()
     sentence = f"每条线或每个点是一个种子{'；三角形表示到了步数上限仍没有学会' if triangle else ''}。括号里是种子中位数的范围。"
     if window:
         limit = f"损失比开始时高出 {loss} nat 以上" if loss else f"准确率低于 {accuracy}"

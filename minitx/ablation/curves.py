@@ -1,7 +1,7 @@
-"""Figures for any question. Each run is a dot or a line. No run is hidden, and no axis is cut.
+"""Figures for any question. Each run is a dot or a line. No run is hidden, and no axis is truncated.
 
-A run without a value (it never solved the task, or its loss was not finite) is drawn in a separate, labelled row. Lines that
-show runs have ``gid="runs"``; medians, laws and margins do not.
+A run without a value (because it never solved the task, or its loss was not finite) is drawn in a separate, labelled row.
+Artists that show runs have ``gid="runs"``; medians, laws and margins do not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def style(grid: AblationConfig, arm: str) -> tuple[str, str]:
-    """Return the colour and the marker of an arm. They are the same in every figure of a grid."""
+    """Return the colour and the marker of an arm. All figures of a grid use the same."""
     return PALETTE[list(grid.arms).index(arm) % len(PALETTE)]
 
 
@@ -41,22 +41,22 @@ def arms_legend(figure: Figure, grid: AblationConfig, arms: Sequence[str], extra
 
 
 def by_rate(findings: Findings, study: str, score: str, y: str, missing: str) -> Figure:
-    """Draw one panel per condition. Each run is a dot over its learning rate; a line joins the medians over seeds.
+    """Draw a panel per condition. Each run is a dot at its learning rate; a line connects the medians over seeds.
 
-    ``score`` is loss, accuracy or time: the step at which a run solved its task. Runs without a value are in a row above all others,
-    with the label ``missing``.
+    ``score`` is loss, accuracy or time (the step at which a run solved its task). Runs without a value are drawn in a row above
+    all others, with the label ``missing``.
     """
     grid, runs, is_time = findings.grid, findings.runs.select(study, status="done"), score == "time"
     solved = grid.studies[study].solved
-    found = {run: solved_step(run.result, solved) if is_time else run.result[f"val_{score}"] for run in runs}
-    known = [value for value in found.values() if value is not None and math.isfinite(value)] or [1.0]
-    above = 0.8 * max(known) if is_time else 0.12 * max(max(known) - min(known), 0.1 * abs(max(known)), 1e-3)
-    heights = {run: value if value in known else max(known) + above for run, value in found.items()}
+    values = {run: solved_step(run.result, solved) if is_time else run.result[f"val_{score}"] for run in runs}
+    finite = [value for value in values.values() if value is not None and math.isfinite(value)] or [1.0]
+    above = 0.8 * max(finite) if is_time else 0.12 * max(max(finite) - min(finite), 0.1 * abs(max(finite)), 1e-3)
+    heights = {run: value if value in finite else max(finite) + above for run, value in values.items()}
     conditions = list({condition_text(grid, run.condition): run.condition for run in runs}.values())
     figure, axes = wrapped_panels(len(conditions), y, sharey=True, width=5.6 if len(conditions) == 1 else 4.2)
     for ax, condition in zip(axes, conditions, strict=True):
         of_condition = {run: height for run, height in heights.items() if run.condition == condition}
-        _draw_by_rate(ax, grid, of_condition, missing, max(known) + above)
+        _draw_by_rate(ax, grid, of_condition, missing, max(finite) + above)
         label(ax, condition_text(grid, condition), "learning rate")
         if is_time:
             log_ticks(ax)
@@ -65,7 +65,7 @@ def by_rate(findings: Findings, study: str, score: str, y: str, missing: str) ->
 
 
 def _draw_by_rate(ax: Axes, grid: AblationConfig, heights: Mapping[Run, float], missing: str, top: float) -> None:
-    """Runs of a rate stand side by side; those without a value at ``top``."""
+    """Draw the runs of each rate side by side, and runs without a value at ``top``."""
     arms = [arm for arm in grid.arms if any(run.arm == arm for run in heights)]
     rates = sorted({float(run.rate) for run in heights})
     slot = 0.65 * min([0.25, *np.diff(np.log10(rates))])
@@ -89,7 +89,7 @@ def _draw_by_rate(ax: Axes, grid: AblationConfig, heights: Mapping[Run, float], 
 
 
 def offset(arms: int, arm: int, seeds: int, seed: int) -> float:
-    """Return the offset of a dot from the middle of its slot, in slots. All runs of a slot have different offsets."""
+    """Return the offset of a dot from the middle of its slot, in slots. All runs in a slot have different offsets."""
     return dodge(arms, arm, 1 / arms) + dodge(seeds, seed, 0.8 / (seeds * arms))
 
 
@@ -97,7 +97,7 @@ def offset(arms: int, arm: int, seeds: int, seed: int) -> float:
 
 
 def threshold_panel(findings: Findings, listed: Sequence[Finding]) -> Figure:
-    """Draw the thresholds of some findings of one comparison in one panel."""
+    """Draw the thresholds of findings of a comparison in one panel."""
     figure, axes = panels(1, 1, width=7.6, height=3.2)  # as wide as the legend
     law = listed[0].comparison.law
     assert law is not None
@@ -108,7 +108,7 @@ def threshold_panel(findings: Findings, listed: Sequence[Finding]) -> Figure:
 
 
 def law_lines(grid: AblationConfig, listed: Sequence[Finding]) -> list[Entry]:
-    """Return the entries of a legend for the lines of ``draw_thresholds``."""
+    """Return legend entries for the lines of ``draw_thresholds``."""
     laws = dict.fromkeys(law.text or f"{law.factor}^{law.power:g}" for f in listed if (law := f.comparison.law))
     predicted = (f"{words(grid, listed[0].comparison.arms[1])}, predicted", INK, "", "-")
     bound = (f"predicted at the lowest: ÷ {' or '.join(laws)}", INK, "", "--")
@@ -118,7 +118,7 @@ def law_lines(grid: AblationConfig, listed: Sequence[Finding]) -> list[Entry]:
 def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -> None:
     """Draw the largest stable rates of both arms against the factor of the law. Each seed is a dot.
 
-    Below the medians of the first arm: the formula's prediction as a line, and the law as a dashed line.
+    Below the medians of the first arm, a solid line shows the prediction of the formula, and a dashed line shows the law.
     """
     xs, predicted, bounds = [], [], []
     for f in sorted(listed, key=lambda f: f.level):
@@ -128,7 +128,9 @@ def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -
         predicted.append(median / f.predicted if f.predicted else math.nan)
         bounds.append(median / f.bound if f.bound else math.nan)
     for ys, look, width in ((predicted, "-", 1.2), (bounds, "--", 1.0)):
-        line = (xs, ys) if len(xs) > 1 else ([xs[0] * 2**way for way in (-0.25, 0.25)], ys * 2)  # one level makes no line
+        line = (
+            (xs, ys) if len(xs) > 1 else ([xs[0] * 2**way for way in (-0.25, 0.25)], ys * 2)
+        )  # a single level needs two points to show a line
         ax.plot(*line, look, color=INK, linewidth=width)
     ax.set_xscale("log", base=2)
     log_ticks(ax)
@@ -137,9 +139,9 @@ def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -
 
 
 def dots(ax: Axes, grid: AblationConfig, finding: Finding, x: Callable[[float], float]) -> None:
-    """Draw both values of each seed as a dot in their geometric middle, with a line from end to end; a triangle has no upper end.
+    """Draw each value of each seed as a dot at the geometric mean of its ends, with a line from end to end.
 
-    ``x`` gives the place of a dot from its offset in slots.
+    A triangle marks a value without an upper end. ``x`` maps the offset of a dot, in slots, to its position.
     """
     for k, pair in enumerate(finding.pairs):
         for i, (arm, span) in enumerate(zip(finding.comparison.arms, pair.values, strict=True)):
@@ -150,14 +152,14 @@ def dots(ax: Axes, grid: AblationConfig, finding: Finding, x: Callable[[float], 
 
 
 def curves(ax: Axes, grid: AblationConfig, runs: Sequence[Run], name: str = "loss", window: int = 1) -> None:
-    """Draw the loss or accuracy of every run as a line over its steps, with a cross where it ended because a number was not finite.
+    """Draw the loss or accuracy of every run as a line over steps. A cross marks the end of a non-finite run.
 
-    Each step shows the mean of the last ``window`` steps, at first of fewer.
+    Each point is the mean of the last ``window`` steps, or of all steps so far if there are fewer.
     """
     for run in runs:
         color, _ = style(grid, run.arm)
-        each = [math.nan if value is None else value for value in run.result[name] or []]
-        values = [math.fsum(part) / len(part) for end in range(1, len(each) + 1) if (part := each[max(0, end - window) : end])]
+        raw = [math.nan if value is None else value for value in run.result[name] or []]
+        values = [math.fsum(part) / len(part) for end in range(1, len(raw) + 1) if (part := raw[max(0, end - window) : end])]
         ax.plot(range(1, len(values) + 1), values, "-", color=color, linewidth=0.9, alpha=0.75, gid="runs")
         finite = [(step, value) for step, value in enumerate(values, 1) if math.isfinite(value)]
         if run.result["nonfinite_step"] is not None and finite:
@@ -165,12 +167,12 @@ def curves(ax: Axes, grid: AblationConfig, runs: Sequence[Run], name: str = "los
 
 
 def curve_panels(findings: Findings, study: str) -> Figure:
-    """Draw one panel per setting: the training loss of every run, with grey lines at the losses of n-gram models."""
-    grid, found = findings.grid, dict[tuple[str, str], list[Run]]()
+    """Draw the training loss of every run, with a panel per setting, and grey lines at the losses of n-gram models."""
+    grid, by_setting = findings.grid, dict[tuple[str, str], list[Run]]()
     for run in findings.runs.select(study, status="done"):
-        found.setdefault((condition_text(grid, run.condition), run.rate), []).append(run)
-    figure, axes = wrapped_panels(len(found), "training loss", sharey=True)
-    for ax, ((setting, rate), runs) in zip(axes, found.items(), strict=True):
+        by_setting.setdefault((condition_text(grid, run.condition), run.rate), []).append(run)
+    figure, axes = wrapped_panels(len(by_setting), "training loss", sharey=True)
+    for ax, ((setting, rate), runs) in zip(axes, by_setting.items(), strict=True):
         curves(ax, grid, runs)
         for floor in sorted({value for run in runs for value in run.result["floors"].values()}):
             ax.axhline(floor, color=GREY, linewidth=0.8, linestyle=":")
@@ -180,10 +182,11 @@ def curve_panels(findings: Findings, study: str) -> Figure:
 
 
 def attention(maps: Sequence[tuple[str, Sequence[Any]]], keys: Sequence[int] = ()) -> Figure:
-    """Draw the last query's weights, one row per example, from the weights (examples, L, S) of one head, by title.
+    """Draw the attention weights of the last query, with a row per example.
 
     Args:
-        keys: the right key of each example; the figure marks it.
+        maps: titles, each with the weights (examples, L, S) of a head.
+        keys: the correct key of each example, to mark in the figure.
     """
     figure, axes = panels(1, len(maps), width=3.2, height=1.6)
     for ax, (title, weights) in zip(axes[0], maps, strict=True):

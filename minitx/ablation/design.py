@@ -14,7 +14,7 @@ RATE = "lr"
 """The name of the tuned factor. Its levels are learning rates."""
 
 PARTS = "qk", "rest"
-"""Levels of a factor: only W_Q and W_K train, or only the other weights."""
+"""Levels of a factor that trains only W_Q and W_K, or only the other weights."""
 
 Condition = Mapping[str, str]
 """A level for each factor, by the factor's name."""
@@ -22,10 +22,10 @@ Condition = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Solved(Config):
-    """A run has solved its task at the first step at which the mean of a metric over a window reaches a value.
+    """The task counts as solved at the first step at which the mean of a metric over a window reaches a value.
 
     Attributes:
-        metric: the metric. An accuracy must rise to value, a loss must fall to it.
+        metric: the metric. An accuracy must rise to value; a loss must fall to it.
         value: the value that the mean must reach.
         window: number of steps in the mean.
     """
@@ -42,13 +42,13 @@ class Solved(Config):
 class StartConfig(Config):
     """The runs whose weights a study starts from: runs of another study with the same seed and the same factors.
 
-    All arms of the study get the same weights. If an arm has another scale, the difference is folded into W_Q and W_K
-    (``init_from.fold_scale=true``), so that every arm starts as the same function. The run checks this.
+    All arms of the study start from the same weights. If an arm has another scale, the difference is folded into W_Q and W_K
+    (``init_from.fold_scale=true``), so that every arm starts as the same function. Each run checks this.
 
     Attributes:
-        study: the study with the weights (the first phase).
+        study: the study that trained the weights (the first phase).
         arm: the arm of that study.
-        solved: start only from runs that solved their task (``solved`` of their study).
+        solved: start only from runs that solved their task, as defined by ``solved`` of their study.
     """
 
     study: str
@@ -60,14 +60,14 @@ class StartConfig(Config):
 class ThresholdConfig(Config):
     """How the largest stable learning rate of a trained model is measured, for each arm and seed: doubling, then bisection.
 
-    The rate is ``optimizer.lr``, and the other keys of the optimizer stay. A run of ``trainer.max_steps`` steps is stable if it
-    never fails. It ends when it fails.
+    The rate is ``optimizer.lr``; the other keys of the optimizer do not change. A run ends when it fails, and is stable if it
+    completes ``trainer.max_steps`` steps.
 
     Attributes:
         first: the rate at which the search starts, by arm.
-        bisections: halvings of the logarithm after the doubling: high / low = 2^(1 / 2^bisections), 1.044 with four.
-        metric: train_accuracy: a run fails when the mean over ``window`` steps falls below ``value``; train_loss: when it rises
-            more than ``value`` nats above the loss of the starting model on the first ``window`` batches.
+        bisections: number of bisections of the logarithm after the doubling: high / low = 2^(1 / 2^bisections), 1.044 for four.
+        metric: train_accuracy: a run fails when the mean over ``window`` steps falls below ``value``; train_loss: a run fails
+            when the mean rises more than ``value`` nats above the loss of the starting model on the first ``window`` batches.
         value: the limit.
         window: number of steps in a mean.
     """
@@ -97,12 +97,12 @@ class StudyConfig(Config):
         arms: names of ``ablation.arms``.
         factors: the levels of each factor, and the overrides of each level.
         seeds: the seeds.
-        skip: combinations to leave out, each a mapping from factor (or ``arm``, ``seed``) to a list of levels.
+        skip: combinations to leave out. Each is a mapping from a factor (or ``arm``, ``seed``) to a list of levels.
         start: the runs whose weights these runs start from.
         threshold: measure the largest stable rate of each arm, instead of one run for each level of ``lr``.
-        scores: the quantities to judge. time: steps until the task is solved; loss, accuracy: of validation after the last step; equal:
-            whether the losses are equal bit for bit.
-        measures: further quantities to judge, at the rate chosen by the first score: names of ``MEASURES`` in
+        scores: the quantities to judge. time: steps until the task is solved; loss, accuracy: results of the validation after
+            the last step; equal: whether the training losses are equal bit for bit.
+        measures: further quantities to judge, at the rate that the first loss or accuracy chooses: names from ``MEASURES`` in
             ``minitx.ablation.measures``, such as ``loss_at_256``.
         solved: when the task counts as solved, for ``time`` and for runs that start from these.
         keep_attention: keep the attention weights of ``callbacks.probe.weights_every`` in the records.
@@ -123,37 +123,44 @@ class StudyConfig(Config):
 
     def check(self) -> None:
         chooses = not self.measures or {"loss", "accuracy"} & {*self.scores}
-        require(bool(chooses), f"measures={list(self.measures)} need a score of loss or accuracy to choose the rate by")
+        require(bool(chooses), f"measures={list(self.measures)} need the score loss or accuracy to choose the rate")
         if self.threshold is not None:
             searches = not self.scores and RATE not in self.factors
-            require(searches, f"threshold searches the rate: no scores and no factor {RATE}")
+            require(searches, f"threshold searches for the rate itself: remove scores and the factor {RATE}")
             _known("arms", self.arms, self.threshold.first, "threshold.first")
-        require(not {"arm", "seed"} & {*self.factors}, "factors.arm and factors.seed stand for the arms and seeds of the study")
+        require(
+            not {"arm", "seed"} & {*self.factors},
+            "factors.arm and factors.seed are reserved for the arms and seeds of the study: choose other names",
+        )
         require(len({*self.scores}) == len(self.scores), f"scores={list(self.scores)} names a score twice")
         words = [level for level in self.factors.get(RATE, ()) if not _is_rate(level)]
-        require(not words, f"factors.{RATE} has the level {words[:1]}; the name of a learning rate is a positive number")
+        require(
+            not words, f"factors.{RATE} has the level {words[:1]}, but the name of a learning rate must be a positive number"
+        )
         rates = self.factors.get(RATE, {})
         require(len({*map(float, rates)}) == len(rates), f"factors.{RATE} names a rate twice: {', '.join(rates)}")
         for level, overrides in rates.items():
             for rate in (text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("optimizer.lr=")):
                 fits = not _is_rate(rate) or float(rate) == float(level)
-                require(fits, f"factors.{RATE}.{level} has optimizer.lr={rate}: the report would call it {level}")
+                require(
+                    fits, f"factors.{RATE}.{level} has optimizer.lr={rate}, but the report would show {level}: make them equal"
+                )
         there = {"arm": self.arms, "seed": [str(seed) for seed in self.seeds], **self.factors}
         for skip in self.skip:
-            require(bool(skip), "skip=[{}] would leave out every run: name factors")
+            require(bool(skip), "skip=[{}] would leave out every run: name at least one factor")
             _known("skip", skip, there, "the study")
             for key, levels in skip.items():
                 _known(f"skip.{key}", levels, there[key], "it")
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """What is compared: ``threshold``, or the scores and the measures."""
+        """The compared quantities: ``threshold``, or the scores and the measures."""
         return ("threshold",) if self.threshold else (*self.scores, *self.measures)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LawConfig(Config):
-    """A prediction for a ratio: the level of ``factor`` to the power of ``power``; with ``parts``, that is an upper bound.
+    """A prediction for a ratio: the level of ``factor`` to the power ``power``. With ``parts``, this is an upper bound.
 
     Attributes:
         factor: a factor of the study whose levels are numbers.
@@ -170,18 +177,18 @@ class LawConfig(Config):
     parts: str | None = None
 
     def part(self, condition: Condition) -> str | None:
-        """Return which part of the weights trains alone under a condition, ``qk`` or ``rest``, or None."""
+        """Return which part of the weights trains alone under a condition: ``qk``, ``rest``, or None for all weights."""
         level = condition.get(self.parts or "")
         return level if level in PARTS else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonConfig(Config):
-    """Two arms, compared under every condition of a study that has both, on each of its scores.
+    """Two arms to compare on each score of a study, under every condition that has both arms.
 
     Attributes:
         study: a name of ``ablation.studies``.
-        arms: reference and treatment.
+        arms: the reference and the treatment.
         law: a prediction to compare the ratio with.
     """
 
@@ -192,7 +199,7 @@ class ComparisonConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class OverConfig(Config):
-    """What a measured ratio is divided by: the median ratio of another comparison at the same levels of the factors that both have.
+    """The divisor of a measured ratio: the median ratio of another comparison, at the same levels of all factors that both studies have.
 
     Attributes:
         study: the study of the other comparison.
@@ -207,7 +214,7 @@ class OverConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedConfig(OverConfig):
-    """The expected range of a ratio, or for scores and measures of a difference, in all comparisons that match.
+    """The expected range of a ratio (of a difference for scores and measures) in all matching comparisons.
 
     Attributes:
         study: the study of the comparison.
@@ -215,10 +222,10 @@ class ExpectedConfig(OverConfig):
         condition: consider only comparisons with these levels.
         endpoint: the compared quantity: threshold, time, loss, accuracy, or the name of a measure.
         range: the smallest and the largest number expected; null: no bound on this side.
-        over: divide the ratio by another comparison's ratio before comparing it with the range; null: do not.
-        formula: divide the ratio by the prediction of the comparison's law.
+        over: first divide the ratio by the ratio of another comparison; null: do not divide.
+        formula: first divide the ratio by the prediction of the law of the comparison.
         share: compare the range with the share of W_Q and W_K in 1/η* of the first arm, in place of the ratio (see ``LawConfig.parts``).
-        by: median: the median lies within the range; interval: the interval of the median has a number within it.
+        by: median: the median must be in the range; interval: the interval of the median must overlap the range.
     """
 
     endpoint: str
@@ -235,7 +242,7 @@ class PredictionConfig(Config):
 
     Attributes:
         statement: the prediction in one sentence.
-        expect: the expected ranges. All must hold.
+        expect: the expected ranges. All of them must hold.
     """
 
     statement: str
@@ -244,27 +251,27 @@ class PredictionConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class AblationConfig(Config):
-    """A grid of training runs and how it is judged.
+    """A grid of training runs, and how to judge it.
 
     Attributes:
         name: the name of the grid. Its folder is ``runs/<experiment>/<name>/``.
         question: the question, used as the title of the report.
         about: a module with sentences and figures for this question (see ``minitx.ablation.report``); null: the general report.
         options: options of the module ``about``, for example which studies it describes.
-        note: a sentence for the first screen, for example that the grid is a demonstration.
+        note: a sentence for the top of the report, for example that the grid is a demonstration.
         arms: the overrides of each arm, by name.
-        words: the words in the report for the names of arms, factors, levels and studies.
+        words: texts that the report shows for the names of arms, factors, levels and studies.
         studies: the studies, by name.
         only: names of the studies to run; empty: all.
         comparisons: the comparisons to judge.
         predictions: the predictions, by name, written before the runs.
         ratio_margin: for time and threshold: ratios from 1/margin to margin count as the same.
         score_margin: for loss (nats) and accuracy: differences up to this number count as the same.
-        workers: number of runs at the same time; null: one per core, or one per GPU for runs on GPUs.
-        launcher: where to compute runs: in worker processes of this machine, or on Slurm (needs minitx[slurm]).
-        launcher_options: options of submitit, such as {slurm_partition: p, timeout_min: 60}; cluster: local tries it without
-            Slurm.
-        report_only: only write the report again, from the records in the folder.
+        workers: number of concurrent runs; null: one per core, or one per GPU for runs on GPUs.
+        launcher: where runs are computed: local (worker processes on this machine) | slurm (needs minitx[slurm]).
+        launcher_options: options of submitit, such as {slurm_partition: p, timeout_min: 60}; {cluster: local} runs the jobs as
+            processes of this machine, to try it without Slurm.
+        report_only: only rewrite the report from the records in the folder.
     """
 
     name: str = "quick"
@@ -287,8 +294,10 @@ class AblationConfig(Config):
 
     def check(self) -> None:
         fits = self.launcher == "slurm" or not self.launcher_options
-        require(fits, f"launcher_options={dict(self.launcher_options)} are for launcher=slurm; launcher=local takes none")
-        require(self.about is not None or not self.options, f"options={dict(self.options)} are for a module: name it in about")
+        require(fits, f"launcher_options={dict(self.launcher_options)} need launcher=slurm, got launcher=local")
+        require(
+            self.about is not None or not self.options, f"options={dict(self.options)} need about, the module that reads them"
+        )
         require(self.ratio_margin > 1, f"ratio_margin={self.ratio_margin:g} must be above 1")
         _known("only", self.only, self.studies, "ablation.studies")
         for name, study in self.studies.items():
@@ -297,7 +306,7 @@ class AblationConfig(Config):
                 _known(f"studies.{name}.start.study", [study.start.study], self.studies, "ablation.studies")
         for i, comparison in enumerate(self.comparisons):
             self._check_comparison(f"comparisons[{i}]", comparison)
-            require(comparison not in self.comparisons[:i], f"comparisons[{i}] is there twice")
+            require(comparison not in self.comparisons[:i], f"comparisons[{i}] is a duplicate: remove it")
         for name, prediction in self.predictions.items():
             for i, expected in enumerate(prediction.expect):
                 self._check_expected(f"predictions.{name}.expect[{i}]", expected)
@@ -306,13 +315,15 @@ class AblationConfig(Config):
         name, arms, law = comparison.study, comparison.arms, comparison.law
         _known(f"{place}.study", [name], self.studies, "ablation.studies")
         study = self.studies[name]
-        require(bool(study.endpoints), f"{place}.study={name} has no scores; set studies.{name}.scores")
+        require(bool(study.endpoints), f"{place}.study={name} has no scores: set studies.{name}.scores")
         require(arms[0] != arms[1], f"{place}.arms={list(arms)} compares an arm with itself")
         _known(f"{place}.arms", arms, study.arms, f"studies.{name}.arms")
         if law is not None:
             _known(f"{place}.law", filter(None, (law.factor, law.parts)), study.factors, f"studies.{name}.factors")
             numbers = law.factor != RATE and all(map(_is_rate, study.factors[law.factor]))
-            require(numbers, f"{place}.law.factor={law.factor} must be a condition whose levels are positive numbers")
+            require(
+                numbers, f"{place}.law.factor={law.factor} must be a factor other than {RATE} whose levels are positive numbers"
+            )
             if law.parts is not None:
                 _known(f"{place}.law.parts={law.parts} needs levels", PARTS, study.factors[law.parts], "it")
 
@@ -320,7 +331,10 @@ class AblationConfig(Config):
         laws, study, endpoint = self._laws(place, expected), self.studies[expected.study], expected.endpoint
         _known(f"{place}.endpoint", [endpoint], study.endpoints, "that study")
         divides = bool(expected.over or expected.formula)
-        require(not divides or endpoint in ("threshold", "time"), f"{place}: {endpoint} gives a difference, no ratio")
+        require(
+            not divides or endpoint in ("threshold", "time"),
+            f"{place}: over and formula divide ratios, but {endpoint} is compared by a difference",
+        )
         if expected.over is not None:
             self._laws(f"{place}.over", expected.over)
         require(not (divides and expected.share), f"{place}.share=true is a number of its own: no over and no formula")
@@ -329,28 +343,28 @@ class AblationConfig(Config):
             require(has_parts or not getattr(expected, key), f"{place}.{key}=true needs a law with parts in the comparison")
 
     def _laws(self, place: str, compared: OverConfig) -> list[LawConfig | None]:
-        """The laws of a comparison that must be there, under a condition that must be one."""
+        """Return the laws of a comparison, after checking that the comparison and the condition exist."""
         name, arms = compared.study, compared.arms
-        found = [comparison.law for comparison in self.comparisons if (comparison.study, comparison.arms) == (name, arms)]
-        require(bool(found), f"{place}: arms={list(arms)} of study={name} are not in ablation.comparisons")
+        laws = [comparison.law for comparison in self.comparisons if (comparison.study, comparison.arms) == (name, arms)]
+        require(bool(laws), f"{place}: arms={list(arms)} of study={name} are not in ablation.comparisons")
         for factor, level in compared.condition.items():
             _known(f"{place}.condition.{factor}", [level], self.studies[name].factors.get(factor, ()), f"studies.{name}")
-        return found
+        return laws
 
     def phases(self, name: str) -> list[str]:
-        """Return a study, the study that it starts from, and so on.
+        """Return the names of a study, of the study that it starts from, and so on.
 
         Raises:
             ConfigError: a study starts from itself, directly or indirectly.
         """
-        found = [name]
-        while (start := self.studies[found[-1]].start) is not None:
-            require(start.study not in found, f"ablation.studies: {', '.join(found)} start from each other")
-            found.append(start.study)
-        return found
+        names = [name]
+        while (start := self.studies[names[-1]].start) is not None:
+            require(start.study not in names, f"ablation.studies: {', '.join(names)} start from each other")
+            names.append(start.study)
+        return names
 
     def chosen(self) -> dict[str, StudyConfig]:
-        """Return the studies in ``only`` and the studies that they start from; without ``only``, all."""
+        """Return the studies in ``only`` and those that they start from; all studies if ``only`` is empty."""
         names = {name for chosen in self.only or self.studies for name in self.phases(chosen)}
         return {name: study for name, study in self.studies.items() if name in names}
 
@@ -362,7 +376,7 @@ def _is_rate(level: str) -> bool:
         return False
 
 
-def _known(place: str, names: Iterable[str], there: Iterable[str], where: str) -> None:
-    there = list(there)
-    unknown = [name for name in names if name not in there]
-    require(not unknown, f"{place}={unknown} not found; {where} has {', '.join(there)}")
+def _known(place: str, names: Iterable[str], allowed: Iterable[str], owner: str) -> None:
+    allowed = list(allowed)
+    unknown = [name for name in names if name not in allowed]
+    require(not unknown, f"{place}={unknown} not found; {owner} has {', '.join(allowed)}")

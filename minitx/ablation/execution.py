@@ -1,11 +1,11 @@
-"""Run the cells of a grid that are not done. A cell waits for the one that it starts from.
+"""Run the unfinished cells of a grid. A cell waits for the cell that it starts from.
 
-A finished cell is never run again. A failed cell does not stop the others. A grid that was killed continues where it stopped.
+A finished cell is never run again, and a failed cell does not stop the others. A grid that was killed resumes where it stopped.
 Cells are computed by a pool: worker processes of this machine, or Slurm jobs through submitit.
 
-A pool has ``workers``, ``submit(function, *arguments)`` and ``close()``. ``submit`` returns an object with ``done()`` and
-``result()``, like a future or a job of submitit. ``result()`` raises an error if the process or job died. The caller must submit
-at most ``workers`` calls at the same time. Functions and arguments are pickled. ``close`` stops all running calls.
+A pool has ``workers``, ``submit(function, *arguments)`` and ``close()``. ``submit`` pickles its arguments and returns an object
+with ``done()`` and ``result()``, such as a future or a job of submitit. ``result()`` raises an error if the process or job
+died. The caller must submit at most ``workers`` concurrent calls. ``close`` stops all running calls.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 duration = tqdm.format_interval  # seconds as MM:SS or H:MM:SS
 
 RunCell = Callable[..., dict[str, Any]]
-"""A function that runs a cell in a worker. Arguments: words, folder, cap, whether to keep its weights, whether to keep its attention,
-the rule of a threshold or None."""
+"""A function that runs a cell in a worker. Its arguments are the overrides, the folder, the number of steps, whether to keep
+the weights, whether to keep attention weights, and the rule of a threshold or None."""
 
 
 # --- pools
@@ -46,9 +46,9 @@ SLURM_JOBS = 16
 
 
 class LocalPool:
-    """Worker processes that live for the whole grid, because importing torch and Lightning costs seconds.
+    """Worker processes that live for the whole grid, because importing torch and Lightning takes seconds.
 
-    If a worker dies, its call is lost and the worker is replaced. Workers end with this process, even if it is killed.
+    If a worker dies, its call is lost, and the worker is replaced. Workers end with this process, even if it is killed.
 
     Args:
         workers: the number of processes.
@@ -57,7 +57,7 @@ class LocalPool:
 
     def __init__(self, workers: int, devices: Sequence[str] = ()) -> None:
         self.workers, self.devices = workers, tuple(devices) or (None,)
-        self._executors: dict[int, ProcessPoolExecutor] = {}  # one process each, so that a death breaks no other
+        self._executors: dict[int, ProcessPoolExecutor] = {}  # one process each, so that other workers survive a crash
         self._calls: dict[int, Future[Any]] = {}
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -76,7 +76,7 @@ class LocalPool:
     def close(self) -> None:
         """Kill the workers."""
         for executor in self._executors.values():
-            processes = list((executor._processes or {}).values())  # shutdown forgets them, and waits for their calls
+            processes = list((executor._processes or {}).values())  # shutdown drops the references
             executor.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.kill()
@@ -86,7 +86,7 @@ class LocalPool:
 def _start_worker(device: str | None) -> None:
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device  # torch is not imported yet
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and kills its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and kills its workers
     logging.disable(logging.INFO)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -101,13 +101,13 @@ class SlurmPool:
     """Slurm jobs through submitit (https://github.com/facebookincubator/submitit), one job per call.
 
     Args:
-        workers: the number of jobs at the same time.
+        workers: the number of concurrent jobs.
         folder: the folder for submitit's files. All nodes must see it.
         options: options of submitit's ``update_parameters`` (``slurm_partition``, ``timeout_min``, ...). The default limit is
-            one hour per job. ``cluster`` is ``slurm``, or ``local`` to try it with processes of this machine.
+            one hour per job. ``cluster`` is ``slurm``, or ``local`` for processes of this machine instead.
 
     Raises:
-        ConfigError: submitit is not installed, there is no Slurm, or submitit does not accept an option.
+        ConfigError: submitit is not installed, Slurm is not available, or submitit does not accept an option.
     """
 
     def __init__(self, workers: int, folder: Path, options: Mapping[str, Any]) -> None:
@@ -143,31 +143,31 @@ Pool = LocalPool | SlurmPool
 
 
 class Book:
-    """The file ``cells.jsonl`` of a grid's folder: the records of its cells, one per line. Each record is written to disk at once.
+    """The file ``cells.jsonl`` of a grid: one record per line, written to disk immediately.
 
     Attributes:
-        known: records that were in the file before, without failures and without runs that must be repeated.
-        records: the records of finished cells and of cells that this launch has decided about.
+        known: records from earlier launches, without failures and without runs that must be repeated.
+        records: records of finished cells, and of all cells that this launch has finished or left out.
     """
 
     def __init__(self, cells: Sequence[Cell], folder: Path, after_line: Callable[[], None]) -> None:
         self.folder, self.path, self.after_line = folder, folder / "cells.jsonl", after_line
         last = {record["cell"]: record for record in read_records(self.path)}
-        found = {cell.place: last[cell.hash] for cell in cells if cell.hash in last}
-        self.known = {place: record for place, record in found.items() if record["status"] != "failed"}
+        by_place = {cell.place: last[cell.hash] for cell in cells if cell.hash in last}
+        self.known = {place: record for place, record in by_place.items() if record["status"] != "failed"}
         for cell in reversed(cells):
             if cell.start and cell.place not in self.known and not cell.start.weights(folder).exists():
-                self.known.pop(cell.start.place, None)  # its weights are gone, and needed
+                self.known.pop(cell.start.place, None)  # repeat it: its weights are needed, but are gone
         self.records = {place: record for place, record in self.known.items() if record["status"] == "done"}
         if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            self._append("\n")  # a line that a crash cut short must not swallow the next one
+            self._append("\n")  # end a line that a crash cut short
 
     def write(self, cell: Cell, status: str, **known: Any) -> None:
         """Write the result of a cell (``reason``, ``seconds``, ``result``), unless the file already contains it."""
-        what = {"status": status, "reason": None, "seconds": 0.0, "result": None, **known}
-        self.records[cell.place] = record = {**cell.describe(self.folder), **what}
+        outcome = {"status": status, "reason": None, "seconds": 0.0, "result": None, **known}
+        self.records[cell.place] = record = {**cell.describe(self.folder), **outcome}
         if status == "failed":
-            log.warning("failed: %s: %s", cell.place, what["reason"])
+            log.warning("failed: %s: %s", cell.place, outcome["reason"])
         if record != self.known.get(cell.place):
             self._append(json.dumps(record) + "\n")
             self.after_line()
@@ -180,7 +180,7 @@ class Book:
 
 
 def why_not(grid: AblationConfig, cell: Cell, records: Mapping[Place, Record]) -> str | None:
-    """Return the reason not to run ``cell``, given the record of the run that it starts from, or None."""
+    """Return the reason for leaving out ``cell``, from the record of the run that it starts from, or None."""
     start = grid.studies[cell.place.study].start
     if start is None or cell.start is None:
         return None
@@ -201,19 +201,19 @@ def run_cells(
     *,
     after_line: Callable[[], None] = lambda: None,
 ) -> list[Record]:
-    """Run all cells that are not done, and return the records of all ``cells``, in their order.
+    """Run all unfinished cells, and return the records of all ``cells``, in their order.
 
-    A cell that raises an error gets a record with ``status: failed``, and is tried again when the grid is run again. A cell
-    whose worker died is tried once more.
+    A cell that raises an error gets a record with ``status: failed``, and is repeated by the next launch. A cell whose worker
+    died is repeated once.
 
     Args:
-        after_line: a function that is called after each line of ``cells.jsonl``.
+        after_line: a function to call after each new line of ``cells.jsonl``.
     """
     book = Book(cells, folder, after_line)
     todo = [cell for cell in cells if cell.place not in book.known]
     log.info("%d runs: %d done before, %d to do, %d at once", len(cells), len(cells) - len(todo), len(todo), pool.workers)
     bar = _progress_bar(len(todo))
-    for cell in _decided(pool, grid, cells, book, run_cell):
+    for cell in _outcomes(pool, grid, cells, book, run_cell):
         if cell is None:
             time.sleep(0.02)
         bar.set_description_str(f"{len(book.records)} of {len(cells)} runs, ", refresh=False)
@@ -222,8 +222,8 @@ def run_cells(
     return [book.records[cell.place] for cell in cells]
 
 
-def _decided(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Book, run_cell: RunCell) -> Iterator[Cell | None]:
-    """Each cell when the book has its record, and None where there is nothing to do but wait."""
+def _outcomes(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Book, run_cell: RunCell) -> Iterator[Cell | None]:
+    """Yield each cell once its record is in the book, and None when all that is left is to wait."""
     waiting, running, died = list(cells), dict[Cell, tuple[Any, float]](), set[Cell]()
     while waiting or running:
         free = waiting if len(running) < pool.workers else ()
@@ -239,25 +239,25 @@ def _decided(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Book
                 keep = grid.studies[ready.place.study].keep_attention
                 arguments = (words, place, ready.steps(), ready.keeps_weights, keep, ready.threshold)
                 running[ready] = (pool.submit(attempt, run_cell, *arguments), time.perf_counter())
-        elif (ended := next((cell for cell, (job, _) in running.items() if job.done()), None)) is not None:
-            job, began = running.pop(ended)
+        elif (finished := next((cell for cell, (job, _) in running.items() if job.done()), None)) is not None:
+            job, started = running.pop(finished)
             try:
-                found = job.result()
+                outcome = job.result()
             except Exception as error:
-                if ended not in died:
-                    died.add(ended)
-                    waiting.insert(0, ended)
+                if finished not in died:
+                    died.add(finished)
+                    waiting.insert(0, finished)
                     continue
-                found = {"error": f"the process died: {' '.join(str(error).split())[:200]}"}
-            status, seconds = "failed" if "error" in found else "done", round(time.perf_counter() - began, 3)
-            book.write(ended, status, reason=found.get("error"), seconds=seconds, result=found.get("result"))
-            yield ended
+                outcome = {"error": f"the process died: {' '.join(str(error).split())[:200]}"}
+            status, seconds = "failed" if "error" in outcome else "done", round(time.perf_counter() - started, 3)
+            book.write(finished, status, reason=outcome.get("error"), seconds=seconds, result=outcome.get("result"))
+            yield finished
         else:
             yield None
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Return ``{"result": ...}``, or ``{"error": message}``, because some exceptions cannot be sent to another process."""
+    """Return ``{"result": ...}`` or ``{"error": message}``, because some exceptions cannot be pickled."""
     try:
         return {"result": function(*arguments)}
     except Exception as error:
@@ -265,15 +265,20 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
 
 
 def _progress_bar(runs: int) -> Any:
-    """A bar with the time left, at the pace of the runs so far; without a terminal, a line of the log now and then."""
+    """Return a progress bar with the estimated remaining time. Without a terminal, it writes lines to the log."""
     text = "{desc}{percentage:3.0f}%, {elapsed} passed, {remaining} left"
     file, pause = (sys.stdout, 0.5) if sys.stdout.isatty() else (_Lines(), 20.0)
-    shown = {"bar_format": text, "file": file, "mininterval": pause, "miniters": 0}  # else tqdm's monitor writes lines twice
-    return tqdm(total=runs, disable=not runs, smoothing=0.0, **shown)
+    options = {
+        "bar_format": text,
+        "file": file,
+        "mininterval": pause,
+        "miniters": 0,
+    }  # miniters, or tqdm's monitor thread repeats lines
+    return tqdm(total=runs, disable=not runs, smoothing=0.0, **options)
 
 
 class _Lines(io.StringIO):
-    """A file that tqdm writes to: each state of the bar becomes a line of the log."""
+    """A file for tqdm that turns each state of the bar into a line of the log."""
 
     def write(self, text: str) -> int:
         if text.strip():

@@ -1,4 +1,4 @@
-"""Numbers, names and settings as text for the report."""
+"""Format numbers, names and settings for the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minitx.ablation.intervals import Span
 
 
 def words(grid: AblationConfig, name: str) -> str:
-    """Return the grid's words for an arm, a factor, a level or a measure. Without words, return the name."""
+    """Return the text of the grid for the name of an arm, a factor, a level or a measure, by default the name itself."""
     return grid.words.get(name, name)
 
 
@@ -21,7 +21,7 @@ def title(grid: AblationConfig, study: str) -> str:
 
 
 def condition_text(grid: AblationConfig, condition: Condition) -> str:
-    """Return a condition as text: ``{"head_dim": "128"}`` as ``d_k 128``, with the words of the grid."""
+    """Return a condition in the words of the grid, for example ``d_k 128`` for ``{"head_dim": "128"}``."""
     return ", ".join(f"{words(grid, factor)} {words(grid, level)}".strip() for factor, level in condition.items())
 
 
@@ -38,7 +38,7 @@ def number(value: float | None) -> str:
 
 
 def span_text(span: Span | None) -> str:
-    """Return a range as text, with "or more" or "or less" for an open end, and one number where both ends print alike.
+    """Return a range as text, with "or more" or "or less" for an open end, or one number if both ends print alike.
 
     >>> span_text(Span(2, 4)), span_text(Span(2, math.inf)), span_text(Span(-math.inf, -2)), span_text(Span(2, 2.0001))
     ('2 to 4', '2 or more', '−2 or less', '2')
@@ -66,6 +66,6 @@ def list_text(items: Sequence[str]) -> str:
 
 
 def budget(runs: Sequence[Run]) -> str:
-    """Return the budget of the runs: ``1,500 steps``, or a list of budgets."""
+    """Return the number of steps of the runs, such as ``1,500 steps``, or a list if they differ."""
     caps = sorted({run.result["cap"] for run in runs if run.status == "done"})
     return f"{list_text([f'{cap:,}' for cap in caps])} steps"

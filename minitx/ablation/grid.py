@@ -1,42 +1,42 @@
-"""The cells of a grid, each an ordinary training run with its own overrides, and the records of its runs.
+"""The cells of a grid (ordinary training runs with their own overrides), and the records of the runs.
 
 A record is one line of ``cells.jsonl``:
 
 ==============  ==========================================================================================================
-``cell``        a hash that names the run: its place in the grid, its overrides, and the code that decides its result
+``cell``        a hash of the place in the grid, the overrides, and the code that determines the result
 ``study, arm, factors, seed``  the place in the grid; ``factors`` maps a factor to its level
-``overrides, command``  the overrides of the run, and the command that runs it alone
-``start``       ``cell`` of the run whose weights it started from, or null
-``status``      ``done``, ``failed``, or ``not run`` (a rule of the grid left it out); ``reason`` says why
+``overrides, command``  the overrides of the run, and a command that runs only this run
+``start``       ``cell`` of the run from whose weights it started, or null
+``status``      ``done``, ``failed``, or ``not run`` (left out by a rule of the grid), with its ``reason``
 ``seconds``     wall time
-``result``      null unless done; else the result of ``minitx.ablation.measures.result_of`` for the run's folder:
+``result``      the return value of ``minitx.ablation.measures.result_of`` if done, else null:
 ==============  ==========================================================================================================
 
 ===================  =====================================================================================================
-``steps, cap``       updates made, and ``trainer.max_steps``
-``loss``             training loss of each step, 5 significant digits, null where it is not finite
-``accuracy``         training accuracy of each step, or null where the objective counts none
-``nonfinite_step``   the step whose loss or gradient was not finite, or null; after the last, if only the validation was not
-``val_loss, val_accuracy``  of the validation after the last step, or null
-``floors``           losses to compare with (``unigram``, ``bigram``) by name, in nats; {} where the task has none
+``steps, cap``       number of updates, and ``trainer.max_steps``
+``loss``             training loss of each step, with 5 significant digits; null if not finite
+``accuracy``         training accuracy of each step, or null if the objective does not count it
+``nonfinite_step``   the first non-finite step, or null; last step + 1 if only the validation loss is not finite
+``val_loss, val_accuracy``  results of the validation after the last step, or null
+``floors``           losses of simple baselines (``unigram``, ``bigram``) by name, in nats; {} if the task has none
 ``digest``           SHA-256 of the training losses as float64, to compare runs bit for bit
 ``parameters``       number of parameters
-``start_error``      largest difference of the outputs to the run that it started from, over the largest output; or null
-``measures``         numbers that ``evaluation`` asked for, by name
-``probes``           a list of {``step``, ``layers``}: statistics of each attention layer, the mean over its heads
-``attention``        {step: (rows, L, S) weights of the first layer's first head}, where the study keeps them; else {}
+``start_error``      largest difference of outputs to the starting model, over the largest output; or null
+``measures``         numbers of the callback ``Measures``, by name
+``probes``           a list of {``step``, ``layers``}: statistics of each attention layer, averaged over heads
+``attention``        {step: (rows, L, S) weights of the first head in layer 1} if the study keeps them, else {}
 ===================  =====================================================================================================
 
 The ``result`` of a threshold comes from ``minitx.ablation.thresholds.measure_threshold``:
 
 ===================  =====================================================================================================
-``low, high``        the largest stable rate is between them: ``low`` is stable and ``high`` is not
-``above``            rates above ``high`` that were stable nevertheless: a second crossing
+``low, high``        bounds of the largest stable rate: ``low`` is stable and ``high`` is not
+``above``            rates above ``high`` that were stable anyway (a second crossing)
 ``start``            for train_loss, the mean loss of the starting model on the first batches, else null
 ``cap``              ``trainer.max_steps``
 ``parameters, start_error``  as above
 ``runs``             a list of {``rate``, ``stable``, ``steps``, ``nonfinite_step``, ``worst``, ``loss``, ``accuracy``}, by rate;
-                     ``worst`` is the worst mean that decided, or null if the run ended before there was one
+                     ``worst`` is the worst mean over a window, or null if the run ended within the first window
 ===================  =====================================================================================================
 """
 
@@ -62,10 +62,10 @@ from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
 
 NEW_DATA = 1000
-"""Added to the seed of a run that starts from another run's weights. Its batches are therefore new, and the same for all arms."""
+"""Added to the seed of a run that starts from the weights of another run, so that its batches are new, and equal for all arms."""
 
-# what decides the result of a run, below the package and its configs
-_LOOKS = ("capture", "statistics", "gradients", "snapshot", "counting")  # what probes and measures read
+# files of the package and its configs that determine the result of a run
+_LOOKS = ("capture", "statistics", "gradients", "snapshot", "counting")  # used by probes and measures
 _CODE = (
     *("nn", "data", "training", "config", "interop"),
     *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/updates")),
@@ -88,7 +88,7 @@ class Place:
 
     @property
     def rate(self) -> str:
-        """The level of the factor ``lr``, or "" without it."""
+        """The level of the factor ``lr``, or an empty string without this factor."""
         return dict(self.factors).get(RATE, "")
 
     @property
@@ -103,7 +103,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of a grid, or one threshold: its place, its overrides, and the run whose weights it starts from."""
+    """One training run or threshold of a grid: its place, its overrides, and the run from whose weights it starts."""
 
     place: Place
     overrides: tuple[str, ...]
@@ -113,49 +113,54 @@ class Cell:
 
     @cached_property
     def hash(self) -> str:
-        """A hash of the place and of everything that decides the result: overrides, code, and the run that it starts from."""
+        """A hash of the place and of everything that determines the result: overrides, code, and the starting run."""
         keys = [text for text in self.overrides if not text.startswith(CONFIG_DIR)]
-        own = [folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)]
+        user_code = [
+            folder_fingerprint(text.removeprefix(CONFIG_DIR)) for text in self.overrides if text.startswith(CONFIG_DIR)
+        ]
         place = [self.place.study, self.place.arm, self.place.factors, self.place.seed]
-        parts = [*place, keys, code_fingerprint(), *own, self.start.hash if self.start else None]
+        parts = [*place, keys, code_fingerprint(), *user_code, self.start.hash if self.start else None]
         if self.threshold is not None:
             parts.append({**to_dict(self.threshold), "first": self.threshold.first[self.place.arm]})
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def folder(self, grid: Path) -> Path:
-        """The run's folder in the grid's folder."""
+        """Return the folder of the run in the folder of the grid."""
         return grid / "cells" / self.hash
 
     def weights(self, grid: Path) -> Path:
-        """The checkpoint that other runs start from."""
+        """Return the path of the last checkpoint, where other runs start."""
         return self.folder(grid) / "checkpoints" / "last.ckpt"
 
     def words(self, grid: Path) -> list[str]:
-        """The overrides, with those that load the weights of ``start``. Where the scale is folded, the run checks that it starts as the same function."""
-        own, load = settings(self.overrides), list[str]()
-        folded = (node for node in ("init_from", "model") if own.get(f"{node}.fold_scale", "").lower() == "true")
+        """Return the overrides of the run.
+
+        They load the weights of ``start``. If the scale is folded, they add a check that the model starts as the same function.
+        """
+        values, loading = settings(self.overrides), list[str]()
+        folded = (node for node in ("init_from", "model") if values.get(f"{node}.fold_scale", "").lower() == "true")
         if self.start is not None:
             path = str(self.start.weights(grid))
-            load = [f"init_from.path={_quoted(path)}", "init_from.fold_scale=true"]
+            loading = [f"init_from.path={_quoted(path)}", "init_from.fold_scale=true"]
         elif node := next(folded, None):
-            path = own.get(f"{node}.path", f"${{{node}.path}}").strip("\"'")  # an experiment may name it
+            path = values.get(f"{node}.path", f"${{{node}.path}}").strip("\"'")  # an experiment may set it
         else:
             return list(self.overrides)
         check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {_quoted(path)}}}"
-        return [*self.overrides, *load, check]
+        return [*self.overrides, *loading, check]
 
     def steps(self) -> int:
-        """The number of steps in the last ``trainer.max_steps`` override.
+        """Return the number of steps, from the last override of ``trainer.max_steps``.
 
         Raises:
-            ConfigError: there is none, or it is not a whole number.
+            ConfigError: there is no such override, or it is not a whole number.
         """
-        given, study = settings(self.overrides).get("trainer.max_steps", "missing"), f"ablation.studies.{self.place.study}"
-        require(given.isdecimal(), f"{study}.base must set trainer.max_steps to a whole number; it is {given}")
-        return int(given)
+        steps, study = settings(self.overrides).get("trainer.max_steps", "missing"), f"ablation.studies.{self.place.study}"
+        require(steps.isdecimal(), f"{study}.base must set trainer.max_steps to a whole number, got {steps}")
+        return int(steps)
 
     def describe(self, grid: Path) -> dict[str, Any]:
-        """Return the cell as plain data, as in ``cells.jsonl``."""
+        """Return the description of the cell for ``cells.jsonl``, as plain data."""
         return {
             "cell": self.hash,
             **{**vars(self.place), "factors": dict(self.place.factors)},
@@ -166,12 +171,12 @@ class Cell:
 
 
 def _quoted(path: str) -> str:
-    """Return ``path`` in quotes for Hydra. Its only escape is the escaped quote."""
+    """Return ``path`` in quotes for Hydra, where only the quote itself is escaped."""
     return '"' + path.replace('"', r"\"") + '"'
 
 
 def settings(overrides: Iterable[str]) -> dict[str, str]:
-    """Return the values that overrides set, by key. The last one for a key counts.
+    """Return the values of overrides by key. The last override of a key applies.
 
     >>> settings(["seed=1", "+data.path=a=b", "seed=2"])
     {'seed': '2', 'data.path': 'a=b'}
@@ -181,24 +186,24 @@ def settings(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def command_of(words: Sequence[str]) -> str:
-    """Return the command for these overrides. ``--config-dir`` comes first, as argparse requires."""
+    """Return the command that runs these overrides. ``--config-dir`` comes first, as argparse requires."""
     return shlex.join(["python", "scripts/train.py", *sorted(words, key=lambda text: not text.startswith(CONFIG_DIR))])
 
 
 def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
-    """Return all cells of the grid's chosen studies, ordered by seed: all studies at their first seed, then at their second, and so on.
+    """Return all cells of the chosen studies, ordered by seed: first the first seed of all studies, then the second seeds, and so on.
 
-    An interrupted grid is therefore still balanced. A cell comes after the cell that it starts from. Overrides apply in the order
+    An interrupted grid is therefore still balanced. A cell follows the cell that it starts from. Overrides apply in the order
     base, arm, factors, seed, common.
 
     Args:
         common: overrides for every cell.
 
     Raises:
-        ConfigError: two cells are the same, two of arm, factors, seeds, threshold and ``common`` set the same key, or the grid does
-            not contain the run that a cell starts from.
+        ConfigError: two cells are equal; two of arm, factors, seeds, threshold and ``common`` set the same key; or the grid
+            does not contain the starting run of a cell.
     """
-    found, blocks = dict[Place, Cell](), dict[Place, int]()
+    cells_by_place, blocks = dict[Place, Cell](), dict[Place, int]()
     studies = grid.chosen()
     starts = {(study.start.study, study.start.arm) for study in studies.values() if study.start}
     for name, study in sorted(studies.items(), key=lambda item: len(grid.phases(item[0]))):
@@ -206,12 +211,12 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
         places = [*_places(name, study)]
         require(bool(places), f"{where} has no run: it needs arms, seeds, and levels that skip does not leave out")
         for place in places:
-            require(place not in found, f"{where} names a seed or a level twice: {place}")
+            require(place not in cells_by_place, f"{where} names a seed or a level twice: {place}")
             factors, first = dict(place.factors), None
             if study.start is not None:
                 shared = tuple(pair for pair in place.factors if pair[0] in grid.studies[study.start.study].factors)
                 first = Place(study.start.study, study.start.arm, shared, place.seed)
-                require(first in found, f"{where}.start: the grid has no run {first}")
+                require(first in cells_by_place, f"{where}.start: the grid has no run {first}")
             parts = {
                 "base": study.base,
                 f"arm {place.arm}": grid.arms[place.arm],
@@ -222,23 +227,23 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
             }
             _check_apart(where, parts)
             overrides = tuple(itertools.chain(*parts.values()))
-            start, keeps = found[first] if first else None, (name, place.arm) in starts
-            found[place] = Cell(place, overrides, start, keeps, study.threshold)
+            start, keeps = cells_by_place[first] if first else None, (name, place.arm) in starts
+            cells_by_place[place] = Cell(place, overrides, start, keeps, study.threshold)
             blocks[place] = max(study.seeds.index(place.seed), blocks[first] if first else 0)
-    return sorted(found.values(), key=lambda cell: blocks[cell.place])
+    return sorted(cells_by_place.values(), key=lambda cell: blocks[cell.place])
 
 
 def _check_apart(where: str, parts: Mapping[str, Iterable[str]]) -> None:
-    """Of two parts that set one key, the first has no effect. That is what ``base`` is for, but a seed in it."""
+    """Check that no two parts set the same key, because one of them would have no effect. Only ``base`` may be overridden, except its seed."""
     keys = {name: {*settings(overrides)} for name, overrides in parts.items()}
     keys["base"] &= {"seed"}
-    for one, other in itertools.combinations(keys, 2):
-        both = ", ".join(sorted(keys[one] & keys[other]))
-        require(not both, f"{where}: {one} and {other} both set {both}")
+    for first, second in itertools.combinations(keys, 2):
+        both = ", ".join(sorted(keys[first] & keys[second]))
+        require(not both, f"{where}: {first} and {second} both set {both}")
 
 
 def _places(name: str, study: StudyConfig) -> Iterator[Place]:
-    """The places of a study by seed, without those that it skips."""
+    """Yield the places of a study by seed, without skipped ones."""
     combined = itertools.product(*study.factors.values(), study.arms)
     for seed, (*levels, arm) in itertools.product(study.seeds, combined):
         factors = dict(zip(study.factors, levels, strict=True))
@@ -249,42 +254,42 @@ def _places(name: str, study: StudyConfig) -> Iterator[Place]:
 
 @cache
 def code_fingerprint() -> str:
-    """Return a digest of the code and configs that decide a run's result, and of torch's version.
+    """Return a digest of the code and configs that determine the result of a run, and of torch's version.
 
-    Changes of comments, docstrings or the report do not change it.
+    Comments, docstrings and the code of the report do not affect it.
     """
     import torch
 
     package = Path(__file__).resolve().parent.parent
-    found = {
+    files = {
         f"{part}/{path.relative_to(root)}": path
         for root, part, names in ((package, "minitx", _CODE), (shipped_configs(), "configs", _CONFIGS))
         for name in names
         for path in ([root / name] if (root / name).is_file() else (root / name).rglob("*.*"))
         if path.suffix in (".py", ".yaml")
     }
-    return _digest(found, torch.__version__)
+    return _digest(files, torch.__version__)
 
 
 @cache
 def folder_fingerprint(folder: str) -> str:
-    """Return a digest of the configs in a user's folder, without the grids in its ``ablation/``, and of the user's code.
+    """Return a digest of the configs in a user's folder, except for the grids in ``ablation/``, and of the user's code.
 
-    The code is each module or package that a ``_target_`` there names, in the current folder, else in ``folder``, else in its
-    parent. The places of the folders have no influence.
+    The code consists of all modules and packages that a ``_target_`` in these configs names, from the current folder, else from
+    ``folder``, else from its parent. The locations of the folders do not affect the digest.
     """
-    found = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.yaml")}
-    named = {name for path in found.values() for name in re.findall(r"_target_\W+(\w+)", path.read_text(encoding="utf-8"))}
-    found = {name: path for name, path in found.items() if not name.startswith("ablation/")}
+    files = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.yaml")}
+    named = {name for path in files.values() for name in re.findall(r"_target_\W+(\w+)", path.read_text(encoding="utf-8"))}
+    files = {name: path for name, path in files.items() if not name.startswith("ablation/")}
     for place in (Path(folder).parent, Path(folder), Path.cwd()):
         for name in named - {"minitx"}:
             code = (place / f"{name}.py", *(place / name).rglob("*.py"))
-            found |= {path.relative_to(place).as_posix(): path for path in code if path.is_file()}
-    return _digest(found)
+            files |= {path.relative_to(place).as_posix(): path for path in code if path.is_file()}
+    return _digest(files)
 
 
 def _digest(files: Mapping[str, Path], first: str = "") -> str:
-    """A digest of names and contents, in the order of the names; of Python files, of the executed code."""
+    """Return a digest of names and contents, sorted by name. For Python files, only executed code counts."""
     digest = hashlib.sha256(first.encode())
     for name in sorted(files):
         digest.update(name.encode())
@@ -294,10 +299,10 @@ def _digest(files: Mapping[str, Path], first: str = "") -> str:
 
 
 def _executed(source: bytes) -> bytes:
-    """Python without comments, docstrings and layout: these do not change a run."""
+    """Return Python code without comments, docstrings and layout. They do not change a run."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # another file in the user's folder
+    except (SyntaxError, ValueError):  # not valid Python: a foreign file in the user's folder
         return source
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
@@ -310,7 +315,7 @@ def _executed(source: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Run(Place):
-    """A run of the grid and its record, or {} without a record."""
+    """A run of the grid with its record ({} if there is none)."""
 
     record: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -321,7 +326,7 @@ class Run(Place):
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """The measured values. Only a finished run has them."""
+        """The measured values of a finished run."""
         assert self.status == "done", self
         return self.record["result"]  # type: ignore[no-any-return]
 
@@ -334,44 +339,44 @@ class Runs:
 
     @classmethod
     def of(cls, places: Iterable[Place], records: Iterable[Record]) -> Runs:
-        """Return the runs at ``places``. Records of other places are ignored. If a place has several records, the last finished one counts."""
-        found = {}
+        """Return the runs at ``places``, each with the last record of a finished run, or else the last record. Other records are ignored."""
+        by_place = {}
         for record in sorted(records, key=lambda record: record["status"] == "done"):
             factors = tuple(sorted(record["factors"].items()))
-            found[Place(record["study"], record["arm"], factors, record["seed"])] = record
-        return cls(tuple(Run(**vars(place), record=found.get(place, {})) for place in places))
+            by_place[Place(record["study"], record["arm"], factors, record["seed"])] = record
+        return cls(tuple(Run(**vars(place), record=by_place.get(place, {})) for place in places))
 
     def select(
         self, study: str, arm: str = "", condition: Mapping[str, str] = {}, *, rate: str = "", status: str = ""
     ) -> list[Run]:
-        """Return the runs of a study that match all arguments. ``condition`` may contain some of the factors."""
+        """Return the runs of a study that match all arguments. ``condition`` may omit factors."""
         of_study = (run for run in self.all if run.study == study and condition.items() <= dict(run.factors).items())
         return [run for run in of_study if arm in ("", run.arm) and rate in ("", run.rate) and status in ("", run.status)]
 
 
 KEYS = ("cell", "study", "arm", "factors", "seed", "overrides", "status", "result")
-"""What each record of a grid has."""
+"""Keys that each record of a grid has."""
 
 
 def read_records(path: Path, keys: Iterable[str] = KEYS) -> list[Record]:
-    """Read the records of a ``cells.jsonl``, or return [] without a file. An incomplete line, written during a crash, is left out.
+    """Read the records of a ``cells.jsonl``; [] if it does not exist. An incomplete line, after a crash, is skipped.
 
     Raises:
-        ConfigError: a line is whole, and lacks one of ``keys``.
+        ConfigError: a complete line lacks one of ``keys``.
     """
-    found = []
+    records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], 1):
         with suppress(json.JSONDecodeError):
             record = json.loads(line)
             require(isinstance(record, dict) and record.keys() >= {*keys}, f"{path}: line {number} is not a record of a run")
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
     """Return the first step t at which the mean of the metric over steps t - window + 1 ... t reaches the value.
 
-    Return None if there is none, and for a NONFINITE run.
+    Return None if there is no such step, or if the run was not finite.
 
     >>> solved_step({"accuracy": [0.0, 1.0, 1.0], "nonfinite_step": None}, Solved(value=0.9, window=2))
     3
@@ -384,8 +389,8 @@ def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
     return None
 
 
-def _means(result: Mapping[str, Any], metric: str, window: int) -> list[float]:
-    """Means over ``window`` consecutive steps. A step that is missing counts as the worst: accuracy 0, an infinite loss."""
+def _means(result: Mapping[str, Any], metric: str, window: int) -> Iterator[float]:
+    """Yield the means over ``window`` consecutive steps. A missing value counts as the worst: accuracy 0, or an infinite loss."""
     worst = 0.0 if metric == "train_accuracy" else math.inf
     values = [worst if value is None else value for value in result[metric.removeprefix("train_")] or []]
-    return [math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1)]
+    return (math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1))

@@ -1,4 +1,4 @@
-"""Intervals of numbers that are each known within a range. All are pure functions."""
+"""Medians and intervals of numbers that are each known within a range. All functions are pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 MIN_PAIRS = 5
-"""Fewer pairs have no interval. That of five, from the smallest to the largest, covers the median with 93.8 %."""
+"""The smallest number of pairs with an interval. From the smallest to the largest of five, it covers the median with 93.8 %."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A number known to be between two ends. The ends are equal if it is known exactly. An end may be 0 or infinite."""
+    """A number between two known ends. The ends are equal if the number is known exactly. An end may be 0 or infinite."""
 
     low: float
     high: float
 
     def over(self, other: Span) -> Span:
-        """Return the span of all ratios self / other, for numbers that are not negative."""
+        """Return the span of all ratios self / other, for nonnegative numbers."""
         return Span(self.low / other.high, self.high / other.low if other.low else math.inf)
 
     def minus(self, other: Span) -> Span:
@@ -30,12 +30,12 @@ class Span:
         return Span(self.low - other.high, self.high - other.low)
 
     def within(self, other: Span) -> bool:
-        """Return whether it is inside ``other``, bounds included."""
+        """Return whether this span is inside ``other``, bounds included."""
         return other.low <= self.low and self.high <= other.high
 
 
 def median(spans: Sequence[Span], *, ratio: bool) -> Span:
-    """Return the medians of the lower and of the upper ends. For an even number of ratios, use the geometric mean of the middle two.
+    """Return the median of the lower ends and of the upper ends. For an even number of ratios, use the geometric mean of the middle two.
 
     >>> median([Span(2, 2), Span(8, math.inf)], ratio=True)
     Span(low=4.0, high=inf)
@@ -47,11 +47,11 @@ def median(spans: Sequence[Span], *, ratio: bool) -> Span:
 
 
 def median_interval(spans: Sequence[Span]) -> tuple[Span, float] | None:
-    """Return a confidence interval of the median and its coverage, or None for fewer than ``MIN_PAIRS``.
+    """Return a confidence interval of the median and its coverage, or None for fewer than ``MIN_PAIRS`` numbers.
 
-    The interval is from the k-th smallest lower end to the k-th largest upper end, with the largest k for a coverage 1 - 2 P(X
-    < k) of at least ``CONFIDENCE``, X ~ Binomial(n, ½); with five, k is 1. It assumes no distribution. Source: David and Nagaraja
-    2003, *Order Statistics*, section 7.1.
+    The interval extends from the k-th smallest lower end to the k-th largest upper end. k is the largest number with a coverage
+    1 - 2 P(X < k), X ~ Binomial(n, ½), of at least ``CONFIDENCE``; for five numbers, k is 1. No distribution of the numbers is
+    assumed. Source: David and Nagaraja 2003, *Order Statistics*, section 7.1.
 
     >>> median_interval([Span(x, x) for x in (3, 1, 2, 6, 5, 4)])
     (Span(low=1.0, high=6.0), 0.96875)
@@ -65,7 +65,7 @@ def median_interval(spans: Sequence[Span]) -> tuple[Span, float] | None:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, Span] | None:
-    """Return the mean and its 95 % interval by Student's t, or None for fewer than two values.
+    """Return the mean and its 95 % interval from Student's t distribution, or None for fewer than two values.
 
     >>> mean, interval = mean_interval([1.0, 2.0, 3.0])
     >>> mean, round(interval.low, 3), round(interval.high, 3)

@@ -1,4 +1,4 @@
-"""Judge the records: endpoints, ratios with their ranges, predictions. See ``docs/ablation.md``, "How it is judged"."""
+"""Judge the records: endpoints, ratios with their ranges, and predictions. See ``docs/ablation.md``, "How it is judged"."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from minitx.ablation.intervals import Span, median, median_interval
 
 RATIOS = {"threshold": "largest stable learning rate", "time": "steps until the task is solved"}
 SCORES = {"loss": "validation loss", "accuracy": "validation accuracy"}
-"""Endpoints in words. A measure is called by its name."""
+"""The texts of endpoints. The text of a measure is its name."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What is compared: the largest stable rate, the time, a score or a measure of the runs of a study."""
+    """The compared quantity of the runs of a study: the largest stable rate, the time, a score or a measure."""
 
     name: str
     study: StudyConfig
 
     @property
     def text(self) -> str:
-        """The name in words."""
+        """The text of the endpoint for reports."""
         return {**RATIOS, **SCORES}.get(self.name, self.name)
 
     @property
@@ -37,9 +37,9 @@ class Endpoint:
         return self.name in RATIOS
 
     def value(self, run: Run) -> Span | None:
-        """Return the value of a finished run, or None if it has none.
+        """Return the value of a finished run, or None if it does not have one.
 
-        A threshold is known within its bracket. A run that did not solve its task within the cap gives the range from there on. A
+        A threshold is known up to its bracket. If a run did not solve its task within the cap, its time is at least the cap. A
         run that was not finite has the score of the untrained network.
         """
         result = run.result
@@ -49,24 +49,27 @@ class Endpoint:
             steps = solved_step(result, self.study.solved)
             return Span(steps, steps) if steps else Span(result["cap"], math.inf)
         if self.name not in SCORES:
-            found = result["measures"].get(self.name)
+            value = result["measures"].get(self.name)
         elif result["nonfinite_step"] is None:
-            found = result[f"val_{self.name}"]
+            value = result[f"val_{self.name}"]
         else:
-            found = 0.0 if self.name == "accuracy" else next((loss for loss in result["loss"] if loss is not None), None)
-        return None if found is None else Span(found, found)
+            value = 0.0 if self.name == "accuracy" else next((loss for loss in result["loss"] if loss is not None), None)
+        return None if value is None else Span(value, value)
 
     def cost(self, run: Run) -> float:
-        """Return the quantity that the best rate minimises: the logarithm of the time, or the score; for a measure, the first loss or
-        accuracy."""
+        """Return the quantity that the best rate minimises.
+
+        This is the logarithm of the time, the loss, or minus the accuracy; for a measure, the first of the scores loss and
+        accuracy.
+        """
         name = self.name if self.name in self.study.scores else next(score for score in self.study.scores if score in SCORES)
-        found = replace(self, name=name).value(run)
-        if found is None:
+        value = replace(self, name=name).value(run)
+        if value is None:
             return math.inf
-        return math.log(found.low) if name == "time" else -found.low if name == "accuracy" else found.low
+        return math.log(value.low) if name == "time" else -value.low if name == "accuracy" else value.low
 
     def effect(self, reference: Span, treatment: Span) -> Span:
-        """Return the ratio, or for scores treatment − reference. That of thresholds is of the middles of their brackets."""
+        """Return the ratio, or treatment − reference for scores. The ratio of thresholds uses the middles of their brackets."""
         if self.name == "threshold":
             ratio = middle(reference) / middle(treatment)
             return Span(ratio, ratio)
@@ -82,19 +85,23 @@ class Arm:
     """The finished runs or thresholds of an arm under a condition, by rate and seed."""
 
     def __init__(self, grid: AblationConfig, runs: Runs, study: str, arm: str, condition: Condition) -> None:
-        self.seeds, found = grid.studies[study].seeds, runs.select(study, arm, condition, status="done")
-        self.done: dict[tuple[str | None, int], Run] = {(run.rate, run.seed): run for run in found}
-        self.rates = sorted({run.rate for run in found}, key=lambda rate: float(rate or 1))
+        self.seeds, finished = grid.studies[study].seeds, runs.select(study, arm, condition, status="done")
+        self.done: dict[tuple[str | None, int], Run] = {(run.rate, run.seed): run for run in finished}
+        self.rates = sorted({run.rate for run in finished}, key=lambda rate: float(rate or 1))
 
     def best_rate(self, endpoint: Endpoint, seed: int) -> str | None:
-        """Return the rate with the lowest mean cost on the other seeds, among the rates with the most runs. Ties go to the middle one."""
+        """Return the rate with the lowest mean cost on the other seeds, among the rates with the most runs; of equal rates, the middle one."""
         if len(self.rates) < 2:
             return self.rates[0] if self.rates else None
         others = [other for other in self.seeds if other != seed] or [seed]
         runs = {rate: [self.done[rate, other] for other in others if (rate, other) in self.done] for rate in self.rates}
-        most = max(map(len, runs.values()))
-        costs = {rate: math.fsum(map(endpoint.cost, of)) for rate, of in runs.items() if len(of) == most > 0}
-        tied = [rate for rate, cost in costs.items() if cost <= min(costs.values()) + 1e-9 * most]
+        most_runs = max(map(len, runs.values()))
+        costs = {
+            rate: math.fsum(map(endpoint.cost, runs_at_rate))
+            for rate, runs_at_rate in runs.items()
+            if len(runs_at_rate) == most_runs > 0
+        }
+        tied = [rate for rate, cost in costs.items() if cost <= min(costs.values()) + 1e-9 * most_runs]
         return tied[(len(tied) - 1) // 2] if tied else None
 
 
@@ -102,7 +109,7 @@ class Arm:
 
 
 class Pair(NamedTuple):
-    """One seed of a comparison: rates and values of reference and treatment, and the effect."""
+    """A seed of a comparison: the rates and values of reference and treatment, and the effect."""
 
     seed: int
     rates: list[str]
@@ -142,15 +149,17 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison on one endpoint under one condition.
+    """The result of a comparison on one endpoint under one condition.
 
     Attributes:
-        comparison, endpoint, condition: study, arms and law; the endpoint; the levels of all factors but the rate.
-        pairs: the seeds that have both arms.
+        comparison: study, arms and law.
+        endpoint: the compared quantity.
+        condition: the levels of all factors but the rate.
+        pairs: the seeds with a value for both arms.
         at_edge: whether a rate of ``pairs`` is the smallest or the largest that was tried.
         margin: effects within ``margin`` count as the same.
-        bound: the law's bound on the ratio, or None; the ratio itself if only W_Q and W_K train.
-        parts: the thresholds of the reference and of its parts, by seed, for a law with parts; only if all weights train.
+        bound: the upper bound of the ratio by the law, or None. If only W_Q and W_K train, the law predicts this ratio exactly.
+        parts: the thresholds of the reference and of its parts, by seed, if the law has parts and all weights train.
     """
 
     comparison: ComparisonConfig
@@ -164,7 +173,7 @@ class Finding:
 
     @cached_property
     def predicted(self) -> float | None:
-        """The ratio by the law's formula: the median over ``parts`` of 1 + (bound - 1) · share; None without parts."""
+        """The ratio that the formula of the law predicts: the median over ``parts`` of 1 + (bound - 1) · share; None without parts."""
         if not self.parts or self.bound is None:
             return None
         return float(np.median([1 + (self.bound - 1) * parts.share for parts in self.parts]))
@@ -185,40 +194,42 @@ class Finding:
 
     @property
     def level(self) -> float:
-        """The level of the law's factor."""
+        """The level of the factor in the law."""
         assert self.comparison.law is not None
         return float(self.condition[self.comparison.law.factor])
 
     @cached_property
     def estimate(self) -> Span:
-        """The median effect; a range where runs ended at their cap."""
+        """The median effect. It is a range if runs ended at their cap."""
         return median([pair.effect for pair in self.pairs], ratio=self.endpoint.is_ratio)
 
     @cached_property
     def interval(self) -> tuple[Span, float] | None:
-        """The interval of the median effect and its coverage. None with fewer than five pairs."""
+        """The interval of the median effect and its coverage; None with fewer than five pairs."""
         return median_interval([pair.effect for pair in self.pairs])
 
     @property
     def word(self) -> str:
-        """MORE or LESS: the treatment has more or less of the measured quantity, by more than the margin, in the whole interval.
+        """The verdict: MORE, LESS, SAME or UNDECIDED.
 
-        The interval of a ratio of thresholds is made wider by the step of their search, high / low.
+        MORE or LESS: the treatment has more or less of the measured quantity by more than the margin, in the whole interval.
+        SAME: the whole interval is within the margin. The interval of a ratio of thresholds is widened by the resolution of the
+        search, high / low.
         """
         if self.interval is None:
             return "UNDECIDED"
-        found, is_threshold = self.interval[0], self.endpoint.name == "threshold"
+        span, is_threshold = self.interval[0], self.endpoint.name == "threshold"
         step = max(value.high / value.low for pair in self.pairs for value in pair.values) if is_threshold else 1.0
-        found = Span(found.low / step, found.high * step)
-        if found.within(self.margin):
+        span = Span(span.low / step, span.high * step)
+        if span.within(self.margin):
             return "SAME"
-        # the ratio of thresholds says how many times smaller
+        # a ratio of thresholds is reference / treatment
         above, below = ("LESS", "MORE") if is_threshold else ("MORE", "LESS")
-        return above if found.low > self.margin.high else below if found.high < self.margin.low else "UNDECIDED"
+        return above if span.low > self.margin.high else below if span.high < self.margin.low else "UNDECIDED"
 
 
 class Equality(NamedTuple):
-    """The score ``equal``: for each seed, whether the arms of a comparison have the same losses bit for bit, over so many steps."""
+    """The score ``equal``: for each seed, whether the losses of both arms are equal bit for bit, over ``steps`` steps."""
 
     comparison: ComparisonConfig
     condition: Condition
@@ -228,7 +239,7 @@ class Equality(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """All results of ``judge``, with the runs. What has no pair has no result."""
+    """All results of ``judge``, with the runs. Comparisons without a pair are omitted."""
 
     grid: AblationConfig
     runs: Runs
@@ -236,13 +247,13 @@ class Findings:
     equalities: tuple[Equality, ...]
 
     def find(self, study: str, endpoint: str, arms: tuple[str, ...] = (), condition: Mapping[str, str] = {}) -> list[Finding]:
-        """Return the findings that match all arguments. Without ``arms``, findings of all arms match."""
-        found = (f for f in self.findings if (f.comparison.study, f.endpoint.name) == (study, endpoint))
-        return [f for f in found if arms in ((), f.comparison.arms) and condition.items() <= f.condition.items()]
+        """Return the findings that match all arguments. If ``arms`` is empty, all arms match."""
+        matching = (f for f in self.findings if (f.comparison.study, f.endpoint.name) == (study, endpoint))
+        return [f for f in matching if arms in ((), f.comparison.arms) and condition.items() <= f.condition.items()]
 
 
 def slopes(listed: Sequence[Finding]) -> list[float]:
-    """Return for each seed the slope of log(ratio) on log(the law's factor), over all levels in ``listed``."""
+    """Return, for each seed, the slope of log(ratio) against the log of the law's factor, over all levels in ``listed``."""
     xs = np.log([f.level for f in listed])
     by_seed = [{pair.seed: pair.effect.low for pair in f.pairs} for f in listed]
     seeds = sorted(set.intersection(*map(set, by_seed))) if len(listed) > 1 else []
@@ -250,20 +261,20 @@ def slopes(listed: Sequence[Finding]) -> list[float]:
 
 
 def judge(grid: AblationConfig, runs: Runs) -> Findings:
-    """Judge a grid. The result depends only on its config and its runs."""
-    found, equalities = [], []
+    """Judge a grid. The result depends only on the config and the runs."""
+    findings, equalities = [], []
     for comparison in grid.comparisons:
         for condition in _conditions(runs, comparison):
             for name in grid.studies[comparison.study].endpoints:
                 if name == "equal":
                     equalities.append(_equality(grid, runs, comparison, condition))
                 else:
-                    found.append(_finding(grid, runs, comparison, condition, name))
-    return Findings(grid, runs, tuple(f for f in found if f.pairs), tuple(e for e in equalities if e.equal))
+                    findings.append(_finding(grid, runs, comparison, condition, name))
+    return Findings(grid, runs, tuple(f for f in findings if f.pairs), tuple(e for e in equalities if e.equal))
 
 
 def _conditions(runs: Runs, comparison: ComparisonConfig) -> list[Condition]:
-    """The conditions that the grid has for both arms."""
+    """Return the conditions under which both arms have runs."""
     reference, treatment = ([run.condition for run in runs.select(comparison.study, arm)] for arm in comparison.arms)
     return [condition for i, condition in enumerate(reference) if condition in treatment and condition not in reference[:i]]
 
@@ -274,9 +285,11 @@ def _finding(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, con
     pairs = []
     for seed in arms[0].seeds:
         judged = [arm.done.get((arm.best_rate(endpoint, seed), seed)) for arm in arms]
-        one, other = (endpoint.value(run) if run else None for run in judged)
-        if one is not None and other is not None:
-            pairs.append(Pair(seed, [run.rate for run in judged if run], (one, other), endpoint.effect(one, other)))
+        reference, treatment = (endpoint.value(run) if run else None for run in judged)
+        if reference is not None and treatment is not None:
+            pairs.append(
+                Pair(seed, [run.rate for run in judged if run], (reference, treatment), endpoint.effect(reference, treatment))
+            )
     tried = [(arm.rates[0], arm.rates[-1]) for arm in arms if arm.rates]
     law = comparison.law if endpoint.is_ratio else None
     part = law.part(condition) if law else None
@@ -293,27 +306,27 @@ def _finding(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, con
 
 
 def _parts(runs: Runs, comparison: ComparisonConfig, law: LawConfig, condition: Condition) -> tuple[Parts, ...]:
-    """The thresholds of the reference and of its parts, of the seeds that have all three."""
-    found = []
+    """Return the thresholds of the reference and of its parts, for the seeds that have all three."""
+    by_level = []
     for level in (condition[str(law.parts)], *PARTS):
-        of_level = runs.select(comparison.study, comparison.arms[0], {**condition, str(law.parts): level}, status="done")
-        found.append({run.seed: Span(run.result["low"], run.result["high"]) for run in of_level})
-    return tuple(Parts(seed, *(spans[seed] for spans in found)) for seed in found[0] if all(seed in spans for spans in found))
+        finished = runs.select(comparison.study, comparison.arms[0], {**condition, str(law.parts): level}, status="done")
+        by_level.append({run.seed: Span(run.result["low"], run.result["high"]) for run in finished})
+    return tuple(Parts(seed, *(of[seed] for of in by_level)) for seed in by_level[0] if all(seed in of for of in by_level))
 
 
 def _equality(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, condition: Condition) -> Equality:
     reference, treatment = (Arm(grid, runs, comparison.study, arm, condition) for arm in comparison.arms)
     both = {key: (run.result, treatment.done[key].result) for key, run in reference.done.items() if key in treatment.done}
-    alike = {key: one["digest"] == other["digest"] for key, (one, other) in both.items()}
-    equal = {seed: all(same for (_, other), same in alike.items() if other == seed) for _, seed in both}
-    return Equality(comparison, condition, equal, min((one["steps"] for one, _ in both.values()), default=0))
+    alike = {key: first["digest"] == second["digest"] for key, (first, second) in both.items()}
+    equal = {seed: all(same for (_, second), same in alike.items() if second == seed) for _, seed in both}
+    return Equality(comparison, condition, equal, min((first["steps"] for first, _ in both.values()), default=0))
 
 
 # --- predictions
 
 
 class Answer(NamedTuple):
-    """The answer to one expected range of a prediction under one condition: HELD, NOT HELD or UNDECIDED."""
+    """Whether an expected range of a prediction holds under a condition: HELD, NOT HELD or UNDECIDED."""
 
     statement: str
     finding: Finding
@@ -322,7 +335,7 @@ class Answer(NamedTuple):
 
 
 def answers(findings: Findings) -> Iterator[Answer]:
-    """Yield the answers to the predictions of the grid, in its order. What was not run has none. A prediction holds if all its answers hold."""
+    """Yield the answers to the predictions of the grid, in order, for all comparisons that were run. A prediction holds if all answers hold."""
     for prediction in findings.grid.predictions.values():
         for expected in prediction.expect:
             for finding in findings.find(expected.study, expected.endpoint, expected.arms, expected.condition):
@@ -331,26 +344,26 @@ def answers(findings: Findings) -> Iterator[Answer]:
 
 
 def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) -> Span | None:
-    """The number to compare with the range, or its interval; None if the divisor or the parts are missing."""
+    """Return the number or the interval to compare with the range, or None if the divisor or the parts are missing."""
     if expected.share:
         estimate, interval = finding.share, finding.share_interval
     else:
         estimate, interval = finding.estimate, finding.interval
-    found = estimate if expected.by == "median" else interval and interval[0]
-    if found is None:
+    measured = estimate if expected.by == "median" else interval and interval[0]
+    if measured is None:
         return None
     if expected.formula:
-        return found.over(Span(finding.predicted, finding.predicted)) if finding.predicted else None
+        return measured.over(Span(finding.predicted, finding.predicted)) if finding.predicted else None
     if (over := expected.over) is None:
-        return found
+        return measured
     factors = findings.grid.studies[over.study].factors
     shared = {name: level for name, level in finding.condition.items() if name in factors}
     other = findings.find(over.study, finding.endpoint.name, over.arms, {**shared, **over.condition})
-    return found.over(other[0].estimate) if len(other) == 1 else None
+    return measured.over(other[0].estimate) if len(other) == 1 else None
 
 
 def _status(finding: Finding, measured: Span | None, expected: ExpectedConfig) -> str:
-    """A number of fewer than five seeds decides nothing, and neither does one that runs at their cap leave open."""
+    """Return the status. It is UNDECIDED with fewer than five seeds, or if runs at their cap leave the answer open."""
     if measured is None or (finding.share_interval if expected.share else finding.interval) is None:
         return "UNDECIDED"
     low, high = expected.range

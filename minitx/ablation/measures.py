@@ -1,6 +1,6 @@
-"""Measures of a grid's run: Lightning callbacks for any training run, and ``result_of`` to read a finished run.
+"""Measurements in the runs of a grid: Lightning callbacks for any training run. ``result_of`` reads a finished run.
 
-Add one with an override::
+Add a callback with an override::
 
     +callbacks.measures={_target_: minitx.ablation.measures.Measures, attention: true}
 """
@@ -45,12 +45,12 @@ from minitx.training.trust import check_trusted
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
 TOLERANCE = 1e-5
 MEASURES = ("loss_at_N", "attention_error", "attention_cost")
-"""The numbers that ``Measures`` can write. A study may name them in ``measures``. N is a length."""
+"""Names of the numbers that ``Measures`` can write, for ``measures`` of a study. N is a length."""
 _ROWS = 8
 
 
 def check_measures(grid: AblationConfig) -> None:
-    """Raise a ConfigError if a study names a measure that is not among ``MEASURES``."""
+    """Raise a ConfigError if a study names a measure that is not in ``MEASURES``."""
     known = re.compile("|".join(MEASURES).replace("_N", r"_\d+"))
     for name, study in grid.studies.items():
         fits = all(map(known.fullmatch, study.measures))
@@ -58,16 +58,17 @@ def check_measures(grid: AblationConfig) -> None:
 
 
 class SameStart(L.Callback):
-    """Check that the run starts as the same function as the weights at ``path``, even with another score scale.
+    """Check that the model starts as the same function as the model at ``path``, even if its scale differs.
 
-    ``path`` is a value of ``init_from.path``: a checkpoint, a folder, or a name on the hub; for an adopted model of transformers, a
-    value of ``model.path``.
+    Both networks compute the outputs for a validation batch. The largest difference, divided by the largest output, is written
+    to ``start.json`` in the folder of the run.
 
-    Both networks read a validation batch. The largest difference of their outputs, divided by the largest output, is written to
-    ``start.json`` in the run's folder.
+    Args:
+        path: the value of ``init_from.path`` (a checkpoint, a folder, or a name on the hub), or of ``model.path`` for an
+            adopted model of transformers.
 
     Raises:
-        ConfigError: this number is above 1e-5.
+        ConfigError: in training, if this number is above 1e-5.
     """
 
     def __init__(self, path: str) -> None:
@@ -76,19 +77,19 @@ class SameStart(L.Callback):
     @torch.no_grad()
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         batch = {name: tensor.to(module.device) for name, tensor in trainer.datamodule.probe_batch(_ROWS).items()}  # type: ignore[attr-defined]
-        before, now = (_network_at(self.path, trainer, module).to(next(module.network.parameters())), module.network)
-        with evaluating(before), evaluating(now):
-            expected, got = Net.of(before)(batch), module.net(batch)
-        error = float((got - expected).abs().max() / expected.abs().max())
+        before, network = (_network_at(self.path, trainer, module).to(next(module.network.parameters())), module.network)
+        with evaluating(before), evaluating(network):
+            expected, actual = Net.of(before)(batch), module.net(batch)
+        error = float((actual - expected).abs().max() / expected.abs().max())
         Path(trainer.default_root_dir, START_FILE).write_text(json.dumps({"error": error}) + "\n", encoding="utf-8")
         require(
             error <= TOLERANCE,
-            f"the outputs differ from the model's at {self.path} by {error:.1e} of the largest; at most {TOLERANCE:g} is allowed",
+            f"the outputs differ from the outputs of {self.path} by {error:.1e} of the largest output, more than {TOLERANCE:g}",
         )
 
 
 def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
-    """The network whose weights the run starts from. A head that the folder does not have is drawn as the run draws it."""
+    """Return the network that the run starts from. A head that the folder does not contain is initialised as in the run."""
     if Path(path).is_file():
         builds_itself = module.net.stored_node is not None
         return load_model(path, None if builds_itself else copy.deepcopy(module.network))[0]
@@ -101,7 +102,7 @@ def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
             return pretrained_hf(path, task=kind, num_labels=labels if kind in ("classify", "tag") else None)
     weights, shape, _ = load_start(InitFrom(path=path))
     if shape is None:
-        raise ConfigError(f"init_from.fold_scale=true needs one of our models at {path}")
+        raise ConfigError(f"init_from.fold_scale=true needs a model of minitx, but {path} contains another model")
     node = {"_target_": MODEL, **shape}
     check_trusted(node, "model")
     network = network_of(read(Model, node, "model"))
@@ -113,20 +114,20 @@ class Measures(L.Callback):
     """Measure the trained network after the last step, and write the numbers to ``measures.json`` in the run's folder.
 
     =====================  ======================================================================================
-    ``loss_at_N``          for each of ``lengths``: loss in nats a token on validation rows of N tokens; as many tokens for
-                           every N as ``evaluation.num_rows`` rows of training's length have, from the start of the split
-    ``attention_error``    ||core - exact||_F / ||exact||_F of the trained attention, mean over layers, on 8 validation rows
-                           (exact softmax attention under the same scale and mask, without a window)
-    ``attention_cost``     counted operations of the cores, forward, over the ``math`` backend's operations on the same rows
+    ``loss_at_N``          for each of ``lengths``: loss in nats per token on validation rows of N tokens. The number of tokens
+                           is the same for every N: ``evaluation.num_rows`` rows of the training length
+    ``attention_error``    ||core - exact||_F / ||exact||_F of the trained attention, averaged over layers, on 8 validation
+                           rows (exact: softmax attention with the same scale and mask, without a window)
+    ``attention_cost``     FLOPs of the cores in a forward pass, divided by those of the ``math`` backend on the same rows
     =====================  ======================================================================================
 
     Args:
-        lengths: row lengths of a language model's validation text.
+        lengths: row lengths for the validation text of a language model.
         attention: whether to measure ``attention_error`` and ``attention_cost``.
 
     Raises:
-        ConfigError: before training, if the rows of the data have no ``context_len``, a length exceeds a position table, or
-            ``attention_error`` is wanted with a bias, sinks or a soft-cap.
+        ConfigError: before training, if ``lengths`` are set and the data is not text or a length exceeds a position table, or if
+            ``attention`` is set and the model has a bias, sinks, a soft-cap or cross-attention.
     """
 
     def __init__(self, lengths: tuple[int, ...] = (), attention: bool = False) -> None:
@@ -135,7 +136,7 @@ class Measures(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         model, data = module.net.config, trainer.datamodule  # type: ignore[attr-defined]
         if model is None:
-            raise ConfigError("callbacks: Measures needs one of our models")
+            raise ConfigError("callbacks: Measures needs a model of minitx")
         if self.attention:
             _check_attention(model)
         if self.lengths:
@@ -143,39 +144,41 @@ class Measures(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         data, network = trainer.datamodule, module.network  # type: ignore[attr-defined]
-        stored = next(each.state for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
+        stored = next(callback.state for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))  # type: ignore[attr-defined]
         config = stored["config"]
         options = from_dict(EvaluationConfig, config["evaluation"])
-        found = {}
+        numbers = {}
         for length in self.lengths:
             rows = options.num_rows and max(1, options.num_rows * data.task.longest // length)
             part = read(Data, {**config["data"], "context_len": length}, "data")
             longer, _ = load_task(part, seed=config["seed"], tokenizer=data.task.tokenizer)
-            asked = dataclasses.replace(options, num_rows=rows)
-            measured = evaluate(network, longer, asked, batch_size=data.val_batch_size(1))
-            found[f"loss_at_{length}"] = measured.metrics["loss"].value
+            length_options = dataclasses.replace(options, num_rows=rows)
+            measured = evaluate(network, longer, length_options, batch_size=data.val_batch_size(1))
+            numbers[f"loss_at_{length}"] = measured.metrics["loss"].value
         if self.attention:
-            found |= _attention(network, data.probe_batch(_ROWS))
-        Path(trainer.default_root_dir, MEASURES_FILE).write_text(json.dumps(found) + "\n", encoding="utf-8")
+            numbers |= _attention(network, data.probe_batch(_ROWS))
+        Path(trainer.default_root_dir, MEASURES_FILE).write_text(json.dumps(numbers) + "\n", encoding="utf-8")
 
 
 def _check_attention(model: TransformerConfig) -> None:
     extra: list[str] = [model.position] if model.position in ("alibi", "t5") else []
     extra += [name for name in ("sinks", "softcap") if getattr(model, name)]
     extra += ["cross-attention"] if model.architecture == "encoder_decoder" else []
-    require(not extra, f"callbacks: attention=true compares with plain self-attention, and the model has {', '.join(extra)}")
+    require(not extra, f"callbacks: attention=true compares with plain self-attention, but the model has {', '.join(extra)}")
 
 
 def _check_lengths(longest: int, model: TransformerConfig, data: DataModule) -> None:
     if data.task.kind != "language_model" or data.task.tokenizer is None or data.task.longest is None:
-        raise ConfigError(f"callbacks: lengths needs a language model of text, not {data.task.kind}")
+        raise ConfigError(f"callbacks: lengths needs a language model of text, got {data.task.kind}")
     if model.position in ("learned", "sinusoidal") and longest > model.max_len:
-        raise ConfigError(f"callbacks: lengths: {longest} is beyond model.max_len={model.max_len} of position={model.position}")
+        raise ConfigError(
+            f"callbacks: lengths={longest} exceeds model.max_len={model.max_len}, the limit of position={model.position}"
+        )
 
 
 @torch.no_grad()
 def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
-    """Call each core once more with its arguments, and count its operations for that shape."""
+    """Call each core again with its recorded arguments, and return its error and its cost."""
     calls: list[tuple[nn.Module, AttentionCall]] = []
     device = next(network.parameters()).device
     with evaluating(network):
@@ -190,7 +193,7 @@ def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
 
 
 def _against_exact(core: nn.Module, call: AttentionCall) -> tuple[float, int, int]:
-    """(error, operations, operations of exact attention) of one core. Exact attention has no window."""
+    """Return (error, FLOPs, FLOPs of exact attention) of a core. Exact attention has no window."""
     with flop_counter() as counter:
         out = core(call)
     with flop_counter() as plain:
@@ -206,13 +209,13 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
     """Return the ``result`` of a record (see ``grid``) as plain data without NaN.
 
     Args:
-        folder: the run's folder.
+        folder: the folder of the run.
         trained: the result of ``train``.
         cap: ``trainer.max_steps``.
-        keep_attention: also read the weights that the probe wrote.
+        keep_attention: also read the attention weights that the probe wrote.
     """
     rows = [row for row in read_metrics(folder / "metrics.csv") if row["train_loss"] is not None]
-    is_broken = trained["nonfinite_step"] is None and trained["metrics"].get("val_loss", 0.0) is None  # by its last update
+    is_broken = trained["nonfinite_step"] is None and trained["metrics"].get("val_loss", 0.0) is None  # after the last update
     losses, accuracies = [row["train_loss"] for row in rows], [short(row.get("train_accuracy")) for row in rows]
     return {
         "steps": rows[-1]["step"] if rows else 0,
@@ -236,23 +239,23 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
 
 
 def short(value: float | None) -> float | None:
-    """Five significant digits: curves are drawn and smoothed, and kept in the repository."""
+    """Round to five significant digits. They are enough for figures, and keep records small."""
     return None if finite(value) is None else float(f"{value:.5g}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file, or return {} without one."""
+    """Read a JSON file; {} if it does not exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}  # type: ignore[no-any-return]
 
 
 def _layer(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a layer; histograms are left out."""
+    """Return the numbers of a layer without histograms."""
     plain = {name: value for name, value in layer.items() if not isinstance(value, list | dict)}
     return {name: short(value) if isinstance(value, float) else value for name, value in plain.items()}
 
 
 def _kept_weights(folder: Path) -> dict[str, list[Any]]:
-    """The weights (rows, L, S) of the first layer's first head at each step that was kept, to four decimals."""
+    """Return the weights (rows, L, S) of the first head in the first layer, by step, rounded to four decimals."""
     from minitx.analysis.snapshot import read_snapshots
 
     return {str(shot.step): (shot.maps[0].weights[:, 0] * 1e4).round().div(1e4).tolist() for shot in read_snapshots(folder)}

@@ -1,13 +1,14 @@
-"""The report of a grid: one HTML file, its figures, a Markdown summary, and a table of the runs.
+"""The report of a grid: an HTML file, its figures, a Markdown summary, and a table of the runs.
 
-A grid's ``about`` names a module for its question. The module may define any of
+``about`` of a grid names a module for its question. The module may define any of
 
-``sentences(findings) -> list[str]``   the first screen's sentences
-``figure(findings) -> list[Picture]``  the first screen's figures
+``sentences(findings) -> list[str]``   sentences at the top
+``figure(findings) -> list[Picture]``  figures at the top
 ``sections(findings) -> list[Section]``  sections after the table of numbers
-``limits(findings) -> list[str]``      sentences of the section on limits
+``limits(findings) -> list[str]``      sentences for the section on limits
 
-The rest is the same for every grid: one table of numbers, figures, controls, predictions, limits, and how to run it again.
+The rest is the same for every grid: a table of numbers, figures, controls, predictions, limits, and instructions to reproduce
+it.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ NUMBERS = ("steps", "cap", "val_loss", "val_accuracy", "nonfinite_step", "low", 
 """The numbers of a result in the table of runs."""
 
 FACTS = ("study", "arm", "seed", "status", "reason", "seconds", "command")
-"""The other columns of that table. Each factor has a column, too."""
+"""The other columns of the table of runs, in addition to one for each factor."""
 
 PARTS = ("sentences", "figure", "sections", "limits")
-"""What a module ``about`` may define."""
+"""Functions that a module ``about`` may define."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. Each row maps the name of a column to its text. Unless ``is_open``, it is shown after a click on its caption."""
+    """A table. Each row maps column names to texts. If ``is_open`` is False, the table is hidden until its caption is clicked."""
 
     caption: str
     rows: Sequence[Mapping[str, str]]
@@ -60,7 +61,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with a unique name, a title, and a description."""
+    """A figure with a unique name, a title and a caption."""
 
     name: str
     title: str
@@ -69,7 +70,7 @@ class Picture:
 
     @property
     def file(self) -> str:
-        """The name of its files, without the ending."""
+        """The name of its files, without the suffix."""
         return quote(self.name, safe="")
 
 
@@ -78,55 +79,63 @@ Block = str | Table | Picture
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page. Tables without rows and sections without blocks are left out."""
+    """A section of the page. Tables without rows and sections without blocks are omitted."""
 
     title: str
     blocks: Sequence[Block]
 
 
 def module_of(grid: AblationConfig) -> Any:
-    """Return the module ``about``, or None.
+    """Return the module that ``about`` names, or None.
 
     Raises:
-        ConfigError: it cannot be imported, or defines none of ``PARTS``.
+        ConfigError: the module cannot be imported, or defines none of ``PARTS``.
     """
     if grid.about is None:
         return None
     try:
-        found = importlib.import_module(grid.about)
-    except (ImportError, TypeError, ValueError) as error:  # a name that is not a module name raises the last two
+        module = importlib.import_module(grid.about)
+    except (ImportError, TypeError, ValueError) as error:  # invalid module names raise the last two
         raise ConfigError(f"ablation.about={grid.about} cannot be imported: {error}") from error
-    require(any(hasattr(found, part) for part in PARTS), f"ablation.about={grid.about} defines none of {', '.join(PARTS)}")
-    return found
+    require(
+        any(hasattr(module, part) for part in PARTS),
+        f"ablation.about={grid.about} must define at least one of {', '.join(PARTS)}",
+    )
+    return module
 
 
 def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -> list[str]:
-    """Write ``report.html``, ``summary.md``, ``cells.csv`` and ``figures/`` into ``folder``, and return the first screen's sentences.
+    """Write ``report.html``, ``summary.md``, ``cells.csv`` and ``figures/`` into ``folder``, and return the sentences at the top.
 
-    Equal runs give equal files in any order of the records. Only ``meta`` changes the files.
+    The files depend only on the grid, the runs and ``meta``, and not on the order of the records.
 
     Args:
-        meta: how the records were made: ``commit``, ``command``, ``date``, ``hardware``, ``versions`` (a mapping),
+        meta: the origin of the records: ``commit``, ``command``, ``date``, ``hardware``, ``versions`` (a mapping),
             ``wall_seconds``.
     """
-    about, grid, own = module_of(findings.grid), findings.grid, study_pictures(findings)
+    about, grid, pictures_of_studies = module_of(findings.grid), findings.grid, study_pictures(findings)
 
     def of_question(part: str, otherwise: list[Any]) -> list[Any]:
         return getattr(about, part)(findings) if hasattr(about, part) else otherwise  # type: ignore[no-any-return]
 
     sentences = of_question("sentences", []) or [text("sentences.txt", "sentence", grid, f) for f in findings.findings[:6]]
     sentences = sentences or ["No comparison of this grid has a pair: two finished runs of the same seed."]
-    first, results = of_question("figure", own[:1]), [run.result for run in findings.runs.all if run.status == "done"]
+    first, results = (
+        of_question("figure", pictures_of_studies[:1]),
+        [run.result for run in findings.runs.all if run.status == "done"],
+    )
     sections = [
         Section("Numbers", [_numbers(findings), _slopes(findings), _shares(findings), _bounds(findings)]),
         *of_question("sections", []),
-        Section("Figures", [picture for picture in own if picture not in first]),
+        Section("Figures", [picture for picture in pictures_of_studies if picture not in first]),
         Section("Controls", [_controls(findings), *text("sentences.txt", "starts", results).splitlines()]),
         Section("Predictions", [_predictions(findings)]),
         Section("Limits", [*of_question("limits", []), *text("sentences.txt", "limits", results).splitlines()]),
         Section("What was run, and how to run it again", [_runs(findings), _not_done(findings), *_reproduce(meta)]),
     ]
-    sections = [Section(each.title, [block for block in each.blocks if getattr(block, "rows", True)]) for each in sections]
+    sections = [
+        Section(section.title, [block for block in section.blocks if getattr(block, "rows", True)]) for section in sections
+    ]
     sections = [section for section in sections if section.blocks]
     pictures = [*first, *(block for section in sections for block in section.blocks if isinstance(block, Picture))]
     page = {
@@ -141,12 +150,12 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
 
 
 def _write_figures(pictures: Sequence[Picture], folder: Path) -> dict[str, str]:
-    """Write each figure as PNG and SVG. Returns the PNG files in base 64, by the name of the picture."""
+    """Write each figure as PNG and SVG, and return the PNG files in base64, by the name of the picture."""
     folder.mkdir(parents=True, exist_ok=True)
     images = {}
     for picture in pictures:
         picture.figure.draw_without_rendering()
-        picture.figure.set_layout_engine("none")  # it is laid out once, not again for each file
+        picture.figure.set_layout_engine("none")  # do not repeat the layout for each file
         image = png(picture.figure)
         (folder / f"{picture.file}.png").write_bytes(image)
         (folder / f"{picture.file}.svg").write_bytes(svg(picture.figure))
@@ -156,7 +165,7 @@ def _write_figures(pictures: Sequence[Picture], folder: Path) -> dict[str, str]:
 
 @cache
 def _template(name: str) -> Any:
-    """A template of this package. HTML is escaped in the page; the summary has the filter ``markdown``."""
+    """Return a template of this package. HTML templates are escaped; Markdown templates use the filter ``markdown``."""
     import jinja2
 
     loader = jinja2.PackageLoader("minitx.ablation", "templates")
@@ -167,17 +176,17 @@ def _template(name: str) -> Any:
 
 
 def text(template: str, macro: str, *values: Any) -> str:
-    """Return the text of a template's macro. ``say`` in a template is ``minitx.ablation.formatting``."""
+    """Return the text that a macro of a template renders. In templates, ``say`` is ``minitx.ablation.formatting``."""
     return str(getattr(_template(template).module, macro)(*values)).strip()
 
 
 def _markdown(plain: str) -> str:
-    """Text with the signs of tables, emphasis, links and tags escaped."""
+    """Escape the characters of Markdown tables, emphasis, links and HTML tags."""
     return html.escape(re.sub(r"[\\|_*`\[\]$]", r"\\\g<0>", " ".join(plain.split())), quote=False)
 
 
 def _write_cells(findings: Findings, path: Path) -> None:
-    """One row a run or threshold: its place, its status, and its numbers."""
+    """Write a row for each run or threshold: its place, its status and its numbers."""
     import pandas
 
     rows = []
@@ -195,7 +204,7 @@ def _write_cells(findings: Findings, path: Path) -> None:
 
 
 def _numbers(findings: Findings) -> Table:
-    """The one table: every comparison with its numbers."""
+    """Return the table of all comparisons with their numbers."""
     grid, rows = findings.grid, []
     for f in findings.findings:
         values = [median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio) for i in range(2)]
@@ -216,7 +225,7 @@ def _numbers(findings: Findings) -> Table:
 
 
 def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Finding]]:
-    """The thresholds whose ratio has a law, by comparison and levels of all other factors: they differ in the factor of the law."""
+    """Return the thresholds whose ratio has a law, grouped so that those in a group differ only in the factor of the law."""
     series = dict[tuple[ComparisonConfig, str], list[Finding]]()
     for f in findings.findings:
         if f.endpoint.name == "threshold" and f.bound and (law := f.comparison.law):
@@ -226,20 +235,20 @@ def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Findi
 
 
 def _slopes(findings: Findings) -> Table:
-    """The exponents of the ratios of thresholds over the factor of a law."""
+    """Return the table of exponents: slopes of the ratios of thresholds against the factor of a law."""
     grid = findings.grid
     rows = [
         {
             "study": say.title(grid, comparison.study),
             "arms": say.list_text([say.words(grid, arm) for arm in comparison.arms]),
             "setting": setting,
-            f"exponent over {say.words(grid, law.factor)}": say.number(found[0]),
-            "95 % (Student's t)": say.span_text(found[1]),
+            f"exponent over {say.words(grid, law.factor)}": say.number(mean_and_span[0]),
+            "95 % (Student's t)": say.span_text(mean_and_span[1]),
             "of the law": say.number(law.power),
             "seeds": str(len(values)),
         }
         for (comparison, setting), listed in _series(findings).items()
-        if (law := comparison.law) and (found := mean_interval(values := slopes(listed))) is not None
+        if (law := comparison.law) and (mean_and_span := mean_interval(values := slopes(listed))) is not None
     ]
     return Table("Exponents of the ratios: the mean of the slopes of single seeds", rows)
 
@@ -287,7 +296,7 @@ def _bounds(findings: Findings) -> Table:
 
 
 def _controls(findings: Findings) -> Table:
-    """The null control."""
+    """Return the table of the null control."""
     grid, rows = findings.grid, []
     for e in findings.equalities:
         equal = f"{sum(e.equal.values())} of {say.count_text(len(e.equal), 'seed')}, {e.steps} steps"
@@ -340,7 +349,7 @@ def _runs(findings: Findings) -> Table:
 
 
 def _not_done(findings: Findings) -> Table:
-    """Every run that is not done, with its reason."""
+    """Return the table of unfinished runs, with reasons."""
     runs = sorted((run for run in findings.runs.all if run.status != "done"), key=lambda run: run.status)
     rows = [{"run": str(run), "status": run.status, "reason": run.record.get("reason") or ""} for run in runs]
     return Table(f"Runs that failed, are missing, or were left out ({len(rows)})", rows, is_open=False)
@@ -350,8 +359,8 @@ def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
     rows = []
     for name in ("command", "commit", "date", "hardware", "versions", "wall_seconds"):
         if value := meta.get(name):
-            shown = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
-            rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else shown})
+            shown_value = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, Mapping) else str(value)
+            rows.append({"what": name.replace("_", " "), "value": f"{value:.0f}" if isinstance(value, float) else shown_value})
     sentence = (
         "Every run is an ordinary training run. cells.csv has the command that runs it alone; cells.jsonl has its curves."
     )
@@ -359,7 +368,7 @@ def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
 
 
 def study_pictures(findings: Findings) -> list[Picture]:
-    """Return a figure for each endpoint of each judged study: thresholds against the factor of a law, other runs against the rate."""
+    """Return a figure for each endpoint of each study: thresholds against the factor of a law, other runs against the rate."""
     pictures = []
     for name, study in findings.grid.studies.items():
         runs = findings.runs.select(name, status="done")

@@ -1,8 +1,8 @@
-"""The largest stable learning rate of a trained model: doubling, then bisection. Each rate that is tried is one training run.
+"""The largest stable learning rate of a trained model, by doubling and then bisection. Each rate is tried with one training run.
 
-The runs are those that ``scripts/train.py`` makes with ``optimizer.lr=RATE`` and the other overrides of the cell: the same data,
-network, ``TrainingModule`` and Lightning loop. Data, network and starting weights are made once for all rates. A run logs no
-rows, writes no checkpoints, is not validated, and ends when it fails.
+The runs equal those of ``scripts/train.py`` with ``optimizer.lr=RATE`` and the other overrides of the cell: they use the same
+data, network, ``TrainingModule`` and Lightning loop. Data, network and starting weights are loaded once for all rates. A run is
+not logged, saved or validated, and ends when it fails.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from minitx.training.net import build_network
 from minitx.training.run import build_all, build_trainer, quiet_lightning
 
 RUNS_FILE = "runs.jsonl"
-"""The runs of a threshold that is not finished, one per line, in the folder of its cell."""
+"""The file with the finished runs of an unfinished threshold, one per line, in the folder of its cell."""
 
 MOST_DOUBLINGS = 40
-"""A search that has doubled or halved the first rate so often is given up."""
+"""The number of doublings or halvings of the first rate after which a search gives up."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bracket:
-    """The result of ``search``: ``low`` is stable and ``high`` is not. ``above``: rates above ``high`` that were stable nevertheless."""
+    """The result of ``search``: ``low`` is stable and ``high`` is not. ``above`` lists rates above ``high`` that were stable anyway."""
 
     low: float
     high: float
@@ -49,11 +49,11 @@ class Bracket:
 def search(is_stable: Callable[[float], bool], first: float, bisections: int) -> Bracket:
     """Find the largest stable rate. Double ``first`` until a rate fails (or halve it until one is stable), then bisect the logarithm.
 
-    ``high / low`` is 2^(1 / 2^bisections): 1.044 with four bisections. Afterwards the rate 2 · ``high`` is tried, unless a rate as
-    large was tried before: there may be a second crossing. A rate has six significant digits.
+    ``high / low`` is 2^(1 / 2^bisections): 1.044 with four bisections. Afterwards the rate 2 · ``high`` is tried, unless a
+    rate that large was tried before, because there may be a second crossing. Rates are rounded to six significant digits.
 
     Raises:
-        ArithmeticError: no rate fails, or none is stable, within 2^±40 of ``first``.
+        ArithmeticError: between ``first`` · 2^-40 and ``first`` · 2^40, no rate fails or no rate is stable.
 
     >>> search(lambda rate: rate < 3.0, first=1.0, bisections=2)
     Bracket(low=2.82843, high=3.36359, above=[])
@@ -68,10 +68,10 @@ def search(is_stable: Callable[[float], bool], first: float, bisections: int) ->
 
     begins_stable = holds(0.0)
     step = 1 if begins_stable else -1
-    end = next((power for power in range(step, step * (MOST_DOUBLINGS + 1), step) if holds(power) != begins_stable), None)
-    if end is None:
+    crossing = next((power for power in range(step, step * (MOST_DOUBLINGS + 1), step) if holds(power) != begins_stable), None)
+    if crossing is None:
         raise ArithmeticError(f"every rate from {min(tried):g} to {max(tried):g} is {'' if begins_stable else 'not '}stable")
-    low, high = sorted((float(end), float(end - step)))
+    low, high = sorted((float(crossing), float(crossing - step)))
     for _ in range(bisections):
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -82,11 +82,11 @@ def search(is_stable: Callable[[float], bool], first: float, bisections: int) ->
 
 
 class Watch(StepCallback):
-    """Keeps the curves of a run, and ends it when it fails by ``rule``.
+    """Record the curves of a run, and end the run when it fails.
 
     Args:
-        rule: ``train_accuracy``: the mean over ``window`` steps falls below ``value``. ``train_loss``: it rises above ``start`` +
-            ``value``.
+        rule: the definition of a failure. ``train_accuracy``: the mean over ``window`` steps falls below ``value``.
+            ``train_loss``: the mean rises above ``start`` + ``value``.
         start: the mean loss of the model that the run starts from, on the first ``window`` batches.
     """
 
@@ -98,7 +98,7 @@ class Watch(StepCallback):
         self.failed = False
 
     def on_step(self, trainer: Any, module: TrainingModule, step: int, batch: Any) -> None:
-        """Called after update ``step``, counted from 1."""
+        """Handle update ``step``, counted from 1."""
         means = step_means(trainer, module)
         self.losses.append(means["train_loss"])
         if "train_accuracy" in means:
@@ -106,7 +106,7 @@ class Watch(StepCallback):
         is_loss, window = self.rule.metric == "train_loss", self.rule.window
         values = self.losses if is_loss else self.accuracies
         if not values:
-            raise ConfigError("threshold.metric=train_accuracy: the objective counts no right answers; use train_loss")
+            raise ConfigError("threshold.metric=train_accuracy: the objective does not count correct answers; use train_loss")
         if step < window:
             return
         mean = math.fsum(values[-window:]) / window
@@ -116,11 +116,11 @@ class Watch(StepCallback):
 
 
 def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) -> dict[str, Any]:
-    """Return the ``result`` of a threshold's record (see ``grid``). Its runs so far are kept in ``folder``, and are not made again.
+    """Return the ``result`` in the record of a threshold (see ``grid``). Finished runs are saved in ``folder`` and not repeated.
 
     Args:
-        config: the config of the runs. ``optimizer.lr`` is where the search starts.
-        rule: when a run is stable, and the number of bisections.
+        config: the config of the runs. The search starts at ``optimizer.lr``.
+        rule: the definition of a stable run, and the number of bisections.
 
     Raises:
         ConfigError: the config cannot be run.
@@ -150,7 +150,7 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
 
 
 class Runs:
-    """The training runs of one cell. They differ only in the rate."""
+    """The training runs of one cell. They differ only in the learning rate."""
 
     def __init__(self, config: RunConfig, folder: Path, rule: ThresholdConfig) -> None:
         tokenizer, trainer = tokenizer_of(config.init_from, config.data), config.trainer
@@ -162,7 +162,7 @@ class Runs:
         self.start = self._loss() if rule.metric == "train_loss" else math.nan
 
     def module(self, rate: float) -> TrainingModule:
-        """Return the module of a run, with the weights at the start and a fresh optimizer."""
+        """Return the module of a run, with the starting weights and a new optimizer."""
         self.network.load_state_dict(self.weights)
         config, optimizer = self.config, self.config.optimizer.with_(lr=rate)
         parts = config.objective, optimizer, config.schedule
@@ -176,8 +176,7 @@ class Runs:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:
             nonfinite = error.step + 1
-        # AdamW's moments are twice the model. The trainer and the module refer to each other, so that Python's collector would
-        # free them some runs later.
+        # moments are twice the size of the model: free them now, because a reference cycle of trainer and module delays their release
         for optimizer in trainer.optimizers:
             optimizer.state.clear()
         return {
@@ -191,7 +190,7 @@ class Runs:
         }
 
     def trainer(self, callbacks: list[L.Callback]) -> L.Trainer:
-        """Return a trainer with these callbacks alone, without Lightning's own checkpoints, and without validation."""
+        """Return a trainer with only these callbacks, without Lightning's own checkpoints and without validation."""
         trainer = build_trainer(self.config.trainer, self.folder, [], callbacks, 0)
         trainer.limit_val_batches = 0
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
@@ -199,7 +198,7 @@ class Runs:
 
     @torch.no_grad()
     def _loss(self) -> float:
-        """The mean loss of the starting weights on the first ``window`` batches, on the device and in the precision of training."""
+        """Return the mean loss of the starting weights on the first ``window`` batches, on the device and in the precision of training."""
         module, losses = self.module(self.config.optimizer.get("lr")), []
         strategy = self.trainer([]).strategy
         module.to(strategy.root_device)

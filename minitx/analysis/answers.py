@@ -1,4 +1,4 @@
-"""What a model answers on a batch, and whether it is right."""
+"""The answers of a model on a batch, and whether they are right."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model answers to one question.
+    """The answer of a model to one question.
 
     Attributes:
         text, at, key: as in ``Question``. right: the text of the right answer, or None if it is not known.
@@ -68,11 +68,11 @@ class Answer:
 
 
 def next_tokens(axis: str, rows: Sequence[Sequence[int]], name: Callable[[int], str], size: int) -> Asked:
-    """Return the question which token follows, for each position of each row of ids. The row itself has the right answers."""
+    """Return the question of a language model for each position of each row of ids. The right answer is the next id of the row."""
 
     def ask(ids: Sequence[int]) -> list[Question]:
         pairs = zip(ids, [*ids[1:], None], strict=True)
-        return [Question(which_follows(name(one)), i, right) for i, (one, right) in enumerate(pairs)]
+        return [Question(which_follows(name(token)), i, right) for i, (token, right) in enumerate(pairs)]
 
     return Asked(axis, list(map(ask, rows)), size, name)
 
@@ -101,11 +101,11 @@ class Answers:
     without: Mapping[str, Sequence[Rows]] = field(default_factory=dict)
 
     def of_row(self, row: int, real: Sequence[bool]) -> Answers:
-        """Return the answers of one row (B = 1), with positions among its tokens that are ``real``."""
+        """Return the answers of one row (B = 1), with positions counted among its ``real`` tokens."""
         place = {old: new for new, old in enumerate(compress(range(len(real)), real))}
 
         def cut(rows: Rows) -> Rows:
-            return [[replace(one, at=place.get(one.at), key=place.get(one.key)) for one in rows[row]]]  # type: ignore[arg-type]
+            return [[replace(a, at=place.get(a.at), key=place.get(a.key)) for a in rows[row]]]  # type: ignore[arg-type]
 
         return Answers(self.axis, cut(self.rows), {name: [cut(rows) for rows in heads] for name, heads in self.without.items()})
 
@@ -116,7 +116,7 @@ def logits_of(output: Any) -> Any:
 
 
 def read_answers(output: Any, asked: Asked) -> Rows | None:
-    """Return the answers in a model's output, or None if it holds no logits for these questions.
+    """Return the answers in a model's output, or None if it has no logits for these questions.
 
     Args:
         output: logits (B, L, V), or (B, V) for questions about whole rows; or an object or a dict with ``logits``.
@@ -124,13 +124,16 @@ def read_answers(output: Any, asked: Asked) -> Rows | None:
     logits, whole = logits_of(output), all(question.at is None for row in asked.rows for question in row)
     if not isinstance(logits, Tensor) or logits.dim() != (2 if whole else 3) or logits.shape[-1] != asked.size:
         return None
-    found = logits.detach().float().log_softmax(-1).cpu()
-    pairs = zip(asked.rows, found, strict=True)
-    return [[_answer(one, row if one.at is None else row[one.at], asked) for one in ones] for ones, row in pairs]
+    log_probs = logits.detach().float().log_softmax(-1).cpu()
+    pairs = zip(asked.rows, log_probs, strict=True)
+    return [
+        [_answer(question, row if question.at is None else row[question.at], asked) for question in questions]
+        for questions, row in pairs
+    ]
 
 
 def _answer(question: Question, logs: Tensor, asked: Asked) -> Answer:
-    """``logs``: ln p of every answer, (V,)."""
+    """Return the answer to a question from ``logs``, ln p of every possible answer (V,)."""
     best = logs.topk(min(TOP, asked.size))
     ids, right = best.indices.tolist(), question.right
     top = tuple((asked.name(i), p) for i, p in zip(ids, best.values.exp().tolist(), strict=True))

@@ -130,19 +130,19 @@ def svg(figure: Figure) -> bytes:
 
 
 def _file(figure: Figure, kind: str, dpi: int, **metadata: None) -> bytes:
-    """Of a copy: drawing lays panels out anew from where they are, so that a second file would differ from the first."""
+    """Save a copy, because drawing moves the panels: a second file of the same figure would differ from the first."""
     buffer = io.BytesIO()
     pickle.loads(pickle.dumps(figure)).savefig(buffer, format=kind, dpi=dpi, metadata=metadata)
     return buffer.getvalue()
 
 
 def save_figure(figure: Figure, path: Path | str) -> Path:
-    """Write ``figure`` as SVG, or as PNG with 200 dots per inch, depending on the ending of ``path``. Return the path.
+    """Write ``figure`` as SVG, or as PNG with 200 dots per inch, depending on the extension of ``path``. Return the path.
 
     Equal figures give equal bytes. An SVG contains text as curves, so it needs no fonts.
 
     Raises:
-        ValueError: another ending.
+        ValueError: ``path`` has another extension.
 
     >>> from matplotlib.figure import Figure
     >>> save_figure(Figure(), "attention.gif")
@@ -156,16 +156,16 @@ def save_figure(figure: Figure, path: Path | str) -> Path:
     return path
 
 
-# --- text: a font for each character, code points where there is none, visible spaces
+# --- text: a font for each character, code points for characters without a font, visible spaces
 
 
 def token_labels(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a visible label for every token, and the font families for them (see ``drawable``).
 
-    A space becomes ``␣``, a line end ``↵``, a tab ``⇥``, an empty text ``∅``; labels longer than ``LONGEST`` are cut.
+    A space becomes ``␣``, a line end ``↵``, a tab ``⇥``, an empty text ``∅``. Labels longer than ``LONGEST`` are cut.
 
     Warns:
-        UserWarning: matplotlib knows no font for a printable character. The message says what to do.
+        UserWarning: matplotlib has no font for a printable character. The message explains how to add one.
 
     >>> token_labels(["to", " be", "", "incomprehensible"])
     (['to', '␣be', '∅', 'incomprehensi…'], ['DejaVu Sans'])
@@ -176,9 +176,9 @@ def token_labels(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
         import matplotlib
 
         warnings.warn(
-            f"matplotlib knows no font for {' '.join(missing[:8])}, so the figure shows code points. If none is installed, install one "
-            "(Noto Sans CJK for Chinese, Japanese and Korean; Symbola or Noto Emoji, without colours, for emoji). Then delete "
-            f"fontlist-*.json in {matplotlib.get_cachedir()}, and start Python again",
+            f"matplotlib has no font for {' '.join(missing[:8])}, so the figure shows code points. If no such font is installed, "
+            "install one (Noto Sans CJK for Chinese, Japanese and Korean; Symbola or Noto Emoji, without colours, for emoji). Then "
+            f"delete fontlist-*.json in {matplotlib.get_cachedir()} and restart Python",
             stacklevel=4,
         )
     return drawable(shown)
@@ -222,12 +222,12 @@ def fonts() -> list[tuple[str, Any]]:
 
     faces = [e for e in fontManager.ttflist if e.style == "normal" and e.weight in (400, "normal", "regular")]
     files = {e.name: e.fname for e in sorted(faces, key=lambda e: e.fname, reverse=True)}
-    found = []
+    families = []
     for name in sorted(files, key=lambda name: (FAMILIES.index(name) if name in FAMILIES else len(FAMILIES), name)):
         try:
             font = FT2Font(files[name])
-        except (RuntimeError, OSError):  # gone since the list was made, or a font of bitmaps
+        except (RuntimeError, OSError):  # deleted since matplotlib made its list, or a bitmap font
             continue
-        if not name.startswith("Last Resort"):  # boxes for everything
-            found.append((name, font))
-    return found
+        if not name.startswith("Last Resort"):  # a font of placeholder boxes
+            families.append((name, font))
+    return families

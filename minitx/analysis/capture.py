@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.statistics import over_tiles, real_queries, statistic_sums, statistics_of
-from minitx.analysis.token_places import Teller, models_that_count
+from minitx.analysis.token_places import PaddingWarner, models_that_count
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.bias import TensorBias, as_bias
 from minitx.nn.blocks import Block, is_block, is_recomputing
@@ -26,10 +26,10 @@ from minitx.nn.transfer import to_device, to_host
 
 Layers = Sequence[int | str] | int | str | None
 Indices = Sequence[int] | int | None
-"""How ``layers`` and ``heads`` are chosen, see ``capture``. None: all."""
+"""The types of ``layers`` and ``heads`` in ``capture``. None: all."""
 
-TOLD_BYTES = 2**30
-"""In bytes. ``capture`` warns before it records more than this."""
+WARNED_BYTES = 2**30
+"""``capture`` warns before it records more bytes than this."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ Recorder = Callable[[Look], Any]
 
 def _statistics(look: Look) -> dict[str, Tensor]:
     sums, heads = to_host((statistic_sums(look.call, look.real_queries), look.heads))
-    found = statistics_of(sums, look.call)
-    return {name: value[:, heads] if name == "favourite" else value[heads] for name, value in found.items()}
+    values = statistics_of(sums, look.call)
+    return {name: value[:, heads] if name == "favourite" else value[heads] for name, value in values.items()}
 
 
 def _weights(look: Look) -> Tensor:
@@ -80,7 +80,7 @@ OUTPUTS = ("heads", "feedforward", "residual")
 """The records that are unchanged outputs of modules."""
 
 FEEDFORWARD = ("mlp", "feed_forward", "ffn", "DenseReluDense", "fc2", "ffn_output", "output.dense")
-"""The names of the feed-forward part, or of its last matrix, in the layers of transformers' families. Other names are unknown."""
+"""The names of the feed-forward part, or of its last matrix, in the layers of transformers. Other names are not recognised."""
 
 
 class Seen(dict[str, list[Any]]):
@@ -102,25 +102,25 @@ def capture(
 ) -> AbstractContextManager[Seen]:
     """Record every attention call of ``model`` while the context is open.
 
-    It works for any module that contains our attention, with every backend, and with caches, grouped heads, activation
-    checkpointing, DDP and FSDP, and for a Hugging Face model after ``adopt_hf``. A forward pass inside of a backward pass is not recorded: it is the recomputation of activation
-    checkpointing. The first four records below are recomputed from the arguments of the core, in at least float32. The others
-    are the outputs of modules. Nothing is stored on the modules, no random number is drawn, and the hooks are removed at
-    the end.
+    It works for any module that contains our attention, and for a Hugging Face model after ``adopt_hf``. It supports every
+    backend, caches, grouped heads, activation checkpointing, DDP and FSDP. A forward pass inside of a backward pass is not
+    recorded: it is the recomputation of activation checkpointing. The first four records below are recomputed from the arguments
+    of the core, in at least float32. The others are the outputs of modules. Nothing is stored on the modules, no random number is
+    drawn, and the hooks are removed at the end.
 
     =============== ===========================================================================================
-    ``statistics``  what ``attention_statistics`` returns; never holds L × S values
+    ``statistics``  the result of ``attention_statistics``; never stores L × S values
     ``weights``     (B, H, L, S), after softmax and before dropout; rows sum to 1, with sinks to less
     ``scores``      (B, H, L, S), scaled, soft-capped and with bias, before softmax; -inf where a key is hidden
     ``values``      (B, H, S, Dv), the values as each query head gets them
     ``heads``       (B, H, L, Dv), the output of each head before ``out_proj``
-    ``feedforward`` (B, L, E), the output of each block's feed-forward part; (B · L, E) where a model flattens it (OPT)
+    ``feedforward`` (B, L, E), the output of each block's feed-forward part
     ``residual``    (B, L, E), the residual stream after each block
     =============== ===========================================================================================
 
     Args:
-        layers: the layers to record: numbers, or parts of the names of the recorded modules, such as ``"cross"``; one, or
-            several. All records have the same numbers. Layer 0 is the first in the order of ``named_modules``, layer -1 the
+        layers: the layers to record: one or several numbers, or parts of the names of the recorded modules, such as ``"cross"``.
+            All records have the same numbers. Layer 0 is the first in the order of ``named_modules``, layer -1 the
             last. A block is one layer, with all its attention. Elsewhere, modules belong to the same layer if their names are
             equal up to the last number; attention without a number in its name is a separate layer. ``"blocks.1"`` does not
             select ``blocks.10``, and a full name selects only that module. Default: all.
@@ -136,9 +136,9 @@ def capture(
             added after compiling never run.
 
     Warns:
-        UserWarning: ``weights`` or ``scores`` will take more than 1 GiB; a model of transformers gets padding on the left without
-            ``position_ids``, and counts it as tokens (GPT-2); or, at the end, a layer did not run. The hooks do not
-            run if a function compiled earlier, such as ``torch.compile(model)``, is called instead of ``model``.
+        UserWarning: ``weights`` or ``scores`` will take more than 1 GiB; a Hugging Face model gets padding on the left without
+            ``position_ids`` and counts it as tokens (GPT-2); or, at the end, a layer did not run. The hooks do not run if a
+            function compiled earlier, such as ``torch.compile(model)``, is called instead of ``model``.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(6, 2)
@@ -156,12 +156,12 @@ def capture(
 
 @contextmanager
 def watch(model: nn.Module, recorder: Recorder, *, layers: Layers = None, heads: Indices = None) -> Iterator[Seen]:
-    """Like ``capture``, with a recorder of your own: a function that is called with a ``Look`` at each attention call."""
+    """Like ``capture``, with your own recorder: a function that is called with a ``Look`` at each attention call."""
     cores = chosen_modules(model, "weights", layers)
     what = next((name for name, known in RECORDERS.items() if known is recorder), None)
     decoders = {name: module for name, module in model.named_modules() if _mask_of_queries(type(module))}  # type: ignore[arg-type]
     watcher = _Watcher(Seen(list(cores), what), recorder, heads)
-    with telling_of_padding(model), before_calls(cores, watcher.enter_core), before_calls(decoders, watcher.enter_model):
+    with warning_of_padding(model), before_calls(cores, watcher.enter_core), before_calls(decoders, watcher.enter_model):
         yield watcher.seen
     warn_of_silence(model, watcher.seen)
 
@@ -177,7 +177,7 @@ def _watch_outputs(model: nn.Module, what: str, layers: Layers, heads: Indices) 
             out = out.unflatten(0, rows[layer_of(name, rows)]) if out.dim() == 2 else out
             seen[name].append(out.clone() if heads is None else out[:, places_of("heads", heads, out.shape[1], out.device)])
 
-    with telling_of_padding(model), rows_of_blocks(model) as rows, ExitStack() as hooks:
+    with warning_of_padding(model), rows_of_blocks(model) as rows, ExitStack() as hooks:
         for name, module in modules.items():
             hooks.enter_context(module.register_forward_hook(Hook(partial(leave, name))))
         yield seen
@@ -185,7 +185,7 @@ def _watch_outputs(model: nn.Module, what: str, layers: Layers, heads: Indices) 
 
 
 class Hook:
-    """A hook of one module. In a copy of the module it does nothing, because nobody would ever remove it there."""
+    """A hook of one module. In a copy of the module it does nothing, because no context would remove it there."""
 
     def __init__(self, run: Callable[..., Any] = lambda *_: None) -> None:
         self.run = run
@@ -206,15 +206,16 @@ def before_calls(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -
         yield
 
 
-def telling_of_padding(model: nn.Module) -> AbstractContextManager[None]:
-    """Warn, while the context is open, where a model counts padding on the left as tokens."""
-    return before_calls(models_that_count(model), Teller().enter)
+def warning_of_padding(model: nn.Module) -> AbstractContextManager[None]:
+    """Warn while the context is open if a model counts padding on the left as tokens."""
+    return before_calls(models_that_count(model), PaddingWarner().enter)
 
 
 @contextmanager
 def rows_of_blocks(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
-    """Note B and L of the blocks, by name, while they run: inside of a block, OPT flattens (B, L, E) to (B·L, E). The pictures of
-    Qwen-VL come as one row (L, E).
+    """Record B and L of each block by name while it runs, because OPT flattens (B, L, E) to (B·L, E) inside of a block.
+
+    The images of Qwen-VL are one row (L, E).
     """
     rows: dict[str, tuple[int, int]] = {}
 
@@ -227,7 +228,7 @@ def rows_of_blocks(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
 
 
 def stream_of(args: tuple[Any, ...], options: Mapping[str, Any]) -> Tensor:
-    """Return the residual stream that a block is called with: its first tensor. Blocks of others have many names for it."""
+    """Return the residual stream that a block is called with: its first tensor. The argument has many names in other libraries."""
     return next(value for value in (*args, *options.values()) if isinstance(value, Tensor))
 
 
@@ -240,17 +241,17 @@ def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
     """
     modules = list(model.modules())
     if what in ("feedforward", "residual"):
-        wanted = [module for module in modules if is_block(module)]
+        recorded = [module for module in modules if is_block(module)]
         if what == "feedforward":
-            wanted = [part for part in map(_feedforward_of, wanted) if part is not None]
+            recorded = [part for part in map(_feedforward_of, recorded) if part is not None]
     elif what == "heads":
-        wanted = [module.core for module in modules if isinstance(module, MultiHeadAttention)]
-        inside = {part for core in wanted for part in core.modules()}  # a core may be wrapped, or hold another core
-        wanted += [module for module in modules if _is_core(module) and module not in inside]
-    else:  # the attribute of the class: instances of wrappers, such as PEFT's, lend the attributes of the wrapped module
-        wanted = [module for module in modules if getattr(type(module), "softmax_weights", False)]
-    found = set(wanted)
-    return {name: module for name, module in model.named_modules() if module in found}
+        recorded = [module.core for module in modules if isinstance(module, MultiHeadAttention)]
+        inside = {part for core in recorded for part in core.modules()}  # a core may be wrapped, or contain another core
+        recorded += [module for module in modules if _is_core(module) and module not in inside]
+    else:  # the attribute of the class: instances of wrappers, such as PEFT's, forward the attributes of the wrapped module
+        recorded = [module for module in modules if getattr(type(module), "softmax_weights", False)]
+    unique = set(recorded)
+    return {name: module for name, module in model.named_modules() if module in unique}
 
 
 def _feedforward_of(block: nn.Module) -> nn.Module | None:
@@ -278,7 +279,7 @@ def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
 
 @cache
 def _mask_of_queries(kind: type[nn.Module]) -> str | None:
-    """The argument that tells modules of this class (ours, or decoders of torch or transformers) the padding of the queries."""
+    """The argument that gives a module of this class the padding of the queries: our modules, or decoders of torch or transformers."""
     names = inspect.signature(kind.forward).parameters
     for name in ("decoder_key_mask", "tgt_key_padding_mask"):
         if name in names:
@@ -288,7 +289,7 @@ def _mask_of_queries(kind: type[nn.Module]) -> str | None:
 
 
 def _real_of(kind: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Which queries are real, by the arguments of a decoder of this class: bool, or 0 where they are padding."""
+    """The mask of the queries in the arguments of a decoder of this class: False or 0 at padding. None without a mask."""
     names = [*inspect.signature(kind.forward).parameters][1:]
     name = _mask_of_queries(kind)  # type: ignore[arg-type]  # a class is hashable
     mask = (dict(zip(names, args, strict=False)) | dict(kwargs)).get(name)  # type: ignore[arg-type]
@@ -302,11 +303,11 @@ def chosen_modules(model: nn.Module, what: str, layers: Layers, heads: Indices =
     """Return, by name, the modules of ``modules_of`` that ``layers`` selects.
 
     Raises:
-        ValueError: the model has none, ``layers`` selects none, or ``heads`` is given for a record without heads. RuntimeError: a part of
-            the model is compiled.
+        ValueError: the model has none, ``layers`` selects none, or ``heads`` is given for a record without heads.
+        RuntimeError: a part of the model is compiled.
     """
     if heads is not None and what in ("feedforward", "residual"):
-        raise ValueError(f"heads={heads} has no meaning for {what}: it has no heads")
+        raise ValueError(f"heads={heads} has no effect with what={what!r}, which has no heads")
     modules = modules_of(model, what)
     if not modules:
         raise ValueError(f"{type(model).__name__} has no {_missing(model, what)}")
@@ -317,18 +318,18 @@ def chosen_modules(model: nn.Module, what: str, layers: Layers, heads: Indices =
 
 
 def _missing(model: nn.Module, what: str) -> str:
-    """What ``model`` lacks, why, and what to do."""
+    """The missing part of ``model``, the reason, and what to do."""
     mark = "Mark the class of the layers whose output is the residual stream with is_block = True"
-    other = "it holds no attention of minitx. adopt_hf gives one to a model of transformers"
+    other = "it contains no attention of minitx. Call adopt_hf first for a Hugging Face model"
     parts = {"heads": f"attention core: {other}", "residual": f"block. {mark}"}
     parts["feedforward"] = f"block with one feed-forward part, named {', '.join(FEEDFORWARD)}. {mark}"
     if what in parts:
         return parts[what]
     core = next(iter(modules_of(model, "heads").values()), None)
     if core is None:
-        return f"attention core with weights: {other}. view and heatmap also draw weights that you have already"
-    own = "its weights are not the softmax of scale · q·k; a call with need_weights=True returns them"
-    why = getattr(core, "refusals", {}).get("need_weights", own)
+        return f"attention core with weights: {other}. view and heatmap also draw weights that you already have"
+    default = "its weights are not the softmax of scale · q·k; a call with need_weights=True returns them"
+    why = getattr(core, "refusals", {}).get("need_weights", default)
     instead = "capture(model, what='heads') records the output of each head; a model with attention='exact' has weights"
     return f"attention core with weights ({type(core).__name__}: {why}). {instead}"
 
@@ -336,8 +337,8 @@ def _missing(model: nn.Module, what: str) -> str:
 def layers_of(model: nn.Module) -> dict[str, str]:
     """Return, by name, the layer of each block, feed-forward part and attention core, in the order of ``named_modules``."""
     blocks = modules_of(model, "residual")
-    found = {name for what in ("residual", "feedforward", "heads", "weights") for name in modules_of(model, what)}
-    return {name: layer_of(name, blocks) for name, _ in model.named_modules() if name in found}
+    recorded = {name for what in ("residual", "feedforward", "heads", "weights") for name in modules_of(model, what)}
+    return {name: layer_of(name, blocks) for name, _ in model.named_modules() if name in recorded}
 
 
 def layer_of(name: str, blocks: Iterable[str] = ()) -> str:
@@ -352,18 +353,18 @@ def layer_of(name: str, blocks: Iterable[str] = ()) -> str:
 
 
 def layer_numbers(names: Sequence[str]) -> list[str]:
-    """Return the numbers of layers for a figure: those in the names where they differ, else 0, 1, ….
+    """Return the numbers of layers for a figure: the numbers in the names if all differ, else 0, 1, ….
 
     >>> layer_numbers(["model.layers.3.self_attn.core", "model.layers.7.self_attn.core"]), layer_numbers(["near", "far"])
     (['3', '7'], ['0', '1'])
     """
-    told = [re.search(r"\d+$", layer_of(name)) for name in names]
-    numbers = [one[0] for one in told if one]
+    matches = [re.search(r"\d+$", layer_of(name)) for name in names]
+    numbers = [match[0] for match in matches if match]
     return numbers if len(set(numbers)) == len(names) else [str(i) for i in range(len(names))]
 
 
 LACKS = {"weights": "attention with weights", "heads": "attention", "feedforward": "one feed-forward part", "residual": "block"}
-"""The missing part of a layer without a record, in words."""
+"""The part that a layer without a record lacks, in words."""
 
 
 def chosen_names(
@@ -372,9 +373,8 @@ def chosen_names(
     """Return the names that ``layers`` selects, in the order of ``names``. ``layers`` are numbers of layers, or parts of names.
 
     Args:
-        layer_of_name: the layer of each name. Numbers select among its different values, in their order. Default: as in
-            ``layer_of``.
-        lacks: the missing part of a layer without a name, for the error.
+        layer_of_name: the layer of each name. Numbers select among its different values, in their order. Default: ``layer_of``.
+        lacks: the part that a layer without a name lacks, for the message.
 
     Raises:
         ValueError: no entry, or one that selects nothing.
@@ -386,42 +386,42 @@ def chosen_names(
         return list(names)
     places = {name: layer_of(name) for name in names} if layer_of_name is None else layer_of_name
     numbered = list(dict.fromkeys(places.values()))
-    having = {places[name] for name in names}
+    available = {places[name] for name in names}
     chosen: set[str] = set()
     for layer in [layers] if isinstance(layers, int | str) else layers:
         if isinstance(layer, str):
             part = re.compile(re.escape(layer) + r"(?!\d)")  # block 1 is not block 10
-            found = [layer] if layer in names else [name for name in names if part.search(name)]
-            if not found:
+            matching = [layer] if layer in names else [name for name in names if part.search(name)]
+            if not matching:
                 raise ValueError(f"layers: {layer!r} is none of the {len(names)} layers {', '.join(names)}")
         else:
-            known = ", ".join(f"{i} ({place})" for i, place in enumerate(numbered) if place in having)
+            known = ", ".join(f"{i} ({place})" for i, place in enumerate(numbered) if place in available)
             if not -len(numbered) <= layer < len(numbered):
-                raise ValueError(f"layers: {layer!r} is none of the {len(having)} layers {known}")
-            if numbered[layer] not in having:
+                raise ValueError(f"layers: {layer!r} is none of the {len(available)} layers {known}")
+            if numbered[layer] not in available:
                 raise ValueError(f"layers: layer {layer} ({numbered[layer]}) has no {lacks}; the layers with it are {known}")
-            found = [name for name in names if places[name] == numbered[layer]]
-        chosen.update(found)
+            matching = [name for name in names if places[name] == numbered[layer]]
+        chosen.update(matching)
     if not chosen:
-        raise ValueError(f"layers={layers!r} names none of the {len(names)} layers {', '.join(names)}")
+        raise ValueError(f"layers={layers!r} selects none of the {len(names)} layers {', '.join(names)}")
     return [name for name in names if name in chosen]
 
 
 def warn_of_silence(model: nn.Module, ran: Mapping[str, Any]) -> None:
-    """Warn of layers whose hooks did not run, or that have left the model. ``ran`` tells, by name of a module, whether its hook ran."""
+    """Warn of layers whose hooks did not run, or that have left the model. ``ran`` maps the name of a module to whether its hook ran."""
     places = layers_of(model)
-    heard = {places[name] for name, did in ran.items() if did and name in places}
+    active = {places[name] for name, has_run in ran.items() if has_run and name in places}
     if gone := [name for name in ran if name not in places]:
         warnings.warn(
             f"{', '.join(gone)} left the model (release_hf) while the context was open: later calls were not recorded or changed",
             stacklevel=4,
         )
-    silent = [name for name in ran if name in places and places[name] not in heard]
+    silent = [name for name in ran if name in places and places[name] not in active]
     if silent:
         warnings.warn(
-            f"{', '.join(silent)} did not run while the context was open, so nothing was recorded or changed there. What was "
-            "compiled before (torch.compile) runs no hooks, and neither does our attention in a Hugging Face model after "
-            "set_attn_implementation: call the plain module inside of the context",
+            f"{', '.join(silent)} did not run while the context was open, so nothing was recorded or changed there. Hooks do not "
+            "run in a model that was compiled earlier (torch.compile), nor in a Hugging Face model after set_attn_implementation: "
+            "call the plain module inside of the context",
             stacklevel=4,
         )
 
@@ -440,7 +440,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def warn_of_calls(seen: Mapping[str, list[Any]], shown: str) -> None:
-    """Warn of cores that ran several times, as layers with shared weights do. ``shown`` is the call that somebody looks at."""
+    """Warn of cores that ran several times, as layers with shared weights do. ``shown`` names the call that is shown."""
     if many := [f"{name} ({len(calls)} times)" for name, calls in seen.items() if len(calls) > 1]:
         warnings.warn(
             f"{', '.join(many)} ran several times, and only the {shown} call is shown: capture records all of them",
@@ -452,19 +452,19 @@ def _is_causal(call: AttentionCall) -> bool:
     """Whether a rule of the call is causal, or a tensor among its masks and biases hides every later position."""
     if call.mask is not None and call.mask.is_causality:
         return True
-    given = [] if call.mask is None else [part.four for part in call.mask.parts() if isinstance(part, Dense)]
+    masks = [] if call.mask is None else [part.four for part in call.mask.parts() if isinstance(part, Dense)]
     bias = call.attn_bias if call.attn_bias is None else as_bias(call.attn_bias)
-    given += [bias.four != -torch.inf] if isinstance(bias, TensorBias) else []
-    return any(tensor.shape[-2:] == call.shape[2:] and hides_later(tensor) for tensor in given)
+    masks += [bias.four != -torch.inf] if isinstance(bias, TensorBias) else []
+    return any(mask.shape[-2:] == call.shape[2:] and hides_later(mask) for mask in masks)
 
 
 class _Watcher:
-    """The hooks. What a model was called with says which queries of cross-attention are real."""
+    """The hooks. The real queries of cross-attention come from the arguments of the decoder."""
 
     def __init__(self, seen: Seen, recorder: Recorder, heads: Indices) -> None:
         self.seen, self.recorder, self.heads = seen, recorder, heads
         self.decoder_key_mask: Tensor | None = None
-        self.told = False
+        self.has_warned = False
         self.num_bytes = 0
 
     def enter_model(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -478,32 +478,32 @@ class _Watcher:
         kind = "cross" if call.is_cross else "causal" if _is_causal(call) else "self"
         heads = places_of("heads", self.heads, call.query.shape[1], call.query.device)
         look = Look(call, kind, self._real_queries(call, kind), heads)
-        self._tell_memory(name, look)
+        self._warn_of_memory(look)
         with full_precision(call.query.device):
             self.seen[name].append(self.recorder(look))
         self.seen.kinds[name] = kind
 
     def _real_queries(self, call: AttentionCall, kind: str) -> Tensor:
-        """Padding hides keys; in self-attention the last L of them are the queries, in cross-attention the decoder knows."""
+        """In self-attention the queries are the last L keys, with the same padding. In cross-attention the decoder has a mask."""
         if kind != "cross":
             return real_queries(call)
         B, _, L, _ = call.shape
         mask = self.decoder_key_mask
         if mask is None or mask[:, -L:].shape != (B, L):
             return torch.ones(B, L, dtype=torch.bool, device=call.query.device)
-        return mask[:, -L:].to(call.query.device) != 0  # with a cache, the last of all positions
+        return mask[:, -L:].to(call.query.device) != 0  # with a cache, the last L positions
 
-    def _tell_memory(self, name: str, look: Look) -> None:
-        if self.told or self.recorder not in (_weights, _scores):
+    def _warn_of_memory(self, look: Look) -> None:
+        if self.has_warned or self.recorder not in (_weights, _scores):
             return
         B, _, L, S = look.call.shape
         taken = B * len(look.heads) * L * S * torch.promote_types(look.call.query.dtype, torch.float32).itemsize
         self.num_bytes += taken
         needed = max(self.num_bytes, taken * len(self.seen))
-        if needed > TOLD_BYTES:
-            self.told = True
+        if needed > WARNED_BYTES:
+            self.has_warned = True
             size = f"{B} x {len(look.heads)} heads x {L} x {S} values for each of {len(self.seen)} layers"
-            fewer = "layers= and heads= take fewer, what='statistics' takes none"
+            fewer = "layers= and heads= select fewer, what='statistics' stores none"
             warnings.warn(f"capture is about to take {needed / 2**30:.1f} GiB: {size}; {fewer}", stacklevel=2)
 
 
@@ -514,5 +514,5 @@ def places_of(name: str, chosen: Indices, size: int, device: torch.device) -> Te
     numbers = [chosen] if isinstance(chosen, int) else chosen
     wrong = [number for number in numbers if isinstance(number, bool) or not -size <= number < size]
     if wrong or not len(numbers):
-        raise ValueError(f"{name}={list(numbers)} must be some of 0 to {size - 1}, because there are {size} {name}")
-    return to_device(torch.tensor([number % size for number in numbers]), device)
+        raise ValueError(f"{name}={list(numbers)} must be numbers from 0 to {size - 1}: there are {size} {name}")
+    return to_device(torch.tensor([number % size for number in numbers], device="cpu"), device)

@@ -1,9 +1,9 @@
 """The operations and the bytes of a computation: counted, and by formula from a config (``train_flops``).
 
 **Operations** are counted by torch's ``FlopCounterMode``: matrix products, two operations for each multiplication with its
-addition. Softmax, norms, activations and look-ups count nothing. ``flop_counter`` also counts the CPU's fused attention
-(all L × S scores, hidden or not); torch does not. **Bytes** are the most that torch's allocator gave out at any time, as
-torch's profiler reports them.
+addition. Softmax, norms, activations and look-ups are not counted. ``flop_counter`` also counts the CPU's fused attention
+(all L × S scores, hidden or not), but torch does not. **Bytes** are the peak of torch's allocator, as torch's profiler reports
+it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def count_flops(run: Callable[[], Any]) -> int:
 def allocations(run: Callable[[], Any]) -> tuple[int, int]:
     """Return (largest single allocation, peak of allocated bytes) of ``run()`` on the CPU, including memory inside kernels.
 
-    They come from the memory events of ``torch.profiler``. Memory that was allocated before does not count.
+    The numbers come from the memory events of ``torch.profiler``. Memory that was allocated before does not count.
 
     >>> allocations(lambda: torch.ones(10) + torch.ones(10))
     (40, 120)
@@ -115,8 +115,8 @@ def train_flops(config: TransformerConfig, length: int | None = None, decoder_le
 
     Args:
         config: the config of one of our models. Sizes that depend on the data (``vocab_size``, ``num_labels``, …) must be set.
-        length: the number of tokens; of an encoder–decoder, in the source. None for an image, whose tokens are its patches and
-            the class token.
+        length: the number of tokens; for an encoder–decoder, of the source. None for an image: its tokens are its patches and the
+            class token.
         decoder_length: the number of tokens of the target. None: ``length``.
 
     Returns:
@@ -139,46 +139,46 @@ def forward_flops(config: TransformerConfig, length: int | None = None, decoder_
     >>> forward_flops(config, 5)["core"] == 2 * 4 * 5 * 12 * (5 + 1) / 2  # layers · 4 · L · E · T_eff
     True
     """
-    found: dict[str, float] = defaultdict(float)
+    flops: dict[str, float] = defaultdict(float)
     if config.architecture == "vision":
         patches = ((config.image_size or 0) // config.patch_size) ** 2
         length = patches + config.num_class_tokens
-        found["embedding"] = 2 * patches * (config.num_channels or 0) * config.patch_size**2 * config.embed_dim
+        flops["embedding"] = 2 * patches * (config.num_channels or 0) * config.patch_size**2 * config.embed_dim
     assert length is not None
     target = length
     if config.architecture != "decoder":
-        _add_stack(found, config, config.num_layers, length, causal=False)
+        _add_stack(flops, config, config.num_layers, length, causal=False)
     if config.architecture == "encoder_decoder":
         target = decoder_length or length
         for _ in range(config.decoder_layers):
-            _add_attention(found, config, target, length, float(length))
+            _add_attention(flops, config, target, length, float(length))
     if config.architecture in ("decoder", "encoder_decoder"):
-        _add_stack(found, config, config.decoder_layers, target, causal=True)
-    found["head"] = _head(config, target)
-    return found
+        _add_stack(flops, config, config.decoder_layers, target, causal=True)
+    flops["head"] = _head(config, target)
+    return flops
 
 
-def _add_stack(found: dict[str, float], config: TransformerConfig, layers: int, length: int, *, causal: bool) -> None:
+def _add_stack(flops: dict[str, float], config: TransformerConfig, layers: int, length: int, *, causal: bool) -> None:
     """Add self-attention and feed-forward of ``layers`` blocks."""
     matrices = (3 if "glu" in config.activation else 2) * config.embed_dim * config.ffn_width
-    found["feedforward"] += layers * 2 * length * matrices
+    flops["feedforward"] += layers * 2 * length * matrices
     for layer in range(layers):
         w = min(config.window_of(layer) or length, length)
         before = (w * (w + 1) / 2 + (length - w) * w) / length  # keys up to the query's own
-        _add_attention(found, config, length, length, before if causal else 2 * before - 1)
+        _add_attention(flops, config, length, length, before if causal else 2 * before - 1)
 
 
-def _add_attention(found: dict[str, float], config: TransformerConfig, queries: int, keys: int, visible: float) -> None:
+def _add_attention(flops: dict[str, float], config: TransformerConfig, queries: int, keys: int, visible: float) -> None:
     """Add one layer of attention: four projections, and ``visible`` scores and weighted values for each query."""
     E, D, heads, kv_heads = config.embed_dim, config.width_per_head, config.num_heads, config.kv_heads
     rows = {"q_proj": heads * queries, "k_proj": kv_heads * keys, "v_proj": kv_heads * keys, "out_proj": heads * queries}
     for name, count in rows.items():
-        found[name] += 2 * E * D * count
-    found["core"] += 4 * heads * D * queries * visible
+        flops[name] += 2 * E * D * count
+    flops["core"] += 4 * heads * D * queries * visible
 
 
 def _head(config: TransformerConfig, length: int) -> float:
-    """The map to logits: at every token, or once a row."""
+    """The map to logits: at every token, or once per row."""
     E = config.embed_dim
     if config.head == "lm":
         return 2.0 * length * E * ((config.vocab_size or 0) + E * config.head_transform)

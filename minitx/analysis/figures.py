@@ -1,4 +1,6 @@
-"""Figures of attention: all heads, one head with its tokens, any matrix of weights, statistics over training steps, effects of heads. Also input for BertViz.
+"""Figures of attention, and input for BertViz.
+
+The figures show all heads, one head with its tokens, any matrix of weights, statistics over training steps, or effects of heads.
 
 Each function returns a matplotlib ``Figure``: a notebook shows it, and ``save_figure`` writes it to a file. Numbers are drawn
 without smoothing or clipping. Weights run from white to dark blue, on the same scale in all figures. Hidden cells are grey and
@@ -92,7 +94,7 @@ def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
 def _of(snapshot: Any, row: int) -> Snapshot:
     """One row of a snapshot."""
     if not isinstance(snapshot, Snapshot):
-        raise TypeError(f"expected a Snapshot, as take_snapshot(model, inputs) returns it, got {type(snapshot).__name__}")
+        raise TypeError(f"expected a Snapshot from take_snapshot(model, inputs), got {type(snapshot).__name__}")
     return snapshot.sentence(row)
 
 
@@ -103,8 +105,9 @@ def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) 
     any script are drawn with installed fonts, or as code points if no font has them.
 
     Args:
-        layer: the number of a layer of the model, or a part of a map's name; it must fit one map. A decoder block with
-            cross-attention has two. head: the index of the head. Negative numbers count from the end.
+        layer: the number of a layer of the model, or a part of a map's name. It must select one map: a decoder block with
+            cross-attention has two.
+        head: the index of the head. Negative numbers count from the end.
         row: the row of the batch. Its padding is left out.
 
     Raises:
@@ -132,12 +135,12 @@ def head_heatmap(snapshot: Snapshot, layer: int | str, head: int, row: int = 0) 
 
 
 def heatmap(weights: Any, tokens: Any = None, *, title: str = "") -> Figure:
-    """Draw one matrix of attention weights, from anywhere. With up to twelve tokens, cells contain numbers.
+    """Draw any matrix of attention weights. With up to twelve tokens, cells contain numbers.
 
     Colours are as in ``heatmap_grid``, labels as in ``head_heatmap``. Cells whose weight is exactly 0 are grey and hatched.
 
     Args:
-        weights: (L, S), as a tensor, an array or nested lists. Row i holds the weights of query i over the S keys.
+        weights: (L, S), as a tensor, an array or nested lists. Row i contains the weights of query i over the S keys.
         tokens: the texts of the tokens, if queries and keys are the same; or two lists, one for the queries and one for the
             keys. Default: numbers from 0.
         title: a title above the map.
@@ -146,7 +149,7 @@ def heatmap(weights: Any, tokens: Any = None, *, title: str = "") -> Figure:
         ValueError: another shape, weights outside of 0 to 1 or not finite, or texts that do not fit the shape.
 
     Warns:
-        UserWarning: matplotlib knows no font for a character of a token. The message says what to do.
+        UserWarning: matplotlib has no font for a character of a token. The message explains how to add one.
 
     >>> figure = heatmap([[1.0, 0.0], [0.25, 0.75]], ["the", "cat"], title="By hand")
     >>> [text.get_text() for text in figure.axes[0].texts]
@@ -170,8 +173,8 @@ def heatmap(weights: Any, tokens: Any = None, *, title: str = "") -> Figure:
         hint = f": {remedy[drawn.dim()]}" if drawn.dim() in remedy else ""
         raise ValueError(f"weights must be one matrix (L, S), got {tuple(drawn.shape)}{hint}")
     if bad := (~drawn.isfinite().all(-1)).nonzero().flatten().tolist():
-        why = "softmax gives NaN to a query that sees no key; fill its row with 0"
-        raise ValueError(f"weights are not finite in row {bad[0]}, so there is nothing to draw ({why})")
+        advice = "softmax gives NaN to a query that sees no key; fill its row with 0"
+        raise ValueError(f"weights are not finite in row {bad[0]}, so there is nothing to draw ({advice})")
     whole = drawn[None, None]
     layer = AttentionMap("weights", "cross", "query", "key", whole, whole != 0, whole.amax(-1))
     return _draw_head(layer, 0, _texts_of(tokens, *drawn.shape), title, "weight exactly 0")
@@ -183,19 +186,17 @@ def _texts_of(tokens: Any, L: int, S: int) -> list[list[str]]:
         return [[str(i) for i in range(size)] for size in (L, S)]
     if isinstance(tokens, str):
         raise ValueError(f"tokens={tokens!r:.40} is one text; give a list with the text of each token")
-    given = list(tokens)
-    two = len(given) == 2 and not any(isinstance(part, str) or not hasattr(part, "__len__") for part in given)
-    texts = [[str(text) for text in part] for part in (given if two else [given, given])]
+    entries = list(tokens)
+    two = len(entries) == 2 and not any(isinstance(part, str) or not hasattr(part, "__len__") for part in entries)
+    texts = [[str(text) for text in part] for part in (entries if two else [entries, entries])]
     if [len(part) for part in texts] != [L, S]:
         got = " and ".join(str(len(part)) for part in texts[: 1 + two])
-        raise ValueError(
-            f"tokens must be the texts of {L} queries and of {S} keys, one list where they are the same; got {got}"
-        )
+        raise ValueError(f"tokens must be the texts of {L} queries and of {S} keys (one list if they are the same), got {got}")
     return texts
 
 
 def _draw_head(layer: AttentionMap, head: int, texts: Sequence[Sequence[str]], title: str, hidden: str) -> Figure:
-    """One head of the only row of ``layer``, with the texts of queries and keys. ``hidden`` explains the hatched cells."""
+    """Draw one head of the only row of ``layer``, with the texts of queries and keys. ``hidden`` explains the hatched cells."""
     L, S = layer.weights.shape[2:]
     cell = max(0.034, min(0.42, 6.8 / max(L, S)))  # inches
     width, height = max(S * cell, 1.5), max(L * cell, 1.5)
@@ -216,14 +217,14 @@ def _draw_head(layer: AttentionMap, head: int, texts: Sequence[Sequence[str]], t
 
 
 def masked_weights(layer: AttentionMap, head: int) -> Any:
-    """Return the weights of one head of the only row of ``layer``, (L, S), as an array of numpy without the hidden cells."""
+    """Return the weights of one head of the only row of ``layer``, (L, S), as a numpy array in which hidden cells are masked."""
     import numpy as np
 
     return np.ma.masked_array(layer.weights[0, head].float().numpy(), ~layer.visible[0, head].numpy())
 
 
 def draw_weights(ax: Axes, layer: AttentionMap, head: int, extent: tuple[float, float, float, float]) -> AxesImage:
-    """Draw the only row of ``layer`` in the place (left, right, bottom, top); hidden cells show what lies behind the image."""
+    """Draw the only row of ``layer`` into the rectangle (left, right, bottom, top). Hidden cells are transparent."""
     from matplotlib.colors import PowerNorm
     from matplotlib.patches import Rectangle
 
@@ -238,7 +239,7 @@ def draw_weights(ax: Axes, layer: AttentionMap, head: int, extent: tuple[float, 
 
 
 def _colour_bar(figure: Figure, ax: Axes, image: AxesImage, layers: Sequence[AttentionMap], hidden: str) -> None:
-    """The colour bar, and the explanation of the hatched cells."""
+    """Draw the colour bar, and explain the hatched cells."""
     from matplotlib.patches import Patch
 
     height = figure.get_figheight()
@@ -252,7 +253,7 @@ def _colour_bar(figure: Figure, ax: Axes, image: AxesImage, layers: Sequence[Att
 
 
 def _headline(figure: Figure, snapshot: Snapshot) -> None:
-    """The title and the step, above the figure."""
+    """Write the title and the step above the figure."""
     words = [snapshot.title] * bool(snapshot.title) + [f"step {snapshot.step}"] * (snapshot.step is not None)
     if words:
         (headline,), families = drawable([", ".join(words)])
@@ -260,7 +261,7 @@ def _headline(figure: Figure, snapshot: Snapshot) -> None:
 
 
 def name_tokens(axis: Any, labels: Sequence[str], families: Sequence[str], every: int, **options: Any) -> None:
-    """Label one token in ``every``. The axis' name says so."""
+    """Label one token in ``every``, and note this in the label of the axis."""
     places = range(0, len(labels), every)
     axis.set_ticks(places, [labels[i] for i in places], fontsize=7.5, fontfamily=families, parse_math=False, **options)
     if every > 1:
@@ -268,11 +269,11 @@ def name_tokens(axis: Any, labels: Sequence[str], families: Sequence[str], every
 
 
 def _index(snapshot: Snapshot, layer: int | str) -> int:
-    names = [one.name for one in snapshot.maps]
-    found = [name for name in names if layer in (name, short_name(name))] or snapshot.chosen([layer])
-    if len(found) != 1:
-        raise ValueError(f"layer={layer!r} fits {len(found)} of the {len(names)} attention layers {', '.join(names)}")
-    return names.index(found[0])
+    names = [layer_map.name for layer_map in snapshot.maps]
+    matching = [name for name in names if layer in (name, short_name(name))] or snapshot.chosen([layer])
+    if len(matching) != 1:
+        raise ValueError(f"layer={layer!r} fits {len(matching)} of the {len(names)} attention layers {', '.join(names)}")
+    return names.index(matching[0])
 
 
 def saturation_over_steps(probes: Mapping[str, Records] | Records) -> Figure:
@@ -298,10 +299,10 @@ def saturation_over_steps(probes: Mapping[str, Records] | Records) -> Figure:
 
     runs = dict(probes) if isinstance(probes, Mapping) else {"": probes}
     if not 0 < len(runs) <= len(PALETTE):
-        raise ValueError(f"probes holds {len(runs) or 'no'} runs; the figure tells 1 to {len(PALETTE)} apart")
+        raise ValueError(f"probes must have 1 to {len(PALETTE)} runs, got {len(runs)}")
     figure, axes = panels(1, len(PROBED), width=2.8, height=2.3)
     for (name, records), (color, marker) in zip(runs.items(), PALETTE, strict=False):
-        missing = sorted({one for record in records for layer in record["layers"] for one in PROBED if one not in layer})
+        missing = sorted({name for record in records for layer in record["layers"] for name in PROBED if name not in layer})
         if missing or not records:
             lacks = ", ".join(missing) or "record; train with callbacks.probe.every=N"
             raise ValueError(f"probes{f' of {name!r}' if name else ''} have no {lacks}")
@@ -325,14 +326,14 @@ def saturation_over_steps(probes: Mapping[str, Records] | Records) -> Figure:
     return figure
 
 
-def induction_steps(found: Mapping[int, Any]) -> Figure:
+def induction_steps(scores: Mapping[int, Any]) -> Figure:
     """Draw the previous-token, duplicate-token and induction scores of each self-attention head against the step, one panel each.
 
     Scores are the excess over uniform attention: 0 is uniform attention, 1 is all weight on the pattern. Bands are 95 %
     intervals. The ten heads with the highest scores have colours, the others are grey.
 
     Args:
-        found: the results of ``head_scores`` for the snapshots of a run, by step.
+        scores: the results of ``head_scores`` for the snapshots of a run, by step.
 
     Raises:
         ValueError: no step, or no head with these scores.
@@ -347,25 +348,25 @@ def induction_steps(found: Mapping[int, Any]) -> Figure:
     [('previous', 6), ('duplicate', 6), ('induction', 6)]
     """
     names = ("previous", "duplicate", "induction")
-    steps = sorted(found)
-    chosen = [i for i, head in enumerate(found[steps[-1]].heads) if set(names) <= set(head.scores)] if steps else []
+    steps = sorted(scores)
+    chosen = [i for i, head in enumerate(scores[steps[-1]].heads) if set(names) <= set(head.scores)] if steps else []
     if not chosen:
-        raise ValueError(f"found holds {len(steps)} steps and no head with the scores {', '.join(names)}")
-    excess = {(name, i): [found[step].heads[i].scores[name].excess for step in steps] for name in names for i in chosen}
+        raise ValueError(f"scores has {len(steps)} steps and no head with the scores {', '.join(names)}")
+    excess = {(name, i): [scores[step].heads[i].scores[name].excess for step in steps] for name in names for i in chosen}
     best = sorted(
-        chosen, key=lambda i: -max((one.mean for n in names for one in excess[n, i] if one.mean == one.mean), default=0)
+        chosen, key=lambda i: -max((score.mean for n in names for score in excess[n, i] if score.mean == score.mean), default=0)
     )
     looks = dict(zip(best, PALETTE, strict=False))
     figure, (axes,) = panels(1, len(names), width=3.1, height=2.4, sharey=True)
     for ax, name in zip(axes, names, strict=True):
         for i in reversed(best):
             color, marker = looks.get(i, (PALE, ""))
-            low, mean, high = zip(*((one.low, one.mean, one.high) for one in excess[name, i]), strict=True)
+            low, mean, high = zip(*((score.low, score.mean, score.high) for score in excess[name, i]), strict=True)
             look = {"linestyle": "-" if len(steps) > 2 else "", "linewidth": 1.2 if i in looks else 0.6, "markersize": 3.5}
             ax.plot(steps, mean, color=color, marker=marker, **look)
             ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
         label(ax, name, "step", "excess over uniform attention" if ax is axes[0] else None)
-    heads = {i: found[steps[-1]].heads[i] for i in sorted(looks)}
+    heads = {i: scores[steps[-1]].heads[i] for i in sorted(looks)}
     entries = [(f"{short_name(head.layer)}, head {head.head}", *looks[i], "-") for i, head in heads.items()]
     legend(figure, entries + [("other heads", PALE, "", "-")] * (len(looks) < len(chosen)))
     return figure
@@ -381,7 +382,7 @@ def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None
         sentence = snapshot.sentence(0)  # without padding
         head_view(to_bertviz(snapshot), sentence.tokens["input_ids"][0])
 
-        encoder, decoder, cross = to_bertviz(snapshot)  # of an encoder–decoder
+        encoder, decoder, cross = to_bertviz(snapshot)  # for an encoder–decoder
         texts = {"encoder_tokens": sentence.tokens["input_ids"][0], "decoder_tokens": sentence.tokens["decoder_input_ids"][0]}
         model_view(encoder_attention=encoder, decoder_attention=decoder, cross_attention=cross, **texts)
 
@@ -431,7 +432,7 @@ def effects_figure(effects: HeadEffects) -> Figure:
     top = max(float(effects.mean.nan_to_num().abs().max()), 1e-12)
     image = ax.imshow(effects.mean.numpy(), cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
     for layer, head in (~effects.mean.isnan()).nonzero().tolist():
-        mean, low, high = (float(of[layer, head]) for of in (effects.mean, effects.low, effects.high))
+        mean, low, high = (float(values[layer, head]) for values in (effects.mean, effects.low, effects.high))
         color = "#FFFFFF" if abs(mean) > 0.6 * top else INK
         ax.text(head, layer, f"{mean:.2f}\n{low:.2f} to {high:.2f}", ha="center", va="center", fontsize=8, color=color)
     ax.set_xticks(range(heads))

@@ -1,4 +1,4 @@
-"""A recorded training as an animated picture: one head's map at each step, the model's answer, and the accuracy on all rows."""
+"""A recorded training run as an animated image: one head's map at each step, the model's answer, and the accuracy on all rows."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ if TYPE_CHECKING:
 ENDINGS = (".gif", ".png", ".webp")
 GOOD, BAD = "#0b6b2e", "#b3261e"
 FILM_DPI, FRAMES_PER_SECOND, LAST_FRAMES = 100, 4, 8
-"""``LAST_FRAMES``: how often the last frame is shown before the film begins again."""
+"""``LAST_FRAMES``: the number of frames that show the last step, before the film restarts."""
 MOST_LABELS = 30
-"""Of an axis: more tokens have one label for several."""
+"""The largest number of labels on an axis. With more tokens, only every second, third … has a label."""
 SIGNS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼"}
-"""Of the markers of the curves."""
+"""The markers of the curves as text."""
 SURE = 0.9
-"""From this weight on the right key on, a wrong answer is not the fault of the weights."""
+"""If the right key has at least this weight, a wrong answer is not the fault of the weights."""
 
 
 def write_film(traces: Sequence[Trace], path: Path | str, *, head: int = 0, note: str = "") -> int:
     """Write a film of one head of one layer, or of two models side by side, and return the number of its steps.
 
-    A frame shows for each model the map, and of the last question whose right answer is known: the question, the right answer, the
-    most probable answer and its probability, right or wrong in colour and sign. The question's row and the key that holds the answer
-    are framed. Below the maps, curves show at all steps so far, over all rows that were recorded, the share of right answers and the
-    share of questions whose largest weight lies on the right key. Of a single row they show the probability of its right answer.
+    A frame shows the map of each model, and the last question whose right answer is known: the question, the right answer, and the
+    most probable answer with its probability. Colour and sign show whether it is right. The question's row and the key that holds
+    the answer are framed. Below the maps, curves show two shares at all steps so far, over all recorded rows: right answers, and
+    questions whose largest weight lies on the right key. For a single row, they show the probability of its right answer.
 
     Args:
-        traces: as in ``viewer_page``; each snapshot has one layer.
+        traces: as in ``viewer_page``. Each snapshot must have one layer.
         path: a file that ends in .gif, .png (APNG) or .webp.
         head: the index of the head.
         note: a line below the film, such as the rule that chose the row.
 
     Raises:
-        ValueError: another ending; fewer than two steps; several layers; the head does not exist; or weights are not finite.
+        ValueError: another extension, fewer than two steps, several layers, a head that does not exist, or weights that are not finite.
     """
     from matplotlib.animation import PillowWriter
     from matplotlib.figure import Figure
 
     if Path(path).suffix.lower() not in ENDINGS:
         raise ValueError(f"path={path} must end in {', '.join(ENDINGS)}")
-    every = [(trace.name, one) for trace in traces for one in trace.snapshots]
-    layers = max(([layer.name for layer in one.maps] for _, one in every), key=len)
+    snapshots = [(trace.name, snapshot) for trace in traces for snapshot in trace.snapshots]
+    layers = max(([layer.name for layer in snapshot.maps] for _, snapshot in snapshots), key=len)
     if len(layers) != 1:
-        raise ValueError(f"a film shows one layer, and there are {len(layers)}: {', '.join(layers)}")
-    heads = min(one.maps[0].weights.shape[1] for _, one in every)
+        raise ValueError(f"a film shows one layer, got {len(layers)}: {', '.join(layers)}")
+    heads = min(snapshot.maps[0].weights.shape[1] for _, snapshot in snapshots)
     if not 0 <= head < heads:
         raise ValueError(f"head={head} must be one of 0 to {heads - 1} of {layers[0]}")
-    steps = sorted({one.step for _, one in every if one.step is not None})
+    steps = sorted({snapshot.step for _, snapshot in snapshots if snapshot.step is not None})
     if len(steps) < 2:
-        raise ValueError(f"a film needs two steps at least, got {len(steps)}: record them with callbacks=film")
-    for name, one in every:
-        if not one.maps[0].weights.isfinite().all():
-            raise ValueError(f"{name} has weights at step {one.step} that are not finite: there is nothing to draw")
+        raise ValueError(f"a film needs at least two steps, got {len(steps)}: record them with callbacks=film")
+    for name, snapshot in snapshots:
+        if not snapshot.maps[0].weights.isfinite().all():
+            raise ValueError(f"{name} has weights at step {snapshot.step} that are not finite: there is nothing to draw")
     figure = Figure(figsize=(4.1 * len(traces) + 0.2, 6.1), dpi=FILM_DPI, layout="constrained")
     measures = _measures(traces, head)
     columns = len(traces) * len(measures)
@@ -97,15 +97,15 @@ def write_film(traces: Sequence[Trace], path: Path | str, *, head: int = 0, note
 
 
 def _at(trace: Trace, step: int) -> Snapshot:
-    """The snapshot of a step, or the latest one before, or the first."""
-    before = [one for one in trace.snapshots if one.step is not None and one.step <= step]
+    """The snapshot of a step, or the latest earlier snapshot, or the first."""
+    before = [snapshot for snapshot in trace.snapshots if snapshot.step is not None and snapshot.step <= step]
     return (before or trace.snapshots[:1])[-1]
 
 
 def _asked(snapshot: Snapshot) -> Answer | None:
     """The last question whose right answer is known."""
-    found = [one for one in snapshot.answers.rows[0] if one.right is not None] if snapshot.answers else []
-    return found[-1] if found else None
+    known = [answer for answer in snapshot.answers.rows[0] if answer.right is not None] if snapshot.answers else []
+    return known[-1] if known else None
 
 
 def _in_one_line(text: str) -> tuple[str, list[str]]:
@@ -114,7 +114,7 @@ def _in_one_line(text: str) -> tuple[str, list[str]]:
 
 
 class _Pane:
-    """The map of one model, and above it its answer, from ``left`` (a fraction of the figure's width)."""
+    """The map of one model with its answer above. The text starts at ``left``, a fraction of the figure's width."""
 
     def __init__(self, ax: Axes, left: float, trace: Trace, head: int, look: tuple[str, str]) -> None:
         self.ax, self.left, self.trace, self.head = ax, left, trace, head
@@ -124,7 +124,7 @@ class _Pane:
         if asked and asked.at is not None and first.answers and first.answers.axis == first.maps[0].queries:
             self._frame(asked, first.maps[0].weights.shape[-1])
         ax.set_title("\n\n\n\n\n", fontsize=9)  # room for the lines above the map
-        colour, marker = look  # of its curves: they have no legend
+        colour, marker = look  # as in its curves, which have no legend
         self.name = f"{SIGNS.get(marker, '')} {trace.name}" + (f", head {head}" if first.maps[0].weights.shape[1] > 1 else "")
         self.title = self._line(self.name, 54, 10, weight="bold")
         self.title.set_color(colour)
@@ -146,7 +146,7 @@ class _Pane:
         return image
 
     def _frame(self, asked: Answer, S: int) -> None:
-        """Frame the row of the question, and in it the key that holds the answer."""
+        """Frame the row of the question, and the key in it that holds the answer."""
         from matplotlib.patches import Rectangle
 
         assert asked.at is not None
@@ -156,7 +156,7 @@ class _Pane:
             self.ax.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor=GOOD, linewidth=2.4))
 
     def _line(self, text: str, points: float, size: float, **font: Any) -> Annotation:
-        """A line of text, so many points above the map."""
+        """A line of text, ``points`` above the map."""
         shown, families = _in_one_line(text)
         place: dict[str, Any] = {"xycoords": ("figure fraction", "axes fraction"), "textcoords": "offset points"}
         font |= {"family": families, "fontsize": size, "color": INK, "parse_math": False}
@@ -169,13 +169,13 @@ class _Pane:
         answer = _asked(snapshot)
         if answer is not None:
             word, p = answer.top[0]
-            sign, said = ("✓", "right") if answer.is_right else ("✗", "wrong")
-            shown, families = _in_one_line(f"{sign} {said}: the model says {word:.20}, probability {p:.2f}")
+            sign, verdict = ("✓", "right") if answer.is_right else ("✗", "wrong")
+            shown, families = _in_one_line(f"{sign} {verdict}: the model says {word:.20}, probability {p:.2f}")
             self.verdict.set(text=shown, color=GOOD if answer.is_right else BAD, family=families)
             self.reason.set_text("" if answer.is_right else self._why(snapshot, answer))
 
     def _why(self, snapshot: Snapshot, answer: Answer) -> str:
-        """Why a wrong answer is wrong, if the model reads through this head alone."""
+        """Explain a wrong answer, if this head alone connects the tokens."""
         [layer] = snapshot.maps
         if (
             answer.key is None
@@ -196,8 +196,8 @@ Measure = Callable[[Snapshot], float | None]
 
 
 def _measures(traces: Sequence[Trace], head: int) -> dict[str, Measure]:
-    """What the curves show of a snapshot, by their titles."""
-    tallies = [one.tally for trace in traces for one in trace.snapshots]
+    """The measures that the curves show, by title."""
+    tallies = [snapshot.tally for trace in traces for snapshot in trace.snapshots]
     counted = [tally for tally in tallies if tally is not None]
     if len(counted) < len(tallies) or min(tally.rows for tally in counted) < 2:
         return {"probability of the right answer": _chance}
@@ -241,7 +241,7 @@ class _Curve:
 
     def show(self, step: int) -> None:
         for line, trace in zip(self.lines, self.traces, strict=True):
-            told = [(one.step, self.measure(one)) for one in trace.snapshots if one.step is not None and one.step <= step]
-            points = [(at, value) for at, value in told if value is not None]
+            past = [(s.step, self.measure(s)) for s in trace.snapshots if s.step is not None and s.step <= step]
+            points = [(at, value) for at, value in past if value is not None]
             line.set_data([at for at, _ in points], [value for _, value in points])
         self.label.set_text(f"training step {step} of {self.steps[-1]}")

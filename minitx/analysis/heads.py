@@ -1,4 +1,4 @@
-"""Scores that tell what each attention head does, also on sentences with a known structure. Each has controls and a 95 % interval.
+"""Scores that show what each attention head does, with controls and 95 % intervals. Some use sentences with a known structure.
 
 Every score is computed in each sentence and then averaged over sentences. It is compared with uniform attention over the
 visible keys of the same rows. If position alone could explain it, it is also compared with the best fixed position, chosen on
@@ -69,14 +69,14 @@ class Score:
     """How much a head follows a pattern.
 
     Attributes:
-        value, uniform: the head's weight on the pattern's keys, and uniform attention's weight in the same rows. For
-            ``syntactic``, the share of words whose favourite word is named by an arc.
+        value, uniform: the weight of the head, and of uniform attention in the same rows, on the pattern's keys. For
+            ``syntactic``, the share of words with an arc to their favourite word.
         excess: (value − uniform) / (1 − uniform): 0 is uniform attention, 1 is all weight on the pattern.
-        position: the value that the best fixed position would give. It is chosen on the even sentences and judged on the odd
-            ones. For ``previous`` and ``local`` it is the head's own weight at one distance, for the others how often a fixed
-            position hits the pattern.
+        position: the value that the best fixed position would give. It is chosen on the even sentences and evaluated on the odd
+            sentences. For ``previous`` and ``local`` it is the head's weight at one distance, for the others the share of rows in
+            which a fixed position hits the pattern.
         gain: value − position, paired by sentence.
-        shuffled, lost: for ``syntactic``, the value if the words are shuffled, and value − shuffled, paired by sentence.
+        shuffled, lost: for ``syntactic``, the value with shuffled words, and value − shuffled, paired by sentence.
         at: for ``offset`` the distance, for ``syntactic`` the relation and direction.
     """
 
@@ -159,8 +159,8 @@ class Heads:
 # --- one sentence
 
 
-class Found(NamedTuple):
-    """The result for one sentence: the values of each head and of uniform attention, (H,) each, and how often each fixed position hits."""
+class Measured(NamedTuple):
+    """The result for one sentence: the values of each head and of uniform attention, (H,) each, and the hit rate of each fixed position."""
 
     value: Tensor
     uniform: Tensor
@@ -171,7 +171,7 @@ def pattern_keys(behind: Tensor, ids: Tensor | None, window: int) -> dict[str, T
     """Return the keys (L, L) of each pattern of self-attention, by name. ``behind`` is j − i.
 
     >>> behind = torch.arange(5) - torch.arange(5)[:, None]
-    >>> pattern_keys(behind, torch.tensor([7, 8, 9, 7, 8]), window=1)["induction"].nonzero().tolist()  # behind an equal token
+    >>> pattern_keys(behind, torch.tensor([7, 8, 9, 7, 8]), window=1)["induction"].nonzero().tolist()  # after an equal token
     [[0, 4], [3, 1], [4, 2]]
     """
     keys = {"previous": behind == -1, "local": behind.abs() <= window}
@@ -181,40 +181,40 @@ def pattern_keys(behind: Tensor, ids: Tensor | None, window: int) -> dict[str, T
     return keys
 
 
-def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, Found]:
+def measure(layer: AttentionMap, ids: Tensor | None, window: int) -> dict[str, Measured]:
     """Measure every pattern, the entropy and the distance in one sentence (B = 1, no padding)."""
     p, visible = layer.weights[0].double(), layer.visible[0]
     uniform = visible / visible.sum(-1, keepdim=True).clamp(min=1).double()
     chooses = visible.sum(-1) > 1  # (H, L)
 
-    def mass(keys: Tensor, rules: bool = False) -> Found:
-        """Weight on ``keys``, the mean over the rows that see some of them and something else."""
+    def mass(keys: Tensor, rules: bool = False) -> Measured:
+        """The weight on ``keys``: the mean over rows that see some of them and also other keys."""
         hits = keys & visible
         rows = chooses & hits.any(-1) & (hits != visible).any(-1)
         value, chance = (((w * hits).sum(-1) * rows).sum(-1) / rows.sum(-1) for w in (p, uniform))
-        return Found(value, chance, offset_rules((hits & rows[..., None]).any(0)) if rules else {})
+        return Measured(value, chance, offset_rules((hits & rows[..., None]).any(0)) if rules else {})
 
     nothing = torch.full((len(p),), math.nan, dtype=torch.float64)
-    found = {"global": mass(_favourite_key(p, visible)), "distance": Found(nothing, nothing)}
-    found["entropy"] = Found(layer.entropy()[0].nanmean(-1), torch.ones_like(nothing))
+    results = {"global": mass(_favourite_key(p, visible)), "distance": Measured(nothing, nothing)}
+    results["entropy"] = Measured(layer.entropy()[0].nanmean(-1), torch.ones_like(nothing))
     if layer.queries == layer.keys:
         place = torch.arange(p.shape[-1])
         behind = place - place[:, None]  # j − i
         for name, keys in pattern_keys(behind, ids, window).items():
-            found[name] = mass(keys, rules=name in ("duplicate", "induction"))
-        found["offset"] = Found(*_stacked([mass(behind == k) for k in OFFSETS]))  # (K, H)
+            results[name] = mass(keys, rules=name in ("duplicate", "induction"))
+        results["offset"] = Measured(*_stacked([mass(behind == k) for k in OFFSETS]))  # (K, H)
         value, chance = (((w * behind.abs()).sum(-1) * chooses).sum(-1) / chooses.sum(-1) for w in (p, uniform))
-        found["distance"] = Found(value, chance)
-    return found
+        results["distance"] = Measured(value, chance)
+    return results
 
 
-def _stacked(found: Sequence[Found]) -> tuple[Tensor, Tensor]:
-    """The values of several results, and uniform attention's values."""
-    return torch.stack([one.value for one in found]), torch.stack([one.uniform for one in found])
+def _stacked(results: Sequence[Measured]) -> tuple[Tensor, Tensor]:
+    """Stack the values of several results, and the values of uniform attention."""
+    return torch.stack([result.value for result in results]), torch.stack([result.uniform for result in results])
 
 
 def _favourite_key(p: Tensor, visible: Tensor) -> Tensor:
-    """The one key with the most weight, (H, L, S): chosen on the even rows for the odd ones, and the other way round."""
+    """The one key with the most weight, (H, L, S): chosen on the even rows for the odd rows, and vice versa."""
     even = torch.arange(p.shape[1]) % 2 == 0
     best = [(p[:, half].sum(1) / visible[:, half].sum(1).clamp(min=1)).argmax(-1) for half in (even, ~even)]
     key = torch.where(even, best[1][:, None], best[0][:, None])  # (H, L)
@@ -222,7 +222,7 @@ def _favourite_key(p: Tensor, visible: Tensor) -> Tensor:
 
 
 def offset_rules(keys: Tensor) -> dict[tuple[str, int], float]:
-    """Return how often each guess from position alone hits ``keys`` (Q, K). A guess is the key at a fixed offset or at a fixed place."""
+    """Return the hit rate on ``keys`` (Q, K) of each guess from position alone: a key at a fixed offset or at a fixed place."""
     pairs, total = keys.nonzero().tolist(), max(1, int(keys.any(-1).sum()))
     hits = Counter(rule for query, key in pairs for rule in (("offset", key - query), ("place", key)))
     return {rule: count / total for rule, count in hits.items()}
@@ -241,69 +241,70 @@ def head_scores(
     ``local``     weight on keys at most ``window`` tokens away
     ``global``    weight on one key that all queries share; the key is chosen on half of the queries (Clark et al. 2019, §3)
     ``duplicate`` weight on other keys with the query's token (Wang et al. 2022, arXiv:2211.00593)
-    ``induction`` weight on keys behind another key with the query's token (Olsson et al. 2022, arXiv:2209.11895)
-    ``offset``    weight at one distance of −8 to 8, chosen on the even sentences, judged on the odd ones
+    ``induction`` weight on keys after another key with the query's token (Olsson et al. 2022, arXiv:2209.11895)
+    ``offset``    weight at one distance of −8 to 8, chosen on the even sentences, evaluated on the odd sentences
     ``syntactic`` see ``syntax_scores``
     ============= =====================================================================================================
 
-    Rows that see none of a pattern's keys, or only those, do not count. Cross-attention has only ``global``. Where tokens repeat at
+    Rows that see none of a pattern's keys, or only such keys, do not count. Cross-attention has only ``global``. If tokens repeat at
     one distance only, no head is called an induction head: let the distance vary, as ``data=induction`` does.
 
     Args:
-        snapshots: the results of ``take_snapshot``. Intervals need more than one row, and the choice of a position ten or more.
+        snapshots: the results of ``take_snapshot``. Intervals need at least two rows, the choice of a position at least ten.
         window: the distance for ``local``, in tokens. syntax: the result of ``syntax_scores``.
 
     Raises:
         ValueError: no snapshot.
 
-    >>> weights = torch.eye(7).roll(-1, 1).tril().index_fill(0, torch.tensor(0), 1.0).tril()  # each looks at the one before
+    >>> weights = torch.eye(7).roll(-1, 1).tril().index_fill(0, torch.tensor(0), 1.0).tril()  # each looks at the token before
     >>> visible = torch.ones(7, 7).tril().bool().expand(11, 2, 7, 7)
     >>> layer = AttentionMap("core", "causal", "x", "x", weights.expand(11, 2, 7, 7), visible, torch.zeros(11, 2, 7))
-    >>> found = head_scores(Snapshot((layer,), {"x": [["a"] * 7] * 11}, {}, {"x": torch.ones(11, 7).bool()}))
-    >>> found.heads[0].label, found.heads[0].scores["previous"].excess.mean
+    >>> scores = head_scores(Snapshot((layer,), {"x": [["a"] * 7] * 11}, {}, {"x": torch.ones(11, 7).bool()}))
+    >>> scores.heads[0].label, scores.heads[0].scores["previous"].excess.mean
     ('previous', 1.0)
     """
     kinds: dict[str, str] = {}
-    sentences: dict[str, list[dict[str, Found]]] = {}
+    sentences: dict[str, list[dict[str, Measured]]] = {}
     for snapshot in [snapshots] if isinstance(snapshots, Snapshot) else snapshots:
-        for one in map(snapshot.sentence, range(snapshot.num_rows)):
-            for layer in one.maps:
-                ids = one.ids[layer.keys][0] if layer.keys in one.ids else None
+        for sentence in map(snapshot.sentence, range(snapshot.num_rows)):
+            for layer in sentence.maps:
+                ids = sentence.ids[layer.keys][0] if layer.keys in sentence.ids else None
                 sentences.setdefault(layer.name, []).append(measure(layer, ids, window))
                 kinds[layer.name] = layer.kind
     if not sentences:
-        raise ValueError("snapshots must hold one sentence at least")
+        raise ValueError("snapshots must contain at least one sentence")
     heads, layers = [], []
-    for name, found in sentences.items():
-        scores = pattern_scores(found)
-        far, uniform = _stacked([one["distance"] for one in found])
-        entropy = torch.stack([one["entropy"].value for one in found])  # (n, H)
+    for name, results in sentences.items():
+        scores = pattern_scores(results)
+        far, uniform = _stacked([result["distance"] for result in results])
+        entropy = torch.stack([result["entropy"].value for result in results])  # (n, H)
         for head in range(entropy.shape[1]):
-            own = {pattern: per_head[head] for pattern, per_head in scores.items()}
-            own |= {"syntactic": syntax[name, head]} if syntax and (name, head) in syntax else {}
-            ordered = {pattern: own[pattern] for pattern in PATTERNS if pattern in own}
+            by_pattern = {pattern: per_head[head] for pattern, per_head in scores.items()}
+            by_pattern |= {"syntactic": syntax[name, head]} if syntax and (name, head) in syntax else {}
+            ordered = {pattern: by_pattern[pattern] for pattern in PATTERNS if pattern in by_pattern}
             heads.append(Head(name, kinds[name], head, ordered, mean_interval(entropy[:, head])))
         by_depth = mean_interval(entropy.mean(1)), mean_interval(far.mean(1)), float(uniform.nanmean())
         layers.append(Layer(name, kinds[name], *by_depth))
     return Heads(tuple(heads), tuple(layers))
 
 
-def pattern_scores(found: Sequence[Mapping[str, Found]]) -> dict[str, list[Score]]:
+def pattern_scores(results: Sequence[Mapping[str, Measured]]) -> dict[str, list[Score]]:
     """Return the scores of each head, by pattern, from the results of ``measure`` for each sentence."""
     out: dict[str, list[Score]] = {}
-    for name in sorted(set(PATTERNS) & set(found[0]), key=lambda name: name != "offset"):
-        value, chance = _stacked([one[name] for one in found])
+    for name in sorted(set(PATTERNS) & set(results[0]), key=lambda name: name != "offset"):
+        value, chance = _stacked([result[name] for result in results])
         if name == "global":
             position = torch.full_like(value, math.nan)
         elif name == "offset":  # (n, K, H)
             best = excess_of(value, chance)[0::2].nanmean(0).nan_to_num(nan=-math.inf).argmax(0)  # (H,)
-            own, chance = (of[:, best, torch.arange(len(best))] for of in (value, chance))
-            out[name] = [replace(s, at=f"{OFFSETS[k]:+}") for s, k in zip(_scores(own[1::2], chance[1::2]), best, strict=True)]
+            at_best, chance = (values[:, best, torch.arange(len(best))] for values in (value, chance))
+            scores = _scores(at_best[1::2], chance[1::2])
+            out[name] = [replace(score, at=f"{OFFSETS[k]:+}") for score, k in zip(scores, best, strict=True)]
             continue
         elif name in ("previous", "local"):
-            position = own.clone()
+            position = at_best.clone()
         else:
-            position = hits_of_best_rule([one[name].rules for one in found])[:, None].repeat(1, value.shape[1])
+            position = hits_of_best_rule([result[name].rules for result in results])[:, None].repeat(1, value.shape[1])
         position[0::2] = math.nan
         out[name] = _scores(value, chance, position)
     return out
@@ -315,9 +316,9 @@ def excess_of(value: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _scores(value: Tensor, uniform: Tensor, position: Tensor | None = None, shuffled: Tensor | None = None) -> list[Score]:
-    """A score a head from (n, H) each; a NaN of ``position`` is a sentence that it was chosen on."""
+    """One score per head, from tensors (n, H). ``position`` is NaN in the sentences on which the position was chosen."""
     nothing = torch.full_like(value, math.nan)
-    columns = [(nothing if given is None else given).T for given in (value, uniform, position, shuffled)]
+    columns = [(nothing if values is None else values).T for values in (value, uniform, position, shuffled)]
     out = []
     for v, u, p, s in zip(*columns, strict=True):
         means = [float(x.nanmean()) for x in (v, u, p, s)]
@@ -327,7 +328,7 @@ def _scores(value: Tensor, uniform: Tensor, position: Tensor | None = None, shuf
 
 
 def hits_of_best_rule(rules: Sequence[Mapping[tuple[str, int], float]]) -> Tensor:
-    """Return how often the rule that hits most often in the even sentences hits in each sentence, (n,). NaN if there is nothing to hit."""
+    """Return the hit rate in each sentence, (n,), of the rule with the most hits in the even sentences. NaN if there is nothing to hit."""
     total: Counter[tuple[str, int]] = Counter()
     for hits in rules[0::2]:
         total.update(hits)  # type: ignore[arg-type]
@@ -340,7 +341,7 @@ def hits_of_best_rule(rules: Sequence[Mapping[tuple[str, int], float]]) -> Tenso
 
 @dataclass(frozen=True)
 class Sentence:
-    """Words with a known structure.
+    """A sentence whose structure is known.
 
     Attributes:
         words: the texts. arcs: (word, word, relation); in a treebank, from each word to its head.
@@ -365,7 +366,7 @@ class Sentence:
     def encode(
         self, encode: Callable[[str], Sequence[int]], before: Sequence[int] = ()
     ) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Return ids (1, L), and the tokens [start, stop) of each word. Each word is encoded by itself, with the space before it.
+        """Return ids (1, L), and the tokens [start, stop) of each word. Each word is encoded separately, with the space before it.
 
         Args:
             before: ids to put before the sentence, such as a class token.
@@ -405,7 +406,7 @@ def read_conllu(path: str | Path) -> list[Sentence]:
     except (OSError, UnicodeDecodeError, conllu.exceptions.ParseException, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a CoNLL-U file: {' '.join(str(error).split())[:150]}") from None
     if not sentences:
-        raise ValueError(f"{path} holds no sentence")
+        raise ValueError(f"{path} contains no sentence")
     return sentences
 
 
@@ -427,12 +428,12 @@ def _sentence(tokens: Sequence[Mapping[str, Any]]) -> Sentence:
     return Sentence(tuple(words), tuple(pair for pair in pairs if pair[1] not in (-1, pair[0])), tuple(spaced))
 
 
-def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: Sentence) -> dict[str, Found]:
-    """Return the share of words whose favourite word is named by an arc, by relation and direction (``nsubj →``).
+def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: Sentence) -> dict[str, Measured]:
+    """Return the share of words with an arc to their favourite word, by relation and direction (``nsubj →``).
 
     Source: Clark et al. 2019, §4. Weights between words are summed over the tokens of the key word and averaged over the tokens
-    of the query word. A word is never its own favourite. Words with equal weights share the count. A word counts only if arcs name
-    some, but not all, of the words that it sees.
+    of the query word. A word is never its own favourite. Words with equal weights share the count. A word counts only if it has
+    arcs to some, but not all, of the words that it sees.
     """
     place, (start, stop) = torch.arange(layer.weights.shape[-1]), torch.tensor(spans).T[..., None]
     inside = ((place >= start) & (place < stop)).double()  # (W, L)
@@ -441,7 +442,7 @@ def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: S
     weights = weights.masked_fill(~visible, -1.0)
     best = (weights >= weights.amax(-1, keepdim=True) * (1 - 1e-6)) & visible  # (H, W, W)
     favourite = best / best.sum(-1, keepdim=True).clamp(min=1).double()
-    found = {}
+    results = {}
     for relation in dict.fromkeys(name for *_, name in sentence.arcs):
         pairs = torch.zeros_like(visible)
         pairs[tuple(torch.tensor([(i, j) for i, j, name in sentence.arcs if name == relation]).T)] = True
@@ -451,8 +452,8 @@ def agreement(layer: AttentionMap, spans: Sequence[tuple[int, int]], sentence: S
                 keys = keys & rows[:, None]
                 chance = (keys.sum(-1) / visible.sum(-1).clamp(min=1))[rows].mean().double()
                 shares = (favourite * keys).sum(dim=(1, 2)) / rows.sum()
-                found[candidate] = Found(shares, chance.expand(len(shares)), offset_rules(keys))
-    return found
+                results[candidate] = Measured(shares, chance.expand(len(shares)), offset_rules(keys))
+    return results
 
 
 def syntax_scores(
@@ -466,7 +467,7 @@ def syntax_scores(
     """Score how far each self-attention head follows the arcs of the sentences, compared with controls. Keys: (layer, head).
 
     The model reads each sentence twice, the second time with its words shuffled. For each head, the relation and direction with
-    the largest gain over position is chosen on the even sentences. Value, controls and intervals come from the odd ones.
+    the largest gain over position is chosen on the even sentences. Value, controls and intervals come from the odd sentences.
 
     Args:
         attend: a function from ids (1, L) to a ``Snapshot``, such as ``lambda ids: take_snapshot(model, {"input_ids": ids})``.
@@ -478,39 +479,39 @@ def syntax_scores(
     >>> from minitx.nn import DecoderLM
     >>> model = DecoderLM(TransformerConfig(vocab_size=128, embed_dim=12, num_heads=3, num_layers=1))
     >>> sentences = [Sentence(("a", "b", "cd", "e"), ((2, 0, "of"), (3, 1, "of")))] * 20
-    >>> found = syntax_scores(lambda ids: take_snapshot(model, {"input_ids": ids}), sentences, lambda text: list(text.encode()))
-    >>> found["blocks.0.attention.core", 0].at, found["blocks.0.attention.core", 0].position
+    >>> scores = syntax_scores(lambda ids: take_snapshot(model, {"input_ids": ids}), sentences, lambda text: list(text.encode()))
+    >>> scores["blocks.0.attention.core", 0].at, scores["blocks.0.attention.core", 0].position
     ('of →', 1.0)
     """
     random, read = np.random.default_rng(seed), []
     for sentence in sentences:
-        for one in (sentence, sentence.shuffled(random)):
-            ids, spans = one.encode(encode, before)
+        for variant in (sentence, sentence.shuffled(random)):
+            ids, spans = variant.encode(encode, before)
             layers = [layer for layer in attend(ids).maps if (layer.queries, layer.keys) == (SOURCE, SOURCE)]
-            read.append({layer.name: agreement(layer, spans, one) for layer in layers})
+            read.append({layer.name: agreement(layer, spans, variant) for layer in layers})
     plain, control = read[0::2], read[1::2]
     scores: dict[tuple[str, int], Score] = {}
     for name in plain[0] if plain else ():
-        found, again = [of[name] for of in plain], [of[name] for of in control]
-        halves = [Counter(c for of in found[half::2] for c in of) for half in (0, 1)]
-        judged = {c: _judged(c, found, again) for c in halves[0] if min(half[c] for half in halves) >= MIN_SENTENCES}
+        results, controls = [layers[name] for layers in plain], [layers[name] for layers in control]
+        halves = [Counter(c for result in results[half::2] for c in result) for half in (0, 1)]
+        judged = {c: _judged(c, results, controls) for c in halves[0] if min(half[c] for half in halves) >= MIN_SENTENCES}
         for h in range(len(next(iter(judged.values()))[1]) if judged else 0):
             best = max(judged, key=lambda c: float(judged[c][0][h]))
             scores[name, h] = replace(judged[best][1][h], at=best)
     return scores
 
 
-def _judged(candidate: str, plain: Sequence[Mapping[str, Found]], control: Sequence[Any]) -> tuple[Tensor, list[Score]]:
-    """The mean gain over position on the even sentences, (H,), and each head's score on the odd ones."""
-    heads = next(of[candidate].value for of in plain if candidate in of)
-    nothing = Found(torch.full_like(heads, math.nan), torch.full_like(heads, math.nan))
-    found, again = ([of.get(candidate, nothing) for of in half] for half in (plain, control))
-    (value, uniform), (shuffled, _) = _stacked(found), _stacked(again)
-    position = hits_of_best_rule([one.rules for one in found])[:, None].expand_as(value)
+def _judged(candidate: str, plain: Sequence[Mapping[str, Measured]], control: Sequence[Any]) -> tuple[Tensor, list[Score]]:
+    """The mean gain over position on the even sentences, (H,), and each head's score on the odd sentences."""
+    heads = next(result[candidate].value for result in plain if candidate in result)
+    nothing = Measured(torch.full_like(heads, math.nan), torch.full_like(heads, math.nan))
+    results, controls = ([result.get(candidate, nothing) for result in half] for half in (plain, control))
+    (value, uniform), (shuffled, _) = _stacked(results), _stacked(controls)
+    position = hits_of_best_rule([result.rules for result in results])[:, None].expand_as(value)
     return (value - position)[0::2].nanmean(0), _scores(value[1::2], uniform[1::2], position[1::2], shuffled[1::2])
 
 
-# --- the picture
+# --- the figure
 
 
 def heads_figure(heads: Heads) -> Figure:
@@ -554,7 +555,8 @@ def _cells(ax: Axes, heads: Sequence[Head], most: int) -> None:
     for head in heads:
         x, y, score = head.head, names.index(head.layer), head.scores[head.leading]
         values[y, x] = score.excess.mean
-        position = math.nan if head.leading in ("previous", "local") else score.position  # of these, a part of the value
+        # for ``previous`` and ``local``, the position is a part of the value
+        position = math.nan if head.leading in ("previous", "local") else score.position
         controls = {"u": score.uniform, "p": position, "s": score.shuffled}
         sign = max(controls, key=lambda key: (controls[key] == controls[key], controls[key]))
         words = head.label if head.label == head.leading else f"{head.label} ({head.leading})"
@@ -567,10 +569,13 @@ def _cells(ax: Axes, heads: Sequence[Head], most: int) -> None:
     ax.set_yticks(range(len(names)), layer_numbers(names))
 
 
-def _by_depth(ax: Axes, numbers: Sequence[str], found: Sequence[Interval], uniform: Sequence[float]) -> None:
-    means = [one.mean for one in found]
-    reach = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
-    ax.errorbar(range(len(found)), means, yerr=reach, fmt="o", color=PALETTE[0][0], markersize=4, capsize=3)
-    ax.plot(range(len(found)), uniform, "--", color=GREY, linewidth=1.2)
-    ax.set_xticks(range(len(found)), numbers)
+def _by_depth(ax: Axes, numbers: Sequence[str], intervals: Sequence[Interval], uniform: Sequence[float]) -> None:
+    means = [interval.mean for interval in intervals]
+    reach = [
+        [interval.mean - interval.low for interval in intervals],
+        [interval.high - interval.mean for interval in intervals],
+    ]
+    ax.errorbar(range(len(intervals)), means, yerr=reach, fmt="o", color=PALETTE[0][0], markersize=4, capsize=3)
+    ax.plot(range(len(intervals)), uniform, "--", color=GREY, linewidth=1.2)
+    ax.set_xticks(range(len(intervals)), numbers)
     ax.set_ylim(0, 1.06 * ax.get_ylim()[1])

@@ -1,7 +1,7 @@
 """Change what attention does while a model runs: knock out heads, patch activations, force a pattern.
 
-``intervene`` uses the same names as ``capture``. What ``capture`` records can be replaced by a number, a tensor, a function of
-the old value, or a record of another run.
+``intervene`` uses the same names as ``capture``. Any activation that ``capture`` records can be replaced by a number, a tensor, a
+function of the old value, or a record of another run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from minitx.analysis.capture import (
     places_of,
     rows_of_blocks,
     stream_of,
-    telling_of_padding,
     warn_of_silence,
+    warning_of_padding,
 )
 from minitx.analysis.heads import UNKNOWN, mean_interval
 from minitx.analysis.snapshot import Snapshot
@@ -73,28 +73,28 @@ def intervene(
     ``intervene(model, "scores", lambda z: z / T)``. Patch from another run: ``intervene(model, "values", seen)`` with the
     result of ``capture(other, what="values")``. For ``scores`` and ``weights``, the changed layers use the backend ``math``;
     all others keep their kernel. Gradients flow through the changed computation. Contexts can be nested: each one sees the
-    changes of the contexts around it, and so does ``capture``. Where activation checkpointing runs a call again, the backward pass
-    must run inside the context, too: outside of it, the second run is a run without the change.
+    changes of the contexts around it, and so does ``capture``. With activation checkpointing, the backward pass must also run inside
+    the context, because the recomputation outside of it would not have the change.
 
     Args:
         to: a number or a tensor to broadcast to the chosen part; a function of the chosen part; or the result of
-            ``capture``. The n-th call then uses the n-th record, and later calls the last one. Where activation checkpointing
-            runs a call again, it gets the same record again.
+            ``capture``. The n-th call then uses the n-th record, and later calls the last record. A call that activation
+            checkpointing runs again gets the same record again.
         layers: as in ``capture``. Default: all.
         heads: the query heads. Default: all. Not for ``feedforward`` and ``residual``.
         positions: the queries; for ``values`` the keys; for ``feedforward`` and ``residual`` the tokens. They are columns of the
-            whole text, padding included: with a cache, position 0 is in the first call, and the calls after it stay unchanged. A
-            record of a text of another length gives the same positions. Negative positions count from the end of a call's
-            input. If a cache continues a text, they are refused, because the text has no end yet. Default: all.
+            whole text, padding included: with a cache, position 0 is in the first call, and later calls stay unchanged. A record of
+            a text of another length is read at the same positions. Negative positions count from the end of a call's input. They
+            are an error if a cache continues a text, because the text has no end yet. Default: all.
 
     Raises:
         ValueError: an unknown ``what``, layer, head or position; a shape that does not fit; a core whose weights are not the
             softmax of its scores; a replacement of scores inside a context that replaces the weights. RuntimeError: a module is
-            compiled; or activation checkpointing runs a call again that cannot be told apart from another call.
+            compiled; or activation checkpointing runs a call again that cannot be distinguished from another call.
 
     Warns:
-        UserWarning: no call reads a chosen position, because a cache holds it already; or, as in ``capture``, a chosen layer did not run
-            at all, or padding on the left is counted as tokens.
+        UserWarning: no call reads a chosen position, because it is already in a cache; or, as in ``capture``, a chosen layer did not
+            run, or padding on the left is counted as tokens.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(6, 2), torch.randn(1, 3, 6)
@@ -110,16 +110,16 @@ def intervene(
     modules = chosen_modules(model, what, layers, heads)
     if isinstance(to, Mapping):
         if (recorded := getattr(to, "what", None)) not in (None, what):
-            raise ValueError(f"what={what!r} is replaced by records of {recorded!r}: capture(what={what!r}) records what fits")
+            raise ValueError(f"what={what!r} cannot be replaced by records of {recorded!r}: use capture(what={what!r})")
         if not (both := modules.keys() & to.keys()):
-            raise ValueError(f"the records hold none of the layers {', '.join(modules)}")
+            raise ValueError(f"the records have none of the layers {', '.join(modules)}")
         modules = {name: module for name, module in modules.items() if name in both}
     before: dict[str, int] = {}
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         before[name] = length_before(module, args, options)
 
-    with telling_of_padding(model), rows_of_blocks(model) as rows, ExitStack() as hooks:
+    with warning_of_padding(model), rows_of_blocks(model) as rows, ExitStack() as hooks:
         hooks.enter_context(before_calls({} if positions is None else modules_with_caches(model), note))
         parts = {name: _Part(name, what, to, heads, positions, rows, before) for name in modules}
         for name, module in modules.items():
@@ -127,20 +127,20 @@ def intervene(
                 hooks.enter_context(module.register_forward_hook(Hook(parts[name].leave)))
                 continue
             if what != "values" and not isinstance(module, DotProductAttention):
-                raise ValueError(f"{name} is a {type(module).__name__}: only DotProductAttention takes other {what}")
+                raise ValueError(f"{name} is a {type(module).__name__}: {what} can be replaced in DotProductAttention only")
             hooks.enter_context(module.register_forward_pre_hook(Hook(parts[name].enter)))
         yield
     warn_of_silence(model, {name: part.ran for name, part in parts.items()})
-    if missed := [name for name, part in parts.items() if part.passed and not part.found]:
+    if missed := [name for name, part in parts.items() if part.passed and not part.has_changed]:
         warnings.warn(
-            f"positions={positions} changed nothing in {', '.join(missed)}: a cache held them before the context was open",
+            f"positions={positions} changed nothing in {', '.join(missed)}: they were in a cache before the context was open",
             stacklevel=3,
         )
 
 
 @dataclass
 class _Part:
-    """What is changed in one layer."""
+    """The change in one layer."""
 
     name: str
     what: str
@@ -150,14 +150,14 @@ class _Part:
     rows: Mapping[str, tuple[int, int]]
     before: Mapping[str, int]
     ran: bool = False
-    found: bool = False
+    has_changed: bool = False
     passed: bool = False
     norms: list[Tensor] = field(default_factory=list)
 
     def enter(self, core: nn.Module, args: tuple[AttentionCall]) -> tuple[AttentionCall]:
         (call,) = args
         start = 0 if self.positions is None else innermost(self.name, self.before)
-        if self.what == "values":  # of a window, a cache hands out the last keys
+        if self.what == "values":  # with a window, a cache returns only the last keys
             start = max(0, start + call.shape[2] - call.shape[3]) if start and not call.is_cross else 0
             group = call.query.shape[1] // call.value.shape[1]
             key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (call.key, call.value))
@@ -175,18 +175,18 @@ class _Part:
         return self.changed(output, start)
 
     def changed(self, tensor: Tensor, start: int) -> Tensor:
-        """``tensor`` with the chosen part replaced. Its first position is position ``start`` of the text."""
+        """Replace the chosen part of ``tensor``. Its first position is position ``start`` of the text."""
         self.ran = True
         if tensor.dim() == 2:
             rows = self.rows[layer_of(self.name, self.rows)]
             return self.changed(tensor.unflatten(0, rows), start).flatten(0, 1)
         kept, positions = self.chosen_positions(tensor.shape[-2], start, tensor.device)
         heads = [places_of("heads", self.heads, tensor.shape[1], tensor.device)[:, None]] if tensor.dim() == 4 else []
-        record = self.record(tensor, positions + start) if isinstance(self.to, Mapping) else None  # every call has its own
+        record = self.record(tensor, positions + start) if isinstance(self.to, Mapping) else None  # a record for every call
         if not len(positions):
             self.passed = True
             return tensor
-        self.found = True
+        self.has_changed = True
         rows_and_heads: tuple[Any, ...] = (slice(None), *heads)
         index = (*rows_and_heads, positions)
         old = tensor[index]
@@ -196,27 +196,27 @@ class _Part:
         else:
             new = self.replacement(old)
         try:
-            if record is None and not callable(self.to) and len(kept) < (chosen := len(self.given_positions())):
+            if record is None and not callable(self.to) and len(kept) < (chosen := len(self.position_numbers())):
                 new = new.expand(*old.shape[:-2], chosen, old.shape[-1])[..., kept, :]
             new = new.to(tensor).expand_as(old)
         except RuntimeError:
-            wanted = f"must fit the shape {tuple(old.shape)}, got {tuple(new.shape)}"
-            raise ValueError(f"{self.name}: what replaces {self.what} {wanted}") from None
+            shapes = f"must fit the shape {tuple(old.shape)}, got {tuple(new.shape)}"
+            raise ValueError(f"{self.name}: the replacement of {self.what} {shapes}") from None
         if old.shape == tensor.shape and self.heads is None and self.positions is None:
             return new.clone()  # the model may change it in place
         out = tensor.clone()
         out[index] = new
         return out
 
-    def given_positions(self) -> Sequence[int]:
-        """The positions as numbers from the caller; none where all are chosen."""
+    def position_numbers(self) -> Sequence[int]:
+        """The positions as the caller's numbers; empty if all are chosen."""
         return () if self.positions is None else [self.positions] if isinstance(self.positions, int) else self.positions
 
     def chosen_positions(self, size: int, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Which of the chosen positions a call of ``size`` positions from ``start`` on has, and where it has them."""
+        """The numbers of the chosen positions that lie in a call of ``size`` positions from ``start`` on, and their places in it."""
         if self.positions is None:
             return (every := torch.arange(size, device=device)), every
-        if start and self.what != "values" and any(number < 0 for number in self.given_positions()):
+        if start and self.what != "values" and any(number < 0 for number in self.position_numbers()):
             raise ValueError(
                 f"positions={self.positions} count from the end, but a text that a cache continues has no end yet: count from its start"
             )
@@ -225,47 +225,47 @@ class _Part:
         return kept, places[kept]
 
     def record(self, tensor: Tensor, places: Tensor) -> Tensor:
-        """The record that replaces ``tensor``. It may be of a text of another length that has the chosen ``places``."""
+        """The record that replaces ``tensor``. Its text may have another length if it contains the chosen ``places``."""
         records = self.to[self.name]  # type: ignore[call-overload, index]
         if not records:
             raise ValueError(f"{self.name}: nothing was recorded; run the model inside of capture first")
-        found: Tensor = records[self.number(tensor.detach(), len(records))].to(tensor)
-        widths = [(*one.shape[1:-2], one.shape[-1]) for one in (found, tensor)]
-        counted = self.positions is not None and all(number >= 0 for number in self.given_positions())
-        is_long = counted and bool((places < found.shape[-2]).all())
-        if widths[0] != widths[1] or not (found.shape[-2] == tensor.shape[-2] or is_long):
-            shapes = f"the record has the shape {tuple(found.shape)}, but {tuple(tensor.shape)} is replaced"
+        record: Tensor = records[self.number(tensor.detach(), len(records))].to(tensor)
+        widths = [(*values.shape[1:-2], values.shape[-1]) for values in (record, tensor)]
+        counted = self.positions is not None and all(number >= 0 for number in self.position_numbers())
+        is_long = counted and bool((places < record.shape[-2]).all())
+        if widths[0] != widths[1] or not (record.shape[-2] == tensor.shape[-2] or is_long):
+            shapes = f"the record has the shape {tuple(record.shape)}, but {tuple(tensor.shape)} is replaced"
             raise ValueError(f"{self.name}: {shapes}")
-        return found
+        return record
 
     def replacement(self, old: Tensor) -> Tensor:
         if isinstance(self.to, int | float):
-            return old.new_full((), self.to)  # made on the device: a copy would wait for it
+            return old.new_full((), self.to)  # created on the device: a copy would wait for it
         if not callable(self.to):
             return torch.as_tensor(self.to)
         if not isinstance(new := self.to(old), Tensor):
-            wanted = f"the function that replaces {self.what} must return a tensor"
-            raise ValueError(f"{self.name}: {wanted}, got {type(new).__name__}")
+            requirement = f"the function that replaces {self.what} must return a tensor"
+            raise ValueError(f"{self.name}: {requirement}, got {type(new).__name__}")
         return new
 
     def number(self, tensor: Tensor, num_records: int) -> int:
-        """The number of the record of this call. A recomputed call is recognised by its ``tensor``: it has the same values."""
+        """The number of the record of this call. A recomputed call is recognised by the values of its ``tensor``."""
         if num_records == 1:
             return 0
         norm = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
         if not is_recomputing():
             self.norms.append(norm)
             return min(len(self.norms), num_records) - 1
-        found = {min(number, num_records - 1) for number, other in enumerate(self.norms) if torch.equal(norm, other)}
-        if len(found) != 1:
+        candidates = {min(number, num_records - 1) for number, other in enumerate(self.norms) if torch.equal(norm, other)}
+        if len(candidates) != 1:
             raise RuntimeError(
-                f"{self.name}: activation checkpointing runs a layer again, and {len(found)} of its calls have the same "
-                f"{self.what}: which record replaces them is not known"
+                f"{self.name}: activation checkpointing runs a layer again, and {len(candidates)} of its calls have the same "
+                f"{self.what}: the record that replaces them is not known"
             )
-        return found.pop()
+        return candidates.pop()
 
 
-# --- the experiments that everybody does first
+# --- common experiments
 
 
 @dataclass(frozen=True)
@@ -276,8 +276,8 @@ class HeadEffects:
         names: the names of the layers' cores. mean, low, high: (layers, H). rows: the number of rows.
         what: the meaning of the numbers, in words.
 
-    >>> one = torch.zeros(1, 2)
-    >>> HeadEffects(("core",), one, one - 1, one + 1, 7, "change of loss").low.tolist()
+    >>> mean = torch.zeros(1, 2)
+    >>> HeadEffects(("core",), mean, mean - 1, mean + 1, 7, "change of loss").low.tolist()
     [[-1.0, -1.0]]
     """
 
@@ -298,11 +298,11 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     2023, "The Hydra Effect", arXiv:2307.15771).
 
     Args:
-        loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows. Rows where
-            the whole model's loss is NaN do not count. A head has the effect NaN if another loss is NaN without it.
+        loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows. Rows in which
+            the whole model's loss is NaN do not count. A head has the effect NaN if another loss is NaN without the head.
 
     Raises:
-        ValueError: no attention of ours ran, or the loss is not (n,): the interval needs a loss per row.
+        ValueError: no attention of minitx ran, or the loss is not (n,): the interval needs a loss per row.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> x, model = torch.randn(7, 3, 6), MultiHeadAttention(6, 2)
@@ -336,12 +336,12 @@ def patch_heads(
 
     Args:
         clean, corrupted: two batches of the same shape. They differ in the tokens that the answer depends on.
-        score: a function from the logits (of a Hugging Face model, from its output's ``logits``) to one number per row, (n,), for
+        score: a function from the logits (for a Hugging Face model, the ``logits`` of its output) to one number per row, (n,), for
             example the logit of the clean answer minus the logit of the corrupted answer.
         what: ``values`` (the head's input), ``heads`` (its output), ``weights`` or ``scores`` (its attention).
 
     Raises:
-        ValueError: the clean and the corrupted run have the same mean score or NaN, the score is not (n,), or another ``what``.
+        ValueError: the clean and the corrupted run have the same mean score, a score is NaN or not (n,), or ``what`` is unknown.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -378,14 +378,14 @@ def answers_without_heads(
 ) -> dict[str, list[Rows]]:
     """Return the answers with the output of one head set to 0, for every head of each layer.
 
-    The model reads several copies of the batch at once, each without another head of one layer. The work is one forward pass for each
-    head.
+    The model reads several copies of the batch at once. In each copy, a different head of the layer is silent. The work is one forward
+    pass for each head.
 
     Args:
         layers: as in ``capture``.
 
     Raises:
-        ValueError: the output holds no logits for these questions, or no attention ran.
+        ValueError: the output has no logits for these questions, or no attention ran.
 
     >>> from minitx.analysis.answers import Question
     >>> from minitx.config import TransformerConfig
@@ -397,14 +397,14 @@ def answers_without_heads(
     ([3, 3], '5')
     """
     inputs = with_positions(model, inputs)
-    B, found = len(asked.rows), dict[str, list[Rows]]()
+    B, answers = len(asked.rows), dict[str, list[Rows]]()
     length = inputs[asked.axis].shape[1] if asked.axis in inputs else 1
     at_once = max(1, COPIED_TOKENS // (B * length))
     with evaluating(model), full_precision(next(iter(inputs.values())).device):
         with _count_heads(model) as num_heads:
             model(**inputs)
         for name in chosen_modules(model, "heads", layers):
-            found[name] = []
+            answers[name] = []
             for heads in torch.eye(num_heads[name], dtype=torch.bool).split(at_once):
                 n, at = len(heads), heads.repeat_interleave(B, 0)[:, :, None, None]  # (n · B, H, 1, 1)
                 copies = {key: x.repeat(n, *[1] * (x.dim() - 1)) if _has_rows(x, B) else x for key, x in inputs.items()}
@@ -416,10 +416,10 @@ def answers_without_heads(
                     rows = read_answers(model(**copies), replace(asked, rows=[*asked.rows] * n))
                 if rows is None:
                     raise ValueError(
-                        f"{type(model).__name__} gives no logits over {asked.size} answers, so no effect can be told"
+                        f"{type(model).__name__} returns no logits over {asked.size} answers, so the effect of a head is not known"
                     )
-                found[name] += [rows[i * B : (i + 1) * B] for i in range(n)]
-    return found
+                answers[name] += [rows[i * B : (i + 1) * B] for i in range(n)]
+    return answers
 
 
 def with_knock_outs(snapshot: Snapshot, model: nn.Module, inputs: Mapping[str, Any], asked: Asked | None) -> Snapshot:
@@ -433,14 +433,15 @@ def with_knock_outs(snapshot: Snapshot, model: nn.Module, inputs: Mapping[str, A
     """
     if snapshot.answers is None or asked is None:
         raise ValueError(
-            f"knock_out=true: {type(model).__name__} gives no answer on this input that could change (logits of the next token, or of a label)"
+            f"knock_out=true: {type(model).__name__} gives no answer on this input that could change (logits of the next token or of "
+            "a label)"
         )
     without = answers_without_heads(model, inputs, asked, layers=[layer.name for layer in snapshot.maps])
     return replace(snapshot, answers=replace(snapshot.answers, without=without))
 
 
 COPIED_TOKENS = 512
-"""The number of tokens that ``answers_without_heads`` gives the model at once, if a batch has no more."""
+"""The number of tokens that the model reads at once in ``answers_without_heads``, at least one batch."""
 
 
 def _has_rows(x: Any, B: int) -> bool:
@@ -449,15 +450,15 @@ def _has_rows(x: Any, B: int) -> bool:
 
 @contextmanager
 def _count_heads(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Give the number of heads of each attention core by name, 0 where a core does not run."""
-    cores = chosen_modules(model, "heads", None)  # raises where there are none
-    found = dict.fromkeys(cores, 0)
+    """Count the heads of each attention core, by name: 0 if the core does not run."""
+    cores = chosen_modules(model, "heads", None)  # raises if there are none
+    num_heads = dict.fromkeys(cores, 0)
 
     def enter(name: str, core: nn.Module, args: tuple[AttentionCall], kwargs: dict[str, Any]) -> None:
-        found[name] = args[0].query.shape[1]
+        num_heads[name] = args[0].query.shape[1]
 
     with before_calls(cores, enter):
-        yield found
+        yield num_heads
 
 
 def _each_head(
@@ -466,44 +467,44 @@ def _each_head(
     """``loss(model)`` with the change in one head, for every head of each core."""
     if not any(num_heads.values()):
         raise ValueError(f"none of the {len(num_heads)} attention cores of the model ran")
-    found: dict[str, list[Tensor]] = {}
+    losses: dict[str, list[Tensor]] = {}
     for name, number in num_heads.items():
         for head in range(number):
             with intervene(model, what, to, layers=[name], heads=[head]):
-                found.setdefault(name, []).append(loss(model))
-    return found
+                losses.setdefault(name, []).append(loss(model))
+    return losses
 
 
-def _of_rows(found: Any, what: str) -> Tensor:
+def _of_rows(numbers: Any, what: str) -> Tensor:
     """Return the numbers of a user's function, in the widest type of their device."""
-    if not isinstance(found, Tensor) or found.dim() != 1:
-        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(numbers, Tensor) or numbers.dim() != 1:
+        got = tuple(numbers.shape) if isinstance(numbers, Tensor) else type(numbers).__name__
         raise ValueError(f"{what} must return one number for each row, (n,), got {got}")
-    return found.to(widest_float(found.device))
+    return numbers.to(widest_float(numbers.device))
 
 
-def _effects(found: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
-    compared = [[compare(one).double() for one in heads] for heads in found.values()]
-    intervals = [[UNKNOWN if one.isnan().any() else mean_interval(one) for one in heads] for heads in compared]
+def _effects(by_core: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
+    compared = [[compare(numbers).double() for numbers in heads] for heads in by_core.values()]
+    intervals = [[UNKNOWN if effect.isnan().any() else mean_interval(effect) for effect in heads] for heads in compared]
     width = max(map(len, intervals))
     rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]
-    numbers = torch.tensor([[(one.mean, one.low, one.high) for one in row] for row in rows], dtype=torch.float64)
+    numbers = torch.tensor([[(cell.mean, cell.low, cell.high) for cell in row] for row in rows], dtype=torch.float64)
     mean, low, high = numbers.unbind(-1)
-    return HeadEffects(tuple(found), mean, low, high, len(compared[0][0]), what)
+    return HeadEffects(tuple(by_core), mean, low, high, len(compared[0][0]), what)
 
 
 @torch.no_grad()
 def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
     """Return the logits that the model would give if it ended after each block: (blocks, B, L, V).
 
-    The output of the last block is replaced by the output of each block before, so the final norm and the head are applied to the
+    The output of the last block is replaced by the output of each earlier block, so the final norm and the head are applied to the
     residual stream after each block (nostalgebraist 2020, "interpreting GPT: the logit lens"). A block that is applied several
-    times counts each time. Blocks may sit in other modules. Blocks of another stream than the last block's are left out: the
-    encoder's blocks of an encoder–decoder, and the blocks of a separate vision model.
+    times counts each time. Blocks may be nested in other modules. Blocks whose residual stream is not the last block's are left out:
+    the encoder of an encoder–decoder, and a separate vision model.
 
     Raises:
-        ValueError: the model has no block, none runs, or the residual stream changes its shape between them; or the model has
-            no head, so that it returns no logits; or a layer that isn't marked as a block follows the last block.
+        ValueError: the model has no block, no block runs, or the residual stream changes its shape between blocks; the model has no
+            head and therefore returns no logits; or a layer that isn't marked as a block follows the last block.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -521,7 +522,7 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
             raise ValueError(f"no block of {type(model).__name__} ran")
         with intervene(model, "residual", lambda x: x.flip(-1)):
             changed = _block_calls(model, inputs)
-        # A stream starts where the outputs of the blocks before have no effect on a block's input.
+        # A stream starts at a block whose input does not depend on the outputs of the earlier blocks.
         pairs = zip(calls, changed, strict=True)
         start = max((i for i, ((_, x), (_, y)) in enumerate(pairs) if torch.equal(x, y)), default=0)
         records = {name: iter(of_block) for name, of_block in seen.items()}
@@ -532,23 +533,23 @@ def logit_lens(model: nn.Module, **inputs: Tensor) -> Tensor:
             with intervene(model, "residual", {last: [*seen[last][:-1], record]}):
                 out.append(logits_of(model(**inputs)))
     if not isinstance(out[0], Tensor):
-        raise ValueError(f"{type(model).__name__} returns no logits, but {type(out[0]).__name__}: take the model with its head")
+        raise ValueError(f"{type(model).__name__} returns a {type(out[0]).__name__}, not logits: use the model with its head")
     return torch.stack(out)
 
 
 def _refuse_layers_after(model: nn.Module, last: str) -> None:
-    """Raise an error if layers of a list follow the block ``last`` that aren't blocks: a lens would look through them."""
+    """Raise an error if a layer that isn't a block follows the block ``last`` in its list: the lens would include that layer."""
     path, _, number = last.rpartition(".")
     layers = model.get_submodule(path)
     if isinstance(layers, nn.ModuleList) and not all(map(is_block, layers[int(number) + 1 :])):
         raise ValueError(
-            f"a layer of {path} that isn't marked as a block follows the last block, {last}, so no lens reads the stream before it: "
-            "mark its class with is_block = True"
+            f"a layer of {path} that isn't marked as a block follows the last block, {last}, so the lens would include it: mark its "
+            "class with is_block = True"
         )
 
 
 def _block_calls(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """The name and the input of each block that ``model(**inputs)`` calls, in the order of the calls. Only of the model around the last one."""
+    """The name and the input of each block that ``model(**inputs)`` calls, in order, of the innermost model around the last block."""
     calls: list[tuple[str, Tensor]] = []
 
     def enter(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

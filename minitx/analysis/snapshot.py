@@ -1,6 +1,6 @@
 """The attention of a model on one batch: the input of the viewer, the head scores and the figures.
 
-``take_snapshot`` takes a snapshot of a model. ``read_snapshots`` reads those that the probe wrote to a run's folder.
+``take_snapshot`` takes a snapshot of a model. ``read_snapshots`` reads the snapshots that the probe wrote to a run's folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minitx.nn.transfer import to_host
 
 SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
 TOLERANCE = 1e-2
-"""How far weights of 8 or 16 bits may lie outside of 0 to 1."""
+"""The largest distance of weights of 8 or 16 bits from the range 0 to 1."""
 MASKS_OF = {SOURCE: ("key_mask", "attention_mask"), TARGET: ("decoder_key_mask", "decoder_attention_mask")}
 
 
@@ -61,7 +61,7 @@ class AttentionMap:
     max_logit: Tensor
 
     def place(self) -> dict[str, str]:
-        """Return the fields that say where the layer stands, as plain data."""
+        """Return the name, the kind and the axes of the layer as plain data."""
         return {name: getattr(self, name) for name in ("name", "kind", "queries", "keys")}
 
     def entropy(self) -> Tensor:
@@ -72,13 +72,13 @@ class AttentionMap:
 
 @dataclass(frozen=True)
 class Tally:
-    """What a model answers, and where its heads look, on all rows of a batch.
+    """Counts of right answers, and of heads that look at the right key, over all rows of a batch.
 
     Attributes:
         row: the number of the row that is shown. rows: the number of rows.
-        asked: the number of questions whose right answer is known. right: how many of them the model answers right.
+        asked: the number of questions whose right answer is known. right: the number of right answers to them.
         keyed: the number of questions with a key that holds the answer.
-        on_key: by the name of a layer's core and for each head, for how many of them this key has the largest weight.
+        on_key: by the name of a layer's core, for each head: the number of these questions in which the key has the largest weight.
     """
 
     row: int
@@ -100,8 +100,8 @@ class Snapshot:
         ids: int (B, n) for each axis, but not for images. real: bool (B, n) for each axis, False at padding.
         step: the training step, or None. title: a title for the viewer and the figures.
         answers: the model's answers, or None.
-        layers: the names of all layers of the model, with and without a map: their places are the numbers of the layers.
-        tally: of a row that was cut out of a batch (``sentence``), the answers on all rows of the batch, or None.
+        layers: the names of all layers of the model, with and without a map. A layer's place in this list is its number.
+        tally: for a row that was cut out of a batch (``sentence``), the counts over all rows of the batch, or None.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import Encoder
@@ -137,7 +137,7 @@ class Snapshot:
         >>> snapshot_of_weights([torch.eye(2), torch.eye(2)]).chosen(-1)
         ['1']
         """
-        names = [one.name for one in self.maps]
+        names = [layer.name for layer in self.maps]
         places = {layer: layer for layer in self.layers} | {name: layer_of(name, self.layers) for name in names}
         return chosen_names(names, layers, places, LACKS["weights"])
 
@@ -148,7 +148,7 @@ class Snapshot:
             ValueError: the row does not exist, or the layers read different tokens (Swin).
         """
         if not 0 <= row < self.num_rows:
-            raise ValueError(f"row={row} must be one of the batch's 0 to {self.num_rows - 1}")
+            raise ValueError(f"row={row} must be one of the rows 0 to {self.num_rows - 1} of the batch")
         real = {axis: mask[row] for axis, mask in self.real.items()}
         maps = []
         for layer in self.maps:
@@ -157,29 +157,31 @@ class Snapshot:
             if (B, sizes) != (self.num_rows, [len(q), len(k)]):
                 raise ValueError(
                     f"{layer.name} has {B} rows of {sizes[0]} queries and {sizes[1]} keys, and {layer.queries} has {self.num_rows} of "
-                    f"{len(q)}: layers that read other tokens need snapshots of their own (layers=)"
+                    f"{len(q)}: take a separate snapshot of layers that read other tokens (layers=)"
                 )
             cut = {name: getattr(layer, name)[row : row + 1][:, :, q][..., k] for name in ("weights", "visible")}
             maps.append(replace(layer, **cut, max_logit=layer.max_logit[row : row + 1][:, :, q]))
         tokens = {axis: [list(compress(rows[row], real[axis].tolist()))] for axis, rows in self.tokens.items()}
         ids = {axis: tensor[row : row + 1, real[axis]] for axis, tensor in self.ids.items()}
         answers = self.answers and self.answers.of_row(row, real[self.answers.axis].tolist())
-        one = {axis: mask[mask].unsqueeze(0) for axis, mask in real.items()}
+        all_real = {axis: mask[mask].unsqueeze(0) for axis, mask in real.items()}
         tally = self.tally if self.num_rows == 1 else self._tally(row)
-        return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real=one, answers=answers, tally=tally)
+        return replace(self, maps=tuple(maps), tokens=tokens, ids=ids, real=all_real, answers=answers, tally=tally)
 
     def _tally(self, row: int) -> Tally | None:
         """Count answers and favourite keys over all rows; None if no right answer is known."""
         if self.answers is None:
             return None
-        questions = [(b, one) for b, ones in enumerate(self.answers.rows) for one in ones if one.right is not None]
-        keyed = [(b, one) for b, one in questions if one.key is not None]
+        questions = [
+            (b, answer) for b, answers in enumerate(self.answers.rows) for answer in answers if answer.right is not None
+        ]
+        keyed = [(b, answer) for b, answer in questions if answer.key is not None]
         on_key = {
-            layer.name: [sum(found) for found in zip(*(_heads_on_key(layer, b, one) for b, one in keyed), strict=True)]
+            layer.name: [sum(hits) for hits in zip(*(_heads_on_key(layer, b, answer) for b, answer in keyed), strict=True)]
             for layer in self.maps
             if keyed and layer.queries == layer.keys == self.answers.axis
         }
-        right = sum(bool(one.is_right) for _, one in questions)
+        right = sum(bool(answer.is_right) for _, answer in questions)
         return Tally(row, self.num_rows, len(questions), right, len(keyed), on_key) if questions else None
 
 
@@ -189,33 +191,33 @@ def _heads_on_key(layer: AttentionMap, row: int, answer: Answer) -> list[bool]:
 
 
 def typical_row(runs: Sequence[Sequence[Snapshot]]) -> int | None:
-    """Return the first row that ends as most rows do in every run, or None if there is none.
+    """Return the first row that ends like most rows in every run, or None if there is none.
 
-    How a row ends: whether the answer to its last question is right at the last step, and whether a head's largest weight lies on the
-    key that holds the answer, where there is one.
+    The end of a row is whether the answer to its last question is right at the last step, and whether a head's largest weight lies on
+    the key that holds the answer, if there is such a key.
 
     Args:
         runs: the snapshots of each run, of the same rows.
     """
     ends = [_ends(snapshots[-1]) for snapshots in runs if snapshots[-1].answers is not None]
-    usual = [Counter(found).most_common(1)[0][0] for found in ends]
+    usual = [Counter(of_rows).most_common(1)[0][0] for of_rows in ends]
     rows = range(min(map(len, ends), default=0))
-    return next((row for row in rows if all(found[row] == most for found, most in zip(ends, usual, strict=True))), None)
+    return next((row for row in rows if all(of_rows[row] == most for of_rows, most in zip(ends, usual, strict=True))), None)
 
 
 def _ends(snapshot: Snapshot) -> list[tuple[bool, bool] | None]:
     """For each row, whether the answer to its last question is right, and whether a head found the key."""
     assert snapshot.answers is not None
-    found: list[tuple[bool, bool] | None] = []
+    ends: list[tuple[bool, bool] | None] = []
     for row, answers in enumerate(snapshot.answers.rows):
-        known = [one for one in answers if one.right is not None]
+        known = [answer for answer in answers if answer.right is not None]
         if not known:
-            found.append(None)
+            ends.append(None)
             continue
         maps = [layer for layer in snapshot.maps if layer.queries == layer.keys == snapshot.answers.axis]
         has_key = known[-1].key is not None and any(any(_heads_on_key(layer, row, known[-1])) for layer in maps)
-        found.append((bool(known[-1].is_right), has_key))
-    return found
+        ends.append((bool(known[-1].is_right), has_key))
+    return ends
 
 
 @torch.no_grad()
@@ -229,22 +231,26 @@ def take_snapshot(
     step: int | None = None,
     title: str = "",
 ) -> Snapshot:
-    """Run ``model(**inputs)`` in evaluation mode without autocast, and return the attention of each layer, in at least float32, on the CPU.
+    """Run ``model(**inputs)`` and return the attention of each layer, in at least float32, on the CPU.
+
+    The model runs in evaluation mode and without autocast.
 
     Args:
         inputs: the arguments of the model by name (``input_ids``, ``key_mask``, ``decoder_input_ids`` …), or a tensor, its
-            first argument. Ids (L,) are one row. Where a model of transformers counts padding on the left as tokens (GPT-2), it
-            gets ``position_ids`` from ``attention_mask``.
+            first argument. Ids (L,) are one row. A Hugging Face model that would count padding on the left as tokens (GPT-2) gets
+            ``position_ids`` from ``attention_mask``.
         tokens: the texts of the tokens, see ``Snapshot``. Default: the ids as numbers, and ``row,column`` for image patches.
         layers: as in ``capture``.
-        asked: questions, whose answers the snapshot keeps if the model's output holds logits for them (see ``read_answers``).
+        asked: questions. The snapshot keeps the answers if the model's output has logits for them (see ``read_answers``).
+        step: the training step.
+        title: a title for the viewer and the figures.
 
     Raises:
         ValueError, RuntimeError: as in ``capture``; texts that do not fit the ids; or no attention ran.
 
     Warns:
-        UserWarning: a core ran several times (ALBERT, universal Transformers). The snapshot has its last call. Or a part of a model
-            of transformers reads other tokens than the ids (the pictures of LLaVA). The snapshot leaves it out.
+        UserWarning: a core ran several times (ALBERT, universal Transformers). The snapshot has the last call. Or a part of a Hugging
+            Face model reads other tokens than the ids (the images of LLaVA). The snapshot leaves it out.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -262,52 +268,52 @@ def take_snapshot(
     others = [name for name in ran if source == SOURCE and not _takes_ids(model, home_of(model, name))]
     shown = {name: records for name, records in ran.items() if name not in others}
     warn_of_calls(shown, "last")
-    maps, told = [], dict[str, Tensor]()
+    maps, padding = [], dict[str, Tensor]()
     for name, records in shown.items():
         kind = seen.kinds[name]
         queries = TARGET if TARGET in inputs and kind != "self" else source
-        of_pictures = PIXELS if PIXELS in inputs and TARGET not in inputs else source
-        keys = queries if kind != "cross" else "key" if "key" in inputs else of_pictures
+        other_axis = PIXELS if PIXELS in inputs and TARGET not in inputs else source
+        keys = queries if kind != "cross" else "key" if "key" in inputs else other_axis
         weights, visible, max_logit, real_queries = to_host(records[-1])
         maps.append(AttentionMap(name, kind, queries, keys, weights, visible, max_logit))
         if kind != "cross":
-            told[queries] = real_queries
+            padding[queries] = real_queries
     if not maps:
         raise ValueError(f"no attention core of {type(model).__name__} ran{f' that reads {SOURCE}' if others else ''}")
     if others:
         warnings.warn(
-            f"{', '.join(others)} read other tokens than {SOURCE}, such as pictures, and are left out: capture records them",
+            f"{', '.join(others)} read other tokens than {SOURCE}, such as images, and are left out: capture records them",
             stacklevel=2,
         )
-    found = replace(_assembled(maps, inputs, told, tokens or {}), step=step, title=title)
-    found = replace(found, layers=tuple(dict.fromkeys(layers_of(model).values())))
-    if asked is None or asked.axis not in found.tokens or (rows := read_answers(output, asked)) is None:
-        return found
-    return replace(found, answers=Answers(asked.axis, rows))
+    snapshot = replace(_assembled(maps, inputs, padding, tokens or {}), step=step, title=title)
+    snapshot = replace(snapshot, layers=tuple(dict.fromkeys(layers_of(model).values())))
+    if asked is None or asked.axis not in snapshot.tokens or (rows := read_answers(output, asked)) is None:
+        return snapshot
+    return replace(snapshot, answers=Answers(asked.axis, rows))
 
 
 def _takes_ids(model: nn.Module, home: str) -> bool:
-    """Whether the part ``home`` of a model that is given ids reads ids. The whole does."""
+    """Whether the part ``home`` of a model reads ids, as the whole model does."""
     return not home or SOURCE in inspect.signature(model.get_submodule(home).forward).parameters
 
 
 def _assembled(
     maps: Sequence[AttentionMap],
     inputs: Mapping[str, Tensor],
-    told: Mapping[str, Tensor],
+    padding: Mapping[str, Tensor],
     tokens: Mapping[str, Sequence[Sequence[str]]],
 ) -> Snapshot:
-    """Add ids, texts and padding to the maps. ``told``: padding by axis, where ``inputs`` have no mask of it."""
+    """Add ids, texts and padding to the maps. A mask in ``inputs`` replaces the ``padding`` of its axis."""
     sizes = {axis: size for m in maps for axis, size in ((m.queries, m.weights.shape[2]), (m.keys, m.weights.shape[3]))}
     B = maps[0].weights.shape[0]
     everything = {axis: torch.ones(B, size, dtype=torch.bool) for axis, size in sizes.items()}
-    given = {axis: inputs[name] for axis, names in MASKS_OF.items() for name in names if isinstance(inputs.get(name), Tensor)}
-    fitting = {axis: given[axis] != 0 for axis, mask in everything.items() if axis in given and given[axis].shape == mask.shape}
+    masks = {axis: inputs[name] for axis, names in MASKS_OF.items() for name in names if isinstance(inputs.get(name), Tensor)}
+    fitting = {axis: masks[axis] != 0 for axis, real in everything.items() if axis in masks and masks[axis].shape == real.shape}
     ids = {axis: inputs[axis].clone() for axis in sizes if axis in inputs and not inputs[axis].is_floating_point()}
-    real, ids = to_host(({**everything, **told, **fitting}, ids))
+    real, ids = to_host(({**everything, **padding, **fitting}, ids))
     if not isinstance(tokens, Mapping):
         raise ValueError(
-            f'tokens must be a dict of the texts of each axis and row, such as {{"{maps[0].queries}": [["the", "cat"]]}}'
+            f'tokens must be a dict with the texts of each axis and row, such as {{"{maps[0].queries}": [["the", "cat"]]}}'
         )
     if unknown := set(tokens) - set(sizes):
         raise ValueError(f"tokens={sorted(unknown)} must be among {', '.join(sizes)}, the inputs of the model")
@@ -319,7 +325,7 @@ def named_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Mappin
     """Return ``inputs`` by name. A tensor is the first argument of ``model``; ids (L,) and, for a layer, x (L, E) are one row.
 
     Raises:
-        ValueError: ``model`` is the core of a layer (cores take no tensor); or ``inputs`` are neither a tensor nor a dict.
+        ValueError: ``model`` is the core of a layer (a core does not take a tensor), or ``inputs`` is neither a tensor nor a dict.
     """
     if not isinstance(inputs, Tensor):
         if not isinstance(inputs, Mapping):
@@ -327,16 +333,16 @@ def named_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Mappin
         return inputs
     if hasattr(type(model), "softmax_weights") or isinstance(model, EfficientAttention):
         raise ValueError(
-            f"{type(model).__name__} is the core of an attention layer and takes no x: give the layer that holds it"
+            f"{type(model).__name__} is the core of an attention layer and takes no x: pass the layer that contains it"
         )
     first = next(iter(inspect.signature(model.forward).parameters.values()))
-    is_named = first.kind is not inspect.Parameter.VAR_POSITIONAL  # wrappers such as PEFT's take anything
+    is_named = first.kind is not inspect.Parameter.VAR_POSITIONAL  # wrappers such as PEFT's take *args
     is_row = inputs.dim() == (2 if isinstance(model, MultiHeadAttention | Block) else 1)
     return {first.name if is_named else SOURCE: inputs.unsqueeze(0) if is_row else inputs}
 
 
-def as_weights(given: Any) -> Tensor:
-    """Return attention weights as a float32 tensor on the CPU. ``given``: a tensor, an array, or nested lists of numbers.
+def as_weights(numbers: Any) -> Tensor:
+    """Return attention weights as a float32 tensor on the CPU. ``numbers`` is a tensor, an array, or nested lists.
 
     Raises:
         ValueError: no numbers, or numbers outside of 0 to 1, such as scores before softmax.
@@ -346,12 +352,12 @@ def as_weights(given: Any) -> Tensor:
             [0.5000, 0.5000]])
     """
     try:
-        weights = torch.as_tensor(given).detach().cpu().float()
+        weights = torch.as_tensor(numbers).detach().cpu().float()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"weights must be numbers in a tensor, an array or nested lists of equal length: {error}") from None
     low, high = (float(edge(weights.nan_to_num())) if weights.numel() else 0.0 for edge in (torch.min, torch.max))
     if low < -TOLERANCE or high > 1 + TOLERANCE:
-        raise ValueError(f"weights must lie between 0 and 1, got {low:.3g} to {high:.3g}: of scores, take softmax(-1) first")
+        raise ValueError(f"weights must lie between 0 and 1, got {low:.3g} to {high:.3g}: apply softmax(-1) to scores first")
     return weights
 
 
@@ -369,10 +375,10 @@ def snapshot_of_weights(weights: Sequence[Any], tokens: Mapping[str, Sequence[Se
     'causal'
     """
     maps = []
-    for i, given in enumerate(map(as_weights, weights)):
-        if not 2 <= given.dim() <= 4 or not given.numel():
-            raise ValueError(f"weights must be (B, H, L, S), (H, L, S) or (L, S), got {tuple(given.shape)}")
-        layer = given[(None,) * (4 - given.dim())]
+    for i, matrix in enumerate(map(as_weights, weights)):
+        if not 2 <= matrix.dim() <= 4 or not matrix.numel():
+            raise ValueError(f"weights must be (B, H, L, S), (H, L, S) or (L, S), got {tuple(matrix.shape)}")
+        layer = matrix[(None,) * (4 - matrix.dim())]
         L, S = layer.shape[2:]
         kind = "cross" if L != S else "causal" if not layer.triu(1).any() else "self"
         keys = "key" if kind == "cross" else "query"
@@ -393,12 +399,12 @@ def _look(look: Look) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _texts(
-    axis: str, size: int, B: int, ids: Mapping[str, Tensor], given: Mapping[str, Sequence[Sequence[str]]]
+    axis: str, size: int, B: int, ids: Mapping[str, Tensor], tokens: Mapping[str, Sequence[Sequence[str]]]
 ) -> list[list[str]]:
-    if axis in given:
-        rows = [list(row) for row in given[axis]]
+    if axis in tokens:
+        rows = [list(row) for row in tokens[axis]]
         if [len(row) for row in rows] != [size] * B:
-            raise ValueError(f"tokens[{axis!r}] must hold {B} rows of {size} texts, got {[len(row) for row in rows]}")
+            raise ValueError(f"tokens[{axis!r}] must have {B} rows of {size} texts, got {[len(row) for row in rows]}")
         return rows
     if axis in ids:
         return [[str(number) for number in row] for row in ids[axis].tolist()]
@@ -406,7 +412,7 @@ def _texts(
 
 
 def _patches(size: int) -> list[str]:
-    """The tokens of an image: its patches row by row, with a class token before them where there is one."""
+    """The tokens of an image: a class token if there is one, then its patches row by row."""
     for first in ([], ["cls"]):
         side = math.isqrt(size - len(first))
         if side * side == size - len(first):
@@ -415,9 +421,10 @@ def _patches(size: int) -> list[str]:
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
-    """Write a snapshot to ``folder/step_00000100.safetensors``: weights in float16, logits in float32, masks as bytes, tokens in the header.
+    """Write a snapshot to ``folder/step_00000100.safetensors``.
 
-    The file is written under another name and then renamed, so that readers never see half a file.
+    Weights are in float16, logits in float32, masks as bytes, and tokens in the header. The file is written under another name and
+    then renamed, so that readers never see half a file.
     """
     from safetensors.torch import save_file
 
@@ -429,8 +436,8 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> Path:
     maps = [layer.place() for layer in snapshot.maps]
     header: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "tokens": snapshot.tokens, "maps": maps}
     header["layers"] = snapshot.layers
-    if snapshot.answers is not None:  # of the whole model; answers without heads are not kept
-        header["answers"] = [snapshot.answers.axis, [[asdict(one) for one in row] for row in snapshot.answers.rows]]
+    if snapshot.answers is not None:  # answers without heads are not stored
+        header["answers"] = [snapshot.answers.axis, [[asdict(answer) for answer in row] for row in snapshot.answers.rows]]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{snapshot.step or 0:08}.safetensors"
     part = path.with_suffix(".part")
@@ -463,7 +470,9 @@ def read_snapshot(path: Path) -> Snapshot:
     answers = None
     if "answers" in header:
         axis, rows = header["answers"]
-        answers = Answers(axis, [[Answer(**{**one, "top": tuple(map(tuple, one["top"]))}) for one in row] for row in rows])
+        answers = Answers(
+            axis, [[Answer(**{**entry, "top": tuple(map(tuple, entry["top"]))}) for entry in row] for row in rows]
+        )
     layers = tuple(header.get("layers", ()))
     return Snapshot(tuple(maps), header["tokens"], ids, real, header["step"], header["title"], answers, layers)
 
@@ -486,5 +495,5 @@ def read_snapshots(folder: Path | str) -> list[Snapshot]:
     folder = Path(folder)
     paths = sorted(folder.glob("step_*.safetensors")) or sorted((folder / "attention").glob("step_*.safetensors"))
     if not paths:
-        raise ValueError(f"{folder} holds no snapshots of attention; train with callbacks.probe.weights_every=N")
+        raise ValueError(f"{folder} has no snapshots of attention: train with callbacks.probe.weights_every=N")
     return [read_snapshot(path) for path in paths]

@@ -22,7 +22,7 @@ from minitx.nn.masks import Padding
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 
-_TILE = 2**18  # scores held at a time: fastest of 2^14 to 2^20 where the caches hold a megabyte
+_TILE = 2**18  # the number of scores in memory at a time: the fastest of 2^14 to 2^20 with caches of a megabyte
 
 
 def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = None) -> dict[str, Tensor]:
@@ -41,17 +41,17 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     ``ipr``                mean_i Σ_j p², the inverse participation ratio: 1 / the effective number of keys
     ``jacobian_l1``        mean_i (1 - Σ p²) = ½ ‖J‖₁ of softmax's Jacobian J = diag(p) - p pᵀ
     ``jacobian_fro``       mean_i (Σp² - 2 Σp³ + (Σp²)²) = ‖J‖_F²
-    ``scaled_jacobian_l1``  ½ ‖c·J‖₁ = |c| · ``jacobian_l1``, what reaches q·k; ``scaled_jacobian_fro`` = c² · ``jacobian_fro``
+    ``scaled_jacobian_l1``  ½ ‖c·J‖₁ = |c| · ``jacobian_l1``, the Jacobian for q·k; ``scaled_jacobian_fro`` = c² · ``jacobian_fro``
     ``query_norm``         mean ‖q‖, ``key_norm`` mean ‖k‖ over keys that are not padding, ``cosine`` mean_ij cos(q_i, k_j)
     ``favourite``          int (B, H, L), the key with the largest weight; -1 in rows that are not counted. At scale 0,
                            if all weights are equal, q·k decides the order
     =====================  ================================================================================
 
-    With sinks the p of a row sum to less than 1: ``entropy`` may then exceed 1, and ``jacobian_l1`` is 1 - Σ p², not the norm.
+    With sinks, the weights of a row sum to less than 1: ``entropy`` may exceed 1, and ``jacobian_l1`` is 1 - Σ p², not the norm.
 
     Args:
-        call: the arguments of the core. Value and dropout are not used. The scales ``learned`` and ``log_length`` are already
-            multiplied into the query, and c is then 1.
+        call: the arguments of the core. Value and dropout are not used. With the scales ``learned`` and ``log_length``, the query is
+            already scaled and c is 1.
         query_mask: bool (B, L), True = count this query. The default is for self-attention: padded keys are padded queries.
             Cross-attention needs it.
 
@@ -65,12 +65,12 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
 def statistic_sums(call: AttentionCall, query_mask: Tensor | None = None) -> dict[str, Any]:
     """Return the sums of ``attention_statistics``, on the device of the call. Nothing waits for the device."""
     counted = query_mask if query_mask is not None else real_queries(call)
-    found = [_tile_sums(tile, counted[:, None, tile.rows] & tile.chooses, call) for tile in over_tiles(call, seen_only=True)]
+    results = [_tile_sums(tile, counted[:, None, tile.rows] & tile.chooses, call) for tile in over_tiles(call, seen_only=True)]
     real_key = real_keys(call)[:, None]  # (B, 1, S)
     norms = call.key.to(widest_float(call.key.device)).norm(dim=-1).masked_fill(~real_key, 0.0).sum(dim=(0, 2))
     return {
-        "by_tile": {name: torch.stack([sums[name] for sums, _ in found]) for name in found[0][0]},  # (tiles, H)
-        "favourite": torch.cat([favourite for _, favourite in found], dim=2),
+        "by_tile": {name: torch.stack([sums[name] for sums, _ in results]) for name in results[0][0]},  # (tiles, H)
+        "favourite": torch.cat([favourite for _, favourite in results], dim=2),
         "key_norm": norms / real_key.sum().clamp(min=1),
     }
 
@@ -91,7 +91,9 @@ def statistics_of(sums: dict[str, Any], call: AttentionCall) -> dict[str, Tensor
 
 
 def logit_step(before: AttentionCall, after: AttentionCall, query_mask: Tensor | None = None) -> Tensor:
-    """Return the RMS of z_after - z_before over the visible pairs, (H,): the change of the logits in one update. Both calls are on the same tokens.
+    """Return the RMS of z_after - z_before over the visible pairs, (H,): the change of the logits in one update.
+
+    Both calls must be on the same tokens.
 
     >>> q = torch.ones(1, 1, 3, 4)
     >>> logit_step(AttentionCall(q, q, q, scale=1.0), AttentionCall(q, q, q, scale=1.5)).tolist()
@@ -157,12 +159,12 @@ class Tile:
     visible: Tensor
     scores: Tensor
     sinks: Tensor | None
-    given: Tensor | None = None  # what takes the weights' place
+    replacement: Tensor | None = None  # weights that replace the softmax
 
     @functools.cached_property
     def weights(self) -> Tensor:
         """The weights (B, H, l, S), before dropout."""
-        return self.given if self.given is not None else masked_softmax(self.scores, self.visible, self.sinks)
+        return self.replacement if self.replacement is not None else masked_softmax(self.scores, self.visible, self.sinks)
 
     @functools.cached_property
     def num_visible(self) -> Tensor:
@@ -179,9 +181,9 @@ def over_tiles(call: AttentionCall, *, seen_only: bool = False) -> Iterator[Tile
     """Yield the rows of a call in chunks of at most 2^18 scores, so that L × S values are never stored at once.
 
     Args:
-        seen_only: leave out the keys after the last one that a row of the tile sees, half of the work under a causal mask. On an
-            accelerator, only positions decide: reading a mask would wait for the device.
-            Weights that are given keep all keys: they may stand at hidden keys, too.
+        seen_only: leave out the keys after the last key that a row of the tile sees. This is half of the work under a causal mask.
+            On an accelerator, only positions decide, because reading a mask would wait for the device. Replaced weights keep all
+            keys, because hidden keys may have weight, too.
     """
     B, H, L, S = call.shape
     size = max(1, _TILE // (B * H * S))
@@ -204,7 +206,7 @@ def over_tiles(call: AttentionCall, *, seen_only: bool = False) -> Iterator[Tile
 
 
 def _num_seen(call: AttentionCall, rows: slice, visible: Tensor) -> int:
-    """The number of keys up to the last one that is visible anywhere, at least 1. On an accelerator, by the positions alone."""
+    """The number of keys up to the last key that is visible to any row, at least 1. On an accelerator, only positions decide."""
     L, S = call.shape[2:]
     if visible.device.type == "cpu":
         return 1 + int((visible.flatten(0, 2).any(0) * torch.arange(S)).amax())
@@ -226,7 +228,7 @@ def real_queries(call: AttentionCall) -> Tensor:
 
 
 def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[str, Tensor], Tensor]:
-    """Sums over the counted rows of one tile, each (H,), ``max_logit`` the largest |z|; and the favourite keys (B, H, l).
+    """Return sums over the counted rows of one tile, each (H,), and the favourite keys (B, H, l). ``max_logit`` is a maximum.
 
     Passes over l × S values stay in the scores' dtype; sums over rows and batch are in ``widest_float``.
     """
@@ -272,7 +274,7 @@ def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[s
 
 
 def _row_moments(x: Tensor, seen: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of each row over its n visible keys, (B, H, l) each; ``seen`` is 1 there. Elsewhere it and x are 0."""
+    """Mean and unbiased variance of each row over its n visible keys, (B, H, l) each. At hidden keys, ``seen`` and x are 0."""
     mean = x.sum(-1) / n.clamp(min=1)
     around = (x - mean.unsqueeze(-1)).mul_(seen)
     wide = widest_float(x.device)

@@ -1,4 +1,4 @@
-"""Where the tokens of a call stand in their text: with padding on the left, and with a cache."""
+"""The positions of a call's tokens in their text, with padding on the left and with a cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from minitx.nn.blocks import is_block
 from minitx.nn.positions import position_ids_from
 
 OFFSETS = range(3)
-"""The rows of a table before its first position: 2 in OPT and BioGPT."""
+"""The number of rows of a table before its first position: 2 in OPT and BioGPT."""
 
 
 def home_of(model: nn.Module, name: str) -> str:
-    """Return the innermost model of transformers around the module ``name``: the pictures of a model of text have their own."""
+    """Return the name of the innermost transformers model around the module ``name``, such as the vision model of LLaVA."""
     around = [name[:end] for end, letter in enumerate(name) if letter == "."]
     return next((path for path in reversed(around) if _is_model(model.get_submodule(path))), "")
 
@@ -28,13 +28,13 @@ def _is_model(module: nn.Module) -> bool:
 
 
 def models_that_count(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the models of transformers with a table of absolute positions that count columns where they get no ``position_ids``.
+    """Return, by name, the transformers models with absolute positions that count padding as tokens without ``position_ids``.
 
-    The table is an ``nn.Embedding``, other than the table of the tokens, with a row for each of ``max_position_embeddings``. A model whose
-    table has a row for padding (``padding_idx``) counts the tokens itself (RoBERTa). Rotary positions have no table: only
-    distances count there.
+    Such a model has an ``nn.Embedding``, other than the table of the tokens, with a row for each of ``max_position_embeddings``. If
+    the table has a row for padding (``padding_idx``), the model counts only tokens (RoBERTa). Rotary positions have no table: only
+    distances matter there.
     """
-    found: dict[str, nn.Module] = {}
+    counting: dict[str, nn.Module] = {}
     for name, table in model.named_modules():
         if not isinstance(table, nn.Embedding) or table.padding_idx is not None:
             continue
@@ -43,30 +43,30 @@ def models_that_count(model: nn.Module) -> dict[str, nn.Module]:
             continue
         longest = getattr(reader.config, "max_position_embeddings", None)
         if longest and table.num_embeddings - longest in OFFSETS and table is not reader.get_input_embeddings():
-            found[home_of(model, name)] = reader
-    return found
+            counting[home_of(model, name)] = reader
+    return counting
 
 
 def with_positions(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a call, with ``position_ids`` where the model would count padding on the left as tokens.
+    """Return the arguments of a call, with ``position_ids`` if the model would count padding on the left as tokens.
 
-    The first real token gets position 0, as in transformers' ``generate``. All other arguments are returned
-    unchanged: of other models, with ``position_ids``, or without padding before a token.
+    The first real token gets position 0, as in transformers' ``generate``. The arguments are unchanged for other models, if they
+    already have ``position_ids``, and without padding before a token.
     """
     arguments = _arguments(model)
-    takes = "position_ids" in arguments or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in arguments.values())
+    takes = "position_ids" in arguments or any(a.kind is inspect.Parameter.VAR_KEYWORD for a in arguments.values())
     places = real_positions(inputs)
     if places is None or not takes or not models_that_count(model):
         return inputs
     return {**inputs, "position_ids": places}
 
 
-def real_positions(given: Mapping[str, Any]) -> Tensor | None:
-    """Return the positions among the real tokens, int (B, L). None where columns are as good, or ``position_ids`` are given."""
-    mask, tokens = given.get("attention_mask"), given.get("input_ids", given.get("inputs_embeds"))
-    if given.get("position_ids") is not None or not isinstance(mask, Tensor) or not isinstance(tokens, Tensor):
+def real_positions(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Return the positions among the real tokens, int (B, L). None if they equal the columns, or if ``position_ids`` are given."""
+    mask, tokens = arguments.get("attention_mask"), arguments.get("input_ids", arguments.get("inputs_embeds"))
+    if arguments.get("position_ids") is not None or not isinstance(mask, Tensor) or not isinstance(tokens, Tensor):
         return None
-    if mask.dim() != 2 or mask.shape != tokens.shape[:2]:  # with a cache, the mask is of all tokens
+    if mask.dim() != 2 or mask.shape != tokens.shape[:2]:  # with a cache, the mask covers all tokens
         return None
     real = mask != 0
     places = position_ids_from(real, None, mask.shape[1], mask.device)
@@ -74,55 +74,55 @@ def real_positions(given: Mapping[str, Any]) -> Tensor | None:
     return places if bool(((places != columns) & real).any()) else None
 
 
-class Teller:
+class PaddingWarner:
     """Warns once of padding on the left that a model counts as tokens."""
 
     def __init__(self) -> None:
-        self.told = False
+        self.has_warned = False
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """Warn, where nobody was warned, if the model ``module`` is called with padding before a token and without positions."""
-        given = dict(zip(_arguments(module), args, strict=False)) | dict(options)
-        if not self.told and real_positions(given) is not None:
-            self.told = True
+        """Warn once if the model ``module`` is called with padding before a token and without positions."""
+        arguments = dict(zip(_arguments(module), args, strict=False)) | dict(options)
+        if not self.has_warned and real_positions(arguments) is not None:
+            self.has_warned = True
             warnings.warn(
-                f"{type(module).__name__} counts the padding on the left as tokens, so this is the model at wrong positions: give it "
+                f"{type(module).__name__} counts the padding on the left as tokens, so its positions are wrong: pass "
                 "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does",
                 stacklevel=2,
             )
 
 
 def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the modules whose arguments tell how much of a text was read before.
+    """Return, by name, the modules whose arguments show how much of a text was read before.
 
     They are transformers models, our blocks, and our attention outside of blocks. Attention inside a block is left out, because
     cross-attention runs when the block's cache already counts the new tokens.
     """
-    found: dict[str, nn.Module] = {}
+    with_caches: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_ours = (is_block(module) or isinstance(module, MultiHeadAttention)) and "cache" in _arguments(module)
-        if _is_model(module) or (is_ours and not any(is_block(model.get_submodule(one)) for one in _around(name, found))):
-            found[name] = module
-    return found
+        if _is_model(module) or (is_ours and not any(is_block(model.get_submodule(m)) for m in _around(name, with_caches))):
+            with_caches[name] = module
+    return with_caches
 
 
 def length_before(module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
     """Return the number of positions in the cache of a call of a module of ``modules_with_caches``."""
-    given = dict(zip(_arguments(module), args, strict=False)) | dict(options)
+    arguments = dict(zip(_arguments(module), args, strict=False)) | dict(options)
     if not _is_model(module):
-        return getattr(given.get("cache"), "length", 0)
-    cache: Any = given.get("past_key_values")
+        return getattr(arguments.get("cache"), "length", 0)
+    cache: Any = arguments.get("past_key_values")
     return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
 
 
 def innermost(name: str, of_modules: Mapping[str, int]) -> int:
-    """Return the number of the innermost module around ``name``, 0 where there is none."""
-    return max(((len(one), of_modules[one]) for one in _around(name, of_modules)), default=(0, 0))[1]
+    """Return the number of the innermost module around ``name``, or 0 if there is none."""
+    return max(((len(module), of_modules[module]) for module in _around(name, of_modules)), default=(0, 0))[1]
 
 
 def _around(name: str, modules: Iterable[str]) -> Iterator[str]:
-    """Those of the ``modules`` that contain the module ``name``, or are it."""
-    return (one for one in modules if not one or f"{name}.".startswith(f"{one}."))
+    """The ``modules`` that contain the module ``name``, including the module itself."""
+    return (module for module in modules if not module or f"{name}.".startswith(f"{module}."))
 
 
 def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:

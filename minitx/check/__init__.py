@@ -1,4 +1,4 @@
-"""Checks of attention and of models, ours and others. They import torch alone: models are given to them as objects."""
+"""Checks of any attention function, layer or model. They import torch only: models are passed in as objects."""
 
 from minitx.check.calls import check_attention
 from minitx.check.language_models import (

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CalledModel, said
+from minitx.check.called_model import CalledModel, error_text
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import Severity
@@ -19,10 +19,10 @@ from minitx.check.results import Severity
 Parameters = Mapping[str, Tensor]
 
 TRIED_ALONE = 8
-"""How many parameters without a gradient are moved, one at a time."""
+"""The number of parameters without a gradient that are changed, one at a time."""
 
 LARGE, GROUPS, WIDTH, SLOPE = 200_000_000, 24, 1e-4, 0.05
-"""Limits of the comparison with differences: parameters, groups of parameters, width of a step, and the share that may differ."""
+"""Limits of the comparison with finite differences: parameters, groups of parameters, step width, and relative error."""
 
 
 def gradient(exam: Examination) -> None:
@@ -46,7 +46,9 @@ def gradient(exam: Examination) -> None:
     if moving:
         name, gap = next(iter(moving.items()))
         fault, advice = "parameters change the output and get no gradient", "Look for detach(), no_grad or .data."
-        witness = f"another {name} moves the output by {gap.size:.2g}, and its gradient is 0; {len(moving)} of {len(tried)} that were tried"
+        witness = (
+            f"changing {name} moves the output by {gap.size:.2g}, but its gradient is 0; {len(moving)} of {len(tried)} tried"
+        )
         exam.failed("gradient", "parameter-without-gradient", Severity.WRONG, fault, advice, witness, gap)
         return
     if silent:
@@ -72,7 +74,7 @@ def _gradients(exam: Examination, parameters: Parameters) -> dict[str, Tensor | 
 
 
 def _moved_by(exam: Examination, parameter: Tensor) -> Gap | None:
-    """How far another value of a parameter moves the output. None: not at all."""
+    """The gap in the output if a parameter changes. None: rounding explains it."""
     called, kept = exam.called, parameter.detach().clone()
     size = 1e-3 * (0.1 + kept.abs().max().item())  # so small that a router chooses the same experts
     gaps = []
@@ -88,20 +90,20 @@ def _moved_by(exam: Examination, parameter: Tensor) -> Gap | None:
 
 @dataclass(frozen=True)
 class _Slope:
-    """The slope of the output along a random step of some parameters, and the slope that their gradients give.
+    """The measured slope of the output along a random step of some parameters, and the slope from their gradients.
 
     Attributes:
-        share: the difference of the two, as a share of ``found`` or of larger numbers.
+        share: their difference, relative to ``measured`` or to larger numbers.
     """
 
     share: float
     names: tuple[str, ...]
-    found: float
+    measured: float
     expected: float
 
 
 def _differences(exam: Examination, id: str) -> None:
-    """Gradients equal differences of the output, in float64."""
+    """Gradients equal finite differences of the output, in float64."""
     called = exam.called
     if called.floats() != torch.float32 or sum(p.numel() for p in called.model.parameters()) > LARGE:
         exam.skip(id, f"it is for float32 and at most {LARGE // 10**6} million parameters")
@@ -109,17 +111,17 @@ def _differences(exam: Examination, id: str) -> None:
     with _in_float64(called):
         try:
             called.answer(exam.inputs if called.streams else {n: v.double() for n, v in exam.inputs.items()})
-        except Exception as error:  # parts of some models compute in one dtype alone
-            exam.skip(id, f"in float64 it raises {said(error)}")
+        except Exception as error:  # parts of some models compute in a fixed dtype
+            exam.skip(id, f"in float64 it raises {error_text(error)}")
             return
         worst = max(_slopes(exam), key=lambda slope: slope.share)
     if worst.share <= SLOPE:
         exam.passed(id)
         return
     fault = "gradients differ from the slope of the output"
-    advice = "Look for detach(), no_grad, .data or a backward of your own. A straight-through estimator does this on purpose."
+    advice = "Look for detach(), no_grad, .data or a custom backward. A straight-through estimator does this on purpose."
     name = worst.names[0] if len(worst.names) == 1 else f"{worst.names[0]} ... {worst.names[-1]}"
-    witness = f"along a random step of {name}: gradient {worst.expected:.3g}, slope {worst.found:.3g}"
+    witness = f"along a random step of {name}: gradient {worst.expected:.3g}, slope {worst.measured:.3g}"
     exam.failed(id, "gradient-differs", Severity.FRAGILE, fault, advice, witness)
 
 
@@ -148,14 +150,14 @@ def _slopes(exam: Examination) -> Iterator[_Slope]:
         parts = [gradients[name] * step for name, step in steps.items()]
         expected = sum(part.sum().item() for part in parts)
         slope = partial(_slope, lambda: (called.answer(inputs) * weights).sum().item(), parameters, steps)
-        found = slope(WIDTH)
+        measured = slope(WIDTH)
         size = max(
-            sum(part.norm().item() ** 2 for part in parts) ** 0.5, abs(found), abs(expected), 1e-4 * abs(loss.item()), 1e-9
+            sum(part.norm().item() ** 2 for part in parts) ** 0.5, abs(measured), abs(expected), 1e-4 * abs(loss.item()), 1e-9
         )
-        difference = abs(found - expected)
-        if difference > SLOPE * size:  # the error of the difference is estimated by a wider one
-            difference = max(0.0, difference - 4 * abs(found - slope(8 * WIDTH)))
-        yield _Slope(difference / size, tuple(names), found, expected)
+        difference = abs(measured - expected)
+        if difference > SLOPE * size:  # a wider step estimates the error of the finite difference
+            difference = max(0.0, difference - 4 * abs(measured - slope(8 * WIDTH)))
+        yield _Slope(difference / size, tuple(names), measured, expected)
 
 
 def _step(parameter: Tensor, generator: torch.Generator) -> Tensor:
@@ -169,7 +171,7 @@ def _groups(names: list[str]) -> list[list[str]]:
 
 
 def _slope(call: Callable[[], float], parameters: Parameters, steps: Parameters, width: float) -> float:
-    """The slope of a number along a step, by differences on both sides."""
+    """The slope of a number along a step, from a central difference."""
     kept = {name: parameters[name].detach().clone() for name in steps}
     ends = []
     for length in (width, -2 * width):

@@ -1,4 +1,4 @@
-"""How a model runs: evaluation, registered weights, sizes, train mode, half precision and compilation."""
+"""Checks of a model's behaviour: evaluation, registered weights, sizes, train mode, half precision and compilation."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from minitx.check.called_model import is_refusal, limit_of, said
+from minitx.check.called_model import error_text, is_refusal, limit_of
 from minitx.check.examination import Examination
 from minitx.check.properties import compare, rounding
 from minitx.check.results import Severity
 
 LONG = 320
-"""Tokens for half precision: bfloat16 has no odd numbers above 256."""
+"""The number of tokens for half precision: bfloat16 has no odd numbers above 256."""
 
 
 def determinism(exam: Examination) -> None:
-    """Two calls in evaluation mode are equal. A difference has stopped the check before."""
+    """Two calls in evaluation mode are equal. ``measure`` stops the check if they differ."""
     exam.passed("determinism")
 
 
 def weights(exam: Examination) -> None:
-    """Parts in plain lists have no parameters, and tied tables are one."""
+    """Modules in plain lists have no other parameters, and tied weights are one tensor."""
     model = exam.called.model
     hidden = [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if not name.startswith("_") and any(isinstance(part, nn.Module) and _has_own(part, model) for part in _items(value))
+        if not name.startswith("_")
+        and any(isinstance(part, nn.Module) and _is_unregistered(part, model) for part in _items(value))
     ]
     if hidden:
         fault = f"modules in the plain list or dict {hidden[0]} are not part of the model: they are not trained, saved or moved"
@@ -42,12 +43,12 @@ def weights(exam: Examination) -> None:
         head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         head = table = None
-    wanted = getattr(exam.called.config, "tie_word_embeddings", None)
-    if head is None or table is None or not isinstance(wanted, bool) or not hasattr(head, "weight"):
+    is_tied = getattr(exam.called.config, "tie_word_embeddings", None)
+    if head is None or table is None or not isinstance(is_tied, bool) or not hasattr(head, "weight"):
         return
-    if (head.weight is table.weight) != wanted:
-        is_one = "one" if head.weight is table.weight else "two"
-        fault = f"config.tie_word_embeddings={wanted}, and head and table are {is_one}"
+    if (head.weight is table.weight) != is_tied:
+        actual = "share one weight" if head.weight is table.weight else "have separate weights"
+        fault = f"config.tie_word_embeddings={is_tied}, but head and table {actual}"
         exam.failed("weights/tied", "tied-otherwise", Severity.FRAGILE, fault, "Call tie_weights().")
     else:
         exam.passed("weights/tied")
@@ -57,9 +58,9 @@ def _items(value: Any) -> Sequence[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
 
 
-def _has_own(part: nn.Module, model: nn.Module) -> bool:
-    mine = {id(p) for p in model.parameters()}
-    return any(id(p) not in mine for p in part.parameters())
+def _is_unregistered(part: nn.Module, model: nn.Module) -> bool:
+    registered = {id(p) for p in model.parameters()}
+    return any(id(p) not in registered for p in part.parameters())
 
 
 # --- sizes
@@ -83,11 +84,11 @@ def sizes(exam: Examination) -> None:
 
 
 def _one_row(exam: Examination, id: str) -> None:
-    found = exam.called.answer({name: value[:1] for name, value in exam.inputs.items()})
-    if found.shape[:1] == (1,):
+    output = exam.called.answer({name: value[:1] for name, value in exam.inputs.items()})
+    if output.shape[:1] == (1,):
         exam.passed(id)
     else:
-        fault = f"one row gives an output of shape {tuple(found.shape)}"
+        fault = f"one row gives an output of shape {tuple(output.shape)}"
         exam.failed(id, "loses-axis", Severity.FRAGILE, fault, "squeeze() needs its axis.")
 
 
@@ -95,18 +96,18 @@ def _length(exam: Examination, id: str, name: str, length: int) -> None:
     called = exam.called
     inputs = called.draw(2, {name: length})
     try:
-        found = called.answer(inputs)
+        output = called.answer(inputs)
     except Exception as error:
         if is_refusal(error):
-            exam.skip(f"sizes/length-{length}", f"it raises {said(error)}")
+            exam.skip(f"sizes/length-{length}", f"it raises {error_text(error)}")
         else:
             fault = f"{length} token{'s' * (length > 1)} crash"
-            exam.failed(id, "crashes-at-a-length", Severity.FRAGILE, fault, witness=said(error))
+            exam.failed(id, "crashes-at-a-length", Severity.FRAGILE, fault, witness=error_text(error))
         return
-    if not found.isfinite().all():
+    if not output.isfinite().all():
         exam.failed(id, "nan-at-a-length", Severity.WRONG, f"NaN for {length} tokens")
-    elif called.has_positions and found.shape[:2] != (2, length):
-        fault = f"{length} tokens give an output of shape {tuple(found.shape)}"
+    elif called.has_positions and output.shape[:2] != (2, length):
+        fault = f"{length} tokens give an output of shape {tuple(output.shape)}"
         exam.failed(id, "loses-axis", Severity.FRAGILE, fault, "squeeze() needs its axis.")
     elif not any(check.id == id for check in exam.checks):
         exam.passed(id)
@@ -116,16 +117,16 @@ def _limit(exam: Examination, id: str, name: str, limit: int) -> None:
     called = exam.called
     for length in (limit, limit + 1):
         try:
-            found = called.answer(called.draw(1, {name: length}))
+            output = called.answer(called.draw(1, {name: length}))
         except Exception as error:
             if length == limit:
                 exam.failed(
-                    id, "crashes-at-its-limit", Severity.FRAGILE, f"{limit} tokens, its limit, crash", witness=said(error)
+                    id, "crashes-at-its-limit", Severity.FRAGILE, f"{limit} tokens, its limit, crash", witness=error_text(error)
                 )
                 return
             exam.passed(id)
             return
-        if not found.isfinite().all():
+        if not output.isfinite().all():
             exam.failed(id, "nan-at-its-limit", Severity.WRONG, f"NaN for {length} tokens; its limit is {limit}")
             return
     exam.note("beyond-its-limit", f"{limit + 1} tokens, one more than its limit, raise no error")
@@ -142,11 +143,11 @@ def _ids(exam: Examination, id: str, name: str) -> None:
         except Exception as error:
             if token == called.vocabulary - 1:
                 fault = f"the last id, {token} of {called.vocabulary}, crashes"
-                exam.failed(id, "last-id-crashes", Severity.FRAGILE, fault, witness=said(error))
+                exam.failed(id, "last-id-crashes", Severity.FRAGILE, fault, witness=error_text(error))
                 return
             continue
         if token in (called.vocabulary, -1):
-            exam.note("ids-outside", f"id {token}, outside of the table of {called.vocabulary}, raises no error")
+            exam.note("ids-outside", f"id {token} is outside of the table of {called.vocabulary} ids, but raises no error")
     exam.passed(id)
 
 
@@ -154,7 +155,7 @@ def _ids(exam: Examination, id: str, name: str) -> None:
 
 
 def train_mode(exam: Examination) -> None:
-    """In train mode the model differs by randomness alone."""
+    """In train mode only randomness changes the output."""
     called, model = exam.called, exam.called.model
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         exam.skip("train-mode", "batch norm uses the batch in train mode")
@@ -162,19 +163,19 @@ def train_mode(exam: Examination) -> None:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train()
     try:
-        found = []
+        outputs = []
         for seed in (1, 2):
             torch.manual_seed(seed)
-            found.append(called.answer(exam.inputs))
+            outputs.append(called.answer(exam.inputs))
     finally:
         model.eval()
         for name, buffer in model.named_buffers():
             if name in buffers:
                 buffer.copy_(buffers[name])
-    if found[0].shape != exam.base.shape:
+    if outputs[0].shape != exam.base.shape:
         exam.skip("train-mode", "it returns another shape in train mode")
         return
-    first, second = exam.gap(found[0], exam.base), exam.gap(found[0], found[1])
+    first, second = exam.gap(outputs[0], exam.base), exam.gap(outputs[0], outputs[1])
     rates = sum(m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
     if second.is_rounding and not first.is_rounding:
         fault = "train mode differs from evaluation without randomness"
@@ -197,7 +198,7 @@ def bfloat16(exam: Examination) -> None:
     """In bfloat16 the model differs from float32 by rounding in bfloat16."""
     called = exam.called
     if called.floats() != torch.float32:
-        exam.skip("bfloat16", f"the model is of {str(called.floats()).removeprefix('torch.')}")
+        exam.skip("bfloat16", f"the model is in {str(called.floats()).removeprefix('torch.')}")
         return
     limit = limit_of(called.model)
     lengths = {}
@@ -205,27 +206,27 @@ def bfloat16(exam: Examination) -> None:
         lengths = {called.stream.name: LONG if limit is None else min(limit, LONG)}
     inputs = called.draw(1, lengths)
     try:
-        wanted = called.answer(inputs)
-    except Exception:  # its limit is smaller than its config says
+        expected = called.answer(inputs)
+    except Exception:  # the limit is smaller than in the config
         inputs = called.draw(1)
-        wanted = called.answer(inputs)
+        expected = called.answer(inputs)
     model = called.model
     try:
         low = copy.deepcopy(model).to(torch.bfloat16)
         called.model = low
         rounded = {name: v.to(torch.bfloat16) if v.is_floating_point() else v for name, v in inputs.items()}
-        found = called.answer(rounded)
-        noise = max(rounding(called.answer, low, rounded, found, seed=seed) for seed in range(2))
+        output = called.answer(rounded)
+        noise = max(rounding(called.answer, low, rounded, output, seed=seed) for seed in range(2))
     finally:
         called.model = model
-    if not found.isfinite().all():
+    if not output.isfinite().all():
         exam.failed("bfloat16", "bfloat16-not-finite", Severity.WRONG, "NaN or infinity in bfloat16")
         return
-    gap = compare(found, wanted, noise)
+    gap = compare(output, expected, noise)
     if gap.is_rounding:
         exam.passed("bfloat16")
         return
-    share = gap.size / wanted.abs().max().item()
+    share = gap.size / expected.abs().max().item()
     witness = f"by {gap.size:.2g}, {share:.0%} of the largest output; rounding explains {gap.allowed:.2g}"
     fault = "bfloat16 differs from float32 by more than rounding"
     advice = "Keep positions, angles, norms and the softmax in float32."
@@ -237,14 +238,14 @@ def compiled(exam: Examination) -> None:
     called, model = exam.called, exam.called.model
     try:
         called.model = torch.compile(model, backend="aot_eager", dynamic=False)  # type: ignore[assignment]
-        found = called.answer(exam.inputs)
+        output = called.answer(exam.inputs)
     except Exception as error:
-        exam.failed("compile", "compile-raises", Severity.FRAGILE, "torch.compile raises", witness=said(error))
+        exam.failed("compile", "compile-raises", Severity.FRAGILE, "torch.compile raises", witness=error_text(error))
         return
     finally:
         called.model = model
         torch.compiler.reset()
-    gap = exam.gap(found, exam.base)
+    gap = exam.gap(output, exam.base)
     if gap.is_rounding:
         exam.passed("compile", gap)
     else:

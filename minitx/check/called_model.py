@@ -1,4 +1,4 @@
-"""How a model is called: its inputs by the names of its arguments, random tokens, its mask, and its answer as one tensor."""
+"""Call any model: find its inputs by the names of its arguments, draw random tokens, write its mask, and read its output."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ OUTPUTS = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")
 
 
 class CannotBeCalledError(ValueError):
-    """No way to call the model was found. The message is the list of faults."""
+    """No way to call the model was found. The message lists the faults."""
 
 
 @dataclass(frozen=True)
 class MaskForm:
-    """How the mask of a stream is written.
+    """The dtype, meaning and shape of a stream's mask.
 
     Attributes:
-        hides: whether True is where a token is hidden. shape: (B, L) with more axes.
+        hides: whether True means that a token is hidden. shape: (B, L) with more axes.
     """
 
     dtype: torch.dtype = torch.long
@@ -84,12 +84,13 @@ DTYPES = (torch.long, torch.bool, torch.float32)
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens that go in.
+    """A sequence of tokens that the model reads.
 
     Attributes:
-        name, mask: of the arguments. mask=None: there is no argument for a mask.
-        width: of tokens that are vectors. None: they are ids.
-        form: how the mask is written. None: no way was found, and ``refused`` is why.
+        name: the argument for the tokens. mask: the argument for their mask, or None.
+        length: the number of tokens.
+        width: the width of tokens that are vectors. None: the tokens are ids.
+        form: the form of the mask. None: no form was accepted, and ``refused`` is the reason.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Stream:
 
     @property
     def why_unmasked(self) -> str:
-        """Return why no mask can be given."""
+        """Return the reason why no mask can be given."""
         if self.mask is None:
             return "no argument for a mask was found, so rows of one batch must have one length"
         return f"no form of {self.mask} was accepted: {self.refused}"
@@ -109,15 +110,15 @@ class Stream:
 
 @dataclass
 class CalledModel:
-    """A model, and how it is called.
+    """A model, and the way to call it.
 
     Attributes:
-        streams: of tokens. The outputs belong to the last one. Empty: the model reads pictures.
-        picture: channels and side.
+        names: the names of the arguments.
+        streams: the sequences of tokens. The output belongs to the last stream. Empty: the model reads images.
+        picture: the channels and the side of an image.
         has_positions: whether the output is (B, L, ...).
-        prepended: positions of the output in front of those of the tokens, as prompt tuning adds. They are left out.
+        prepended: the number of output positions before the tokens, such as virtual tokens of prompt tuning. They are left out.
         vocabulary: the number of ids. usable: the ids without special tokens.
-        names: of the arguments.
     """
 
     model: nn.Module
@@ -167,66 +168,66 @@ class CalledModel:
         return self.usable[places].to(self.device)
 
     def others(self, inputs: Mapping[str, Tensor], name: str, changed: Tensor) -> dict[str, Tensor]:
-        """Return the inputs with another token of the stream ``name`` at each place of ``changed`` (B, L)."""
+        """Return the inputs with other tokens in the stream ``name``, wherever ``changed`` (B, L) is True."""
         tokens, at = inputs[name], changed.to(self.device)
         if tokens.is_floating_point():
             return {**inputs, name: torch.where(at.unsqueeze(-1), -tokens, tokens)}
         steps = torch.randint(1, len(self.usable), tokens.shape, generator=self.generator)
         places = torch.searchsorted(self.usable, tokens.cpu())
-        found = self.usable[(places + steps) % len(self.usable)].to(self.device)
-        return {**inputs, name: torch.where(at, found, tokens)}
+        others = self.usable[(places + steps) % len(self.usable)].to(self.device)
+        return {**inputs, name: torch.where(at, others, tokens)}
 
     # --- calls
 
     def run(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None, **options: Any) -> Any:
-        """Return what the model returns. ``keep``: bool (B, L) of a stream, True = a real token."""
-        given: dict[str, Any] = {**self.constants, **inputs}
+        """Call the model and return its raw result. ``keep`` has a bool mask (B, L) for each stream, True = a real token."""
+        arguments: dict[str, Any] = {**self.constants, **inputs}
         for stream in self.streams:
             if keep is not None and stream.name in keep:
                 assert stream.form is not None and stream.mask is not None
-                given[stream.mask] = stream.form.write(keep[stream.name].to(self.device))
+                arguments[stream.mask] = stream.form.write(keep[stream.name].to(self.device))
         if self.gives_targets:
-            given["targets"] = inputs[self.stream.name].contiguous()
+            arguments["targets"] = inputs[self.stream.name].contiguous()
         if "use_cache" in self.names:
-            given["use_cache"] = False
-        given |= options
+            arguments["use_cache"] = False
+        arguments |= options
         if self.is_positional:
             first = [s.name for s in self.streams] or [self.pixels]
-            return self.model(*(given.pop(name) for name in first), **given)
-        return self.model(**given)
+            return self.model(*(arguments.pop(name) for name in first), **arguments)
+        return self.model(**arguments)
 
     def answer(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None, **options: Any) -> Tensor:
         """Return the output as one tensor, (B, L, ...) or (B, ...)."""
         return self.output(self.run(inputs, keep, **options), inputs)
 
     def output(self, result: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits or hidden states among what the model returns."""
-        found = _floats(result)
-        if found is None:
-            raise ValueError(f"{type(self.model).__name__} returns no tensor of floats, but {type(result).__name__}")
+        """Return the logits or hidden states in the raw result of a call."""
+        output = _floats(result)
+        if output is None:
+            raise ValueError(f"{type(self.model).__name__} returns no floating-point tensor, got {type(result).__name__}")
         if self.streams:
             B, L = inputs[self.stream.name].shape[:2]
-            if found.shape[:1] == (B * L,) and B > 1 < L and found.dim() == 2:
-                found = found.view(B, L, -1)
-        return found[:, self.prepended :] if self.prepended else found
+            if output.shape[:1] == (B * L,) and B > 1 < L and output.dim() == 2:
+                output = output.view(B, L, -1)
+        return output[:, self.prepended :] if self.prepended else output
 
     def describe(self) -> str:
-        """Return how it is called, for people."""
+        """Describe the call in one readable line."""
         name = type(self.model).__name__
         if self.picture is not None:
             shape = f"(B, {self.picture[0]}, {self.picture[1]}, {self.picture[1]})"
             return f"{name}({self.pixels}): {self.pixels} {shape}"
-        given, told = [], []
+        arguments, forms = [], []
         for stream in self.streams:
-            given.append(stream.name)
-            told.append(f"{stream.name} {'(B, L)' if stream.width is None else f'(B, L, {stream.width})'}")
+            arguments.append(stream.name)
+            forms.append(f"{stream.name} {'(B, L)' if stream.width is None else f'(B, L, {stream.width})'}")
             if stream.mask is not None and stream.form is not None:
-                given.append(stream.mask)
-                told.append(f"{stream.mask} {stream.form}")
-        given += ["targets"] * self.gives_targets
+                arguments.append(stream.mask)
+                forms.append(f"{stream.mask} {stream.form}")
+        arguments += ["targets"] * self.gives_targets
         length = f"{self.prepended} + L" if self.prepended else "L"
         out = f"(B, {length}, ·)" if self.has_positions else "(B, ·)"
-        return f"{name}({', '.join(given)}): {'; '.join(told)}; output {out}"
+        return f"{name}({', '.join(arguments)}): {'; '.join(forms)}; output {out}"
 
 
 def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: torch.dtype | None) -> CalledModel:
@@ -248,40 +249,40 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
     for candidate in _ways(called, required):
         try:
             inputs = candidate.draw()
-            found = candidate.answer(inputs)
+            output = candidate.answer(inputs)
         except Exception as error:
-            faults[said(error)] = None
+            faults[error_text(error)] = None
             continue
-        if found.dim() < 2 or found.shape[0] != ROWS:
-            faults[f"the output has shape {tuple(found.shape)} for {ROWS} rows"] = None
+        if output.dim() < 2 or output.shape[0] != ROWS:
+            faults[f"the output has shape {tuple(output.shape)} for {ROWS} rows"] = None
             continue
         if candidate.streams:
             L = candidate.stream.length
-            if "targets" in names and found.dim() == 3 and found.shape[1] == 1 < L:  # nanoGPT: all logits only with targets
+            if "targets" in names and output.dim() == 3 and output.shape[1] == 1 < L:  # nanoGPT: all logits only with targets
                 candidate.gives_targets = True
-                found = candidate.answer(inputs)
-            candidate.prepended = _prepended(candidate, found)
-            candidate.has_positions = found.dim() >= 3 and found.shape[1] == candidate.prepended + L
+                output = candidate.answer(inputs)
+            candidate.prepended = _prepended(candidate, output)
+            candidate.has_positions = output.dim() >= 3 and output.shape[1] == candidate.prepended + L
         else:
             candidate.has_positions = False
         return candidate
-    raise CannotBeCalledError("; ".join(list(faults)[:3]) or "no argument for tokens or pictures was found")
+    raise CannotBeCalledError("; ".join(list(faults)[:3]) or "no argument for tokens or images was found")
 
 
 def _prepended(called: CalledModel, output: Tensor) -> int:
-    """How many positions the output has in front of those of the tokens: as many for fewer tokens."""
+    """The number of output positions before the tokens. It must not change with the number of tokens."""
     name, L = called.stream.name, called.stream.length
     if output.dim() < 3 or output.shape[1] <= L:
         return 0
     try:
         shorter = called.answer(called.draw(ROWS, {name: L - 1}))
-    except Exception:  # it reads whole blocks
+    except Exception:  # the model reads whole blocks
         return 0
     return output.shape[1] - L if output.shape[1] - shorter.shape[1] == 1 else 0
 
 
 def _ways(called: CalledModel, required: Sequence[str]) -> Iterator[CalledModel]:
-    """Ways to call a model, the likeliest first."""
+    """Yield ways to call a model, the most likely first."""
     names, model = called.names, called.model
     first = next(iter(required or names), "")
     pixels = next((name for name in PIXELS if name in names), None)
@@ -312,7 +313,7 @@ def _ways(called: CalledModel, required: Sequence[str]) -> Iterator[CalledModel]
 
 
 def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the arguments, and of those that must be given, looking through the wrappers of torch.compile and PEFT."""
+    """Return the names of all arguments and of the required arguments, also through the wrappers of torch.compile and PEFT."""
     inner: Any = model
     while True:
         parameters = inspect.signature(inner.forward).parameters.values()
@@ -333,7 +334,7 @@ def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
-    """Find out how the masks of all streams are written, by trying."""
+    """Find the form of each stream's mask by trying."""
     streams = []
     for stream in called.streams:
         if stream.mask is None:
@@ -341,50 +342,50 @@ def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
             continue
         keep = torch.ones(inputs[stream.name].shape[:2], dtype=torch.bool)
         keep[1, : stream.length // 3] = False
-        hides, faults, found = "pad" in stream.mask, dict[str, None](), None
+        hides, faults, accepted = "pad" in stream.mask, dict[str, None](), None
         for dtype, shape in product(DTYPES, SHAPES):
             form = MaskForm(dtype, hides, shape)
             called.streams = tuple(replace(s, form=form) if s.name == stream.name else s for s in called.streams)
             try:
                 called.answer(inputs, {stream.name: keep})
             except Exception as error:
-                faults[said(error)] = None
+                faults[error_text(error)] = None
                 continue
-            found = form
+            accepted = form
             break
-        streams.append(replace(stream, form=found, refused="" if found else next(iter(faults))))
+        streams.append(replace(stream, form=accepted, refused="" if accepted else next(iter(faults))))
     called.streams = tuple(streams)
 
 
 def with_form(called: CalledModel, stream: Stream, form: MaskForm) -> CalledModel:
-    """Return the same model whose stream has another form of mask."""
+    """Return the same model with another form of mask for a stream."""
     return replace(called, streams=tuple(replace(s, form=form) if s.name == stream.name else s for s in called.streams))
 
 
 def limit_of(model: nn.Module) -> int | None:
     """Return the largest number of tokens that the config states, or None."""
     config = getattr(model, "config", None)
-    found = [n for n in (_stated(config, name) for name in LIMITS) if isinstance(n, int) and 0 < n < 2**20]
-    own = [n for n in (getattr(model, name, None) for name in LIMITS) if isinstance(n, int) and n > 0]
-    return next(iter(found + own), None)
+    of_config = [n for n in (_stated(config, name) for name in LIMITS) if isinstance(n, int) and 0 < n < 2**20]
+    of_model = [n for n in (getattr(model, name, None) for name in LIMITS) if isinstance(n, int) and n > 0]
+    return next(iter(of_config + of_model), None)
 
 
 def fill_zeros(model: nn.Module, generator: torch.Generator) -> None:
-    """Give noise to trainable parameters that are all zero: behind them nothing can be seen."""
+    """Fill trainable parameters that are all zero with noise, because they would hide every change before them."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.numel() and not parameter.is_meta and not parameter.any():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-def said(error: Exception) -> str:
-    """Return the kind and the first line of an error."""
+def error_text(error: Exception) -> str:
+    """Return the class and the first line of an error."""
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {line[:140]}" if line else type(error).__name__
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether an error means that something is not supported. Such an error is not a fault."""
+    """Return whether an error reports an unsupported call. Such an error is not a fault."""
     return isinstance(error, ValueError | NotImplementedError | TypeError)
 
 
@@ -434,19 +435,19 @@ def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
 
 
 def _floats(result: Any) -> Tensor | None:
-    """The first tensor of floats with at least one axis. Logits come first."""
+    """The first floating-point tensor with at least one axis. Logits come first."""
     if isinstance(result, Tensor):
         return result if result.is_floating_point() and result.dim() else None
     for name in OUTPUTS:
-        found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-        if isinstance(found, Tensor):
-            return found
+        output = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+        if isinstance(output, Tensor):
+            return output
     parts: Any = result.values() if isinstance(result, Mapping) else result if isinstance(result, list | tuple) else ()
-    return next((found for part in parts if (found := _floats(part)) is not None), None)
+    return next((output for part in parts if (output := _floats(part)) is not None), None)
 
 
 def decoder_signs(model: nn.Module) -> str:
-    """Return why the model is meant to be causal, or nothing."""
+    """Return the reason to expect that the model is causal, or an empty string."""
     name, config = type(model).__name__, getattr(model, "config", None)
     if re.search(r"CausalLM|(?<!With)LMHeadModel|GPT|DecoderLM", name):
         return f"its class is {name}"

@@ -1,4 +1,4 @@
-"""What is wrong with my attention? ``check_attention`` compares a function or a layer with the definition, and names the mistake.
+"""``check_attention`` compares an attention function or layer with the definition, and names the mistake.
 
 >>> def attention(q, k, v):
 ...     return (q @ k.mT).softmax(-1) @ v
@@ -12,14 +12,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from minitx.check import strict as kernels
-from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, PLAIN, Experiment, Outcome
+from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, PLAIN, Experiment, Inputs, Outcome
 from minitx.check.mutants import Mutant
 from minitx.check.reference import naive_attention, tolerance
 from minitx.check.results import Check, Finding, Report, Severity, Status
@@ -40,7 +40,7 @@ from minitx.check.signatures import chosen_forms, instance_of, read_signature
 from minitx.check.subjects import DoesNotApplyError, Function, Layer, NotTriedError, Subject, Way
 
 STAGES = (1, 2, 3, 4, 5)
-"""The stages of a graded exercise: plain, masks, queries that see nothing, wide values and causal, half precision and large scores."""
+"""The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
 
 BLIND_GRADIENT = "gradients-where-a-query-sees-nothing"
 
@@ -55,32 +55,32 @@ def check_attention(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> Report:
-    """Find out what is wrong with a function or layer that computes attention.
+    """Find mistakes in a function or layer that computes attention.
 
-    How to call it is found by trying: the roles and the order of the arguments, the order of axes, the form of the mask, and what is
-    returned. The results are compared with the definition in float64. A mistake is named if a mutant of ``minitx.check.mutants``, or
-    two of them, give the same numbers.
+    The way to call it is found by trying: the roles and the order of the arguments, the order of axes, the form of the mask, and the
+    form of the result. The results are compared with the definition in float64. A mistake is named if one or two mutants of
+    ``minitx.check.mutants`` give the same numbers.
 
     Args:
-        function: a function of queries, keys and values, a module with projections, or a class that makes one of them.
+        function: a function of queries, keys and values, a module with projections, or a class of such objects.
         strict: check a kernel with the parameters of ``scaled_dot_product_attention`` in every case of ``minitx.check.strict``.
         stage: grade one stage of the exercise, from 1 to 5. A check that cannot be tried earns no point.
-        mask: what True means in the mask, where only its author can know: "keep" or "hide". Default: what fits.
-        seed: of the random inputs. ``strict`` draws the same inputs always.
-        device: where it runs. dtype: of the inputs, float64 or float32.
+        mask: the meaning of True in the mask, "keep" or "hide". Default: the meaning that fits the results.
+        seed: the seed of the random inputs. ``strict`` always draws the same inputs.
+        device: the device of the inputs. dtype: the dtype of the inputs, float64 or float32.
 
     Returns:
         A report. Its ``exit_code`` is 1 if something is wrong.
 
     Raises:
-        ValueError, TypeError: an argument is not allowed, or ``function`` is not something that computes attention.
+        ValueError, TypeError: an argument is out of range, or ``function`` does not compute attention.
     """
     if stage is not None and stage not in STAGES:
         raise ValueError(f"stage={stage} must be one of {', '.join(map(str, STAGES))}")
     if mask not in (None, "keep", "hide"):
         raise ValueError(f"mask={mask} must be keep or hide")
     if strict and stage is not None:
-        raise ValueError("strict and stage exclude each other: a kernel is checked in all cases")
+        raise ValueError("strict and stage cannot be combined: strict checks all cases")
     name = getattr(function, "__name__", type(function).__name__)
     if strict:
         checks = kernels.check_cases(function, device=device)
@@ -90,7 +90,7 @@ def check_attention(
         function, made = instance_of(function)
     subject = make_subject(function, device, dtype, seed)
     report = _Examination(subject, mask, stage, name, made).report()
-    if dtype == torch.float64 and (not report.called_as or _has_infinity(report)):  # perhaps it makes tensors of float32
+    if dtype == torch.float64 and (not report.called_as or _has_infinity(report)):  # it may create float32 tensors
         narrow = _Examination(make_subject(function, device, torch.float32, seed), mask, stage, name, made).report()
         is_better = len(narrow.with_status(Status.FAILED)) < len(report.with_status(Status.FAILED))
         return narrow if narrow.called_as and (is_better or not report.called_as) else report
@@ -105,29 +105,29 @@ def make_subject(function: Any, device: torch.device | str, dtype: torch.dtype, 
     """Return the function or layer with its arguments read.
 
     Raises:
-        ValueError, TypeError: it is not something that computes attention. The message says what was seen.
+        ValueError, TypeError: ``function`` does not compute attention. The message explains why.
     """
     kind = type(function).__name__
     if isinstance(function, nn.Module):
         embedding = next((name for name, module in function.named_modules() if isinstance(module, nn.Embedding)), None)
         if embedding is not None:
             raise ValueError(
-                f"{kind} is a model with the embedding {embedding}, and check_attention takes a function or a layer"
+                f"{kind} is a model with the embedding {embedding}, but check_attention takes a function or a layer: use check_model"
             )
         if not callable(getattr(function, "forward", None)):
             raise ValueError(f"{kind} has no forward")
     elif not callable(function):
-        raise TypeError(f"a function, a class or a module is needed, not {kind}")
+        raise TypeError(f"check_attention needs a function, a class or a module, got {kind}")
     signature = read_signature(function)
     if not any(True for _ in signature.orders()):
         names = ", ".join(signature.names) or "none"
-        raise ValueError(f"{kind} has no arguments that look like query, key and value, or x; it has: {names}")
+        raise ValueError(f"{kind} has no arguments that look like query, key and value, or x; its arguments: {names}")
     has_matrices = isinstance(function, nn.Module) and any(p.ndim > 1 for p in function.parameters())
     if has_matrices:
         return Layer(function, dtype, device, seed)
     called = function.eval() if isinstance(function, nn.Module) else function
     if next(signature.orders()).keys() == {"x"}:
-        raise ValueError(f"{kind} takes one input and has no projections, so what it attends to cannot be seen")
+        raise ValueError(f"{kind} takes one input and has no projections, so its queries, keys and values cannot be seen")
     return Function(called, dtype, device, seed)
 
 
@@ -142,37 +142,37 @@ class _Examination:
     made: str
 
     def report(self) -> Report:
-        """Try, compare, and name the mistakes."""
+        """Try all experiments, compare the results, and name the mistakes."""
         if (way := self._random_way()) is not None:
             fault = "two calls with the same inputs differ"
             advice = "In evaluation there is no dropout: F.dropout needs training=self.training."
             return self._made(Trial(way, {}, {}), self._untried(fault), [Finding("random", Severity.WRONG, fault, advice)])
         judge, faults = Judge(self.subject.dtype), dict[str, None]()
-        found = diagnose(judge, trials(self.subject, judge, chosen_forms(self.mask), faults))
-        if found is None:
+        diagnosis = diagnose(judge, trials(self.subject, judge, chosen_forms(self.mask), faults))
+        if diagnosis is None:
             return self._uncalled(list(faults))
-        verdicts = _Verdicts(self.subject, judge, found, self.mask)
+        verdicts = _Verdicts(self.subject, judge, diagnosis, self.mask)
         checks = [check for experiment in EXPERIMENTS for check in verdicts.checks(experiment)]
         findings = [*verdicts.findings()]
         if self.stage is None:
-            checks += self._arguments(found.trial)
+            checks += self._arguments(diagnosis.trial)
         else:
-            checks, findings = self._graded(found.trial, checks, findings)
-        return self._made(found.trial, checks, [finding for finding, _ in findings])
+            checks, findings = self._graded(diagnosis.trial, checks, findings)
+        return self._made(diagnosis.trial, checks, [finding for finding, _ in findings])
 
     def _made(self, trial: Trial, checks: list[Check], findings: list[Finding]) -> Report:
-        called = self.subject.describe(trial.way) + (", causal unasked" if trial.is_causal else "")
+        called = self.subject.describe(trial.way) + (", causal by default" if trial.is_causal else "")
         called = f"{self.made}; {called}" if self.made else called
         if self.subject.dtype != torch.float64:
             called += f", {str(self.subject.dtype).removeprefix('torch.')}"
         return Report(self.name, called, self.subject.seed, tuple(checks), tuple(findings), self.stage)
 
     def _arguments(self, trial: Trial) -> list[Check]:
-        """The arguments that no experiment gives."""
+        """The arguments that no experiment uses."""
         signature, used = self.subject.signature, self.subject.arguments(trial.way)
         reasons = {name: f"it raises {fault}" for name, fault in self.subject.refused.items()}
         unused = [name for name in signature.names if name not in used]
-        return [Check(f"argument {name}", Status.NOT_TRIED, reasons.get(name, "it was not given")) for name in unused]
+        return [Check(f"argument {name}", Status.NOT_TRIED, reasons.get(name, "no experiment uses it")) for name in unused]
 
     def _uncalled(self, faults: list[str]) -> Report:
         seen = "; ".join(faults[:3])
@@ -185,7 +185,7 @@ class _Examination:
         return [Check(e.id, Status.NOT_TRIED, reason) for e in chosen]
 
     def _random_way(self) -> Way | None:
-        """The first way of calling that works, if two calls differ."""
+        """The first way of calling that works, if two of its calls differ."""
         for way in self.subject.ways():
             first = self.subject.outcome(way, PLAIN).output
             if first is not None:
@@ -195,7 +195,7 @@ class _Examination:
         return None
 
     def _graded(self, trial: Trial, checks: list[Check], findings: list[Placed]) -> tuple[list[Check], list[Placed]]:
-        """The checks and findings of the stage. All findings are wrong there, and so is what cannot be tried."""
+        """The checks and findings of the stage. In a stage, all findings are wrong, and so is a check that cannot be tried."""
         ids = {e.id for e in EXPERIMENTS if e.stage == self.stage} | ({BLIND_GRADIENT} if self.stage == BLIND.stage else set())
         ids -= {e.id for e, reason in trial.not_tried.items() if isinstance(reason, DoesNotApplyError)}
         checks = [check for check in checks if check.id in ids]
@@ -217,14 +217,14 @@ Placed = tuple[Finding, set[str]]
 
 
 class _Verdicts:
-    """What is right and wrong in a trial."""
+    """The checks and findings of a trial."""
 
-    def __init__(self, subject: Subject, judge: Judge, found: Diagnosis, mask: str | None) -> None:
-        self.subject, self.judge, self.trial, self.mask = subject, judge, found.trial, mask
-        self.others = found.others
-        self.mistakes: Mistakes | None = found.mistakes
-        if found.mistakes is not None:
-            self.mistakes = found.mistakes + further_mistakes(judge, found.trial, found.mistakes)
+    def __init__(self, subject: Subject, judge: Judge, diagnosis: Diagnosis, mask: str | None) -> None:
+        self.subject, self.judge, self.trial, self.mask = subject, judge, diagnosis.trial, mask
+        self.others = diagnosis.others
+        self.mistakes: Mistakes | None = diagnosis.mistakes
+        if diagnosis.mistakes is not None:
+            self.mistakes = diagnosis.mistakes + further_mistakes(judge, diagnosis.trial, diagnosis.mistakes)
 
     # --- checks
 
@@ -255,10 +255,10 @@ class _Verdicts:
         )
 
     def _difference(self, outcome: Outcome) -> float | None:
-        wanted = self.judge.answer(outcome.inputs, (), self.trial.is_causal).output
-        if outcome.output is None or wanted is None or outcome.output.shape != wanted.shape:
+        expected = self.judge.answer(outcome.inputs, (), self.trial.is_causal).output
+        if outcome.output is None or expected is None or outcome.output.shape != expected.shape:
             return None
-        return (outcome.output.double() - wanted).abs().nan_to_num(torch.inf).max().item()
+        return (outcome.output.double() - expected).abs().nan_to_num(torch.inf).max().item()
 
     def _moved(self) -> Check:
         output = self.trial.outcomes[BLIND_MOVED].output
@@ -286,12 +286,8 @@ class _Verdicts:
             return Check(name, Status.FAILED, f"it raises {outcome.fault}")
         if outcome.output.dtype != dtype:
             return Check(name, Status.FAILED, f"the output is {_short(outcome.output.dtype)}")
-        query, key, value = (tensor.to(dtype) for tensor in outcome.inputs.heads)
-        definition = partial(naive_attention, attn_mask=outcome.inputs.allowed, is_causal=self.trial.is_causal)
-        wanted, _ = definition(query.double(), key.double(), value.double())
-        low, _ = definition(query, key, value)
-        allowed = 2 * tolerance(wanted, low, dtype)  # weights and scores are rounded once more in plain torch
-        size = (outcome.output.double() - wanted).abs().nan_to_num(torch.inf).max().item()
+        expected, allowed = _in_half(outcome.inputs, dtype, self.trial.is_causal)
+        size = (outcome.output.double() - expected).abs().nan_to_num(torch.inf).max().item()
         return Check(
             name, Status.PASSED if size <= allowed else Status.FAILED, "" if size <= allowed else "it is inexact", size, allowed
         )
@@ -299,7 +295,7 @@ class _Verdicts:
     # --- findings
 
     def findings(self) -> Iterator[Placed]:
-        """Yield what is wrong. What to mend first comes first."""
+        """Yield the findings. The finding to mend first comes first."""
         failed = [
             o
             for e, o in self.trial.outcomes.items()
@@ -315,13 +311,13 @@ class _Verdicts:
         yield from self._weights()
         yield from self._unmasked()
         if any(outcome.is_changed for outcome in self.trial.outcomes.values()):
-            advice = "Write q = q * scale in place of q *= scale."
+            advice = "Write q = q * scale instead of q *= scale."
             yield Finding("changes-its-arguments", Severity.FRAGILE, "it changes its arguments in place", advice), {PLAIN.id}
         if isinstance(self.subject, Layer) and (idle := self.subject.idle_parameters(self.trial.way)):
-            yield Finding("idle-parameters", Severity.WRONG, f"parameters take no part: {', '.join(idle)}"), {PLAIN.id}
+            yield Finding("idle-parameters", Severity.WRONG, f"unused parameters: {', '.join(idle)}"), {PLAIN.id}
 
     def _named(self, failed: list[Outcome]) -> Iterator[Placed]:
-        """The mistakes with a name, those that show in the simplest experiment first."""
+        """Yield the named mistakes, those that show in the simplest experiment first."""
         assert self.mistakes is not None
         shown = {mutant: self._shown(mutant, failed) for mutant in self.mistakes}
         order = {e: place for place, e in enumerate(EXPERIMENTS)}
@@ -341,7 +337,7 @@ class _Verdicts:
             yield Finding("same-numbers", Severity.NOTE, f"the same numbers come from: {', '.join(others)}"), set()
 
     def _shown(self, mutant: Mutant, failed: list[Outcome]) -> list[Outcome]:
-        """The failed outcomes that this mistake alone makes wrong; all, if it needs another one to show."""
+        """The failed outcomes that this mistake alone makes wrong, or all if it shows only with another mistake."""
         shown = []
         for outcome in failed:
             alone = self.judge.answer(outcome.inputs, (mutant,), self.trial.is_causal)
@@ -355,7 +351,7 @@ class _Verdicts:
         return "" if size is None or size == torch.inf else f" (the output differs by {size:.2g})"
 
     def _unexplained(self, failed: list[Outcome]) -> Iterator[Placed]:
-        """What no mutant explains."""
+        """Yield a finding for outcomes that no mutant explains."""
         raised = [outcome for outcome in failed if outcome.output is None]
         for outcome in raised:
             fault = f"it raises in: {outcome.experiment.name}"
@@ -385,7 +381,7 @@ class _Verdicts:
             yield Finding("nan-gradient-where-a-query-sees-nothing", Severity.FRAGILE, fault, advice), {BLIND_GRADIENT}
 
     def _half_findings(self) -> Iterator[Placed]:
-        """Half precision, once for each reason. If float64 is wrong, nothing is known of it."""
+        """Yield one finding for each reason in half precision. If float64 is wrong, half precision is not judged."""
         if any(not passes(self.judge, self.trial, outcome) for outcome in self.trial.ordinary):
             return
         reasons: dict[str, list[Check]] = {}
@@ -409,39 +405,49 @@ class _Verdicts:
         is_padding = "padding" in name
         if form.polarity == "hide" and not is_padding:
             fault = f"in {name}, True = hide. If True should mean keep: mask inverted"
-            yield Finding("mask-hides", Severity.FRAGILE, fault, "mask=keep or mask=hide says what you mean."), {"mask-hides"}
+            yield Finding("mask-hides", Severity.FRAGILE, fault, "Set mask=keep or mask=hide to choose."), {"mask-hides"}
         if form.polarity == "keep" and is_padding:
-            fault = f"{name} is True where a key is kept. In torch, an argument of this name is True where there is padding"
+            fault = f"{name} is True where a key is kept. In torch, an argument with this name is True where there is padding"
             yield (
-                Finding("padding-mask-keeps", Severity.FRAGILE, fault, "mask=keep or mask=hide says what you mean."),
+                Finding("padding-mask-keeps", Severity.FRAGILE, fault, "Set mask=keep or mask=hide to choose."),
                 {"mask-hides"},
             )
 
     def _weights(self) -> Iterator[Placed]:
-        """Whether the weights that are returned made the output."""
+        """Yield a finding if the returned weights did not produce the output."""
         if not self.judge.fits_all(self.trial.ordinary, (), self.trial.is_causal):
             return
         for outcome in self.trial.ordinary:
-            right = _weights_of(outcome, self.trial.is_causal)
+            right = _weights_of(outcome.inputs, self.trial.is_causal or outcome.inputs.is_causal)
             if outcome.weights is None or outcome.weights.numel() != right.numel():
                 continue
             got = outcome.weights.reshape(right.shape).double()
             if not are_close(got, right, is_loose=True):
-                fault = "the returned weights differ from the weights behind the output"
+                fault = "the returned weights differ from the weights that give the output"
                 witness = f"seen in: {outcome.experiment.name} (by {(got - right).abs().max().item():.2g})"
                 yield Finding("other-weights", Severity.WRONG, fault, witness=witness), {outcome.experiment.id}
                 return
 
     def _unmasked(self) -> Iterator[Placed]:
         if not self.trial.is_masked:
-            fault = f"no form of mask that was tried is accepted by {self.subject.signature.mask}"
+            fault = f"{self.subject.signature.mask} accepts none of the forms of mask that were tried"
             yield Finding("mask-not-accepted", Severity.FRAGILE, fault), {e.id for e in EXPERIMENTS if e.mask}
 
 
-def _weights_of(outcome: Outcome, is_causal: bool) -> Tensor:
-    query, key, value = (tensor.double() for tensor in outcome.inputs.heads)
-    inputs = outcome.inputs
-    return naive_attention(query, key, value, inputs.allowed, is_causal=is_causal or inputs.is_causal)[1]
+@lru_cache(maxsize=256)
+def _weights_of(inputs: Inputs, is_causal: bool) -> Tensor:
+    query, key, value = (tensor.double() for tensor in inputs.heads)
+    return naive_attention(query, key, value, inputs.allowed, is_causal=is_causal)[1]
+
+
+@lru_cache(maxsize=256)
+def _in_half(inputs: Inputs, dtype: torch.dtype, is_causal: bool) -> tuple[Tensor, float]:
+    """The exact output for inputs that are rounded to ``dtype``, and the error that an output in ``dtype`` may have."""
+    query, key, value = (tensor.to(dtype) for tensor in inputs.heads)
+    definition = partial(naive_attention, attn_mask=inputs.allowed, is_causal=is_causal)
+    expected, _ = definition(query.double(), key.double(), value.double())
+    low, _ = definition(query, key, value)
+    return expected, 2 * tolerance(expected, low, dtype)  # weights and scores are rounded once more in plain torch
 
 
 def _differ(got: Answer, want: Answer) -> bool:
@@ -452,7 +458,7 @@ def _differ(got: Answer, want: Answer) -> bool:
 
 
 def _dependences(subject: Subject, trial: Trial) -> list[str]:
-    """What the output depends on and must not: sentences for a mistake without a name."""
+    """Sentences about forbidden dependences of the output, for a mistake without a name."""
     if not isinstance(subject, Function):
         return []
     first = trial.outcomes[PLAIN]
@@ -462,7 +468,7 @@ def _dependences(subject: Subject, trial: Trial) -> list[str]:
         else []
     )
     places = [("the second sequence", (1,), "the first sequence", (0,)), *heads]
-    found = []
+    sentences = []
     for changed, index, others, rest in places:
         again = _changed(subject, trial, index)
         if (
@@ -470,8 +476,8 @@ def _dependences(subject: Subject, trial: Trial) -> list[str]:
             and again is not None
             and not are_close(again[rest], first.output[rest].double(), is_loose=True)
         ):
-            found.append(f"{changed} changes the output of {others}")
-    return found
+            sentences.append(f"{changed} changes the output of {others}")
+    return sentences
 
 
 def _changed(subject: Function, trial: Trial, index: tuple[Any, ...]) -> Tensor | None:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CalledModel, Stream, decoder_signs, find_forms, is_refusal, said, with_form
+from minitx.check.called_model import CalledModel, Stream, decoder_signs, error_text, find_forms, is_refusal, with_form
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import Check, Finding, Severity, Status
 from minitx.check.witness import first_moved
 
 SHARE = 0.1
-"""If rounding moves the output by more than this share of what a visible token does, equal outputs show nothing."""
+"""If rounding moves the output by more than this share of the effect of a visible token, equal outputs prove nothing."""
 
 
 class StopError(Exception):
@@ -28,9 +28,9 @@ class Examination:
 
     Attributes:
         word: the property that is checked now.
-        inputs: random rows. base: the answer for them. noise: how far rounding moves the answer.
-        turned: streams whose mask means the opposite of its name.
-        causal: the caller's argument. repeat: a command with a place for its options.
+        inputs: random rows. base: the output for them. noise: the largest change of the output by rounding.
+        turned: streams whose mask has the opposite meaning of its name.
+        causal: the caller's argument. repeat: the command that repeats a check, with a place for its options.
     """
 
     def __init__(self, called: CalledModel, seed: int, causal: bool | None, repeat: str) -> None:
@@ -45,7 +45,7 @@ class Examination:
         self.turned: list[str] = []
 
     def begin(self) -> None:
-        """Draw inputs, and find out how masks are written.
+        """Draw inputs, and find the form of the masks.
 
         Raises:
             StopError: the output is not finite.
@@ -60,13 +60,13 @@ class Examination:
             self.failed("call/inputs", "changes-inputs", Severity.WRONG, fault, "Copy the tensor before you change it.")
             self.inputs = before
         if not self.base.isfinite().all():
-            self.failed("call/finite", "not-finite", Severity.WRONG, "the output has NaN or infinity for ordinary tokens")
+            self.failed("call/finite", "not-finite", Severity.WRONG, "the output contains NaN or infinity for ordinary tokens")
             raise StopError("the output is not finite")
         self.passed("call/finite")
         find_forms(called, self.inputs)
 
     def measure(self) -> None:
-        """Measure the noise, and find out what the masks mean.
+        """Measure the noise, and find the meaning of the masks.
 
         Raises:
             StopError: two calls differ, or the tokens have no effect.
@@ -95,11 +95,11 @@ class Examination:
         everywhere = torch.ones(self.inputs[stream.name].shape[:2], dtype=torch.bool)
         other = self.called.others(self.inputs, stream.name, everywhere)
         if self.gap(self.called.answer(other), self.base).is_rounding:
-            self.failed("call/effect", "no-effect", Severity.WRONG, f"other {stream.name} do not change the output")
+            self.failed("call/effect", "no-effect", Severity.WRONG, f"changing {stream.name} does not change the output")
             raise StopError("the output does not depend on the tokens")
 
     def _settle_meanings(self) -> None:
-        """Take the other meaning of a mask if it alone hides tokens."""
+        """Invert the meaning of a mask if only the other meaning hides tokens."""
         for stream in self.called.streams:
             if stream.form is None or self.hides(stream):
                 continue
@@ -117,9 +117,9 @@ class Examination:
             keep = torch.ones(B, L, dtype=torch.bool)
             keep[1, : max(1, L // 3)] = False
             changed = self.called.others(self.inputs, stream.name, ~keep)
-            one, two = (self.called.answer(tokens, {stream.name: keep}) for tokens in (self.inputs, changed))
+            first, second = (self.called.answer(tokens, {stream.name: keep}) for tokens in (self.inputs, changed))
             still = keep if self.called.has_positions and stream.name == self.called.stream.name else self.whole
-            return bool(one[still].isfinite().all()) and self.gap(two, one, still).is_rounding
+            return bool(first[still].isfinite().all()) and self.gap(second, first, still).is_rounding
         except Exception:
             return False
 
@@ -133,33 +133,33 @@ class Examination:
 
     @property
     def allowed(self) -> float:
-        """The difference that rounding explains anywhere."""
+        """The largest difference that rounding explains."""
         return FACTOR * (self.noise + unit(self.base.dtype) * self.base.abs().max().item())
 
-    def gap(self, found: Tensor, wanted: Tensor, where: Tensor | None = None) -> Gap:
-        """Compare two answers. Rounding explains the measured noise. ``where``: bool (B, L), or (B,) of whole rows."""
+    def gap(self, output: Tensor, expected: Tensor, where: Tensor | None = None) -> Gap:
+        """Compare two outputs. Rounding explains the measured noise. ``where``: bool (B, L), or (B,) for whole rows."""
         if where is not None and where.dim() == 1:
-            where = where.unsqueeze(1).expand(found.shape[:2])
-        if found.shape != wanted.shape:
-            return Gap(torch.inf, 0.0, (0,) * wanted.dim())
-        return compare(found, wanted, self.noise, where)
+            where = where.unsqueeze(1).expand(output.shape[:2])
+        if output.shape != expected.shape:
+            return Gap(torch.inf, 0.0, (0,) * expected.dim())
+        return compare(output, expected, self.noise, where)
 
     @cached_property
     def influence(self) -> Tensor:
-        """(L, L): how far the output of token i moves when token j changes. Two rows are tried."""
+        """(L, L): the change of the output of token i when token j changes, the largest in two rows."""
         called, name = self.called, self.called.stream.name
         L = self.inputs[name].shape[1]
         result = torch.zeros(L, L)
         for row in (0, 1):
-            one = {key: value[row : row + 1] for key, value in self.inputs.items()}
-            many = {key: value.expand(L, *value.shape[1:]).contiguous() for key, value in one.items()}
+            single = {key: value[row : row + 1] for key, value in self.inputs.items()}
+            many = {key: value.expand(L, *value.shape[1:]).contiguous() for key, value in single.items()}
             twins = called.others(many, name, torch.eye(L, dtype=torch.bool))
             if self.are_rows_apart:
-                both = {key: torch.cat((one[key], twins[key])) for key in many}
-                found = called.answer(both)
-                base, moved = found[:1], found[1:]
+                both = {key: torch.cat((single[key], twins[key])) for key in many}
+                output = called.answer(both)
+                base, moved = output[:1], output[1:]
             else:
-                base = called.answer(one)
+                base = called.answer(single)
                 moved = torch.cat([called.answer({k: v[j : j + 1] for k, v in twins.items()}) for j in range(L)])
             size = (moved - base).abs().flatten(2).amax(-1).float().cpu()  # (changed, position)
             result = torch.maximum(result, size.T)
@@ -167,7 +167,7 @@ class Examination:
 
     @cached_property
     def typical(self) -> float:
-        """How far a visible token moves an output: the median."""
+        """The median change of an output by a visible token."""
         if not self.called.streams:
             return self.base.abs().max().item()
         if not self.called.has_positions:
@@ -191,7 +191,7 @@ class Examination:
         name = type(self.called.model).__name__
         if "MaskedLM" in name or "Classification" in name:
             return False
-        is_theirs = hasattr(self.called.config, "model_type")  # of transformers, whose classes of decoders have been named
+        is_theirs = hasattr(self.called.config, "model_type")  # transformers: its decoders are recognised above by their class
         if not is_theirs and any(
             word in self.called.names for word in ("past_key_values", "cache", "kv_cache", "past_kv", "past")
         ):
@@ -207,7 +207,7 @@ class Examination:
     # --- checks and findings
 
     def passed(self, id: str, gap: Gap | None = None) -> None:
-        """Record a check that passed. It is not tried if rounding would hide a mistake."""
+        """Record a check that passed. If rounding would hide a mistake, it counts as not tried."""
         if gap is None:
             self.checks.append(Check(id, Status.PASSED))
         elif gap.allowed > SHARE * self.typical:
@@ -217,7 +217,7 @@ class Examination:
             self.checks.append(Check(id, Status.PASSED, "", gap.size, gap.allowed))
 
     def explained(self, id: str, by: str, gap: Gap | None = None) -> None:
-        """Record a check that failed for a reason that has a finding already."""
+        """Record a check that failed for a reason that already has a finding."""
         size, allowed = (None, None) if gap is None else (gap.size, gap.allowed)
         self.checks.append(Check(id, Status.FAILED, f"see {by}", size, allowed))
 
@@ -249,17 +249,21 @@ class Examination:
             self.findings.append(finding)
 
     def raised(self, id: str, error: Exception) -> None:
-        """Record a call that raised. An error that says that something is not supported is not a fault."""
+        """Record a call that raised. An error about an unsupported call is not a fault."""
         if is_refusal(error):
-            self.skip(id, f"it raises {said(error)}")
+            self.skip(id, f"it raises {error_text(error)}")
         else:
             what = id.replace("-", " ").replace("/", ", ")
             self.failed(
-                id, f"raises-{id.replace('/', '-')}", Severity.FRAGILE, f"it raises in the check of {what}", witness=said(error)
+                id,
+                f"raises-{id.replace('/', '-')}",
+                Severity.FRAGILE,
+                f"it raises in the check of {what}",
+                witness=error_text(error),
             )
 
     def attempt(self, id: str, check: Callable[[str], None]) -> None:
-        """Do one check. What it raises is recorded."""
+        """Run one check, and record an exception that it raises."""
         try:
             check(id)
         except StopError:
@@ -268,10 +272,10 @@ class Examination:
             self.raised(id, error)
 
     def where(self, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
-        """Return the end of a sentence: the first module that moves."""
+        """Return the end of a sentence that names the first module that moves."""
         try:
             return _first(first_moved(self.called.model, calm, moved, *stills))
-        except Exception:  # the check must not fail because its witness does
+        except Exception:  # a failing witness must not fail the check
             return ""
 
     def answers(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None) -> Callable[[], Tensor]:

@@ -1,4 +1,4 @@
-"""What is tried with somebody's attention: inputs, a mask, a causal option, large numbers. Each experiment shows some mistakes."""
+"""The experiments of ``check_attention``: inputs, a mask, a causal option, large numbers. Each experiment reveals some mistakes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Experiment:
     """One call of attention, or a part of it.
 
     Attributes:
-        name: in plain words.
+        name: the name in plain words.
         stage: the stage of the graded exercise that it belongs to. 0: none.
-        rows, keys: numbers of queries and of keys.
-        kv_heads: number of heads of keys and values; 0: as many as the query.
-        value_width: the width of the values; 0: the width of the query.
+        rows, keys: the numbers of queries and of keys.
+        kv_heads: the number of heads of keys and values. 0: as many as the query.
+        value_width: the width of the values. 0: the width of the query.
         mask: "" (none), "cells" (random), "keys" (hides the same keys from all queries) or "nothing" (a query sees no key).
-        is_causal: with the causal option.
+        is_causal: whether the causal option is used.
         spread: a factor on the scores.
-        low: about the score of visible keys; exactly, with a mask. None: random scores.
-        hidden: a number that is added to hidden values; with the mask "nothing" to all values.
-        is_extreme: a function that is right in theory may fail.
-        dtype: of the inputs. None: the dtype of the whole check.
+        low: the score of visible keys, approximately, or exactly with a mask. None: random scores.
+        hidden: a number that is added to hidden values, or to all values with the mask "nothing".
+        is_extreme: whether a function that is correct in theory may fail.
+        dtype: the dtype of the inputs. None: the dtype of the whole check.
     """
 
     name: str
@@ -82,12 +82,12 @@ EXPERIMENTS = (
     Experiment("very low scores beside a mask", 5, mask="keys", low=-3e10, is_extreme=True),
     *HALF,
 )
-"""All experiments, in the order in which mistakes are mended."""
+"""All experiments, in the order in which mistakes should be mended."""
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What goes into the attention of one experiment.
+    """The inputs of attention in one experiment.
 
     Attributes:
         query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), in float64.
@@ -109,7 +109,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that a way of calling allows: ``mask`` is "cells", "shared" (by the batch) or "keys" (the same for all queries)."""
+    """The sizes that a way of calling allows. ``mask`` is "cells", "shared" (by the batch) or "keys" (the same for all queries)."""
 
     heads: int = HEADS
     width: int = WIDTH
@@ -127,18 +127,20 @@ def draw(experiment: Experiment, sizes: Sizes = Sizes(), seed: int = 0) -> Input
     query = query * experiment.spread
     allowed = _mask(experiment, sizes.mask, generator) if experiment.mask else None
     hidden = torch.zeros(BATCH, 1, S, 1, dtype=torch.bool) if allowed is None else ~allowed.any(2)[..., None]
-    if experiment.low is not None:  # the last coordinate gives the score
+    if experiment.low is not None:  # the last coordinate sets the score
         query[..., -1] = 1.0
-        if experiment.mask:  # visible scores are equal: float32 cannot hold their differences
+        if experiment.mask:  # equal visible scores, because float32 cannot represent their differences
             query[..., :-1] = 0.0
         key[..., -1:] = torch.where(hidden, 0.0, experiment.low * D**0.5)
-    moved = torch.ones_like(hidden) if experiment.mask == "nothing" else hidden  # there, one query is looked at
+    moved = (
+        torch.ones_like(hidden) if experiment.mask == "nothing" else hidden
+    )  # with "nothing", only the blind query is compared
     value = value + experiment.hidden * torch.arange(1.0, S + 1)[:, None] * moved
     return Inputs(query, key, value, allowed, experiment.is_causal)
 
 
 def _mask(experiment: Experiment, kind: str, generator: torch.Generator) -> Tensor:
-    """A mask (B, 1, L, S). In every ordinary experiment, each query sees the first key, and some key is hidden."""
+    """A mask (B, 1, L, S). In every ordinary experiment, each query sees the first key, and at least one key is hidden."""
     L, S = experiment.rows, experiment.keys
     allowed = torch.rand(BATCH, 1, L, S, generator=generator) < 0.6
     allowed[..., 0], allowed[:, :, 1, -1] = True, False
@@ -153,8 +155,12 @@ def _mask(experiment: Experiment, kind: str, generator: torch.Generator) -> Tens
     return allowed
 
 
+@lru_cache(maxsize=4096)
 def through_mask(inputs: Inputs) -> Inputs:
-    """Return the same with the causal mask inside ``allowed``, for functions without a causal option."""
+    """Return the inputs with the causal mask inside ``allowed``, for functions without a causal option.
+
+    Equal inputs return the same object.
+    """
     L, S = inputs.query.shape[2], inputs.key.shape[2]
     triangle = torch.ones(BATCH, 1, L, S, dtype=torch.bool).tril(S - L)
     allowed = triangle if inputs.allowed is None else inputs.allowed & triangle
@@ -163,16 +169,16 @@ def through_mask(inputs: Inputs) -> Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What came out of an experiment.
+    """The result of an experiment.
 
     Attributes:
-        inputs: what went into the attention; of a layer, the projected queries, keys and values.
+        inputs: the inputs of attention; for a layer, the projected queries, keys and values.
         output: (B, H, L, Dv). None: the call raised, or the output has another shape.
         weights: the second tensor that was returned, if any.
-        gradients: of the sum of the squared output, for query, key and value; of a layer for its inputs.
-        has_inner_gradients: whether they are for query, key and value.
-        fault: why there is no output.
-        is_changed: the call changed its arguments.
+        gradients: the gradients of the sum of the squared output for query, key and value, or for the inputs of a layer.
+        has_inner_gradients: whether ``gradients`` are for query, key and value.
+        fault: the reason why there is no output.
+        is_changed: whether the call changed its arguments.
     """
 
     experiment: Experiment

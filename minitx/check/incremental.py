@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CACHES, said
+from minitx.check.called_model import CACHES, error_text
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import Severity
@@ -39,15 +39,15 @@ def cache(exam: Examination) -> None:
 
 
 class NoCacheError(ValueError):
-    """The model gives no cache back."""
+    """The model returns no cache."""
 
 
 class WrongShapeError(RuntimeError):
-    """A piece has an output of another shape."""
+    """The output of a piece has the wrong shape."""
 
 
 class _Pieces:
-    """Calls in pieces."""
+    """Calls of a model piece by piece, with a cache."""
 
     def __init__(self, exam: Examination, name: str) -> None:
         self.exam, self.name = exam, name
@@ -71,34 +71,35 @@ class _Pieces:
         stream, tokens = called.stream, inputs[called.stream.name]
         B, L = tokens.shape[:2]
         cache = self._new(B, L) if cache is None else cache
-        found, start = [], 0
+        outputs, start = [], 0
         for end in [*cuts, L]:
             piece = {**inputs, stream.name: tokens[:, start:end].contiguous()}
             options: dict[str, Any] = {} if cache is None else {self.name: cache}
             if "use_cache" in called.names:
                 options["use_cache"] = True
-            given = None
-            if keep is not None:  # minitx's cache keeps the earlier part of the mask
-                given = {stream.name: keep[:, (0 if self.make is None else start) : end]}
+            masks = None
+            if keep is not None:  # minitx's cache stores the earlier part of the mask
+                masks = {stream.name: keep[:, (0 if self.make is None else start) : end]}
             options |= {key: value[:, start:end] for key, value in (extra or {}).items()}
-            result = self._piece(piece, given, options, keep, start, end)
-            found.append(called.output(result, piece))
-            if found[-1].shape[:2] != (B, end - start):
-                raise WrongShapeError(f"{end - start} of {B} rows give an output of shape {tuple(found[-1].shape)}")
+            result = self._piece(piece, masks, options, keep, start, end)
+            outputs.append(called.output(result, piece))
+            if outputs[-1].shape[:2] != (B, end - start):
+                shape = tuple(outputs[-1].shape)
+                raise WrongShapeError(f"a piece of {end - start} tokens in {B} rows gives an output of shape {shape}")
             if self.make is None:
                 cache = self._returned(result)
                 if cache is None:
-                    raise NoCacheError("no cache comes back")
+                    raise NoCacheError("the model returns no cache")
             start = end
-        return torch.cat(found, 1)
+        return torch.cat(outputs, 1)
 
     def _piece(
-        self, piece: dict[str, Tensor], given: Any, options: dict[str, Any], keep: Tensor | None, start: int, end: int
+        self, piece: dict[str, Tensor], masks: Any, options: dict[str, Any], keep: Tensor | None, start: int, end: int
     ) -> Any:
-        """One call. Some models want the mask of all tokens so far, others of the new ones."""
+        """Call the model once. Some models need the mask of all tokens so far, others the mask of the new tokens."""
         called = self.exam.called
         try:
-            return called.run(piece, given, **options)
+            return called.run(piece, masks, **options)
         except (RuntimeError, ValueError):
             if keep is None or start == 0 or self.make is not None:
                 raise
@@ -106,9 +107,9 @@ class _Pieces:
 
     def _returned(self, result: Any) -> Any:
         for name in (self.name, "past_key_values", "cache_params", "state"):
-            found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-            if found is not None:
-                return found
+            cache = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+            if cache is not None:
+                return cache
         if isinstance(result, tuple) and len(result) > 1:
             rest = [part for part in result[1:] if part is not None and not (isinstance(part, Tensor) and part.dim() == 0)]
             return rest[-1] if rest else None
@@ -117,11 +118,11 @@ class _Pieces:
     def compare(self, id: str, cuts: Sequence[int]) -> None:
         """Compare pieces with one call."""
         try:
-            found = self.run(cuts)
+            output = self.run(cuts)
         except NoCacheError as reason:
             self.exam.skip(id, str(reason))
             return
-        self._judge(id, self.exam.gap(found, self.exam.base), cuts)
+        self._judge(id, self.exam.gap(output, self.exam.base), cuts)
 
     def _judge(self, id: str, gap: Gap, cuts: Sequence[int], what: str = "") -> None:
         exam = self.exam
@@ -141,7 +142,7 @@ class _Pieces:
         exam.failed(id, f"cache-differs{what.replace(' ', '-').replace(',', '')}", Severity.WRONG, fault, advice, witness, gap)
 
     def padded(self, id: str, cuts: Sequence[int]) -> None:
-        """The same with a row that has padding on its left."""
+        """Compare pieces with one call, with padding on the left of a row."""
         exam, called = self.exam, self.exam.called
         stream = called.stream
         if stream.form is None:
@@ -154,32 +155,32 @@ class _Pieces:
         if "position_ids" in called.names:
             extra = {"position_ids": (keep.long().cumsum(-1) - 1).clamp(min=0).to(called.device)}
         try:
-            wanted = called.answer(exam.inputs, {stream.name: keep}, **extra)
-        except (ValueError, NotImplementedError):  # it has no use for positions
-            extra, wanted = {}, called.answer(exam.inputs, {stream.name: keep})
+            expected = called.answer(exam.inputs, {stream.name: keep}, **extra)
+        except (ValueError, NotImplementedError):  # the model does not use positions
+            extra, expected = {}, called.answer(exam.inputs, {stream.name: keep})
         try:
-            found = self.run(cuts, keep, extra)
+            output = self.run(cuts, keep, extra)
         except NoCacheError as reason:
             exam.skip(id, str(reason))
             return
-        self._judge(id, exam.gap(found, wanted, keep), cuts, " and padding on the left")
+        self._judge(id, exam.gap(output, expected, keep), cuts, " and padding on the left")
 
     def static(self, id: str, cuts: Sequence[int]) -> None:
-        """The same with a cache of fixed size of transformers."""
+        """Compare pieces with one call, with transformers' cache of fixed size."""
         exam = self.exam
         library = sys.modules.get("transformers")
         kind = getattr(library, "StaticCache", None)
         if kind is None or self.name != "past_key_values" or exam.called.config is None:
             return
         if len(exam.called.streams) > 1:
-            exam.skip(id, "encoder–decoders need a cache of two parts, which is not made here")
+            exam.skip(id, "the cache of fixed size is not tried with encoder–decoders")
             return
         if getattr(exam.called.model, "_can_compile_fullgraph", True) is False:
-            exam.skip(id, "the model says that it supports no cache of fixed size")
+            exam.skip(id, "the model does not support a cache of fixed size")
             return
         try:
-            found = self.run(cuts, cache=kind(config=exam.called.config, max_cache_len=exam.called.stream.length + 3))
-        except Exception as error:  # not every architecture has one
-            exam.skip(id, f"it raises {said(error)}")
+            output = self.run(cuts, cache=kind(config=exam.called.config, max_cache_len=exam.called.stream.length + 3))
+        except Exception as error:  # some architectures do not support it
+            exam.skip(id, f"it raises {error_text(error)}")
             return
-        self._judge(id, exam.gap(found, exam.base), cuts, " of fixed size")
+        self._judge(id, exam.gap(output, exam.base), cuts, " of fixed size")

@@ -1,4 +1,4 @@
-"""What is wrong with my model? ``check_model`` calls a model with changes that must not matter, and says what moved and where.
+"""``check_model`` finds mistakes in a model. It calls the model with changes that must not matter, and reports what changed and where.
 
 >>> class Leaks(torch.nn.Module):  # each token also sees the token after it
 ...     causal = True
@@ -43,7 +43,7 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
     "bfloat16": behaviour.bfloat16,
     "compile": behaviour.compiled,
 }
-"""The properties by the words of ``only``, in the order in which mistakes are to be mended."""
+"""The properties by the words of ``only``, in the order in which mistakes should be mended."""
 
 
 def check_model(
@@ -56,21 +56,22 @@ def check_model(
     dtype: torch.dtype | None = None,
     repeat: str = "",
 ) -> Report:
-    """Find out what is wrong with a model that reads tokens or pictures.
+    """Find mistakes in a model that reads tokens or images.
 
-    How to call it is found by trying: ids (B, L) or vectors (B, L, E) in, logits or hidden states (B, L, ...) or one row (B, ...) out;
-    encoder–decoders and vision models, too. A copy of the model is checked, in evaluation mode. Trainable weights that are all zero
-    get noise, because behind them nothing can be seen. A difference counts if rounding in this model does not explain it.
+    The way to call it is found by trying. The input is ids (B, L) or vectors (B, L, E), and the output logits or hidden states
+    (B, L, ...), or one vector per row (B, ...). Encoder–decoders and vision models are supported. A copy of the model is checked in
+    evaluation mode. Trainable weights that are all zero are filled with noise, because they would hide every change before them. A
+    difference counts if rounding in this model does not explain it.
 
     Args:
-        model: any module. Objects of Hugging Face and models that are wrapped by PEFT or ``torch.compile`` are called by name.
-        only: properties to check, words of ``PROPERTIES``. Default: all.
-        causal: whether later tokens must change nothing. Default: what the class, its buffers and its behaviour say.
-        seed: of the random inputs. device: where it runs. dtype: of the copy. Default: as the model is.
+        model: any module, including Hugging Face models and models wrapped by PEFT or ``torch.compile``.
+        only: the properties to check, words of ``PROPERTIES``. Default: all.
+        causal: whether later tokens must change nothing. Default: found from the class, its buffers and its behaviour.
+        seed: the seed of the random inputs. device: the device of the copy. dtype: the dtype of the copy. Default: the model's dtype.
         repeat: the command that repeats a finding, without ``only`` and ``seed``. Default: a call of this function.
 
     Returns:
-        A report. Its ``exit_code`` is 1 if something is wrong. What could not be tried is listed with the reason.
+        A report. Its ``exit_code`` is 1 if something is wrong. Checks that could not be tried are listed with the reason.
 
     Raises:
         ValueError: ``only`` has an unknown word. TypeError: ``model`` is not a module.
@@ -112,13 +113,13 @@ def _examine(examination: Examination, chosen: Sequence[str]) -> None:
                 Check(rest, Status.NOT_TRIED, str(reason)) for rest in chosen[number:] if rest != "determinism"
             ]
             return
-        except Exception as error:  # of the model
+        except Exception as error:  # raised by the model
             examination.raised(word, error)
 
 
 @contextlib.contextmanager
 def _settled(seed: int) -> Iterator[None]:
-    """Restore all random states, and compute without gradients, autocast and warnings."""
+    """Run without gradients and warnings, and restore all random states."""
     state = random.getstate()
     try:
         with torch.random.fork_rng(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -186,7 +187,7 @@ def assert_deterministic(model: nn.Module, *, seed: int = 0, device: torch.devic
 
 
 def assert_gradients_reach_everything(model: nn.Module, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
-    """Assert that each parameter which changes the output gets a finite gradient.
+    """Assert that each parameter that changes the output gets a finite gradient.
 
     Raises:
         AssertionError: the report of ``check_model``.

@@ -1,7 +1,7 @@
-"""Attention in eleven steps, and what people write instead of a step.
+"""Attention in eleven steps, and common mistakes in each step.
 
 ``attention_in_steps(query, key, value, allowed)`` is the definition. With another function for one or two steps it is a mutant. The
-table ``MUTANTS`` names the mistake in somebody's function, seeds faults for the tests of the checker, and makes puzzles.
+table ``MUTANTS`` serves to name mistakes, to seed faults for the tests of the checker, and to make puzzles.
 
     >>> broken = mutant("no scale")
     >>> query = torch.full((1, 1, 1, 4), 2.0)
@@ -31,8 +31,8 @@ Attention = Callable[..., tuple[Tensor, Tensor]]
 # --- the definition
 
 
-def _unchanged(heads: Tensor) -> Tensor:
-    """Leave the heads as they are."""
+def _same_heads(heads: Tensor) -> Tensor:
+    """Return the heads unchanged."""
     return heads
 
 
@@ -52,12 +52,12 @@ def _divided_by_root(scores: Tensor, query: Tensor, key: Tensor, value: Tensor) 
 
 
 def _triangle(rows: int, keys: int) -> Tensor:
-    """Show keys up to the query. The last query sees all keys."""
+    """A query sees the keys up to its position. The last query sees all keys."""
     return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
 
 
 def _both(allowed: Tensor, triangle: Tensor) -> Tensor:
-    """Show what both masks show."""
+    """A key is visible if both masks allow it."""
     return allowed & triangle
 
 
@@ -72,7 +72,7 @@ def _softmax_over_keys(scores: Tensor) -> Tensor:
 
 
 def _zero_where_hidden(weights: Tensor, allowed: Tensor, query: Tensor) -> Tensor:
-    """Set hidden weights to 0, also where a query sees nothing and the softmax is NaN."""
+    """Set hidden weights to 0, even if a query sees no key and its softmax is NaN."""
     return weights.masked_fill(~allowed, 0.0)
 
 
@@ -82,7 +82,7 @@ def _mean_of_values(weights: Tensor, query: Tensor, key: Tensor, value: Tensor) 
 
 
 def _output(output: Tensor, query: Tensor) -> Tensor:
-    """Leave the output as it is."""
+    """Return the output unchanged."""
     return output
 
 
@@ -91,12 +91,12 @@ class Steps:
     """The steps of attention, in order. By default they are the definition.
 
     Attributes:
-        split: heads (B, H, L, D) of the query, and of key and value, as they come from the whole width.
-        group: (heads of key or value, number of query heads) -> as many heads.
+        split: heads (B, H, L, D) of query, key or value -> the heads that are used.
+        group: (heads of key or value, number of query heads) -> that number of heads.
         dot: (query, key) -> scores (B, H, L, S).
         scale: (scores, query, key, value) -> scores.
         causal: (rows, keys) -> bool (L, S), True = may attend.
-        mask: (the given mask, the causal mask) -> bool (B, H, L, S). The causal mask is all True if it is absent.
+        mask: (the mask argument, the causal mask) -> bool (B, H, L, S). Without ``is_causal`` the causal mask is all True.
         hide: (scores, allowed) -> scores.
         softmax: scores -> weights.
         after: (weights, allowed, query) -> weights.
@@ -104,7 +104,7 @@ class Steps:
         merge: (output, query) -> output.
     """
 
-    split: Step = _unchanged
+    split: Step = _same_heads
     group: Step = _each_head_repeated
     dot: Step = _dot_product
     scale: Step = _divided_by_root
@@ -145,25 +145,25 @@ def attention_in_steps(
     key, value = (steps.split(steps.group(tensor, heads)) for tensor in (key, value))
     scores = steps.scale(steps.dot(query, key), query, key, value)
     everything = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-    given = everything if allowed is None else everything & allowed
+    visible = everything if allowed is None else everything & allowed
     triangle = steps.causal(rows, keys).to(scores.device) if is_causal else everything
-    seen = triangle if allowed is None else steps.mask(given, triangle).expand(scores.shape)
-    if not seen.all():  # functions do not hide anything if there is nothing to hide
+    seen = triangle if allowed is None else steps.mask(visible, triangle).expand(scores.shape)
+    if not seen.all():  # without hidden keys, functions skip this step
         scores = steps.hide(scores, seen)
     weights = steps.after(steps.softmax(scores), seen, query)
     return steps.merge(steps.mix(weights, query, key, value), query), weights
 
 
-# --- what people write instead
+# --- common mistakes
 
 
 def _scaled(factor: Callable[[int, int, int, int], float]) -> Step:
-    """A scale from (d_k, number of heads, number of keys, d_v)."""
+    """A scale that depends on (d_k, number of heads, number of keys, d_v)."""
     return lambda scores, query, key, value: scores * factor(query.shape[-1], query.shape[1], key.shape[2], value.shape[-1])
 
 
 def _filled(number: float | None) -> Step:
-    """Hidden scores become a number. None: the lowest of the dtype."""
+    """Set hidden scores to a number. None: the lowest number of the dtype."""
 
     def fill(scores: Tensor, allowed: Tensor) -> Tensor:
         return scores.masked_fill(~allowed, torch.finfo(scores.dtype).min if number is None else number)
@@ -175,8 +175,8 @@ def _added(number: float) -> Step:
     return lambda scores, allowed: scores + number * (~allowed).to(scores.dtype)
 
 
-def as_they_are(x: Tensor, *rest: Any) -> Tensor:
-    """Leave scores or weights as they are: a step that is left out."""
+def unchanged(x: Tensor, *rest: Any) -> Tensor:
+    """Return scores or weights unchanged, as if the step were left out."""
     return x
 
 
@@ -211,7 +211,7 @@ def _is_square(weights: Tensor, *rest: Any) -> bool:
 
 
 def _by_view(heads: Tensor) -> Tensor:
-    """What ``view(B, H, L, D)`` makes of (B, L, H·D)."""
+    """The heads that ``view(B, H, L, D)`` makes from (B, L, H·D)."""
     return heads.transpose(1, 2).reshape(heads.shape)
 
 
@@ -221,7 +221,7 @@ def _merged_by_view(output: Tensor, query: Tensor) -> Tensor:
 
 
 def _buffer_like_query(output: Tensor, query: Tensor) -> Tensor:
-    """Raises RuntimeError for wide values."""
+    """Copy the output to a buffer of the query's shape. It raises RuntimeError for wide values."""
     buffer = torch.zeros_like(query).to(output.dtype)
     buffer[:] = output
     return buffer
@@ -250,7 +250,7 @@ class Mutant:
 
     @property
     def is_extreme(self) -> bool:
-        """Return whether ordinary numbers do not show it."""
+        """Return whether ordinary numbers do not reveal the mistake."""
         return self.severity == Severity.FRAGILE
 
     @cached_property
@@ -271,7 +271,7 @@ _BLIND = "Use scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-
 
 
 def _number_for_hidden(name: str, hide: Step) -> Mutant:
-    return _fragile(name, f"A query that sees nothing gets a mean of hidden values. {_BLIND}", hide=hide, after=as_they_are)
+    return _fragile(name, f"A query that sees nothing gets a mean of hidden values. {_BLIND}", hide=hide, after=unchanged)
 
 
 _OF_KEYS = "Use softmax(dim=-1), one softmax for each query."
@@ -279,7 +279,7 @@ _EXTREME = "Large or low scores overflow: use torch.softmax, which subtracts the
 _ALIGNED = "Use tril(diagonal=0) to keep, or triu(diagonal=1) to hide."
 
 MUTANTS: tuple[Mutant, ...] = (
-    _wrong("no scale", "Divide the scores by √d_k.", scale=as_they_are),
+    _wrong("no scale", "Divide the scores by √d_k.", scale=unchanged),
     _wrong("scale by d_k", "Divide by the root, d_k ** 0.5.", scale=_scaled(lambda d_k, H, S, d_v: 1 / d_k)),
     _wrong("scores multiplied by √d_k", "Divide the scores by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**0.5)),
     _wrong("scale by embed_dim", "d_k is embed_dim // num_heads.", scale=_scaled(lambda d_k, H, S, d_v: (d_k * H) ** -0.5)),
@@ -288,7 +288,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong("scale by d_v", "d_k is the width of the keys.", scale=_scaled(lambda d_k, H, S, d_v: d_v**-0.5)),
     _wrong("fourth root of d_k", "Scale query and key, or divide by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**-0.25)),
     _wrong("cosine of query and key", "Remove the normalization, or the scale.", dot=_cosine),
-    _wrong("cosine without scale", "This is not dot-product attention: remove the normalization.", dot=_cosine, scale=as_they_are),
+    _wrong("cosine without scale", "This is not dot-product attention: remove the normalization.", dot=_cosine, scale=unchanged),
     _wrong("query unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ k.mT, _dot_product)),
     _wrong("key unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: q @ q.mT, _dot_product)),
     _wrong("scores transposed", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ q.mT, _dot_product)),
@@ -300,7 +300,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "With a cache, the last query sees all keys: tril(diagonal=S - L).",
         causal=lambda rows, keys: torch.ones(rows, keys, dtype=torch.bool).tril(),
     ),
-    _wrong("causal mask upside down", "Queries see what is later: use tril, not triu.", causal=lambda L, S: _triangle(L, S).flip(0, 1)),
+    _wrong("causal mask upside down", "Queries see later keys: use tril, not triu.", causal=lambda L, S: _triangle(L, S).flip(0, 1)),
     _wrong("causal ignored", "The causal option has no effect.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool)),
     _wrong("mask inverted", "True means keep: masked_fill(~mask, -inf).", mask=lambda allowed, triangle: ~allowed & triangle),
     _wrong("mask ignored", "The mask has no effect, or adds almost nothing, such as -1e-9.", mask=lambda allowed, triangle: triangle),
@@ -316,7 +316,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _wrong(
         "mask or causal",
-        "A key is seen if both masks show it: use & in place of |.",
+        "A key is visible if both masks allow it: use & instead of |.",
         mask=lambda allowed, triangle: allowed if triangle.all() else allowed | triangle,
     ),
     _wrong(
@@ -334,10 +334,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "Remove the index or squeeze of the batch.",
         mask=lambda allowed, triangle: allowed[:1] & triangle,
     ),
-    _wrong("hidden scores of 0", "A score of 0, or of 1e-9, is not hidden: masked_fill(~mask, -inf).", hide=lambda s, a: s * a, after=as_they_are),
-    _wrong("hidden scores of −1", "Use -inf for hidden scores.", hide=_filled(-1.0), after=as_they_are),
-    _wrong("mask added as 0 and 1", "A mask that is added needs 0 and -inf.", hide=lambda s, a: s + a, after=as_they_are),
-    _fragile("NaN where a query sees nothing", _BLIND, after=as_they_are),
+    _wrong("hidden scores of 0", "A score of 0, or of 1e-9, is not hidden: masked_fill(~mask, -inf).", hide=lambda s, a: s * a, after=unchanged),
+    _wrong("hidden scores of −1", "Use -inf for hidden scores.", hide=_filled(-1.0), after=unchanged),
+    _wrong("mask added as 0 and 1", "A mask that is added needs 0 and -inf.", hide=lambda s, a: s + a, after=unchanged),
+    _fragile("NaN where a query sees nothing", _BLIND, after=unchanged),
     _number_for_hidden("padding mask of −1e9 averages hidden values", _filled(-1e9)),
     _number_for_hidden("hidden scores of −1e4", _filled(-1e4)),
     _number_for_hidden("lowest finite number for hidden scores", _filled(None)),
@@ -347,16 +347,16 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong("softmax over the heads", _OF_KEYS, softmax=lambda s: s.softmax(1).nan_to_num(0.0)),
     _wrong("softmax over the batch", _OF_KEYS, softmax=lambda s: s.softmax(0).nan_to_num(0.0)),
     _wrong("softmax over all scores", _OF_KEYS, softmax=lambda s: s.flatten(-2).softmax(-1).view(s.shape)),
-    _wrong("softmax twice", "Hidden keys get weight from the second softmax.", softmax=lambda s: s.softmax(-1).softmax(-1), after=as_they_are),
-    _wrong("no softmax", "Use softmax(dim=-1).", softmax=as_they_are),
-    _wrong("log-softmax", "Use softmax in place of log_softmax.", softmax=lambda s: s.log_softmax(-1)),
+    _wrong("softmax twice", "Hidden keys get weight from the second softmax.", softmax=lambda s: s.softmax(-1).softmax(-1), after=unchanged),
+    _wrong("no softmax", "Use softmax(dim=-1).", softmax=unchanged),
+    _wrong("log-softmax", "Use softmax instead of log_softmax.", softmax=lambda s: s.log_softmax(-1)),
     _wrong("sigmoid", "Use softmax(dim=-1).", softmax=torch.sigmoid),
     _fragile("exp without the maximum", _EXTREME, softmax=_exponentials()),
     _fragile("eps in the denominator", "Low scores lose weight: use torch.softmax.", softmax=_exponentials(1e-6)),
     _fragile("one maximum for all rows", _EXTREME, softmax=_one_maximum),
-    _wrong("scale after the softmax", "Scale the scores, not the weights.", scale=as_they_are, after=lambda w, a, q: w * q.shape[-1] ** -0.5),
+    _wrong("scale after the softmax", "Scale the scores, not the weights.", scale=unchanged, after=lambda w, a, q: w * q.shape[-1] ** -0.5),
     _wrong("scale before and after the softmax", "Scale once, before the softmax.", after=lambda w, a, q: w * q.shape[-1] ** -0.5),
-    _wrong("mask after the softmax", "Mask the scores: these weights do not add up to 1.", hide=as_they_are, after=lambda w, a, q: w * a),
+    _wrong("mask after the softmax", "Mask the scores: these weights do not add up to 1.", hide=unchanged, after=lambda w, a, q: w * a),
     _fragile("eps after the softmax", "Hidden keys get the weight eps.", after=lambda w, a, q: (w + 1e-8) / (w + 1e-8).sum(-1, keepdim=True)),
     _wrong("weights without gradient", "Remove detach or no_grad: query and key do not learn.", after=lambda w, a, q: w.masked_fill(~a, 0.0).detach()),
     _wrong("weights transposed", "Compute weights @ value.", mix=lambda w, q, k, v: (w.mT if _is_square(w) else w) @ v),
@@ -369,11 +369,11 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong("heads merged by view", "Use transpose(1, 2) before reshape(B, L, E).", merge=_merged_by_view),
     _fragile("zeros_like(Q) for d_v ≠ d_k", "The output has the width of the values: new_zeros(*query.shape[:-1], value.shape[-1]).", merge=_buffer_like_query),
 )  # fmt: skip
-"""The mistakes. Those with the severity FRAGILE show for some numbers or shapes only."""
+"""The mistakes. Mistakes with severity FRAGILE show only for some numbers or shapes."""
 
 
 def mutant(name: str) -> Attention:
-    """Return a broken attention function, to puzzle over.
+    """Return a broken attention function, as a puzzle.
 
     Args:
         name: the name of an entry of ``MUTANTS``.

@@ -1,4 +1,4 @@
-"""Tokens that a row must not see: its padding, and other documents."""
+"""Checks of tokens that a row must not see: its padding, and other documents."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def padding(exam: Examination) -> None:
         if stream.form is None:
             exam.skip(prefix, stream.why_unmasked)
             continue
-        found = _Padding(exam, stream, prefix)
-        exam.attempt(f"{prefix}/meaning", found.meaning)
-        exam.attempt(f"{prefix}/mask-of-ones", found.ones)
+        checks = _Padding(exam, stream, prefix)
+        exam.attempt(f"{prefix}/meaning", checks.meaning)
+        exam.attempt(f"{prefix}/mask-of-ones", checks.ones)
         for side in ("left", "right", "inside"):
-            exam.attempt(f"{prefix}/{side}", partial(found.side, side=side))
+            exam.attempt(f"{prefix}/{side}", partial(checks.side, side=side))
 
 
 class _Padding:
-    """Padding of one stream."""
+    """The checks of padding in one stream."""
 
     def __init__(self, exam: Examination, stream: Stream, prefix: str) -> None:
         self.exam, self.stream, self.prefix = exam, stream, prefix
@@ -50,17 +50,17 @@ class _Padding:
         return keep
 
     def _calls(self, keep: Tensor) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """A call, and one with other hidden tokens."""
+        """A call, and the same call with other hidden tokens."""
         changed = self.exam.called.others(self.exam.inputs, self.stream.name, ~keep)
-        given = {self.stream.name: keep}
-        return self.exam.answers(self.exam.inputs, given), self.exam.answers(changed, given)
+        masks = {self.stream.name: keep}
+        return self.exam.answers(self.exam.inputs, masks), self.exam.answers(changed, masks)
 
     def _still(self, keep: Tensor) -> Tensor:
-        """Where the output must not move."""
+        """The positions or rows at which the output must not move."""
         return keep if self.is_output else self.exam.whole
 
     def meaning(self, id: str) -> None:
-        """Whether the mask means what its name says."""
+        """The mask has the meaning of its name."""
         mask = self.stream.mask or ""
         if self.stream.name in self.exam.turned and "attention_mask" in mask:
             advice = "In attention_mask, 1 is a real token: masked_fill(mask == 0, -inf)."
@@ -76,33 +76,33 @@ class _Padding:
             return
         at = exam.where(exam.answers(exam.inputs), exam.answers(exam.inputs, {self.stream.name: keep}), exam.whole)
         witness = f"a mask that hides nothing moves the output by {gap.size:.2g}{at}"
-        fault = f"{self.stream.mask} changes the output though it hides nothing"
+        fault = f"{self.stream.mask} changes the output, although it hides nothing"
         exam.failed(
-            id, self._id("mask-of-ones-changes"), Severity.WRONG, fault, "Does the mask replace the causal one?", witness, gap
+            id, self._id("mask-of-ones-changes"), Severity.WRONG, fault, "Does the mask replace the causal mask?", witness, gap
         )
 
     def side(self, id: str, side: str) -> None:
-        """Padding on one side."""
+        """Padding on one side changes nothing."""
         exam, keep = self.exam, self._keep(side)
-        one, two = self._calls(keep)
-        still, wanted = self._still(keep), one()
-        if not wanted[still].isfinite().all():
+        calm, moved = self._calls(keep)
+        still, expected = self._still(keep), calm()
+        if not expected[still].isfinite().all():
             fault = f"NaN at real tokens with padding {_where(side)}"
             exam.failed(
                 id, self._id(f"nan-{side}"), Severity.WRONG, fault, "Hide with a finite number, or clear rows that see nothing."
             )
             return
-        if not wanted.isfinite().all():
+        if not expected.isfinite().all():
             text = "NaN at the padding itself, so the sum of all losses is NaN"
             exam.failed(f"{id}/finite", self._id("nan-at-padding"), Severity.FRAGILE, text, "Clear rows that see nothing.")
-        gap = exam.gap(two(), wanted, still)
+        gap = exam.gap(moved(), expected, still)
         if not gap.is_rounding:
-            self._leaks(id, side, keep, gap, exam.where(one, two, *self._stills(keep)))
+            self._leaks(id, side, keep, gap, exam.where(calm, moved, *self._stills(keep)))
             return
         exam.passed(id, gap)
         others = torch.ones_like(still)
         others[1] = False
-        between = exam.gap(wanted, exam.base, others)
+        between = exam.gap(expected, exam.base, others)
         if not between.is_rounding:
             fault = "padding of a row changes other rows"
             witness = f"padding of row 1 moves the output of row {between.place[0]} by {between.size:.2g}"
@@ -110,10 +110,10 @@ class _Padding:
                 f"{id}/other-rows", self._id("padding-changes-rows"), Severity.WRONG, fault, witness=witness, gap=between
             )
         if side != "inside":
-            self._alone(f"{id}/alone", side, keep, wanted)
+            self._alone(f"{id}/alone", side, keep, expected)
 
     def _stills(self, keep: Tensor) -> list[Tensor]:
-        """Where modules must not move in the padded row: at its real tokens, and at all tokens of the other stream."""
+        """Positions at which modules must not move: the real tokens of the padded row, and its tokens in the other stream."""
         stills = [keep] if self._still(keep) is keep else [keep, self.exam.whole]
         rows = torch.arange(self.B) == 1
         return [still & (rows if still.dim() == 1 else rows[:, None]) for still in stills]
@@ -129,7 +129,7 @@ class _Padding:
         else:
             fault, advice, name = (
                 f"hidden tokens leak through {mask}",
-                "Hide their keys in every layer, and clear their values in what mixes positions otherwise.",
+                "Hide their keys in every layer, and clear their values in other modules that mix positions.",
                 "padding-leaks",
             )
             if self.prefix != "padding":
@@ -142,12 +142,12 @@ class _Padding:
         alone = {key: value[1:2] for key, value in exam.inputs.items()}
         alone[name] = alone[name][:, real].contiguous()
         try:
-            wanted = exam.called.answer(alone)
+            expected = exam.called.answer(alone)
         except Exception as error:
             exam.raised(id, error)
             return
-        found = padded[1:2][:, real] if self.is_output else padded[1:2]
-        gap = exam.gap(found, wanted)
+        output = padded[1:2][:, real] if self.is_output else padded[1:2]
+        gap = exam.gap(output, expected)
         if gap.is_rounding:
             exam.passed(id, gap)
             return
@@ -161,7 +161,7 @@ class _Padding:
             return
         fault, advice = (
             "with padding on the left, positions are counted from the padding",
-            "Count them from the first real token: mask.cumsum(-1) - 1.",
+            "Count positions from the first real token: mask.cumsum(-1) - 1.",
         )
         severity = Severity.FRAGILE
         if "position_ids" in exam.called.names:
@@ -169,12 +169,12 @@ class _Padding:
             try:
                 cured = exam.called.answer(exam.inputs, {name: keep}, position_ids=positions)[1:2]
                 cured = cured[:, real] if self.is_output else cured
-                if exam.gap(cured, wanted).is_rounding:
+                if exam.gap(cured, expected).is_rounding:
                     severity, advice = Severity.NOTE, "With position_ids = mask.cumsum(-1) - 1 it is right."
                 else:
-                    advice = "position_ids do not cure it."
+                    advice = "position_ids do not fix it."
             except Exception:
-                advice = "position_ids do not cure it."
+                advice = "position_ids do not fix it."
         exam.failed(id, self._id("positions-of-left-padding"), severity, fault, advice, witness, gap)
 
     def _id(self, name: str) -> str:
@@ -189,7 +189,7 @@ def _where(side: str) -> str:
 
 
 def documents(exam: Examination) -> None:
-    """Two documents in one row: the second is as if it were alone."""
+    """The second of two documents in one row gives the same output as alone."""
     called = exam.called
     names = [name for name in ("document_ids", "position_ids", "seq_idx") if name in called.names]
     if not called.streams or not called.has_positions or len(called.streams) > 1 or not names:
@@ -213,8 +213,8 @@ def documents(exam: Examination) -> None:
     if exam.is_causal and alone and masked is False:
         id = "documents/position_ids-and-a-mask"
         exam.checks = [check for check in exam.checks if check.id != id]
-        fault = f"position_ids that restart isolate documents, but no longer once {stream.mask} is given"
-        exam.failed(id, "mask-joins-documents", Severity.FRAGILE, fault, f"Give no {stream.mask} with packed documents.")
+        fault = f"position_ids that restart isolate documents, but not together with {stream.mask}"
+        exam.failed(id, "mask-joins-documents", Severity.FRAGILE, fault, f"Do not pass {stream.mask} with packed documents.")
     elif exam.is_causal and alone is False and "document_ids" not in names:
         exam.note("positions-join-documents", "position_ids that restart do not isolate packed documents")
 
@@ -226,13 +226,13 @@ def _packed(
     keep: Mapping[str, Tensor] | None,
     apart: dict[str, bool],
 ) -> None:
-    """One way to say where documents begin."""
+    """Check one way to mark where documents begin."""
     called, name = exam.called, exam.called.stream.name
     B, L = exam.inputs[name].shape[:2]
     early, second = torch.zeros(B, L, dtype=torch.bool), torch.zeros(B, L, dtype=torch.bool)
     early[:, 1], second[:, L // 2 :] = True, True
-    found = called.answer(exam.inputs, keep, **options)
-    gap = exam.gap(called.answer(called.others(exam.inputs, name, early), keep, **options), found, second)
+    packed = called.answer(exam.inputs, keep, **options)
+    gap = exam.gap(called.answer(called.others(exam.inputs, name, early), keep, **options), packed, second)
     apart[id] = gap.is_rounding
     if not gap.is_rounding:
         if "position_ids" in options:
@@ -242,9 +242,10 @@ def _packed(
         exam.failed(id, "documents-leak", Severity.WRONG, "documents of a row see each other", "", witness, gap)
         return
     alone = called.answer({**exam.inputs, name: exam.inputs[name][:, L // 2 :].contiguous()})
-    own = exam.gap(found[:, L // 2 :], alone)
-    if own.is_rounding:
+    difference = exam.gap(packed[:, L // 2 :], alone)
+    if difference.is_rounding:
         exam.passed(id, gap)
         return
-    fault = "the second document of a row is isolated, and differs from the same alone"
-    exam.failed(id, "document-differs", Severity.FRAGILE, fault, "Count positions in each document.", f"by {own.size:.2g}", own)
+    fault = "the second document of a row is isolated, but differs from the same document alone"
+    witness = f"by {difference.size:.2g}"
+    exam.failed(id, "document-differs", Severity.FRAGILE, fault, "Count positions in each document.", witness, difference)

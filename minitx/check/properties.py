@@ -1,8 +1,8 @@
-"""Properties that every right model has, tried by calling it.
+"""Properties that every correct model has, checked by calling it.
 
-A model comes as a function ``answer``: a mapping of arguments in, one tensor out, such as logits (B, L, V). A property is tried by
-changing what must not matter. The result is a ``Gap``: the largest difference, and how much rounding explains. That is measured in
-the model (``rounding``), because a fixed tolerance is wrong for some model.
+A model is given as a function ``answer`` from a mapping of arguments to one tensor, such as logits (B, L, V). A property is checked
+with changes that must not matter. The result is a ``Gap``: the largest difference, and the difference that rounding explains. The
+effect of rounding is measured in the model (``rounding``), because no fixed tolerance suits all models.
 
     >>> embedding = torch.nn.Embedding(11, 4)
     >>> def answer(inputs):  # each token sees itself and the tokens before it
@@ -28,10 +28,10 @@ Inputs = Mapping[str, Any]
 Answer = Callable[[Inputs], Tensor]
 
 FACTOR = 4.0
-"""How many times the measured rounding a difference may be. Kernels differ by at most 1 in 62 families and three dtypes."""
+"""The largest difference as a multiple of the measured rounding. In 62 families and three dtypes, kernels differ by at most 1."""
 
 PRODUCTS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
-"""The relative rounding error of products of float32, by torch's words for their precision."""
+"""The relative rounding error of float32 matrix products, by torch's names of their precision."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,22 @@ class Gap:
 def unit(dtype: torch.dtype) -> float:
     """Return ε, the relative rounding error of a dtype.
 
-    It is at least float32's, because models of float64 compute some steps in float32. Products of float32 may be computed in TF32 or
-    bfloat16 (``torch.set_float32_matmul_precision``); ε is at least theirs.
+    ε is at least float32's, because float64 models compute some steps in float32. float32 products may be computed in TF32 or bfloat16
+    (``torch.set_float32_matmul_precision``). ε is then at least the error of these.
     """
     products = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps, *(PRODUCTS.get(word, 0.0) for word in products))
 
 
-def compare(found: Tensor, wanted: Tensor, noise: float, where: Tensor | None = None) -> Gap:
-    """Return the gap between two answers. A difference of ``FACTOR`` · (``noise`` + ε · |wanted|) is rounding, with ε = ``unit`` of the dtype.
+def compare(output: Tensor, expected: Tensor, noise: float, where: Tensor | None = None) -> Gap:
+    """Return the gap between two outputs.
 
-    NaN and infinity differ from everything but themselves.
+    Rounding explains a difference of up to ``FACTOR`` · (``noise`` + ε · |expected|), with ε = ``unit`` of the dtype. NaN and infinity
+    differ from everything but themselves.
 
     Args:
-        found, wanted: (B, L, ...), or any shape without ``where``.
-        noise: what ``rounding`` returns.
+        output, expected: (B, L, ...), or any shape without ``where``.
+        noise: the result of ``rounding``.
         where: bool (B, L): compare these positions only.
 
     Raises:
@@ -80,17 +81,17 @@ def compare(found: Tensor, wanted: Tensor, noise: float, where: Tensor | None = 
     >>> compare(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), noise=0.01).place
     (1,)
     """
-    if found.shape != wanted.shape:
-        raise ValueError(f"the answers have the shapes {tuple(found.shape)} and {tuple(wanted.shape)}")
-    epsilon = max(unit(found.dtype), unit(wanted.dtype))
-    dtype = torch.promote_types(torch.promote_types(found.dtype, wanted.dtype), torch.float32)
-    found, wanted = found.to(dtype), wanted.to(dtype)
-    size = (found - wanted).abs_()
+    if output.shape != expected.shape:
+        raise ValueError(f"output and expected must have the same shape, got {tuple(output.shape)} and {tuple(expected.shape)}")
+    epsilon = max(unit(output.dtype), unit(expected.dtype))
+    dtype = torch.promote_types(torch.promote_types(output.dtype, expected.dtype), torch.float32)
+    output, expected = output.to(dtype), expected.to(dtype)
+    size = (output - expected).abs_()
     if not size.isfinite().all():
-        is_equal = (found == wanted) | (found.isnan() & wanted.isnan())
+        is_equal = (output == expected) | (output.isnan() & expected.isnan())
         size = size.nan_to_num_(torch.inf, torch.inf).masked_fill_(is_equal, 0.0)
-        wanted = wanted.nan_to_num(0.0, 0.0, 0.0)
-    allowed = wanted.abs().mul_(epsilon).add_(noise).mul_(FACTOR)
+        expected = expected.nan_to_num(0.0, 0.0, 0.0)
+    allowed = expected.abs().mul_(epsilon).add_(noise).mul_(FACTOR)
     excess = size - allowed
     if where is not None:
         hidden = ~where.to(excess.device)
@@ -103,25 +104,25 @@ def compare(found: Tensor, wanted: Tensor, noise: float, where: Tensor | None = 
 
 
 def rounding(
-    answer: Answer, model: nn.Module, inputs: Inputs, wanted: Tensor | None = None, where: Tensor | None = None, seed: int = 0
+    answer: Answer, model: nn.Module, inputs: Inputs, expected: Tensor | None = None, where: Tensor | None = None, seed: int = 0
 ) -> float:
-    """Return how far the answer moves by rounding alone: the largest difference if each step is rounded otherwise.
+    """Return the effect of rounding on the answer: the largest difference if each step is rounded differently.
 
-    Each module without children answers with (1 ± ε) times its output, with ε = ``unit`` of the dtype of the output and random signs. This is as
-    much as another kernel changes.
+    The output of each module without children is multiplied by 1 ± ε, with ε = ``unit`` of its dtype and random signs. Another kernel
+    changes the output about as much.
 
     Args:
         model: the module that ``answer`` calls.
-        wanted: ``answer(inputs)``, if it is known.
-        where: as in ``compare``. seed: of the signs. No global random number is drawn.
+        expected: ``answer(inputs)``, if it is known.
+        where: as in ``compare``. seed: the seed of the signs. No global random number is drawn.
     """
-    with _rounded_otherwise(model, seed):
+    with _perturbed(model, seed):
         moved = answer(inputs)
-    return compare(moved, answer(inputs) if wanted is None else wanted, 0.0, where).size
+    return compare(moved, answer(inputs) if expected is None else expected, 0.0, where).size
 
 
 @contextmanager
-def _rounded_otherwise(model: nn.Module, seed: int) -> Iterator[None]:
+def _perturbed(model: nn.Module, seed: int) -> Iterator[None]:
     generator = torch.Generator().manual_seed(seed)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -140,11 +141,11 @@ def _rounded_otherwise(model: nn.Module, seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Twins:
-    """Rows, and after them the same rows with changes that must not show.
+    """Rows, followed by copies of the rows with changes that must not matter.
 
     Attributes:
         inputs: the arguments of a call, 2B rows.
-        still: bool (B, L): where the answers for a row and its twin must be equal.
+        still: bool (B, L): the positions at which the answers for a row and its twin must be equal.
     """
 
     inputs: dict[str, Any]
@@ -178,27 +179,27 @@ def hidden_tokens(inputs: Inputs, ids: str = "input_ids", mask: str = "attention
 
 
 def _twins(inputs: Inputs, ids: str, changed: Tensor) -> Twins:
-    """Twins that have, at each place of ``changed``, another token from the same row."""
+    """Twins with another token of the same row at each place of ``changed``."""
     tokens = inputs[ids]
     if any(value.shape[:1] != tokens.shape[:1] for value in inputs.values() if isinstance(value, Tensor)):
-        raise ValueError(f"the tensors have not all the {len(tokens)} rows of {ids}")
+        raise ValueError(f"every tensor must have the {len(tokens)} rows of {ids}")
     differs = tokens[:, None, :] != tokens[:, :, None]  # (B, place, other place)
     if not differs.any(-1)[changed].all():
-        raise ValueError(f"a row of {ids} has one token only, so no other can take its place")
-    others = tokens.gather(1, differs.int().argmax(-1))  # the first token of the row that is another
+        raise ValueError(f"a row of {ids} has only one distinct token, so no other token can replace it")
+    others = tokens.gather(1, differs.int().argmax(-1))  # the first token of the row that differs
     twins = dict(inputs) | {ids: torch.where(changed, others, tokens)}
     both = {name: torch.cat((value, twins[name])) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     return Twins(both, ~changed)
 
 
 def linear_gap(output: Tensor, cotangent: Tensor, value: Tensor, gradient: Tensor) -> Gap:
-    """Return the difference of ⟨cotangent, output⟩ and ⟨value, gradient⟩. They are equal if the output is linear in ``value``.
+    """Return the difference between ⟨cotangent, output⟩ and ⟨value, gradient⟩. They are equal if the output is linear in ``value``.
 
-    Attention is linear in its values. If the backward pass of dropout drops other weights than the forward pass, the two differ.
+    Attention is linear in its values. The two differ if the backward pass of dropout drops other weights than the forward pass.
 
     Args:
-        output: a function of ``value``. cotangent: of the same shape.
-        value: the argument. gradient: of ⟨cotangent, output⟩ with respect to it.
+        output: a function of ``value``. cotangent: a tensor of the same shape.
+        value: the argument. gradient: the gradient of ⟨cotangent, output⟩ with respect to ``value``.
 
     >>> value = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> output, cotangent = 3 * value, torch.tensor([1.0, -1.0])
@@ -206,7 +207,7 @@ def linear_gap(output: Tensor, cotangent: Tensor, value: Tensor, gradient: Tenso
     True
     """
     sides = [
-        (one.detach().double() * other.detach().double()).flatten() for one, other in ((cotangent, output), (value, gradient))
+        (left.detach().double() * right.detach().double()).flatten() for left, right in ((cotangent, output), (value, gradient))
     ]
     epsilon = torch.finfo(output.dtype).eps
     size = abs(float(sides[0].sum() - sides[1].sum()))
@@ -214,9 +215,9 @@ def linear_gap(output: Tensor, cotangent: Tensor, value: Tensor, gradient: Tenso
 
 
 def slope_gap(function: Callable[[float], float], slope: float, step: float = 1e-4) -> Gap:
-    """Return the difference of ``slope`` and the derivative of ``function`` at 0, computed in float64 by differences.
+    """Return the difference between ``slope`` and the derivative of ``function`` at 0, from central differences in float64.
 
-    The error of a central difference falls to a quarter when the step is halved. What is allowed is measured by this.
+    The error of a central difference falls to a quarter when the step is halved. The allowed difference follows from this.
 
     >>> slope_gap(lambda x: 2 * x + x**3, 2.0).is_rounding, slope_gap(lambda x: 2 * x + x**3, 2.001).is_rounding
     (True, False)

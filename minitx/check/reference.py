@@ -1,4 +1,4 @@
-"""The definition of attention in plain loops, and how far rounding may take a result from it."""
+"""The definition of attention in plain loops, and the tolerance for rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def naive_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention in plain loops, one query at a time. It shares no code with the rest of the package.
 
-    In float64 it is the reference. In half precision it rounds as a good kernel does: the scores and the softmax are in float32, the
+    In float64 it is the reference. In half precision it rounds like a good kernel: the scores and the softmax are in float32, the
     weights and the output in the dtype of the inputs.
 
     Args:
@@ -34,7 +34,7 @@ def naive_attention(
         scale: the factor on q·k. Default: 1/√D.
         attn_bias: a float tensor that broadcasts to (B, H, L, S), added to the scores; -inf hides a key. Default: none.
         softcap: t in t · tanh(score / t). Default: none.
-        sinks: (H,), one more logit in the softmax of each head. Default: none.
+        sinks: (H,), an extra logit in the softmax of each head. Default: none.
 
     Returns:
         ``(output (B, H, L, Dv), weights (B, H, L, S))``.
@@ -50,13 +50,14 @@ def naive_attention(
     mask = torch.ones(B, H, L, S, dtype=torch.bool) if attn_mask is None else attn_mask.expand(B, H, L, S)
     bias = None if attn_bias is None else attn_bias.to(wide).expand(B, H, L, S)
     allowed = (mask if bias is None else mask & (bias != -torch.inf)).tolist()
+    queries = iter(query.to(wide).flatten(0, 2).unbind())
     outputs, weights = [], []
     for b, h in product(range(B), range(H)):
         keys, values = key[b, h // (H // Hkv)].to(wide), value[b, h // (H // Hkv)].to(wide)
         for i in range(L):
             end = i + S - L + 1 if is_causal else S  # the last query sees the last key
             visible = torch.tensor([j for j in range(end) if allowed[b][h][i][j]], dtype=torch.long)
-            logits = keys[visible] @ query[b, h, i].to(wide) * scale
+            logits = keys[visible] @ next(queries) * scale
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             if bias is not None:
@@ -65,14 +66,15 @@ def naive_attention(
                 logits = torch.cat((logits, sinks[h : h + 1].to(wide)))
             largest = logits.detach().max() if len(logits) else 0.0  # without a visible key, the sums below are zero
             exponentials = torch.exp(logits - largest)
-            p = (exponentials / exponentials.sum())[: len(visible)].to(dtype)
+            p = exponentials / exponentials.sum()
+            p = (p if sinks is None else p[:-1]).to(dtype)
             outputs.append((p.to(wide) @ values[visible]).to(dtype))
-            weights.append(p.new_zeros(S).index_put((visible,), p))
+            weights.append(p if len(p) == S else p.new_zeros(S).index_put((visible,), p))
     return torch.stack(outputs).view(B, H, L, -1), torch.stack(weights).view(B, H, L, S)
 
 
 def tolerance(want: Tensor, low: Tensor, dtype: torch.dtype, size: float = 1.0) -> float:
-    """Return the largest error that a result in ``dtype`` may have: twice the error of ``low``, plus four roundings.
+    """Return the largest error that a result in ``dtype`` may have: twice the error of ``low`` plus four rounding errors.
 
     Args:
         want: the exact result, in float64.
@@ -91,8 +93,8 @@ def gradient_sizes(
 ) -> dict[str, float]:
     """Return the ``size`` in ``tolerance`` for each gradient.
 
-    The gradient of a score is p (dp - Σ p dp) with dp = cotangent · value. For a query with one key this is zero although dp is not. A
-    fused kernel recomputes p from the score and the logsumexp. Both are rounded, so larger scores give larger errors.
+    The gradient of a score is p (dp - Σ p dp) with dp = cotangent · value. For a query with one key the gradient is zero although dp is
+    not. A fused kernel recomputes p from the score and the logsumexp. Both are rounded, so larger scores give larger errors.
     """
     key, value = key.double().nan_to_num(), value.double().nan_to_num()
     dp = cotangent.double() @ value.repeat_interleave(cotangent.shape[1] // value.shape[1], dim=1).mT

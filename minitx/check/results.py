@@ -1,6 +1,6 @@
-"""Results of a check: what was tried, what is wrong, and how to mend it.
+"""Results of a check: the checks that were tried, the mistakes, and advice.
 
-A ``Report`` is printed as a table. ``Report.json`` is for graders: its ids stay the same when a sentence is written anew.
+A ``Report`` is printed as a table. ``Report.json`` is for graders: its ids stay the same when a sentence is rewritten.
 
     >>> no_scale = Finding("no-scale", Severity.WRONG, "no scale", "Divide the scores by √d_k.", "the output of the case plain differs by 1.2")
     >>> checks = Check("plain", Status.FAILED), Check("mask", Status.NOT_TRIED, "the function takes no mask")
@@ -28,14 +28,14 @@ from enum import StrEnum
 from typing import Any
 
 WIDTH = 100
-"""The width of a list in the table, in letters."""
+"""The width of a list in the table, in characters."""
 
 VERSION = 1
-"""The version of the JSON. A key or an id that changes its meaning raises it."""
+"""The version of the JSON. It increases when a key or an id changes its meaning."""
 
 
 class Severity(StrEnum):
-    """How bad a finding is. The program exits with 1 if something is wrong."""
+    """The severity of a finding. ``minitx-check`` exits with 1 if something is wrong."""
 
     WRONG = "wrong"
     FRAGILE = "fragile"
@@ -52,12 +52,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried, or why it was not.
+    """The result of one check.
 
     Attributes:
-        id: stable, such as ``causal-with-a-cache``.
-        reason: why it was not tried, or what failed.
-        size: the largest difference from what is right. None: nothing was compared.
+        id: a stable id, such as ``causal-with-a-cache``.
+        status: whether it passed, failed, or was not tried.
+        reason: the reason why it failed or was not tried.
+        size: the largest difference from the correct result. None: nothing was compared.
         allowed: the difference that rounding explains.
     """
 
@@ -73,11 +74,12 @@ class Finding:
     """A mistake, or something that the author should know.
 
     Attributes:
-        id: stable, such as ``no-scale``.
+        id: a stable id, such as ``no-scale``.
+        severity: wrong, fragile or note.
         fault: the mistake in one line.
         advice: what to write instead.
         witness: where the mistake shows, and by how much.
-        repeat: the command that repeats it.
+        repeat: the command that repeats the finding.
     """
 
     id: str
@@ -94,11 +96,11 @@ class Report:
 
     Attributes:
         subject: the name of the function, layer or model.
-        called_as: how it was called. "": no way to call it was found.
-        seed: of the random inputs.
-        checks: all checks, also those that were not tried.
-        findings: the mistakes. Of equal severity, the one to mend first comes first.
-        stage: of a graded exercise. None: not graded.
+        called_as: a description of the call. "": no way to call it was found.
+        seed: the seed of the random inputs.
+        checks: all checks, including those that were not tried.
+        findings: the mistakes, the worst first. Within a severity, the finding to mend first comes first.
+        stage: the stage of a graded exercise. None: not graded.
     """
 
     subject: str
@@ -114,12 +116,12 @@ class Report:
 
     @property
     def mend_first(self) -> Finding | None:
-        """Return the worst finding, of equals the first. None if there are only notes."""
+        """Return the first of the worst findings, or None if there are only notes."""
         return next((finding for finding in self.findings if finding.severity != Severity.NOTE), None)
 
     @property
     def is_right(self) -> bool:
-        """Return whether nothing is wrong. Something may be fragile."""
+        """Return whether nothing is wrong. There may be fragile findings."""
         return all(finding.severity != Severity.WRONG for finding in self.findings)
 
     @property
@@ -129,7 +131,7 @@ class Report:
 
     @property
     def points(self) -> tuple[int, int] | None:
-        """Return (points, the most points) of a graded exercise, one for each check that passed. None: not graded."""
+        """Return (points, largest possible points) of a graded exercise, one for each check that passed. None: not graded."""
         return None if self.stage is None else (len(self.with_status(Status.PASSED)), len(self.checks))
 
     def with_status(self, status: Status) -> tuple[Check, ...]:
@@ -137,7 +139,7 @@ class Report:
         return tuple(check for check in self.checks if check.status == status)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``json`` writes."""
+        """Return the report as plain data."""
         points = self.points
         return {
             "version": VERSION,
@@ -160,7 +162,7 @@ class Report:
         return "\n".join([f"{self.subject}, seed {self.seed}", *_rows(self._lines())])
 
     def _lines(self) -> Iterator[tuple[str, str]]:
-        """The rows of the table: a heading ("": of the row above) and a text."""
+        """The rows of the table: a heading ("": as in the row above) and a text."""
         if self.called_as:
             yield "called as", self.called_as
         for finding in self.findings:
@@ -176,7 +178,7 @@ class Report:
 
 
 def stable_id(name: str) -> str:
-    """Return the id for a name of plain words.
+    """Return the id for a name in plain words.
 
     >>> stable_id("zeros_like(Q) for d_v ≠ d_k")
     'zeros-like-q-for-d-v-d-k'
@@ -189,7 +191,7 @@ def _rows(lines: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _grouped(checks: Iterable[Check]) -> Iterator[tuple[str, str]]:
-    """A line for each reason why something was not tried."""
+    """A line for each reason why checks were not tried."""
     reasons: dict[str, list[str]] = {}
     for check in checks:
         names = reasons.setdefault(check.reason, [])
@@ -200,7 +202,7 @@ def _grouped(checks: Iterable[Check]) -> Iterator[tuple[str, str]]:
 
 
 def _name(check: Check) -> str:
-    """The name of a check for people. What stands behind a slash is a part of it."""
+    """The readable name of a check, without the part after the slash."""
     return check.id.partition("/")[0].replace("-", " ")
 
 

@@ -1,18 +1,18 @@
-"""Searches for the way of calling, and for the mistakes, that explain what somebody's attention returns."""
+"""Search for the way of calling and the mistakes that explain the results of an attention function or layer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, EXPERIMENTS, PLAIN, Experiment, Inputs, Outcome
-from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, as_they_are, attention_in_steps
+from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
 from minitx.check.signatures import MaskForm
 from minitx.check.subjects import NotTriedError, Subject, Way
 
@@ -25,7 +25,7 @@ TIGHT = 2e-6
 """The tolerance of ordinary experiments in float64."""
 
 MANY = 6
-"""So many ways of calling are searched for two mistakes at once."""
+"""The number of ways of calling that are searched for two mistakes at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,10 @@ class Trial:
     """All experiments in one way of calling.
 
     Attributes:
-        outcomes: of the experiments that were done.
-        not_tried: why the others were not done.
-        is_causal: the attention hides later keys without being told to.
-        is_masked: a mask was given, or it takes none.
+        outcomes: the outcomes of the experiments that were run.
+        not_tried: the reasons why the other experiments were not run.
+        is_causal: whether the attention hides later keys without a causal option.
+        is_masked: whether a mask was passed, or there is no argument for one.
     """
 
     way: Way
@@ -47,70 +47,76 @@ class Trial:
 
     @property
     def ordinary(self) -> list[Outcome]:
-        """Return the outcomes that a function which is right in theory gets right."""
+        """Return the outcomes that any function gets right if it is correct in theory."""
         return [outcome for experiment, outcome in self.outcomes.items() if not experiment.is_extreme]
 
     @property
     def extreme(self) -> list[Outcome]:
-        """Return the outcomes with large or low numbers, and of a query that sees nothing. Half precision is judged elsewhere."""
+        """Return the outcomes with large or low numbers, or with a query that sees nothing. Half precision is judged elsewhere."""
         chosen = (e for e in self.outcomes if e.is_extreme and e.dtype is None and e is not BLIND_MOVED)
         return [self.outcomes[experiment] for experiment in chosen]
 
     @property
     def oddity(self) -> tuple[bool, bool, int, int]:
-        """Return a sort key: usual ways of calling come first, and those in which nothing raises."""
+        """Return a sort key: usual ways of calling, and ways in which nothing raises, come first."""
         is_hiding = self.way.form is not None and self.way.form.polarity == "hide"
         raising = sum(outcome.output is None for outcome in self.outcomes.values())
         return is_hiding, self.is_causal, raising, -len(self.outcomes)
 
 
 class Answer:
-    """Attention with mistakes: its output, None if it raises, and its gradients, which are computed when they are needed."""
+    """Attention with mistakes: its output (None if it raises) and its gradients, which are computed when needed."""
 
     def __init__(self, inputs: Inputs, mistakes: Mistakes, is_causal: bool) -> None:
         steps = replace(DEFINITION, **{name: step for mutant in mistakes for name, step in mutant.instead.items()})
-        self._leaves = [tensor.detach().double().clone().requires_grad_() for tensor in inputs.heads]
-        query, key, value = self._leaves
-        self._output: Tensor | None = None
-        with suppress(RuntimeError):
-            self._output, _ = attention_in_steps(query, key, value, inputs.allowed, is_causal=is_causal, steps=steps)
-        self.output = None if self._output is None else self._output.detach()
+        self._attention = partial(attention_in_steps, allowed=inputs.allowed, is_causal=is_causal, steps=steps)
+        self._inputs = inputs
+        self.output: Tensor | None = None
+        with suppress(RuntimeError), torch.no_grad():
+            self.output, _ = self._attention(*(tensor.double() for tensor in inputs.heads))
 
     @cached_property
     def gradients(self) -> tuple[Tensor, ...]:
         """Return the gradients of the sum of the squared output for query, key and value."""
-        if self._output is None or not self._output.requires_grad:
-            return tuple(torch.zeros_like(leaf) for leaf in self._leaves)
-        total = self._output.square().sum()
-        return torch.autograd.grad(total, self._leaves, allow_unused=True, materialize_grads=True)
+        leaves = [tensor.detach().double().clone().requires_grad_() for tensor in self._inputs.heads]
+        if self.output is not None:
+            output, _ = self._attention(*leaves)
+            if output.requires_grad:
+                return torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+
+    @cached_property
+    def size(self) -> float:
+        """Return the largest number of the output, at least 1."""
+        return 1.0 if self.output is None else _size(self.output)
+
+
+_answer = lru_cache(maxsize=8192)(Answer)
+"""``Answer``, remembered also between checks: a drawn input is the same object in all of them."""
 
 
 @dataclass
 class Judge:
-    """Compares outcomes with attention by steps, and remembers what it computed."""
+    """Compares outcomes with ``attention_in_steps``."""
 
     dtype: torch.dtype
-    known: dict[tuple[Inputs, Mistakes, bool], Answer] = field(default_factory=dict)
 
     def answer(self, inputs: Inputs, mistakes: Mistakes = (), is_causal: bool = False) -> Answer:
-        """Return what attention with these mistakes gives."""
+        """Return the result of attention with these mistakes."""
         is_causal = is_causal or inputs.is_causal
-        key = inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs, is_causal)), is_causal
-        if key not in self.known:
-            self.known[key] = Answer(*key)
-        return self.known[key]
+        return _answer(inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs, is_causal)), is_causal)
 
     def fits(self, outcome: Outcome, mistakes: Mistakes = (), is_causal: bool = False) -> bool:
         """Return whether attention with these mistakes gives this outcome."""
-        wanted = self.answer(outcome.inputs, mistakes, is_causal)
-        if outcome.output is None or wanted.output is None:
-            return outcome.output is None and wanted.output is None and outcome.fault.startswith("RuntimeError")
+        expected = self.answer(outcome.inputs, mistakes, is_causal)
+        if outcome.output is None or expected.output is None:
+            return outcome.output is None and expected.output is None and outcome.fault.startswith("RuntimeError")
         is_loose = outcome.experiment.is_extreme or self.dtype != torch.float64
-        if not are_close(outcome.output, wanted.output, is_loose):
+        if not are_close(outcome.output, expected.output, is_loose, expected.size):
             return False
         if not outcome.has_inner_gradients or outcome.experiment.is_extreme or outcome.output.isnan().any():
             return True
-        return all(are_close(got, want, is_loose) for got, want in zip(outcome.gradients, wanted.gradients, strict=True))
+        return all(are_close(got, want, is_loose) for got, want in zip(outcome.gradients, expected.gradients, strict=True))
 
     def fits_all(self, outcomes: Iterable[Outcome], mistakes: Mistakes = (), is_causal: bool = False) -> bool:
         """Return whether attention with these mistakes gives all outcomes."""
@@ -128,27 +134,33 @@ def _matters(mutant: Mutant, inputs: Inputs, is_causal: bool) -> bool:
     idle |= set() if is_causal else {"causal"}
     idle |= set() if inputs.allowed is not None else {"mask"}
     if not is_causal and inputs.allowed is None:
-        idle |= {"hide"} | ({"after"} if mutant.instead.get("after") is as_they_are else set())
+        idle |= {"hide"} | ({"after"} if mutant.instead.get("after") is unchanged else set())
     return not set(mutant.instead) <= idle
 
 
-def are_close(got: Tensor, want: Tensor, is_loose: bool = False) -> bool:
-    """Return whether two results are equal but for rounding. NaN equals NaN."""
-    size = max(1.0, want.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()) if want.numel() else 1.0
+def are_close(got: Tensor, want: Tensor, is_loose: bool = False, size: float | None = None) -> bool:
+    """Return whether two results are equal up to rounding. NaN equals NaN. ``size`` is the largest number of ``want``, at least 1."""
+    if got.shape != want.shape:
+        return False
     share = LOOSE if is_loose else TIGHT
-    return got.shape == want.shape and torch.allclose(got.double(), want, rtol=share, atol=size * share, equal_nan=True)
+    size = _size(want) if size is None else size
+    return torch.allclose(got.double(), want, rtol=share, atol=size * share, equal_nan=True)
+
+
+def _size(tensor: Tensor) -> float:
+    return max(1.0, tensor.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()) if tensor.numel() else 1.0
 
 
 # --- ways of calling
 
 
 def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
-    """Yield a trial for each way of calling that works. ``faults`` collects why others do not.
+    """Yield a trial for each way of calling that works. ``faults`` collects the reasons why others do not.
 
-    If the plain experiment is right in some way, other orders of arguments and axes are not tried.
+    If the plain experiment is right in one way, other orders of arguments and axes are not tried.
     """
     if unknown := subject.signature.unknown():
-        faults[f"no value is known for {', '.join(unknown)}: give a default, or another name, such as mask"] = None
+        faults[f"no value is known for {', '.join(unknown)}: add a default, or use a known name, such as mask"] = None
     for named in subject.ways():
         way = named
         unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])
@@ -171,7 +183,7 @@ def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: di
 
 
 def _masked(subject: Subject, way: Way, unmasked: Trial, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
-    """A trial for each kind of mask that is accepted."""
+    """Yield a trial for each kind of mask that is accepted."""
     is_full = False  # a mask for each query of each sequence is accepted
     for masked_way in subject.mask_ways(way, tuple(forms)):
         if is_full and masked_way.mask_kind != "cells":
@@ -190,7 +202,7 @@ def _masked(subject: Subject, way: Way, unmasked: Trial, forms: Sequence[MaskFor
 
 
 def _means_the_same(subject: Subject, way: Way, outcome: Outcome) -> bool:
-    """Whether the other mask of the form gives the same output. A mask of 0 and -inf may hide by accident, as in (1 - mask) · 1e-9."""
+    """Whether both masks of the form give the same output. A mask of 0 and -inf may hide by accident, as in (1 - mask) · 1e-9."""
     if way.form is None or way.form.again is None or outcome.output is None:
         return True
     other = subject.run(replace(way, form=replace(way.form, make=way.form.again)), outcome.experiment).output
@@ -209,7 +221,7 @@ def _tried(subject: Subject, way: Way, experiments: Iterable[Experiment]) -> Tri
 
 
 def _joined(way: Way, *parts: Trial) -> Trial:
-    """The parts of one trial, in the order of the experiments. What raises because it is not supported was not tried."""
+    """Join the parts of one trial, in the order of the experiments. An optional experiment that raises counts as not tried."""
     outcomes = {e: part.outcomes[e] for e in EXPERIMENTS for part in parts if e in part.outcomes}
     not_tried = {e: reason for part in parts for e, reason in part.not_tried.items() if e not in outcomes}
     for experiment in [e for e in outcomes if e.stage == 0 and outcomes[e].output is None]:
@@ -218,13 +230,13 @@ def _joined(way: Way, *parts: Trial) -> Trial:
 
 
 def _both(subject: Subject, trial: Trial) -> Iterator[Trial]:
-    """The trial, and the same if the attention is causal unasked."""
+    """Yield the trial, and a trial that assumes that the attention is always causal."""
     yield trial
     if subject.causal(trial.way) is None:
-        unasked = {e: replace(e, is_causal=False) for e in EXPERIMENTS if e.is_causal}
-        causal = _tried(subject, trial.way, unasked.values())
-        asked = {e: replace(causal.outcomes[other], experiment=e) for e, other in unasked.items() if other in causal.outcomes}
-        both = {**trial.outcomes, **asked}
+        plain = {e: replace(e, is_causal=False) for e in EXPERIMENTS if e.is_causal}
+        always = _tried(subject, trial.way, plain.values())
+        causal = {e: replace(always.outcomes[other], experiment=e) for e, other in plain.items() if other in always.outcomes}
+        both = {**trial.outcomes, **causal}
         outcomes = {e: both[e] for e in EXPERIMENTS if e in both}
         not_tried = {e: reason for e, reason in trial.not_tried.items() if e not in both}
         yield replace(trial, outcomes=outcomes, not_tried=not_tried, is_causal=True)
@@ -238,7 +250,7 @@ class Diagnosis:
     """The way of calling, and the mistakes that explain all ordinary outcomes.
 
     Attributes:
-        mistakes: () if all is right. None: nothing explains them.
+        mistakes: () if everything is right. None: no known mistakes explain the outcomes.
         others: other mistakes that give the same numbers.
     """
 
@@ -247,10 +259,10 @@ class Diagnosis:
     others: tuple[Mistakes, ...] = ()
 
 
-def diagnose(judge: Judge, found: Iterable[Trial]) -> Diagnosis | None:
-    """Return the diagnosis with the fewest mistakes. None: there are no trials."""
+def diagnose(judge: Judge, trials: Iterable[Trial]) -> Diagnosis | None:
+    """Return the diagnosis with the fewest mistakes, or None without trials."""
     tried: list[Trial] = []
-    for trial in found:
+    for trial in trials:
         if trial.is_masked and judge.fits_all(trial.ordinary, (), trial.is_causal):
             return Diagnosis(trial, ())
         tried.append(trial)
@@ -275,12 +287,12 @@ def _single() -> list[Mistakes]:
 
 
 def _pairs() -> list[Mistakes]:
-    """Two mistakes in different steps. The graver pairs come first."""
+    """Pairs of mistakes in different steps, in the order of ``MUTANTS``."""
     return [pair for pair in combinations(MUTANTS, 2) if not set(pair[0].instead) & set(pair[1].instead)]
 
 
 def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial) -> list[Mistakes]:
-    """The mistakes that give all ordinary outcomes. Those that are wrong are compared first: most mistakes end there."""
+    """The mistakes that give all ordinary outcomes. Wrong outcomes are compared first, because they exclude most mistakes."""
     ordered = sorted(trial.ordinary, key=lambda outcome: judge.fits(outcome, (), trial.is_causal))
     sensible = (m for m in possible if not (trial.is_causal and any(mutant.name == "causal ignored" for mutant in m)))
     return [mistakes for mistakes in sensible if judge.fits_all(ordered, mistakes, trial.is_causal)]
@@ -291,12 +303,12 @@ def _gravity(mistakes: Mistakes) -> int:
 
 
 def _hits(judge: Judge, mistakes: Mistakes, trial: Trial) -> int:
-    """How many extreme outcomes the mistakes explain, too."""
+    """The number of extreme outcomes that the mistakes also explain."""
     return sum(judge.fits(outcome, mistakes, trial.is_causal) for outcome in trial.extreme)
 
 
 def further_mistakes(judge: Judge, trial: Trial, mistakes: Mistakes) -> Mistakes:
-    """Return the mistakes in other steps that explain the extreme outcomes: all of them, or as many as possible."""
+    """Return the mistakes in other steps that explain the extreme outcomes, or as many of them as possible."""
     failed = [o for o in trial.extreme if not passes(judge, trial, o) and not judge.fits(o, mistakes, trial.is_causal)]
     if not failed:
         return ()
@@ -312,7 +324,7 @@ def further_mistakes(judge: Judge, trial: Trial, mistakes: Mistakes) -> Mistakes
 
 
 def passes(judge: Judge, trial: Trial, outcome: Outcome) -> bool:
-    """Return whether an outcome is right. A query that sees nothing may get anything finite that no hidden value moves."""
+    """Return whether an outcome is right. A query that sees nothing may get any finite output that hidden values do not change."""
     if outcome.experiment is BLIND:
         return outcome.output is not None and bool(outcome.output.isfinite().all()) and not is_moved(trial)
     return judge.fits(outcome, (), trial.is_causal)

@@ -1,4 +1,4 @@
-"""Finds out how to call somebody's attention: which argument is what, the order of axes, and what True means in the mask."""
+"""Find the way to call an attention function: the roles of its arguments, the order of axes, and the meaning of True in the mask."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ ROLES = {
     "embed": r"embed_(dim|size)|d_model|n_embd|dim|hidden_size|emb_dim|d_in|d_out|model_dim",
     "dropout": r"dropout(_p|_rate|_prob)?|p_drop",
 }
-"""Patterns of the names of arguments. The first that fits is the role."""
+"""Patterns of argument names. The role is the first whose pattern matches."""
 
 INPUTS = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
 class MaskForm:
-    """What the values of a mask mean.
+    """The meaning of a mask's values.
 
     Attributes:
-        name: for people.
-        make: from a bool tensor, True = may attend.
+        name: a readable name.
+        make: makes the mask from a bool tensor, True = may attend.
         polarity: "keep", "hide" or "added".
-        again: another mask with the same meaning. It must give the same output. None: no other is known.
+        again: makes another mask with the same meaning, which must give the same output. None: there is none.
     """
 
     name: str
@@ -65,7 +65,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class MaskShape:
-    """The shape of a mask: how it is made of (B, 1, L, S), and which masks it can hold (see ``Sizes.mask``)."""
+    """The shape of a mask: a function that makes it from (B, 1, L, S), and the kind of mask that it can express (``Sizes.mask``)."""
 
     name: str
     make: Callable[[Tensor, int], Tensor]
@@ -97,9 +97,9 @@ class Layout:
     """The order of the axes of query, key and value. Inside the checker they are (B, H, L, D).
 
     Attributes:
-        put: from (B, H, L, D) to the layout.
-        take: from the layout, and the number of heads, to (B, H, L, D).
-        shapes: of masks.
+        put: converts (B, H, L, D) to the layout.
+        take: converts the layout to (B, H, L, D), given the number of heads.
+        shapes: the shapes of masks to try.
     """
 
     name: str
@@ -122,13 +122,13 @@ LAYOUTS = (HEADS_FIRST, AXES_3, LENGTH_FIRST, AXES_2)
 
 @dataclass(frozen=True)
 class Signature:
-    """What the names of the arguments say.
+    """The arguments of a function, and their roles according to their names.
 
     Attributes:
-        roles: the role of each argument that has one. No role is there twice.
+        roles: the role of each argument that has one. No role occurs twice.
         required: the arguments without a default.
-        names: of all arguments.
-        positional: arguments that cannot be given by name.
+        names: the names of all arguments.
+        positional: arguments that cannot be passed by name.
         switched_on: arguments whose default is True.
     """
 
@@ -144,16 +144,16 @@ class Signature:
 
     @property
     def mask(self) -> str | None:
-        """Return the argument for a mask. One for padding alone comes second."""
+        """Return the argument for a mask, or else the argument for padding."""
         return self.named("mask") or self.named("padding")
 
     @property
     def is_padding(self) -> bool:
-        """Return whether the mask is for padding alone."""
+        """Return whether the mask is for padding only."""
         return self.named("mask") is None and self.named("padding") is not None
 
     def orders(self) -> Iterator[dict[str, str]]:
-        """Yield roles of inputs that may be meant: by their names, else every order of the first three arguments."""
+        """Yield possible roles of the inputs: by their names, or else every order of the first three arguments."""
         named = {role: name for role in INPUTS if (name := self.named(role))}
         x = self.named("x")
         if len(named) == len(INPUTS):
@@ -166,9 +166,9 @@ class Signature:
                 yield from (dict(zip(order, free, strict=True)) for order in permutations(INPUTS))
 
     def unknown(self) -> list[str]:
-        """Return the required arguments that no order gives and that have no known meaning."""
-        given = {name for order in self.orders() for name in order.values()}
-        return [name for name in self.required if name not in given and self.roles.get(name) is None]
+        """Return the required arguments that are not inputs and have no known meaning."""
+        inputs = {name for order in self.orders() for name in order.values()}
+        return [name for name in self.required if name not in inputs and self.roles.get(name) is None]
 
     def fixed(self, order: Mapping[str, str], heads: int, width: int) -> dict[str, Any] | None:
         """Return values for all other required arguments, or None if one has no known meaning."""
@@ -191,7 +191,7 @@ class Signature:
 
 
 def read_signature(function: Callable[..., Any]) -> Signature:
-    """Read the signature of a function, class or module: the names of the arguments decide their roles."""
+    """Read the signature of a function, class or module. The names of the arguments determine their roles."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = inspect.signature(called).parameters.values()
@@ -214,23 +214,24 @@ def _signature(names: Sequence[str], required: tuple[str, ...], positional: tupl
 
 
 def instance_of(cls: type[Any]) -> tuple[Any, str]:
-    """Return an object of a class, and how it was made. Widths and numbers of heads are given to arguments of such names.
+    """Return an instance of a class, and the call that made it. Arguments named like widths and numbers of heads get values.
 
     Raises:
         ValueError: the class needs an argument with another name.
     """
     signature = read_signature(cls)
-    given = signature.fixed({}, HEADS, WIDTH)
-    if given is None:
+    arguments = signature.fixed({}, HEADS, WIDTH)
+    if arguments is None:
         unknown = [
             name for name in signature.required if signature.roles.get(name) not in ("heads", "width", "embed", "dropout")
         ]
         raise ValueError(
-            f"{cls.__name__} cannot be made: no value is known for {', '.join(unknown)}; give an instance, such as layer = {cls.__name__}(...) in the file"
+            f"{cls.__name__} cannot be created: no value is known for {', '.join(unknown)}; "
+            f"pass an instance, such as layer = {cls.__name__}(...) in the file"
         )
-    return cls(**given), f"{cls.__name__}({', '.join(f'{name}={value}' for name, value in given.items())})"
+    return cls(**arguments), f"{cls.__name__}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
 
 
 def chosen_forms(mask: str | None) -> tuple[MaskForm, ...]:
-    """Return the forms of masks that ``mask="keep"`` or ``"hide"`` leaves."""
+    """Return the forms of masks that ``mask="keep"`` or ``"hide"`` allows."""
     return FORMS if mask is None else tuple(form for form in FORMS if form.polarity == mask)

@@ -1,4 +1,4 @@
-"""The cases that a kernel of attention must pass: every option, in four dtypes, with gradients.
+"""The cases that an attention kernel must pass: every option, in four dtypes, with gradients.
 
 ``check_attention(kernel, strict=True)`` runs them. The function has the parameter names of ``scaled_dot_product_attention``::
 
@@ -7,12 +7,12 @@
 
 Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) and sinks (H,). ``attn_mask`` is a bool tensor that broadcasts to
 (B, H, L, S), True = may attend. ``attn_bias`` is a float tensor that broadcasts to (B, H, L, S); -inf in it hides a key. Query, key and
-value are views of (B, L, H, D), as a layer makes them.
+value are views of (B, L, H, D), as in a layer.
 
-Leave out the parameters that the function does not support. The cases that need them are not tried, as is a call that raises
+Leave out the parameters that the function does not support. Cases that need them count as not tried, and so do calls that raise
 ``NotImplementedError``. In all other cases the output, with and without gradients, the weights and the gradients are compared with
-``naive_attention`` in float64; with dropout the spread of the output is. The tolerance is twice the error of ``naive_attention`` in
-the same precision, plus a few roundings.
+``naive_attention`` in float64. With dropout, the spread of the output is compared. The tolerance is twice the error of
+``naive_attention`` in the same precision, plus a few rounding errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minitx.check.results import Check, Finding, Severity, Status, stable_id
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call, with batch size 2. ``judged`` lists the results to compare. Default: all, with the gradients of options that require one."""
+    """One call, with batch size 2. ``judged`` lists the results to compare. Default: all, including gradients of learned options."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class Case:
     width: int = 8
     value_width: int = 8
     spread: float = 1.0  # a factor on the scores
-    nan_keys: int = 0  # how many keys and values are NaN
-    low_keys: int = 0  # how many keys have scores of -2.5e9, from the last; the other scores are 0
+    nan_keys: int = 0  # the number of keys and values that are NaN
+    low_keys: int = 0  # the number of last keys with scores of -2.5e9; the other scores are 0
     judged: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = DTYPES
 
@@ -75,7 +75,7 @@ def _shapes_and_scales() -> Iterator[Case]:
     yield Case("one key", keys=1)
     for scale in (1.0, 0.0, -0.5, 1e-3):
         yield Case(f"scale {scale:g}", {"scale": scale})
-    for scale in (0.0, -0.5):  # a kernel that multiplies its own -inf by the scale fails here
+    for scale in (0.0, -0.5):  # fails a kernel that multiplies -inf by the scale
         yield Case(f"scale {scale:g} and causal", {"scale": scale, "is_causal": True})
     yield Case("causal", {"is_causal": True})
     yield Case("causal, decoding one", {"is_causal": True}, rows=1)
@@ -85,7 +85,7 @@ def _shapes_and_scales() -> Iterator[Case]:
 
 
 def _masks(cells: Tensor, empty: Tensor) -> Iterator[Case]:
-    """Yield cases with masks. ``empty`` has queries that see nothing."""
+    """Yield cases with masks. In ``empty``, some queries see no key."""
     padding = (torch.arange(5) >= torch.tensor([[2], [0]]))[:, None, None]  # left padding in the first sequence of the batch
     yield Case("as many key heads, mask and causal", {"attn_mask": cells, "is_causal": True}, heads=(4, 4))
     yield Case("mask (L, S)", {"attn_mask": cells[0, 0]})
@@ -98,14 +98,14 @@ def _masks(cells: Tensor, empty: Tensor) -> Iterator[Case]:
     yield Case("empty rows of left padding", {"attn_mask": padding, "is_causal": True})
     yield Case("nothing visible", {"attn_mask": torch.zeros(5, 5, dtype=torch.bool)})
     yield Case("NaN where no query looks", {"attn_mask": (torch.arange(5) >= 2).expand(5, 5)}, nan_keys=2)
-    # a kernel that replaces hidden scores by a large negative number fails here
+    # fails a kernel that replaces hidden scores by a large negative number
     yield Case("low scores beside the mask", {"attn_mask": cells, "attn_bias": torch.full((5, 5), -2e9)}, judged=("output",))
     yield Case(
         "low scores beside the mask, without a bias",
         {"attn_mask": (torch.arange(5) >= 2).expand(5, 5)},
         low_keys=3,
         judged=("output",),
-        dtypes=tuple(dtype for dtype in DTYPES if dtype != torch.float16),  # where such scores overflow
+        dtypes=tuple(dtype for dtype in DTYPES if dtype != torch.float16),  # such scores overflow in float16
     )
 
 
@@ -138,13 +138,13 @@ def check_cases(
     Args:
         kernel: the function to check, as described above.
         chosen: the cases. Default: all of ``cases()``.
-        device: where the kernel runs.
+        device: the device of the inputs.
 
     Returns:
-        One ``Check`` for each case and dtype, with the error of the worst of output, weights and gradients.
+        One ``Check`` for each case and dtype, with the largest error among output, weights and gradients.
 
     Raises:
-        TypeError, ValueError: ``kernel`` is not callable, or Python cannot read its parameters. Wrap it in a function that names them.
+        TypeError, ValueError: ``kernel`` is not callable, or Python cannot read its parameters (wrap it in a function that names them).
     """
     parameters = inspect.signature(kernel).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -197,7 +197,7 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: t
         return _judge_dropout(case, dtype, got["output"], want)
     scale = case.options.get("scale", query.shape[-1] ** -0.5)
     low = _by_definition(case, dtype, torch.float32 if dtype == torch.float64 else dtype)
-    is_half = dtype in (torch.bfloat16, torch.float16)  # there the rounding of the result is larger
+    is_half = dtype in (torch.bfloat16, torch.float16)  # in half precision, rounding of the result dominates
     sizes = {} if is_half else gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
     results = [_compare(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]
@@ -207,7 +207,7 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: t
 
 @lru_cache(maxsize=512)
 def _by_definition(case: Case, drawn: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The results of ``naive_attention`` in ``dtype`` for inputs of a case that are drawn in ``drawn``. They are the same for every kernel."""
+    """The results of ``naive_attention`` in ``dtype`` for a case whose inputs are drawn in ``drawn``. Every kernel shares them."""
     plain = {name: option for name, option in case.options.items() if name not in ("dropout_p", "need_weights")}
     *inputs, cotangent = _draw(case, drawn)
     return _run(partial(naive_attention, **plain), inputs, cotangent, dtype)
@@ -226,8 +226,8 @@ def _judge_dropout(case: Case, dtype: torch.dtype, output: Tensor, want: dict[st
 def _compare(case: Case, dtype: torch.dtype, name: str, got: Tensor | None, want: Tensor, low: Tensor, size: float) -> Check:
     """Compare the output, the weights or one gradient."""
     if got is None or got.shape != want.shape or got.dtype != dtype:
-        found = "missing" if got is None else f"{_short(got.dtype)} of shape {tuple(got.shape)}"
-        return _check(case, dtype, Status.FAILED, f"{name} is {found}")
+        fault = "missing" if got is None else f"{_short(got.dtype)} of shape {tuple(got.shape)}"
+        return _check(case, dtype, Status.FAILED, f"{name} is {fault}")
     return _compared(case, dtype, name, (got.double() - want).abs().max().item(), tolerance(want, low, dtype, size))
 
 
@@ -249,30 +249,32 @@ def _draw(case: Case, dtype: torch.dtype) -> list[Tensor]:
         query[..., -2:] = 2.0**16
         key[:, :, -case.low_keys :, -2:] = -(2.0**16) * D**0.5 * 0.3
     value = torch.ones_like(value) if case.judged == ("spread",) else value
-    found = [tensor.to(dtype) for tensor in (query * case.spread, key, value, cotangent)]
-    return [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in found]  # (B, H, L, D), as views of (B, L, H, D)
+    tensors = [tensor.to(dtype) for tensor in (query * case.spread, key, value, cotangent)]
+    return [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]  # (B, H, L, D), as views of (B, L, H, D)
 
 
 def _run(attention: partial[Any], inputs: Sequence[Tensor], cotangent: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the output, the weights if there are any, and the gradients of query, key, value and of options that require one. Of a
-    kernel also the output without gradients, of contiguous tensors."""
+    """Return the output, the weights if there are any, and the gradients of query, key, value and learned options.
+
+    For a kernel, also return the output without gradients, from contiguous tensors.
+    """
     learned = {name: x for name, x in attention.keywords.items() if isinstance(x, Tensor) and x.requires_grad}
-    given = dict(zip(("query", "key", "value"), inputs, strict=True)) | learned
-    leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in given.items()}
+    tensors = dict(zip(("query", "key", "value"), inputs, strict=True)) | learned
+    leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in tensors.items()}
     query, key, value, *_ = leaves.values()
     options = {name: leaves[name] for name in learned}
     result = attention(query, key, value, **options)
-    found = dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
-    output = found["output"]
+    results = dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
+    output = results["output"]
     if output.requires_grad and output.shape == cotangent.shape:
-        wanted = list(leaves.values())
-        gradients = torch.autograd.grad(output, wanted, cotangent.to(output.dtype), materialize_grads=True)
-        found.update(zip((f"gradient of {name}" for name in leaves), gradients, strict=True))
+        roots = list(leaves.values())
+        gradients = torch.autograd.grad(output, roots, cotangent.to(output.dtype), materialize_grads=True)
+        results.update(zip((f"gradient of {name}" for name in leaves), gradients, strict=True))
     with torch.no_grad():
         plain = [tensor.detach().contiguous() for tensor in (query, key, value)]
         again = result if attention.func is naive_attention else attention(*plain, **options)
-    found["output without gradients"] = again[0] if isinstance(again, tuple) else again
-    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+    results["output without gradients"] = again[0] if isinstance(again, tuple) else again
+    return {name: tensor.detach().cpu() for name, tensor in results.items()}
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""A function or a layer, called in one way in one experiment: what went into its attention, and what came out."""
+"""Run one experiment with a function or a layer: record the inputs and the output of its attention."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from minitx.check.signatures import INPUTS, Layout, MaskForm, MaskShape, Signatu
 
 
 class NotTriedError(Exception):
-    """An experiment cannot be done in this way of calling. The message is the reason."""
+    """An experiment cannot be run in this way of calling. The message is the reason."""
 
 
 class DoesNotApplyError(NotTriedError):
-    """An experiment makes no sense for this subject, so a graded exercise does not ask for it."""
+    """An experiment does not apply to this subject, so a graded exercise does not require it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +33,11 @@ class Way:
 
     Attributes:
         order: the argument for each input: query, key and value, or x.
-        fixed: values of other required arguments.
+        fixed: the values of other required arguments.
         layout: the order of axes.
-        form, shape: of the mask. None: the function takes no mask, or it is not given.
-        inner: of a layer, how its projections become heads.
-        gives_causal: whether the causal option is given. It is not if it raises.
+        form, shape: the form and the shape of the mask. None: no mask is passed.
+        inner: for a layer, how its projections become heads.
+        gives_causal: whether the causal option is used. False if it raises.
     """
 
     order: Mapping[str, str]
@@ -50,7 +50,7 @@ class Way:
 
     @property
     def mask_kind(self) -> str:
-        """Return which masks it can hold."""
+        """Return the kind of mask that can be expressed."""
         return "cells" if self.shape is None else self.shape.kind
 
 
@@ -59,10 +59,10 @@ class Inner:
     """How the projections of a layer become heads.
 
     Attributes:
-        heads: their number.
+        heads: the number of heads.
         is_batch_first: whether the rows of a product are (B, L), not (L, B).
-        is_per_head: whether a fused projection holds query, key and value of each head side by side.
-        order: the place of query, key and value among the projections. None: by their names, else in order.
+        is_per_head: whether a fused projection stores query, key and value of each head next to each other.
+        order: the place of query, key and value among the projections. None: by their names, or else in order.
     """
 
     heads: int
@@ -72,18 +72,18 @@ class Inner:
 
 
 class Subject:
-    """Something that computes attention.
+    """A function or layer that computes attention.
 
     Args:
-        function: what to call.
-        dtype: of the inputs. device: where it runs.
-        seed: of the inputs.
+        function: the function or module to call.
+        dtype: the dtype of the inputs. device: the device of the inputs.
+        seed: the seed of the inputs.
     """
 
     def __init__(self, function: Callable[..., Any], dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
         self.function, self.dtype, self.device, self.seed = function, dtype, device, seed
         self.signature: Signature = signatures.read_signature(function)
-        self.refused: dict[str, str] = {}  # arguments that raise, and what
+        self.refused: dict[str, str] = {}  # arguments that raise, and their errors
 
     def ways(self) -> Iterator[Way]:
         """Yield ways to call it without a mask."""
@@ -95,15 +95,15 @@ class Subject:
         yield from (replace(way, form=form, shape=shape) for shape, form in product(shapes, forms))
 
     def run(self, way: Way, experiment: Experiment) -> Outcome:
-        """Do one experiment.
+        """Run one experiment.
 
         Raises:
-            NotTriedError: it cannot be done in this way of calling.
+            NotTriedError: the experiment cannot be run in this way of calling.
         """
         raise NotImplementedError
 
     def outcome(self, way: Way, experiment: Experiment) -> Outcome:
-        """Do one experiment. If it cannot be done, the fault of the outcome is the reason."""
+        """Run one experiment. If it cannot be run, the outcome's fault is the reason."""
         try:
             return self.run(way, experiment)
         except NotTriedError as reason:
@@ -113,7 +113,7 @@ class Subject:
         """Forget earlier calls."""
 
     def describe(self, way: Way) -> str:
-        """Return how it is called, for people."""
+        """Describe the call in one readable line."""
         raise NotImplementedError
 
     def inputs(self, way: Way, experiment: Experiment, sizes: Sizes) -> Inputs:
@@ -132,31 +132,31 @@ class Subject:
         return through_mask(inputs)
 
     def options(self, way: Way, inputs: Inputs, heads: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the arguments besides the inputs."""
+        """Return the arguments other than the inputs."""
         options = dict(way.fixed)
         causal = self.causal(way)
         if causal is not None and (inputs.is_causal or causal in self.signature.switched_on):
             options[causal] = inputs.is_causal
         if inputs.allowed is not None:
             if way.form is None or way.shape is None:
-                raise NotTriedError("no kind of mask that was tried is accepted")
+                raise NotTriedError("none of the kinds of mask that were tried is accepted")
             mask = way.form.make(way.shape.make(inputs.allowed, heads).to(self.device))
             options[self.signature.mask or ""] = mask.to(dtype) if mask.is_floating_point() else mask
         return options
 
     def call(self, arguments: dict[str, Any]) -> Any:
-        """Call it with arguments by name, those that have no name in order."""
+        """Call it with arguments by name, and positional-only arguments in order."""
         listed = [arguments.pop(name) for name in self.signature.positional if name in arguments]
         with warnings.catch_warnings():  # ways that do not fit may warn
             warnings.simplefilter("ignore")
             return self.function(*listed, **arguments)
 
     def causal(self, way: Way) -> str | None:
-        """Return the argument for the causal option, if it is given."""
+        """Return the argument for the causal option, if it is used."""
         return self.signature.named("causal") if way.gives_causal else None
 
     def arguments(self, way: Way) -> list[str]:
-        """Return the arguments that are given in some experiment, in order."""
+        """Return the arguments that some experiment uses, in order."""
         used = {*way.order.values(), *way.fixed, self.causal(way)}
         if way.form is not None:
             used.add(self.signature.mask)
@@ -177,8 +177,8 @@ class Function(Subject):
                 fixed = self.signature.fixed(order, HEADS, WIDTH)
                 if fixed is not None:
                     heads = self.signature.named("heads")
-                    given = {heads: HEADS} if heads and layout is signatures.WHOLE_WIDTH else {}
-                    yield Way(order, {**fixed, **given}, layout)
+                    count = {heads: HEADS} if heads and layout is signatures.WHOLE_WIDTH else {}
+                    yield Way(order, {**fixed, **count}, layout)
 
     def run(self, way: Way, experiment: Experiment) -> Outcome:
         if "x" in way.order:
@@ -188,41 +188,41 @@ class Function(Subject):
         inputs = self.inputs(way, experiment, Sizes(mask=way.mask_kind))
         dtype = self.dtype_of(experiment)
         leaves = [tensor.to(self.device, dtype).requires_grad_() for tensor in inputs.heads]
-        given = [leaf * 1 for leaf in leaves]  # a function may change its arguments in place, but not leaves
-        before = [tensor.detach().clone() for tensor in given]
+        tensors = [leaf * 1 for leaf in leaves]  # leaves cannot be changed in place, but their copies can
+        before = [tensor.detach().clone() for tensor in tensors]
         options = self.options(way, inputs, HEADS, dtype)
         try:
-            output, weights = self._answer(way, given, options, _shape_of_output(inputs))
+            output, weights = self._answer(way, tensors, options, _shape_of_output(inputs))
         except Exception as error:
             return Outcome(experiment, inputs, fault=_sentence(error))
         gradients: tuple[Tensor, ...] = ()
         if output.requires_grad:
             gradients = torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True)
-        is_changed = any(not torch.equal(tensor.detach(), old) for tensor, old in zip(given, before, strict=True))
+        is_changed = any(not torch.equal(tensor.detach(), old) for tensor, old in zip(tensors, before, strict=True))
         kept = None if weights is None else weights.detach().cpu()
         on_cpu = tuple(gradient.cpu() for gradient in gradients)
         return Outcome(experiment, inputs, output.detach().cpu(), kept, on_cpu, bool(on_cpu), is_changed=is_changed)
 
     def _answer(
-        self, way: Way, given: list[Tensor], options: dict[str, Any], shape: torch.Size
+        self, way: Way, tensors: list[Tensor], options: dict[str, Any], shape: torch.Size
     ) -> tuple[Tensor, Tensor | None]:
-        """The output (B, H, L, Dv), and the weights if it returns some."""
+        """The output (B, H, L, Dv), and the weights if any are returned."""
         if way.layout is signatures.AXES_2:
-            return self._matrices(way, given, options, shape)
+            return self._matrices(way, tensors, options, shape)
         names = [way.order[role] for role in INPUTS]
-        found = self.call({**options, **dict(zip(names, map(way.layout.put, given), strict=True))})
-        wanted = way.layout.put(torch.empty(shape, device="meta")).shape
-        output, weights = _parts(found, wanted)
+        result = self.call({**options, **dict(zip(names, map(way.layout.put, tensors), strict=True))})
+        expected = way.layout.put(torch.empty(shape, device="meta")).shape
+        output, weights = _parts(result, expected)
         return way.layout.take(output, shape[1]), weights
 
     def _matrices(
-        self, way: Way, given: list[Tensor], options: dict[str, Any], shape: torch.Size
+        self, way: Way, tensors: list[Tensor], options: dict[str, Any], shape: torch.Size
     ) -> tuple[Tensor, Tensor | None]:
-        """One call for each sequence and each head."""
+        """Call the function once for each sequence and each head."""
         names, mask = [way.order[role] for role in INPUTS], self.signature.mask
         outputs = []
         for b, h in product(range(BATCH), range(shape[1])):
-            arguments = {**options, **{name: tensor[b, h] for name, tensor in zip(names, given, strict=True)}}
+            arguments = {**options, **{name: tensor[b, h] for name, tensor in zip(names, tensors, strict=True)}}
             if mask in arguments and isinstance(arguments[mask], Tensor):
                 arguments[mask] = arguments[mask][b]
             outputs.append(_parts(self.call(arguments), shape[2:])[0])
@@ -232,11 +232,11 @@ class Function(Subject):
         roles = [f"{role} = {way.order[role]}" for role in INPUTS if way.order[role][:1].lower() != role[:1]]
         call = f"{_name(self.function)}({_listed(self, way)})"
         inputs = ", ".join(way.order[role] for role in INPUTS)
-        return "; ".join([f"{call}: {inputs} {way.layout.name}", *roles, _mask_said(self.signature, way)])
+        return "; ".join([f"{call}: {inputs} {way.layout.name}", *roles, _mask_text(self.signature, way)])
 
 
 class Layer(Subject):
-    """A module with projections of queries, keys and values. Its attention is seen between its products with parameters."""
+    """A module with projections of queries, keys and values. Its attention is the part between its products with parameters."""
 
     def __init__(self, function: nn.Module, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
         module = copy.deepcopy(function).to(device, dtype).eval()
@@ -264,7 +264,7 @@ class Layer(Subject):
 
     def run(self, way: Way, experiment: Experiment) -> Outcome:
         if experiment.kv_heads or experiment.value_width or experiment.low is not None:
-            raise DoesNotApplyError("a layer makes its own queries, keys and values")
+            raise DoesNotApplyError("a layer projects its own queries, keys and values")
         if experiment.dtype is not None:
             raise DoesNotApplyError("a layer is tried in one dtype")
         if experiment.hidden and experiment.mask == "keys" and "x" in way.order:
@@ -285,7 +285,7 @@ class Layer(Subject):
         self.products.clear()
 
     def _products(self, way: Way, experiment: Experiment, inputs: Inputs) -> list[Product] | Exception:
-        """The products with parameters in one call. Ways that differ in what is made of them share it."""
+        """The products with parameters in one call. Ways that only split the products differently share the call."""
         heads = inputs.query.shape[1]
         key = experiment, heads, tuple(way.order.items()), way.form, way.shape, way.gives_causal
         if key not in self.products:
@@ -298,12 +298,14 @@ class Layer(Subject):
         return self.products[key]
 
     def _watched(self, way: Way, inputs: Inputs, heads: int, hidden: float) -> list[Product]:
-        given = dict(zip(INPUTS, inputs.heads, strict=True)) | {"x": inputs.query + hidden}
+        tensors = dict(zip(INPUTS, inputs.heads, strict=True)) | {"x": inputs.query + hidden}
         arguments = self.options(way, inputs, heads, self.dtype)
-        leaves = {n: way.layout.put(given[role]).to(self.device, self.dtype).requires_grad_() for role, n in way.order.items()}
+        leaves = {
+            n: way.layout.put(tensors[role]).to(self.device, self.dtype).requires_grad_() for role, n in way.order.items()
+        }
         with Products(self.module) as watched:
-            found = self.call({**arguments, **leaves})
-        output = found[0] if isinstance(found, tuple | list) else found
+            result = self.call({**arguments, **leaves})
+        output = result[0] if isinstance(result, tuple | list) else result
         if not isinstance(output, Tensor):
             raise ValueError(f"it returns {type(output).__name__}")
         gradients = torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
@@ -314,17 +316,17 @@ class Layer(Subject):
         call = f"{type(self.module).__name__}.forward({_listed(self, way)})"
         heads = f"{way.inner.heads} heads" if way.inner.heads > 1 else "1 head"
         inputs = ", ".join(way.order.values())
-        return "; ".join([f"{call}: {inputs} {way.layout.name}", heads, _mask_said(self.signature, way)])
+        return "; ".join([f"{call}: {inputs} {way.layout.name}", heads, _mask_text(self.signature, way)])
 
     def idle_parameters(self, way: Way) -> list[str]:
-        """Return the names of the matrices that take no part in a call without a mask."""
+        """Return the names of the matrices that are not used in a call without a mask."""
         used = {product.name for key, seen in self.products.items() if isinstance(seen, list) for product in seen}
         return [name for name, p in self.module.named_parameters() if p.ndim > 1 and name not in used]
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A product of an activation with a parameter. The last entry of a call is its output, with gradients of the inputs."""
+    """A product of an activation with a parameter. The last entry of a call is the output, with the gradients of the inputs."""
 
     name: str
     factor: Tensor
@@ -333,7 +335,7 @@ class Product:
 
 
 class _Recorder:
-    """The method of ``Products``. Torch wraps the method of a direct subclass, and then imports its compiler, for some seconds."""
+    """The method of ``Products``. In a direct subclass, torch would wrap it and import its compiler, which takes seconds."""
 
     names: dict[int, str]
     seen: list[Product]
@@ -356,7 +358,7 @@ class _Recorder:
 class Products(_Recorder, TorchDispatchMode):
     """Record the products of activations with parameters of a module.
 
-    They are seen below autograd, because ``nn.MultiheadAttention`` and layers with bare parameters call no submodule.
+    They are recorded below autograd, because ``nn.MultiheadAttention`` and layers with bare parameters call no submodule.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -372,15 +374,15 @@ def _shape_of_output(inputs: Inputs) -> torch.Size:
     return torch.Size((*inputs.query.shape[:3], inputs.value.shape[-1]))
 
 
-def _parts(found: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-    """The output of this shape, and the first other tensor of a tuple, the weights."""
-    parts = [part for part in (found if isinstance(found, tuple | list) else (found,)) if isinstance(part, Tensor)]
+def _parts(result: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
+    """The output, which has this shape, and the weights: the first other tensor of a tuple."""
+    parts = [part for part in (result if isinstance(result, tuple | list) else (result,)) if isinstance(part, Tensor)]
     output = next((part for part in parts if part.shape == shape), None)
-    if output is None:  # perhaps with another width
+    if output is None:  # the width may differ
         output = next((part for part in parts if part.shape[:-1] == shape[:-1]), None)
     if output is None:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts) or type(found).__name__
-        raise ValueError(f"it returns {shapes}, and not {tuple(shape)}")
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts) or type(result).__name__
+        raise ValueError(f"it returns {shapes}, not {tuple(shape)}")
     return output, next((part for part in parts if part is not output), None)
 
 
@@ -396,16 +398,16 @@ def _name(function: Any) -> str:
 
 
 def _listed(subject: Subject, way: Way) -> str:
-    """The arguments of a call, those with a constant value with it."""
+    """The arguments of a call, with their values if these are constant."""
     fixed = {name: value for name, value in way.fixed.items() if value is not None}
     return ", ".join(f"{name}={fixed[name]}" if name in fixed else name for name in subject.arguments(way))
 
 
-def _mask_said(signature: Signature, way: Way) -> str:
+def _mask_text(signature: Signature, way: Way) -> str:
     if signature.mask is None:
         return "no mask"
     if way.form is None or way.shape is None:
-        return f"{signature.mask} not given"
+        return f"{signature.mask} not used"
     return f"{signature.mask} {way.shape.name}, {way.form.name}"
 
 
@@ -424,7 +426,7 @@ def _attributes(module: nn.Module, role: str) -> list[int]:
 
 
 def _width(module: nn.Module) -> int:
-    """The width of the inputs: an attribute of such a name that fits, else the smallest size of a parameter."""
+    """The width of the inputs: a suitable attribute of the module, or else the smallest size of a parameter."""
     sizes = [size for p in module.parameters() if p.ndim > 1 for size in p.shape]
     return next((width for width in _attributes(module, "embed") if width in sizes), min(sizes))
 
@@ -435,15 +437,15 @@ def _head_counts(module: nn.Module, width: int) -> list[int]:
 
 
 def _heads(products: list[Product], inner: Inner, width: int, experiment: Experiment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value and the mixed heads, from the products with parameters and the output."""
+    """Query, key, value and the output of attention, from the products with parameters and the layer's output."""
     *before, last, output = products
     pieces = _pieces(before, inner, width)
     mixed = last.factor
-    if len(pieces) != len(INPUTS):  # perhaps without a projection of the output
+    if len(pieces) != len(INPUTS):  # there may be no output projection
         pieces, mixed = _pieces([*before, last], inner, width), output.result
     if len(pieces) != len(INPUTS):
         seen = ", ".join(f"{product.name} {tuple(product.result.shape)}" for product in products[:-1])
-        raise ValueError(f"not three projections and an output, but: {seen or 'no product with a parameter'}")
+        raise ValueError(f"expected three projections and an output, got: {seen or 'no product with a parameter'}")
     order = inner.order or _by_names([name for name, _ in pieces]) or tuple(range(len(INPUTS)))
     lengths = (experiment.rows, experiment.keys, experiment.keys)
     heads = [_split(pieces[place][1], inner, length, width) for place, length in zip(order, lengths, strict=True)]
@@ -457,7 +459,7 @@ def _heads(products: list[Product], inner: Inner, width: int, experiment: Experi
 
 
 def _pieces(products: list[Product], inner: Inner, width: int) -> list[tuple[str, Tensor]]:
-    """The projections, with fused ones taken apart."""
+    """The projections. Fused projections are split."""
     pieces = []
     for name, result in ((entry.name, entry.result) for entry in products):
         count = result.shape[-1] // width
@@ -472,15 +474,15 @@ def _pieces(products: list[Product], inner: Inner, width: int) -> list[tuple[str
 
 
 def _by_names(names: list[str]) -> tuple[int, ...] | None:
-    """The places of query, key and value among parameters, if their names decide."""
+    """The places of query, key and value among parameters, if their names show them."""
     patterns = [rf"(^|[^a-z]){letter}($|[^a-z])|{word}" for letter, word in (("q", "quer"), ("k", "key"), ("v", "val"))]
     places = [[place for place, name in enumerate(names) if re.search(pattern, name.lower())] for pattern in patterns]
-    flat = tuple(found[0] for found in places if len(found) == 1)
+    flat = tuple(matches[0] for matches in places if len(matches) == 1)
     return flat if len(set(flat)) == len(INPUTS) else None
 
 
 def _split(piece: Tensor, inner: Inner, length: int, width: int) -> Tensor:
-    """Heads (B, H, length, D), of a projection with rows (B, length) or (length, B)."""
+    """Heads (B, H, length, D) from a projection with rows (B, length) or (length, B)."""
     size = width // inner.heads
     rows = piece.reshape(BATCH, length, -1) if inner.is_batch_first else piece.reshape(length, BATCH, -1).transpose(0, 1)
     return rows.unflatten(-1, (-1, size)).transpose(1, 2).detach().cpu()

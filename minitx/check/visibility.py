@@ -1,4 +1,4 @@
-"""What a token may see: its row, and in a causal model no later tokens."""
+"""Checks of what a token may see: only its row, and in a causal model no later tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minitx.check.properties import Gap
 from minitx.check.results import Severity
 
 FAR_LESS = 1e-12
-"""A gradient below this share of the largest one is zero."""
+"""A gradient below this share of the largest gradient counts as zero."""
 
 CAUSAL_ADVICE = (
     "Hide the keys after each query: is_causal=True, or scores.masked_fill(~ones(L, S).tril(S - L), -inf) before the softmax."
@@ -34,7 +34,7 @@ def rows(exam: Examination) -> None:
     if not gap.is_rounding:
         exam.are_rows_apart = False
         at = exam.where(exam.answers(inputs), exam.answers(changed), torch.tensor([True, False, True]))
-        witness = f"another row 1 moves the output of row {gap.place[0]} by {gap.size:.2g}{at}"
+        witness = f"changing row 1 moves the output of row {gap.place[0]} by {gap.size:.2g}{at}"
         exam.failed("rows/others", "rows-mixed", Severity.WRONG, "rows of a batch change each other", advice, witness, gap)
         return
     exam.passed("rows/others", gap)
@@ -46,7 +46,8 @@ def rows(exam: Examination) -> None:
         exam.passed("rows/alone", gap)
     else:
         witness = f"row {gap.place[0]} alone and in its batch differ by {gap.size:.2g}"
-        exam.failed("rows/alone", "row-alone-differs", Severity.WRONG, "a row alone has another output", advice, witness, gap)
+        fault = "the output of a row alone differs from its output in a batch"
+        exam.failed("rows/alone", "row-alone-differs", Severity.WRONG, fault, advice, witness, gap)
 
 
 def _attends_over_rows(model: nn.Module) -> bool:
@@ -69,7 +70,7 @@ def causality(exam: Examination) -> None:
         return
     if not exam.is_causal:
         for id in ids[:3]:
-            exam.skip(id, "the model is bidirectional; causal=true says that it must not be")
+            exam.skip(id, "the model is bidirectional; set causal=true if it must not be")
     else:
         for id, check in zip(ids, (_values, _prefix, _with_mask), strict=False):
             exam.attempt(id, partial(check, exam))
@@ -98,37 +99,37 @@ def _values(exam: Examination, id: str) -> None:
     earlier = exam.influence.tril(-1)
     if not (earlier > exam.allowed).any() and pairs > L:
         fault, advice = (
-            "each token sees the later tokens and not the earlier ones",
+            "each token sees the later tokens, but not the earlier tokens",
             "The causal mask is inverted: hide where ~tril.",
         )
-    elif max(b - a for a, b in (future > exam.allowed).nonzero().tolist()) <= L // 4:  # one more in each layer
-        advice = "The mask is too wide: tril(diagonal=S - L), with no 1 more; or a convolution needs padding on its left alone."
+    elif max(b - a for a, b in (future > exam.allowed).nonzero().tolist()) <= L // 4:  # each layer may add one
+        advice = "The mask is too wide: use tril(diagonal=S - L) without an extra 1. Or a convolution needs padding on the left only."
     exam.failed(id, "not-causal", Severity.WRONG, fault, advice, witness)
 
 
 def _prefix(exam: Examination, id: str) -> None:
-    """Without the last tokens, the outputs of the others are the same."""
+    """Without the last tokens, the outputs of the other tokens are the same."""
     called, name = exam.called, exam.called.stream.name
     L = exam.inputs[name].shape[1]
     short = {**exam.inputs, name: exam.inputs[name][:, : L - 3].contiguous()}
     try:
-        found = called.answer(short)
+        output = called.answer(short)
     except Exception as error:
         exam.raised(id, error)
         return
-    gap = exam.gap(found, exam.base[:, : L - 3])
+    gap = exam.gap(output, exam.base[:, : L - 3])
     if gap.is_rounding:
         exam.passed(id, gap)
     elif (exam.influence.triu(1) > exam.allowed).any():
         exam.explained(id, "causality", gap)
     else:
         witness = f"{L - 3} of {L} tokens alone: the output of token {gap.place[1]} differs by {gap.size:.2g}"
-        fault = "the outputs of a prefix depend on how many tokens follow"
+        fault = "the outputs of a prefix depend on the number of tokens that follow"
         exam.failed(id, "prefix-differs", Severity.WRONG, fault, "Look for a mean or a norm over the length.", witness, gap)
 
 
 def _with_mask(exam: Examination, id: str) -> None:
-    """A mask of padding does not switch the causal mask off."""
+    """A padding mask does not switch off the causal mask."""
     called, stream = exam.called, exam.called.stream
     if stream.form is None:
         exam.skip(id, stream.why_unmasked)
@@ -140,22 +141,23 @@ def _with_mask(exam: Examination, id: str) -> None:
         last = torch.zeros_like(keep)
         last[:, -3:] = True
         changed = called.others(exam.inputs, stream.name, last)
-        one, two = (exam.answers(tokens, {stream.name: keep}) for tokens in (exam.inputs, changed))
+        before, after = (exam.answers(tokens, {stream.name: keep}) for tokens in (exam.inputs, changed))
         still = keep & ~last
-        gap = exam.gap(two(), one(), still)
+        gap = exam.gap(after(), before(), still)
         if not gap.is_rounding:
             witness = f"with {stream.mask}, the last 3 tokens move the output of token {gap.place[1]} by {gap.size:.2g}"
             if (exam.influence.triu(1) > exam.allowed).any():
                 exam.explained(id, "causality", gap)
                 return
             fault, advice = f"with {stream.mask}, the model is not causal", "Combine the two masks: causal & padding."
-            exam.failed(id, "not-causal-with-a-mask", Severity.WRONG, fault, advice, witness + exam.where(one, two, still), gap)
+            at = exam.where(before, after, still)
+            exam.failed(id, "not-causal-with-a-mask", Severity.WRONG, fault, advice, witness + at, gap)
             return
     exam.passed(id, gap)
 
 
 def _gradients(exam: Examination, id: str) -> None:
-    """Gradients go where values go."""
+    """A token gets a gradient exactly if its value has an effect."""
     grads = _token_gradients(exam)
     if isinstance(grads, str):
         exam.skip(id, grads)
@@ -166,7 +168,7 @@ def _gradients(exam: Examination, id: str) -> None:
     seen = influence > exam.allowed
     if cut.any():
         i, j = cut.nonzero()[-1].tolist()
-        witness = f"changing token {j} moves the output of token {i} by {influence[i, j]:.2g}, and its gradient is 0; {int(cut.sum())} such pairs"
+        witness = f"changing token {j} moves the output of token {i} by {influence[i, j]:.2g}, but its gradient is 0; {int(cut.sum())} such pairs"
         if int(cut.sum()) > 0.5 * int(seen.sum()) - int(seen.diagonal().sum()) > 0:
             fault = "outputs depend on tokens that get no gradient"
             advice = "Look for detach(), no_grad, .data or a copy through numpy."
@@ -190,7 +192,7 @@ def _gradients(exam: Examination, id: str) -> None:
 
 
 def _token_gradients(exam: Examination) -> Tensor | str:
-    """(L, L): the gradient of the output of token i for the input of token j; or why there is none."""
+    """(L, L): the gradient of the output of token i for the input of token j, or the reason why there is none."""
     called, name = exam.called, exam.called.stream.name
     inputs = {key: value[:1].clone() for key, value in exam.inputs.items()}
     leaves: list[Tensor] = []
@@ -217,7 +219,7 @@ def _token_gradients(exam: Examination) -> Tensor | str:
     if len(leaves) != 1:
         return "the table of the tokens was not found"
     if not out.requires_grad:
-        return "its output has no gradient"
+        return "the output has no gradient"
     weights = torch.randn(out.shape[1:], generator=called.generator).to(out)
     result = []
     with torch.enable_grad():
@@ -230,13 +232,13 @@ def _token_gradients(exam: Examination) -> Tensor | str:
 
 
 def reach(exam: Examination) -> None:
-    """Which tokens are seen, and whether their order matters. These are notes."""
+    """Note which tokens are visible, and whether their order matters."""
     if not exam.called.streams or not exam.called.has_positions:
         exam.skip("reach", "the output has no positions")
         return
     influence, L = exam.influence > exam.allowed, len(exam.influence)
     if L > 1 and not (influence & ~torch.eye(L, dtype=torch.bool)).any():
-        advice = "If it has attention, nothing comes through it: look at its output projection, its mask and its kernel."
+        advice = "If the model has attention, it has no effect: look at its output projection, its mask and its kernel."
         exam.failed("reach", "sees-no-other", Severity.FRAGILE, "no token sees any other token", advice)
         return
     blind = [(i, j) for i in range(L) for j in range(i if exam.is_causal else L) if i != j and not influence[i, j]]
@@ -246,14 +248,16 @@ def reach(exam: Examination) -> None:
         return
     if blind:
         i, j = max(blind, key=lambda pair: abs(pair[0] - pair[1]))
-        exam.note("window", f"{kind}; token {i} does not see token {j}, one of {len(blind)} such pairs; a window does that")
+        exam.note("window", f"{kind}; token {i} does not see token {j}, one of {len(blind)} such pairs, as with a window")
     elif not exam.is_causal:
-        exam.note("bidirectional", "bidirectional: every token sees every other; causal=true says that it must not")
+        exam.note("bidirectional", "bidirectional: every token sees every other; set causal=true if it must not")
     name = exam.called.stream.name
     if exam.inputs[name].shape[1] > 4 and not blind:
         order = list(range(exam.inputs[name].shape[1]))
         order[1], order[3] = order[3], order[1]
         swapped = {**exam.inputs, name: exam.inputs[name][:, order]}
         if exam.gap(exam.called.answer(swapped)[:, -1], exam.base[:, -1]).is_rounding:
-            exam.note("no-order", "the last token does not notice when two earlier tokens are swapped", "Are there positions?")
+            exam.note(
+                "no-order", "swapping two earlier tokens does not change the output of the last token", "Are there positions?"
+            )
     exam.passed("reach")

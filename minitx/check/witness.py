@@ -1,4 +1,4 @@
-"""Where a change first shows: the first module, in the order of the calls, whose output moves though its input does not."""
+"""Find where a change first shows: the first module, in the order of calls, whose output moves although its input does not."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 TINY = 64.0
-"""Times the rounding of one number: rows of one call are computed alike."""
+"""The tolerance as a multiple of one rounding error. It can be small, because rows of one call are computed alike."""
 
 
 @dataclass
 class Call:
-    """One call of a module: its tensors of floats."""
+    """One call of a module: its floating-point tensors."""
 
     name: str
     inputs: list[Tensor]
@@ -24,24 +24,24 @@ class Call:
 
 
 def first_moved(model: nn.Module, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
-    """Return the name and class of the first module that moves where it must be still, or nothing.
+    """Return the name and class of the first module that moves where it must not, or an empty string.
 
     Args:
         calm, moved: two calls of the model.
-        stills: bool (B, L): the rows and positions that must not move, for each length L; (B,): rows.
+        stills: bool (B, L), the rows and positions that must not move, for each length L; or bool (B,), rows.
     """
     with _recorded(model) as first:
         calm()
     with _recorded(model) as second:
         moved()
     fallback = ""
-    for one, other in zip(first, second, strict=False):
-        if one.name != other.name:
+    for before, after in zip(first, second, strict=False):
+        if before.name != after.name:
             return fallback
-        if one.name and _moves(one.outputs, other.outputs, stills):
-            if not _moves(one.inputs, other.inputs, stills):
-                return _named(model, one.name)
-            fallback = fallback or _named(model, one.name)
+        if before.name and _moves(before.outputs, after.outputs, stills):
+            if not _moves(before.inputs, after.inputs, stills):
+                return _named(model, before.name)
+            fallback = fallback or _named(model, before.name)
     return fallback
 
 
@@ -73,8 +73,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _moves(one: list[Tensor], other: list[Tensor], stills: Sequence[Tensor]) -> bool:
-    return any(_differ(x, y, still) for x, y in zip(one, other, strict=False) for still in stills)
+def _moves(before: list[Tensor], after: list[Tensor], stills: Sequence[Tensor]) -> bool:
+    return any(_differ(x, y, still) for x, y in zip(before, after, strict=False) for still in stills)
 
 
 def _differ(x: Tensor, y: Tensor, still: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """The programs, one module each, and their common parts. Only this package imports hydra and omegaconf.
 
-Here are the installed commands, such as ``minitx-train``. The packages of ``minitx[train]`` may be missing.
+This file defines the installed commands, such as ``minitx-train``. They report missing packages of ``minitx[train]``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 def _program(name: str) -> Callable[[], int]:
-    """``minitx-NAME``: the ``main`` of ``minitx.cli.NAME``; exits with 2 and one sentence where a package is missing."""
+    """Return the command ``minitx-NAME``: call ``minitx.cli.NAME.main``, or exit with code 2 if a package is missing."""
 
     def run() -> int:
         try:

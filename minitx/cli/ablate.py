@@ -1,4 +1,4 @@
-"""A grid of runs from the command line. Its cells are composed and run here, because only ``cli`` uses hydra."""
+"""Run a grid from the command line. Cells are composed and run here, because only ``cli`` uses hydra."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ log = logging.getLogger("minitx")
 
 
 def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], command: str) -> None:
-    """Run the grid in ``folder``, write its report, and print the result and the path of the page.
+    """Run the grid in ``folder``, write its report, and print its sentences and the path of its page.
 
     Raises:
         ConfigError: the grid cannot be run.
-        CellsFailedError: runs failed. The report is written before.
+        CellsFailedError: runs failed. The report has been written.
     """
     from minitx.ablation.measures import check_measures
 
     common = for_cells(overrides)
-    require("ckpt_path" not in settings(common), "ckpt_path is for one run: a grid goes on with the same command")
+    require("ckpt_path" not in settings(common), "ckpt_path is for single runs: to resume a grid, repeat its command")
     chosen = cells(grid, common=["callbacks.progress=false", "trainer.threads=1", *common])
     if "seed" in by_key(overrides):
-        log.info("seed= is not for a grid: ablation.studies.NAME.seeds are the seeds of its runs")
-    folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder  # it stands in stored commands
+        log.info("seed= has no effect on a grid: the seeds of its runs are ablation.studies.NAME.seeds")
+    folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder  # stored commands contain it
     if grid.report_only:
         if not (folder / "cells.jsonl").exists():
-            raise ConfigError(f"output_dir={folder} has no cells.jsonl: run the grid first, without ablation.report_only=true")
+            raise ConfigError(f"output_dir={folder} has no cells.jsonl: first run the grid without ablation.report_only=true")
         report(grid, chosen, stored_records(chosen, folder / "cells.jsonl"), folder)
         return
     module_of(grid)
@@ -76,8 +76,8 @@ def check(chosen: Sequence[Cell]) -> None:
     """Check that the grid can be run, before anything is written.
 
     Raises:
-        ConfigError: a run has no length, needs several devices, or has an invalid config. The first run of each study with each
-            arm and each level of a factor is checked.
+        ConfigError: a run has no number of steps, needs several devices, or has an invalid config. For each study, the first
+            run of each arm and of each level of a factor is checked.
     """
     for cell in chosen:
         cell.steps()
@@ -90,18 +90,18 @@ def check(chosen: Sequence[Cell]) -> None:
             levels = "".join(f", {factor} {level}" for factor, level in cell.place.factors)
             raise ConfigError(f"{place}, arm {cell.place.arm}{levels}: {sentence(error)[0]}") from None
         if cell.keeps_weights and not config.trainer.ckpt_every:
-            raise ConfigError(f"{place}: other runs start from its weights, so trainer.ckpt_every must not be 0")
+            raise ConfigError(f"{place}: trainer.ckpt_every must not be 0, because other runs start from its weights")
         if config.trainer.plan:
-            raise ConfigError(f"{place}: trainer.plan=true shows one run and trains none: leave it out of a grid")
+            raise ConfigError(f"{place}: trainer.plan=true is for single runs: remove it from the grid")
         if config.trainer.world_size > 1:
-            raise ConfigError(f"{place}: a run of a grid uses one device; trainer.devices must be 1")
+            raise ConfigError(f"{place}: trainer.devices must be 1, because each run of a grid uses one device")
 
 
 def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
-    """Check that the runs can produce all judged numbers.
+    """Check that the runs produce all numbers that are judged.
 
     Raises:
-        ConfigError: a window is longer than the runs of its study, or no callback of them writes a measure.
+        ConfigError: a window is longer than the runs of its study, or no callback writes a measure.
     """
     solvers = {study.start.study for study in grid.chosen().values() if study.start is not None and study.start.solved}
     for name, study in grid.chosen().items():
@@ -111,36 +111,42 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
         for key, rule in rules.items():
             require(
                 rule is None or rule.window <= steps,
-                f"{place}.{key}.window={rule and rule.window} is longer than its runs, of {steps} steps",
+                f"{place}.{key}.window={rule and rule.window} is longer than its runs of {steps} steps",
             )
         parts = compose_cell(of_study[0].overrides).callbacks.parts.values() if study.measures else ()
         writers = [node for node in parts if node is not None and node.name.endswith(".Measures")]
         written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
         written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
-        own = [measure for measure in study.measures if writers and not measure.startswith(("loss_at_", "attention_"))]
-        missing = [measure for measure in study.measures if measure not in (*written, *own)]  # own: CONTRIBUTING.md
+        user_measures = [
+            measure for measure in study.measures if writers and not measure.startswith(("loss_at_", "attention_"))
+        ]
+        missing = [
+            measure for measure in study.measures if measure not in (*written, *user_measures)
+        ]  # see CONTRIBUTING.md for user measures
         require(
             not missing,
-            f"{place}.measures={missing}: no callback minitx.ablation.measures.Measures of the runs writes them",
+            f"{place}.measures={missing} are not measured: add a callback minitx.ablation.measures.Measures to the runs",
         )
 
 
 def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
-    """Return the records in ``path``, whatever code made them. Those of ``chosen`` come last, and so count.
+    """Return the records in ``path``, from any version of the code. Records of ``chosen`` come last, and so take precedence.
 
-    A line of the log counts the runs whose records all have other overrides (of an earlier version of the grid).
+    A warning counts the runs whose records all have other overrides, from an earlier version of the grid.
     """
 
-    def own(overrides: Sequence[str]) -> tuple[str, ...]:
+    def without_folders(overrides: Sequence[str]) -> tuple[str, ...]:
         return tuple(word for word in overrides if not word.startswith(CONFIG_DIR))
 
-    now, names = {own(cell.overrides) for cell in chosen}, {cell.hash for cell in chosen}
-    records = sorted(read_records(path), key=lambda record: (own(record["overrides"]) in now, record["cell"] in names))
+    current, names = {without_folders(cell.overrides) for cell in chosen}, {cell.hash for cell in chosen}
+    records = sorted(
+        read_records(path), key=lambda record: (without_folders(record["overrides"]) in current, record["cell"] in names)
+    )
     done = Runs.of([cell.place for cell in chosen], records)
-    other = [run for run in done.all if run.status == "done" and own(run.record["overrides"]) not in now]
-    if other:
+    others = [run for run in done.all if run.status == "done" and without_folders(run.record["overrides"]) not in current]
+    if others:
         log.warning(
-            "%d of %d runs have other overrides than the grid has now; the first: %s", len(other), len(chosen), other[0]
+            "%d of %d runs have other overrides than the current grid; the first: %s", len(others), len(chosen), others[0]
         )
     return records
 
@@ -160,21 +166,21 @@ def run_cell(
     keep_attention: bool,
     threshold: ThresholdConfig | None = None,
 ) -> dict[str, Any]:
-    """Run one cell, an ordinary training run or a threshold, in a worker process. Return the ``result`` of its record."""
+    """Run a cell (an ordinary training run or a threshold) in a worker process. Return the ``result`` of its record."""
     from minitx.ablation.measures import result_of
 
     place = Path(folder)
     if threshold is not None:
         from minitx.ablation.thresholds import measure_threshold
 
-        found = measure_threshold(compose_cell(words), place, threshold)
+        outcome = measure_threshold(compose_cell(words), place, threshold)
         shutil.rmtree(place)
-        return found
-    shutil.rmtree(place, ignore_errors=True)  # the remains of a killed run
+        return outcome
+    shutil.rmtree(place, ignore_errors=True)  # remains of a killed run
     config = compose_cell(words)
     config = dataclasses.replace(
         config, trainer=dataclasses.replace(config.trainer, rehearse=False)
-    )  # ``check`` has tried one of each study
+    )  # rehearsing every run of a grid would take too long
     trained = run_training(config, place, command_of(words))
     result = result_of(place, trained, cap, keep_attention=keep_attention)
     if not keep_weights:
@@ -183,7 +189,7 @@ def run_cell(
 
 
 def pool_of(grid: AblationConfig, chosen: Sequence[Cell], folder: Path) -> Pool:
-    """Return the pool for the cells. On this machine it has one worker per core, or one per GPU if runs use GPUs."""
+    """Return the pool for the cells. A local pool has a worker per core, or per GPU if runs use GPUs."""
     if grid.launcher == "slurm":
         return SlurmPool(grid.workers or SLURM_JOBS, folder / "jobs", grid.launcher_options)
     devices = gpus(chosen)
@@ -191,16 +197,27 @@ def pool_of(grid: AblationConfig, chosen: Sequence[Cell], folder: Path) -> Pool:
 
 
 def gpus(chosen: Sequence[Cell]) -> list[str]:
-    """Return the GPUs of this machine, as in CUDA_VISIBLE_DEVICES, if a study trains on a GPU."""
+    """Return the GPUs of this machine as in CUDA_VISIBLE_DEVICES, or [] if no study trains on a GPU."""
     import torch
 
-    if not torch.cuda.is_available():
-        return []
-    one_a_study = {cell.place.study: cell for cell in chosen}.values()
-    if all(compose_config(cell.overrides).trainer.accelerator == "cpu" for cell in one_a_study):
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    visible = visible_gpus(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    first_cells = {cell.place.study: cell for cell in chosen}.values()
+    is_used = visible and any(compose_config(cell.overrides).trainer.accelerator in ("auto", "gpu") for cell in first_cells)
+    return visible if is_used else []
+
+
+def visible_gpus(count: int, visible: str | None) -> list[str]:
+    """Return the GPUs that a process may use, as values of CUDA_VISIBLE_DEVICES for its workers.
+
+    Args:
+        count: the number of GPUs that torch counts.
+        visible: CUDA_VISIBLE_DEVICES of this process. CUDA ignores it from the first name on that it does not know.
+
+    >>> visible_gpus(2, None), visible_gpus(2, "3, 1,-1"), visible_gpus(0, "")
+    (['0', '1'], ['3', '1'], [])
+    """
+    names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(count)]
+    return names[:count]
 
 
 @contextmanager
@@ -208,7 +225,7 @@ def stop_on_signals() -> Iterator[None]:
     """Turn SIGINT and SIGTERM into ``ProgramStoppedError``, so that the workers end with the grid."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise ProgramStoppedError(number, "the finished runs are kept: the same command goes on")
+        raise ProgramStoppedError(number, "finished runs are kept: to resume, repeat the command")
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -224,17 +241,17 @@ def available_cores() -> int:
 
 
 class Launch:
-    """Record a launch of a grid in ``launches.json``: commit, versions, machine, date, command and duration."""
+    """The entry of a launch of a grid in ``launches.json``: commit, versions, machine, date, command and duration."""
 
     def __init__(self, path: Path, command: str) -> None:
         self.path, self.before, self.facts, self.started = path, launches(path), facts(command), time.perf_counter()
 
     def seconds(self) -> float:
-        """The seconds since this launch began."""
+        """Return the seconds since this launch started."""
         return time.perf_counter() - self.started
 
     def keep(self) -> None:
-        """Record that this launch has run until now."""
+        """Write the entry with the duration so far."""
         entry = {**self.facts, "wall_seconds": round(self.seconds(), 1)}
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps([*self.before, entry], indent=1) + "\n", encoding="utf-8")
@@ -242,20 +259,20 @@ class Launch:
 
 
 def launches(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of ``launches.json``, or [] without a file."""
+    """Return the entries of ``launches.json``; [] if it does not exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []  # type: ignore[no-any-return]
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Return how a grid was run, for the report. The seconds of all launches are added, and other values that differ are listed."""
-    found, names = launches(path), ("commit", "command", "date", "hardware")
-    listed = {name: "; ".join(dict.fromkeys(launch[name] for launch in found)) for name in names}
-    versions = found[-1]["versions"] if found else {}
-    return {**listed, "versions": versions, "wall_seconds": sum(launch["wall_seconds"] for launch in found)}
+    """Return the origin of the records for the report. Seconds are summed over launches; other values that differ are listed."""
+    entries, names = launches(path), ("commit", "command", "date", "hardware")
+    listed = {name: "; ".join(dict.fromkeys(launch[name] for launch in entries)) for name in names}
+    versions = entries[-1]["versions"] if entries else {}
+    return {**listed, "versions": versions, "wall_seconds": sum(launch["wall_seconds"] for launch in entries)}
 
 
 def facts(command: str) -> Mapping[str, Any]:
-    """Return the facts that a reader needs to repeat a run."""
+    """Return the facts that are needed to reproduce a run."""
     from minitx.training.loggers import git_commit
 
     packages = ("minitx", "torch", "lightning", "hydra-core", "numpy", "scipy")

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 USAGE = """python scripts/check.py FILE.py:NAME [key=value ...]
 python scripts/check.py model=FOLDER [key=value ...]
 
-NAME is a function of queries, keys and values, a layer with projections, a model, or a class or function that makes one.
-Python runs the file, with all rights that you have. FOLDER is a Hugging Face folder, a checkpoint or the folder of a run, and
-none of them runs code. The exit code is 1 if something is wrong, and 2 if there is nothing to check."""
+NAME is a function of queries, keys and values, a layer with projections, a model, or a class or function that returns one.
+Python runs the file with your permissions. FOLDER is a Hugging Face folder, a checkpoint or the folder of a run; their code
+is not run. The exit code is 1 if something is wrong, and 2 if there is nothing to check."""
 
 STAGES = "1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal, 5 half precision and large scores"
 
@@ -33,33 +33,38 @@ STAGES = "1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal
 class CheckConfig(Config):
     """The keys of ``check.py``."""
 
-    target: str = key("", "FILE.py:NAME; target= may be left out", is_path=True)
+    target: str = key("", "FILE.py:NAME; target= may be omitted", is_path=True)
     model: str = key("", "a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME", is_path=True)
     only: str | None = key(None, "properties of a model to check, such as causality,padding")
-    causal: bool | None = key(None, "whether later tokens must change nothing; null: inferred from the model")
-    trust: bool = key(False, "build any class that a checkpoint names. This can run any code")
+    causal: bool | None = key(None, "whether later tokens must not change earlier outputs; null: inferred from the model")
+    trust: bool = key(False, "build any class that a checkpoint names. This can run arbitrary code")
     stage: Natural | None = key(None, f"grade one stage of the exercise: {STAGES}")
-    strict: bool = key(False, "check a kernel with the arguments of scaled_dot_product_attention in all cases and dtypes")
-    mask: str | None = key(None, "what True in the mask means, keep or hide; null: the meaning that fits")
+    strict: bool = key(False, "check a kernel with the signature of scaled_dot_product_attention in all cases and dtypes")
+    mask: str | None = key(None, "the meaning of True in the mask: keep or hide; null: inferred")
     seed: Natural = key(0, "seed of the random inputs")
     device: str = key("cpu", "cpu, cuda, cuda:1, mps ...")
     json: str = key("", "also write the report to this file, for graders", is_path=True)
 
     def check(self) -> None:
         require(bool(self.target or self.model), "FILE.py:NAME is missing, such as mine.py:attention, or model=FOLDER")
-        require(not (self.target and self.model), f"model={self.model} and {self.target} exclude each other: give one of them")
+        require(
+            not (self.target and self.model), f"model={self.model} and {self.target} exclude each other: remove one of them"
+        )
         path, colon, name = self.target.rpartition(":")
         require(bool(self.model or (colon and path and name)), f"{self.target} must be FILE.py:NAME, such as mine.py:attention")
-        require(not self.model or not (self.strict or self.stage or self.mask), "stage, strict and mask are for functions")
+        require(
+            not self.model or not (self.strict or self.stage or self.mask),
+            "stage, strict and mask are for functions, not for models: remove them",
+        )
         require(self.stage in (None, 1, 2, 3, 4, 5), f"stage={self.stage} must be {STAGES}")
         require(self.mask in (None, "keep", "hide"), f"mask={self.mask} must be keep or hide")
-        require(not self.strict or self.stage is None, "strict=true and stage exclude each other: give one of them")
+        require(not self.strict or self.stage is None, "strict=true and stage exclude each other: remove one of them")
         folder = Path(self.json).absolute().parent
         require(not self.json or folder.is_dir(), f"json={self.json} is in a folder that does not exist")
 
     @property
     def properties(self) -> list[str] | None:
-        """Return the words of ``only``."""
+        """The properties in ``only``, or None for all."""
         return None if self.only is None else self.only.split(",")
 
 
@@ -73,8 +78,8 @@ def main() -> int:
 
 def _check(config: CheckConfig) -> Report:
     path, _, name = config.target.rpartition(":")
-    found = _loaded(config) if config.model else _object(_module(path), path, name)
-    report = _model_report(found, config) if config.model else _report(found, config)
+    subject = _loaded(config) if config.model else _object(_module(path), path, name)
+    report = _model_report(subject, config) if config.model else _report(subject, config)
     if config.json:
         with refusing(f"json={config.json} cannot be written: ", (OSError,)):
             Path(config.json).write_text(report.json(), encoding="utf-8")
@@ -83,7 +88,7 @@ def _check(config: CheckConfig) -> Report:
 
 
 def _report(subject: Any, config: CheckConfig) -> Report:
-    """The report on the subject that the file defines."""
+    """Return the report on the subject that the file defines."""
     from minitx.check.calls import check_attention
 
     model = None if config.strict or config.stage is not None or config.mask is not None else _model_of(subject, config.target)
@@ -113,7 +118,7 @@ def _model_report(model: Any, config: CheckConfig) -> Report:
 
 
 def _model_of(subject: Any, target: str) -> Any:
-    """The model that a file names, or that a class or a function without required arguments makes. None: it is attention."""
+    """Return a model, or the model that a class or function without required arguments returns; None if the subject is attention."""
     from torch import nn
 
     if inspect.isclass(subject) and not issubclass(subject, nn.Module):
@@ -133,15 +138,15 @@ def _model_of(subject: Any, target: str) -> Any:
 
 
 def _why_none(subject: Any) -> str:
-    """The end of a sentence: why a subject is checked as attention."""
+    """Return the end of a message: why the subject is checked as attention."""
     if not inspect.isclass(subject):
-        return f", and this is a {type(subject).__name__}"
+        return f", but this is a {type(subject).__name__}"
     required = [p.name for p in inspect.signature(subject).parameters.values() if p.default is p.empty]
     return f"; to check a model, write a function without arguments that returns {subject.__name__}({', '.join(required)})"
 
 
 def _loaded(config: CheckConfig) -> Any:
-    """The model of a Hugging Face folder, a checkpoint or the folder of a run. None of them runs code."""
+    """Return the model of a Hugging Face folder, a checkpoint or the folder of a run, without running their code."""
     from minitx.cli.inputs import open_stored
 
     path = config.model
@@ -162,7 +167,7 @@ def _loaded(config: CheckConfig) -> Any:
 
 
 def _module(path: str) -> ModuleType:
-    """Run the file, with its folder first on the path of imports."""
+    """Import a file, with its folder first in ``sys.path``."""
     file = Path(path)
     require(file.is_file(), f"{path} does not exist" if not file.exists() else f"{path} is not a file")
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -170,20 +175,21 @@ def _module(path: str) -> ModuleType:
         raise ConfigError(f"{path} must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.absolute().parent))
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        place = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}{place}") from error
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
 def _object(module: ModuleType, path: str, name: str) -> Any:
-    """What the file defines under a name."""
+    """Return the object that the file defines under a name."""
     if hasattr(module, name):
         return getattr(module, name)
-    names = [other for other, value in vars(module).items() if not other.startswith("_") and not inspect.ismodule(value)]
+    names = [
+        candidate for candidate, value in vars(module).items() if not candidate.startswith("_") and not inspect.ismodule(value)
+    ]
     similar = difflib.get_close_matches(name, names, n=1)
     advice = f"did you mean {similar[0]}?" if similar else f"it defines {', '.join(names) or 'nothing'}"
     raise ConfigError(f"{path} does not define {name}; {advice}")

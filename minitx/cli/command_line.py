@@ -1,4 +1,4 @@
-"""Read the command line of a program, and run it."""
+"""Read the command line of a program, and run the program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Flags(argparse.ArgumentParser):
-    """The flags of a program. The remaining words are ``overrides``. An unknown flag is a ConfigError."""
+    """Parser for the flags of a program. All other words are ``overrides``. An unknown flag is a ConfigError."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -35,7 +35,7 @@ class Flags(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         dashed = message.partition("unrecognized arguments: --")[2]
-        advice = f"a key has no dashes: {dashed}" if "=" in dashed else "--help shows the keys and flags"
+        advice = f"keys have no dashes: use {dashed}" if "=" in dashed else "--help shows the keys and flags"
         raise ConfigError(f"{message}; {advice}")
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
@@ -46,13 +46,13 @@ class Flags(argparse.ArgumentParser):
         """
         for word in words:
             is_text = word == word.encode(errors="ignore").decode()
-            require(is_text, f"{word!a} is not UTF-8 text; in a locale without UTF-8, PYTHONUTF8=1 reads it")
+            require(is_text, f"{word!a} is not UTF-8 text; in a locale without UTF-8, set PYTHONUTF8=1")
             require(not word.startswith("="), f"{word} has no key; --help shows the keys")
         return self.parse_intermixed_args(list(words))
 
 
 class HydraFlags(Flags):
-    """The flags of ``train.py``: Hydra's, except ``--experimental-rerun``, because it reads a pickle.
+    """Parser for the flags of ``train.py``: Hydra's flags, except ``--experimental-rerun``, which reads a pickle.
 
     They are checked here because Hydra prints a page of usage for an unknown flag.
     """
@@ -72,35 +72,36 @@ def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
     """Check the command line of ``train.py``.
 
     Returns:
-        The arguments with all flags at the end, because Hydra expects them there; the words for ``compose.composed``; and whether
-        ``--help`` or ``--cfg job`` prints the config of ``train``.
+        The arguments with all flags at the end, where Hydra expects them; the words for ``compose.composed``; and whether the
+            config of
+        ``train`` is printed (``--help`` or ``--cfg job``).
 
     Raises:
         ConfigError: see ``Flags.read``.
     """
-    given = HydraFlags().read(arguments)
-    flags = [word for word in arguments if word not in given.overrides]
-    overrides = [quoted(word) for word in given.overrides]
-    words = [f"{CONFIG_DIR}{given.config_dir}", *overrides] if given.config_dir else overrides
-    return [*overrides, *flags], words, given.config_name is None and (given.help or given.cfg == "job")
+    flags_read = HydraFlags().read(arguments)
+    flags = [word for word in arguments if word not in flags_read.overrides]
+    overrides = [quoted(word) for word in flags_read.overrides]
+    words = [f"{CONFIG_DIR}{flags_read.config_dir}", *overrides] if flags_read.config_dir else overrides
+    return [*overrides, *flags], words, flags_read.config_name is None and (flags_read.help or flags_read.cfg == "job")
 
 
 def quoted(word: str) -> str:
-    """Return an override with its value in quotes if Hydra's grammar cannot read a letter of it (``data.path=小说.txt``).
+    """Return an override, with its value in quotes if Hydra's grammar cannot read one of its letters (``data.path=小说.txt``).
 
-    A value with a character that has a meaning in the grammar is not quoted.
+    A value with special characters of the grammar is not quoted.
     """
     name, _, value = word.partition("=")
     return word if value.isascii() or set(value) & set("'\"\\,()[]{}") else f'{name}="{value}"'
 
 
 def key(default: Any, meaning: str, *, is_path: bool = False) -> Any:
-    """Return a field for a key.
+    """Return a dataclass field for a key.
 
     Args:
-        default: the default value; for a mutable one, a function without arguments that returns it.
+        default: the default value; for a mutable default, a function that returns it.
         meaning: a line for ``--help``.
-        is_path: whether a leading ``~`` is the home folder. Not every shell expands it.
+        is_path: whether to expand a leading ``~``. Not every shell does.
     """
     metadata = {"meaning": meaning, "is_path": is_path}
     if callable(default):
@@ -117,35 +118,35 @@ class StoredConfig(Config):
         "checkpoint of a run, such as runs/char_lm/.../checkpoints/last.ckpt, or the run's folder",
         is_path=True,
     )
-    device: str = key("auto", "cpu, cuda, cuda:1, mps ...; auto: the device that training takes, a GPU if there is one")
-    trust: bool = key(False, "build any class that the checkpoint names. This can run any code")
+    device: str = key("auto", "cpu, cuda, cuda:1, mps ...; auto: the device that training uses, a GPU if there is one")
+    trust: bool = key(False, "build any class that the checkpoint names. This can run arbitrary code")
 
     @property
     def checkpoint(self) -> str:
-        """Return the file that ``ckpt_path`` names."""
+        """The file that ``ckpt_path`` names."""
         return checkpoint_of(self.ckpt_path)
 
 
 def checkpoint_of(path: str) -> str:
-    """Return the last checkpoint of a run's folder, and any other path unchanged."""
+    """Return the last checkpoint in the folder of a run, or any other path unchanged."""
     last = os.path.join(path, "checkpoints", "last.ckpt")
-    return last if os.path.isfile(last) else path  # also False for a list that is too long for a path
+    return last if os.path.isfile(last) else path  # False even for a list that is too long for a path
 
 
 def run_program(cls: type[T], usage: str, program: Callable[[T], None], *, arguments: Sequence[str] | None = None) -> int:
-    """Run ``program`` with a config of class ``cls`` from the command line. Errors are printed as one sentence. Return the exit code.
+    """Run ``program`` with a config of class ``cls`` from the command line, and return the exit code. Errors are printed as a sentence.
 
     Args:
-        arguments: the words to read instead of ``sys.argv[1:]``.
+        arguments: the command line. Default: ``sys.argv[1:]``.
     """
     words = sys.argv[1:] if arguments is None else arguments
 
     def read_and_run() -> None:
-        given = Flags().read(words)
-        if given.help:
+        flags = Flags().read(words)
+        if flags.help:
             write(help_text(cls, usage))
         else:
-            program(parse(cls, [word for word in given.overrides if word not in ("traceback=true", "traceback=false")]))
+            program(parse(cls, [word for word in flags.overrides if word not in ("traceback=true", "traceback=false")]))
 
     return exit_code(read_and_run)
 
@@ -153,11 +154,11 @@ def run_program(cls: type[T], usage: str, program: Callable[[T], None], *, argum
 def parse(cls: type[T], overrides: Iterable[str]) -> T:
     """Parse ``key=value`` overrides in Hydra's syntax as a ``cls``. ``a.b=1`` sets an entry of the mapping ``a``.
 
-    The value of a text key that Hydra's grammar cannot read (``prompt=Hello, world!``) is taken literally.
+    If Hydra's grammar cannot read the value of a string key (``prompt=Hello, world!``), the value is taken literally.
 
     Raises:
-        ConfigError: an override is not ``key=value``, a key is unknown (the message suggests a similar one), or a value has
-            another type.
+        ConfigError: an override is not ``key=value``, a key is unknown (the message suggests a similar one), or a value has the
+            wrong type.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -165,7 +166,7 @@ def parse(cls: type[T], overrides: Iterable[str]) -> T:
     for override in overrides:
         name, is_pair, _ = override.lstrip("+").partition("=")
         require(bool(is_pair), unreadable(override))
-        require(name not in read, f"{name} is given twice")
+        require(name not in read, f"{name} is set twice")
         read.add(name)
         first, *nested = name.split(".")
         field = fields.get(first)
@@ -174,14 +175,14 @@ def parse(cls: type[T], overrides: Iterable[str]) -> T:
             value = os.path.expanduser(value)
         for part in reversed(nested):
             value = {part: value}
-        before = values.get(first, {})
-        require(not nested or isinstance(before, dict), f"{first} is given twice")
-        values[first] = {**before, **value} if nested else value
+        earlier = values.get(first, {})
+        require(not nested or isinstance(earlier, dict), f"{first} is set twice")
+        values[first] = {**earlier, **value} if nested else value
     return from_dict(cls, values)
 
 
 def _value(override: str, *, is_text: bool) -> Any:
-    """The value of an override as ``train.py`` reads it."""
+    """Return the value of an override as ``train.py`` reads it."""
     name, _, text = override.partition("=")
     if is_text and text[:1] not in ("'", '"') and text != "null":
         return text
@@ -193,11 +194,11 @@ def _value(override: str, *, is_text: bool) -> Any:
         raise ConfigError(unreadable(override)) from None
     require(not parsed.is_sweep_override(), f"{override} has several values: write {name}=[...] for a list")
     value = parsed.value()
-    return getattr(value, "text", value)  # of a text in quotes
+    return getattr(value, "text", value)  # a string in quotes is an object with the attribute text
 
 
 def help_text(cls: type[Any], usage: str) -> str:
-    """Return the keys with their defaults and meaning."""
+    """Return the text of ``--help``: usage, and keys with their defaults and meanings."""
     lines = [usage, ""]
     for field in dataclasses.fields(cls):
         default = "" if field.default is dataclasses.MISSING else json.dumps(field.default).strip('"')
@@ -206,10 +207,10 @@ def help_text(cls: type[Any], usage: str) -> str:
 
 
 def check_output(path: str, *endings: str) -> None:
-    """Check that the folder of ``output`` exists, and that ``output`` is not a folder and has an ending of ``endings``, if any are given.
+    """Check that ``path``, the value of ``output``, can be written and has one of ``endings`` (if any are passed).
 
     Raises:
-        ConfigError: the message names the path.
+        ConfigError: its folder does not exist, it is a folder itself, or it has another ending.
     """
     require(Path(path).absolute().parent.is_dir(), f"output={path} is in a folder that does not exist")
     require(not os.path.isdir(path), f"output={path} is a folder, but must name a file")
@@ -218,16 +219,16 @@ def check_output(path: str, *endings: str) -> None:
 
 
 @contextmanager
-def refusing(said: str = "", kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """A context that turns errors of these kinds into a ConfigError with ``said`` before the message."""
+def refusing(prefix: str = "", kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """A context that turns errors of these types into a ConfigError whose message begins with ``prefix``."""
     try:
         yield
     except kinds as error:
-        raise ConfigError(f"{said}{getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"{prefix}{getattr(error, 'strerror', None) or error}") from error
 
 
 def writing(path: str | Path, *kinds: type[Exception]) -> AbstractContextManager[None]:
-    """A context for writing to ``path``, the value of ``output``. It refuses an ``OSError`` and errors of these kinds."""
+    """A context for writing to ``path``, the value of ``output``. It turns ``OSError`` and errors of ``kinds`` into ConfigErrors."""
     return refusing(f"output={path} cannot be written: ", (OSError, *kinds))
 
 

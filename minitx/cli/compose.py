@@ -1,6 +1,6 @@
 """Compose configs with Hydra, and read them as dataclasses.
 
-``words`` are the words typed after ``train.py``: overrides, and ``--config-dir=FOLDER`` for the user's configs.
+``words`` are the words after ``train.py`` on the command line: overrides, and ``--config-dir=FOLDER`` for the user's configs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from omegaconf.errors import InterpolationKeyError
 from minitx.ablation.design import AblationConfig
 from minitx.cli.hydra_errors import explained, is_of_hydra, names_of
 from minitx.config import CONFIG_DIR, ConfigError, EvaluationConfig, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
-from minitx.config.part import find_target, required, unknown_keys, usual
+from minitx.config.part import find_target, plain_defaults, required, unknown_keys
 from minitx.config.schema import config_class_of, defaults, require, to_dict
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import LOADING, MODEL, NODES, CallbacksConfig
@@ -37,10 +37,10 @@ from minitx.config.training import LOADING, MODEL, NODES, CallbacksConfig
 log = logging.getLogger(__name__)
 
 GROUPS = (*NODES, "trainer")
-"""The groups that must have an option in every run."""
+"""Groups that must have an option in every run."""
 
 NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.", "hydra/", "seed=")
-"""Prefixes of overrides that configure a grid. All other overrides on the command line apply to every cell."""
+"""Prefixes of overrides that configure a grid. All other overrides apply to every cell."""
 
 
 @cache
@@ -51,13 +51,13 @@ def register_defaults() -> None:
     for name, values in {"trainer": defaults(TrainerConfig), "ablation": defaults(AblationConfig)}.items():
         store.store(group="schema", name=name, node=OmegaConf.create(values, flags={"struct": False}))
     node = OmegaConf.create(run)
-    for group in filter(OmegaConf.is_dict, node.values()):  # accepts any key: keys are checked when the config is read
+    for group in filter(OmegaConf.is_dict, node.values()):  # accept any key, because keys are checked when the config is read
         OmegaConf.set_struct(group, False)
     store.store(group="schema", name="run", node=node)
 
 
 def by_key(words: Iterable[str]) -> dict[str, str]:
-    """Return overrides by the key that they set or delete. The last override of a key wins."""
+    """Return overrides by the key that they set or delete. The last override of a key applies."""
     return {word.lstrip("+~").partition("=")[0]: word for word in words}
 
 
@@ -70,18 +70,18 @@ def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     """Return a composed config as dataclasses, with interpolations resolved and fields checked.
 
     Args:
-        words: the words that ``composed`` was composed from. With ``init_from``, fields of the model that were typed replace those in
-            the file.
+        words: the words that ``composed`` was composed from. With ``init_from``, typed fields of the model replace the fields
+            in the file.
     """
     with explaining(words):
         try:
             values = plain(composed)
-        except InterpolationKeyError:  # the key may have only the default of its target
+        except InterpolationKeyError:  # the key may only exist as a default of its target
             values = plain(_with_defaults(composed))
-    for name in ("experiment", "debug"):  # a file without the line of the message puts its keys there
+    for name in ("experiment", "debug"):  # the effect of a file without the line in the message
         require(
             not isinstance(values.get(name), dict | list),
-            f"{name}={values.get(name)} is not a config: its file must hold keys and begin with the line '# @package _global_'",
+            f"{name}={values.get(name)} is not a config: its file must contain keys and begin with the line '# @package _global_'",
         )
     for name in GROUPS:
         require(
@@ -98,15 +98,13 @@ def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
     values |= {name: _as_chosen(values[name], name, typed) for name in NODES if name in typed and is_node(values[name])}
     config = _with_fitting_warmup(from_dict(RunConfig, values), typed)
     if config.experiment == "finetune" and config.init_from.path is None and config.model.name == MODEL:
-        raise ConfigError(
-            "experiment=finetune needs a trained model: add init_from.path=FOLDER, or choose model=hf model.path=FOLDER"
-        )
+        raise ConfigError("experiment=finetune needs a trained model: set init_from.path=FOLDER, or model=hf model.path=FOLDER")
     _check_loading(config, typed)
     return config
 
 
 def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
-    """The node of a model with the shape that the file of ``init_from`` has, and the fields that were typed."""
+    """Return the node of the model with the fields of the file in ``init_from``, except for typed fields."""
     from minitx.training.checkpoints import stored_shape
 
     shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."), values.get("trust") is True)
@@ -115,15 +113,15 @@ def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str,
 
 
 def check_trainer(node: Mapping[str, Any]) -> None:
-    """Check the keys of ``trainer`` that are arguments of Lightning's Trainer.
+    """Check unknown keys of ``trainer`` that are arguments of Lightning's Trainer.
 
     Raises:
-        ConfigError: such an argument has another key, or is a key of ``trainer.extra``. The message names it.
+        ConfigError: the argument has another key. The message names it.
     """
-    ours = list(defaults(TrainerConfig))
+    known = list(defaults(TrainerConfig))
     extra = node.get("extra")
-    # skips typos, because importing lightning takes seconds
-    names = [name for name in node if name not in ours and not difflib.get_close_matches(str(name), ours, n=1, cutoff=0.85)]
+    # not for typos of our keys, because importing lightning takes seconds
+    names = [name for name in node if name not in known and not difflib.get_close_matches(str(name), known, n=1, cutoff=0.85)]
     if not names and not extra:
         return
     from minitx.training.run import check_arguments, key_of_argument
@@ -136,65 +134,69 @@ def check_trainer(node: Mapping[str, Any]) -> None:
 
 
 def _as_chosen(node: Mapping[str, Any], group: str, typed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the node of a group whose option was typed (``group=OPTION``), without the keys that an experiment set for another option.
+    """Return the node of a group whose option was typed (``group=OPTION``), without keys that an experiment set for another option.
 
-    Only keys that another of our options has are dropped. Other unknown keys stay, and are refused when the config is read.
+    Only keys of our other options are dropped. Other unknown keys are kept, and refused when the config is read.
 
     Raises:
-        ConfigError: an experiment changes the target of the option.
+        ConfigError: an experiment changes the target of the typed option.
     """
     word = typed[group]
     targets = _targets(group)
     target = targets.get(word.partition("=")[2], node["_target_"])
     require(
         node["_target_"] == target,
-        f"{word} was typed, but the config later sets {group}._target_={node['_target_']}: leave out {word}, or these keys of {group}",
+        f"{word} was typed, but the config later sets {group}._target_={node['_target_']}: remove {word}, or these keys of {group}",
     )
     if group == "data":
         return dict(node)
     known = {key for target in set(targets.values()) for key in defaults(find_target(target, group))}
     dropped = [key for key in unknown_keys(node, group) if key in known and f"{group}.{key}" not in typed]
     if dropped:
-        log.info("%s: without the experiment's %s, set for another option", group, ", ".join(dropped))
+        log.info("%s: the experiment's %s are for another option and are ignored", group, ", ".join(dropped))
     return {key: value for key, value in node.items() if key not in dropped}
 
 
 @cache
 def _targets(group: str) -> dict[str, str]:
-    """Return the targets of our options of a group. An option without a target has the target of the option in its ``defaults``."""
+    """Return the targets of our options of a group. An option without ``_target_`` has the target of the option in its ``defaults``."""
     paths = shipped_configs().joinpath(group).glob("*.yaml")
     options: dict[str, Any] = {path.stem: OmegaConf.create(path.read_text(encoding="utf-8")) for path in paths}
     return {name: option.get("_target_") or options[option.defaults[0]]["_target_"] for name, option in options.items()}
 
 
 def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConfig:
-    """Shorten a warm-up longer than ``trainer.max_steps`` to a tenth of the steps, unless it was typed."""
+    """Shorten a warm-up that is longer than ``trainer.max_steps`` to a tenth of the steps, unless it was typed."""
     steps = config.trainer.max_steps
     warmup = config.schedule.get("warmup_steps", 0)
     is_ours = config.schedule.name.startswith("minitx.training.optimizers.")
     if steps is None or not is_ours or warmup <= steps or "schedule.warmup_steps" in typed:
         return config
-    log.info("schedule.warmup_steps=%s of the experiment exceeds trainer.max_steps=%d: cut to %d", warmup, steps, steps // 10)
+    log.info(
+        "schedule.warmup_steps=%s of the experiment exceeds trainer.max_steps=%d: shortened to %d", warmup, steps, steps // 10
+    )
     return dataclasses.replace(config, schedule=config.schedule.with_(warmup_steps=steps // 10))
 
 
 def _check_loading(config: RunConfig, typed: Mapping[str, str]) -> None:
-    """Raise a ConfigError if a key of loading was typed that a LightningDataModule ignores."""
+    """Raise a ConfigError if a key of ``LOADING`` was typed that the LightningDataModule of the run ignores."""
     target = config.data.target
     names = [name for name in LOADING if f"data.{name}" in typed and name not in config.data.names]
     if names and isinstance(target, type) and hasattr(target, "train_dataloader"):
         raise ConfigError(
-            f"{typed[f'data.{names[0]}']} does not apply to {target.__name__}, a LightningDataModule without that argument: its "
-            "loaders decide it"
+            f"{typed[f'data.{names[0]}']} has no effect: {target.__name__} is a LightningDataModule without this argument, whose "
+            "loaders determine it"
         )
 
 
 def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each typed value without effect: it differs from the default, but another key switches it off."""
+    """Yield a sentence for each typed value that has no effect, because it differs from its default but another key disables it."""
     callbacks = config.callbacks
     data = config.data.plain() if config.data.name.startswith("minitx.") else {}
     targets = [part.name for part in (*config.logger.values(), *callbacks.parts.values()) if part is not None]
-    foreign = [name for name in targets if not name.startswith(("lightning.", "minitx.training."))]  # may read any key
+    foreign = [
+        name for name in targets if not name.startswith(("lightning.", "minitx.training."))
+    ]  # a foreign callback may read any key
     paths = [Path(data[name]).expanduser() for name in ("path", "val_path", "test_path") if data.get(name)]
     held_out = data.get("val_path") or data.get("val_split")
     rules = (
@@ -208,12 +210,12 @@ def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
         (r"data\.val_fraction", not held_out, "data.val_path=null and data.val_split=null"),
         (r"data\.subset", not data or not all(path.is_file() for path in paths), "a name on the hub as data.path"),
     )
-    usual = {
+    by_group = {
         "evaluation": defaults(EvaluationConfig),
         "callbacks": defaults(CallbacksConfig),
         "data": _completed({"_target_": config.data.name}, "data"),
     }
-    values, default = (OmegaConf.create(each) for each in (to_dict(config), usual))
+    values, default = (OmegaConf.create(config_values) for config_values in (to_dict(config), by_group))
     for (name, word), (pattern, is_read, needed) in itertools.product(by_key(words).items(), rules):
         if not is_read and re.fullmatch(pattern, name) and OmegaConf.select(values, name) != OmegaConf.select(default, name):
             yield f"{word} has no effect without {needed}"
@@ -226,8 +228,9 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
         words: the words that ``config`` was composed from.
 
     Raises:
-        ConfigError: a key is wrong, or a file sets a key outside of ``ablation``. Runs of a grid get only typed overrides and their
-            study's, so they would not have that key. An experiment may set it if the ``base`` of every study has the experiment.
+        ConfigError: a key is wrong, or a file sets a key outside of ``ablation``. The runs of a grid would not have this key,
+            because they use only typed overrides and overrides of their study. An experiment may set such a key if it is in the
+            ``base`` of every study.
     """
     if (node := OmegaConf.select(config, "ablation")) is None:
         return None
@@ -235,8 +238,8 @@ def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | Non
         values = plain(node)
     grid = from_dict(AblationConfig, values, "ablation.")
     bases = [study.base for study in grid.chosen().values()]
-    kept = for_cells(words)
-    config_of_runs = composed([word for word in words if word in kept or all(word in base for base in bases)])
+    common = for_cells(words)
+    config_of_runs = composed([word for word in words if word in common or all(word in base for base in bases)])
     of_grid, of_runs = (dict[str, Any](OmegaConf.to_container(each)) for each in (config, config_of_runs))  # type: ignore[arg-type]
     for name in sorted(set(of_grid) - {"experiment", "ablation", "output_dir", "seed"}):
         require(
@@ -255,7 +258,7 @@ def plain(composed: DictConfig) -> dict[str, Any]:
 
 
 def composed(words: Sequence[str]) -> DictConfig:
-    """Return the config that Hydra composes for ``train.py WORDS``, also within a job of Hydra.
+    """Return the config that Hydra composes for ``train.py WORDS``. This works within a job of Hydra, too.
 
     Raises:
         ConfigError: Hydra cannot compose it.
@@ -266,7 +269,7 @@ def composed(words: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def explaining(words: Sequence[str], *, sweeps: bool = False) -> Iterator[None]:
-    """Turn errors of Hydra and OmegaConf into a ConfigError. For the arguments see ``explained``."""
+    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For the arguments, see ``explained``."""
     try:
         yield
     except Exception as error:
@@ -296,7 +299,7 @@ def _compose(words: Sequence[str]) -> DictConfig:
 
 
 def unlisted(words: Sequence[str]) -> list[str]:
-    """Return overrides that add the defaults of targets to the config, so that ``--help`` and ``--cfg`` show all keys."""
+    """Return overrides that add the defaults of targets, so that ``--help`` and ``--cfg`` show all keys."""
     config = composed(words)
     complete: Any = OmegaConf.to_container(_with_defaults(config))
     nodes = {group: complete[group] for group in NODES if is_node(complete.get(group))}
@@ -311,14 +314,14 @@ def _with_defaults(composed: DictConfig) -> DictConfig:
 
 
 def _completed(node: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """A node with the defaults of its target. Required keys of data are ``???``. The node of a foreign model is unchanged."""
+    """Return a node with the defaults of its target, and ``???`` for required keys of data. Nodes of foreign models are not changed."""
     try:
         target = find_target(str(node["_target_"]), group)
     except ConfigError:
         return dict(node)
     if group == "model" and config_class_of(target) is None:
         return dict(node)
-    values = usual(target)
+    values = plain_defaults(target)
     if group == "data":
         values |= dict.fromkeys(required(target), "???") | {name: default for name, (_, default) in LOADING.items()}
     return {**node, **{name: value for name, value in values.items() if name not in node}}
@@ -332,8 +335,8 @@ def compose_config(words: Sequence[str]) -> RunConfig:
 def compose_cell(words: Sequence[str]) -> RunConfig:
     """Like ``compose_config``, for the runs of a grid.
 
-    Hydra composes once for all runs that differ only in seed, learning rate and start, because composing takes a quarter of a second.
-    These keys are then set in the result. The config files must not change in between.
+    Composing takes a quarter of a second, so it is done once for all runs that differ only in seed, learning rate and start,
+    and these keys are set in the result. The config files must not change in the meantime.
     """
     late = [word for word in words if word.startswith(("seed=", "optimizer.lr=", "init_from.path=", "+callbacks.same_start="))]
     config = copy.deepcopy(_composed_once(tuple(word for word in words if word not in late)))
@@ -353,10 +356,11 @@ def compose_grid(words: Sequence[str]) -> AblationConfig | None:
 def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
     """Make the user's modules importable, and return the folders of ``--config-dir``.
 
-    The current folder, each folder of configs and its parent are appended to ``sys.path``, so that no file there replaces a library.
+    The current folder, each folder of configs and its parent are added at the end of ``sys.path``, so that they cannot replace
+    libraries.
 
     Raises:
-        ConfigError: a config in such a folder has the group and name of one of minitx's, and would replace it.
+        ConfigError: a config in such a folder has the same group and name as a config of minitx.
     """
     folders = [Path(word.removeprefix(CONFIG_DIR)).absolute() for word in words if word.startswith(CONFIG_DIR)]
     for place in [Path.cwd(), *(place for folder in folders for place in (folder, folder.parent))]:
@@ -368,6 +372,6 @@ def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
 
 def _check_names(folder: Path) -> None:
     for path in sorted(folder.glob("*/**/*.yaml")):
-        ours = shipped_configs() / path.relative_to(folder)
-        if ours.is_file() and ours.read_bytes() != path.read_bytes():
-            raise ConfigError(f"{path} would replace minitx's config {ours}: rename it")
+        shipped = shipped_configs() / path.relative_to(folder)
+        if shipped.is_file() and shipped.read_bytes() != path.read_bytes():
+            raise ConfigError(f"{path} has the name of minitx's config {shipped}: rename it")

@@ -21,12 +21,12 @@ class EvaluateConfig(StoredConfig):
 
     split: Literal["val", "test"] = key("val", "the split to evaluate: val or test")
     num_rows: Count | None = key(None, "number of rows; null: all")
-    num_beams: Count = key(1, "beams for generated answers; 1: greedy")
+    num_beams: Count = key(1, "number of beams for generated answers; 1: greedy")
     num_shown: Natural = key(3, "number of answers to show")
-    batch_size: Count | None = key(None, "rows at a time; null: as in training")
+    batch_size: Count | None = key(None, "number of rows in a batch; null: as in training")
     output: str | None = key(None, "also write the numbers to this JSON file", is_path=True)
     model: Mapping[str, Any] = key(
-        dict, "a model that replaces the stored one: {_target_: ...}; like the next two keys, it needs no trust"
+        dict, "a model that replaces the stored one: {_target_: ...}; like the next two keys, it is trusted"
     )
     data: Mapping[str, Any] = key(dict, "keys of the data that replace the stored ones: data.path=FILE")
     objective: Mapping[str, Any] = key(dict, "an objective that replaces the stored one: {_target_: ...}")
@@ -53,18 +53,20 @@ def _evaluate(config: EvaluateConfig) -> None:
         stored = open_stored(config.checkpoint, trust=config.trust, changes=changes)
         require(
             stored.tokenizer is None or "tokenizer" not in config.data,
-            "data.tokenizer has no effect: the tokenizer is that of the checkpoint",
+            "data.tokenizer has no effect: the checkpoint contains the tokenizer",
         )
         task = stored.task()
         answers = config.num_beams == 1 or task.kind == "seq2seq"
-        require(answers, f"num_beams={config.num_beams} has no effect: it is for answers that an encoder-decoder writes")
+        require(answers, f"num_beams={config.num_beams} has no effect: only encoder-decoders generate answers")
         rows = (
-            config.batch_size or stored.state["config"]["trainer"]["val_batch_size"] or stored.part("data").beside["batch_size"]
+            config.batch_size
+            or stored.state["config"]["trainer"]["val_batch_size"]
+            or stored.part("data").run_values["batch_size"]
         )
         network = place(stored.network, config.device)
-        found = evaluate(network, task, options, stored.objective(), batch_size=rows, split=config.split)
-    write("\n".join(found.lines()) + "\n")
+        evaluation = evaluate(network, task, options, stored.objective(), batch_size=rows, split=config.split)
+    write("\n".join(evaluation.lines()) + "\n")
     if config.output is not None:
-        plain = {"ckpt_path": config.ckpt_path, "data": task.name, "split": config.split, **found.to_dict()}
+        plain = {"ckpt_path": config.ckpt_path, "data": task.name, "split": config.split, **evaluation.to_dict()}
         with writing(config.output):
             Path(config.output).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Exit codes: exceptions become one sentence and a number.
+"""Turn exceptions into a sentence and an exit code.
 
-0 done · 1 ``minitx-check`` found a fault · 2 a mistake in the command line or in its files · 3 failed after starting · 130 SIGINT, 143 SIGTERM
-(with a checkpoint, unless trainer.ckpt_every=0 or training had not begun).
+0 done · 1 ``minitx-check`` found a fault · 2 a mistake in the command line or in its files · 3 failed after starting · 130
+SIGINT, 143 SIGTERM (after writing a checkpoint, unless trainer.ckpt_every=0 or training had not started).
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from minitx.config import ConfigError
 
 
 class CellsFailedError(RuntimeError):
-    """Cells of a grid failed. The others are done and reported."""
+    """Some runs of a grid failed. The other runs are finished and reported."""
 
 
 def exit_code(program: Callable[[], Any]) -> int:
     """Run ``program`` and return its exit code. The message of an exception is written to stderr.
 
-    The program keeps running if the reader of stdout exits (``train.py ... | head``), or if a stream was closed.
+    The program continues if the reader of stdout exits (``train.py ... | head``), or if a stream is closed.
     """
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # would lose a line because of one letter
+    if (
+        isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict"
+    ):  # a letter outside of the encoding must not raise an error
         sys.stdout.reconfigure(errors="backslashreplace")
     code = _code_of(program)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports the broken pipe at exit
     return code
 
 
@@ -46,11 +48,11 @@ def _code_of(program: Callable[[], Any]) -> int:
     except SystemExit as stop:
         if isinstance(stop.code, str):  # from a user's module
             return _say(stop, stop.code, 2)
-        return 2 if stop.code == 1 else stop.code or 0  # 1: Hydra has written the message
+        return 2 if stop.code == 1 else stop.code or 0  # with code 1, Hydra has written the message
     except KeyboardInterrupt as stop:
         cause = stop.__cause__
         return _say(cause, *(sentence(cause) if cause else ("stopped by SIGINT", 130)))
-    except BrokenPipeError:  # of `train.py --help`
+    except BrokenPipeError:  # from `train.py --help | head`
         return 0
     except Exception as error:
         return _say(error, *sentence(error))
@@ -61,7 +63,7 @@ def _say(error: BaseException | None, text: str, code: int) -> int:
     if error is not None and "traceback=true" in sys.argv[1:]:
         traceback.print_exception(error)
     tell_launcher(text)
-    if FOLDER not in os.environ:  # otherwise the parent process writes it, once for all ranks
+    if FOLDER not in os.environ:  # in launched processes, the parent writes it once for all ranks
         sys.stderr.write(f"{'error: ' if code < 128 else ''}{text}\n")
     return code
 
@@ -69,12 +71,12 @@ def _say(error: BaseException | None, text: str, code: int) -> int:
 def sentence(error: BaseException) -> tuple[str, int]:
     """Return the message of an exception in one line, and the exit code."""
     text = _one_line(str(error))
-    kind = type(error).__name__  # compared by name where the class is in a module that loads torch
+    kind = type(error).__name__  # compare names, because modules of these classes import torch
     if isinstance(error, ConfigError) or type(error).__module__.startswith("yaml."):
         return text, 2
     if isinstance(error, RankFailedError):
         return text, error.code
-    if isinstance(getattr(error, "number", None), int):  # of a signal
+    if isinstance(getattr(error, "number", None), int):  # stopped by a signal
         return text, 128 + error.number  # type: ignore[attr-defined]
     if kind in ("NonFiniteError", "CheckpointError", "WorkerError", "CellsFailedError"):
         return text, 3

@@ -21,7 +21,7 @@ class ExportConfig(StoredConfig):
     output: str = key(MISSING, "a new or empty folder for config.json, the weights, the tokenizer and README.md", is_path=True)
     model_type: str | None = key(None, "the family to write, such as mistral; null: the first that can express the model")
     chat_template: str | None = key(
-        None, "a file with a chat template (jinja2); null: the run's template, if data=chat", is_path=True
+        None, "a file with a chat template (jinja2); null: the template of the run, with data=chat", is_path=True
     )
 
     def check(self) -> None:
@@ -47,7 +47,7 @@ def _export(config: ExportConfig) -> None:
     tokenizer, data = stored.tokenizer, stored.state["config"]["data"]
     require(
         tokenizer is not None or config.chat_template is None,
-        f"chat_template={config.chat_template} needs a tokenizer, and ckpt_path={config.ckpt_path} has none",
+        f"chat_template={config.chat_template} needs a tokenizer, but ckpt_path={config.ckpt_path} has none",
     )
     template = template_of(data, tokenizer) if config.chat_template is None else _read(config.chat_template)
     facts = _facts(config.checkpoint, stored.state["config"])
@@ -55,7 +55,7 @@ def _export(config: ExportConfig) -> None:
     options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "facts": facts, "labels": labels}
     save: Any = partial(save_hf, model_type=config.model_type)
     if hasattr(stored.network, "save_pretrained"):  # a model of transformers
-        require(config.model_type is None, "model_type is for models of minitx.nn, not for a model of transformers")
+        require(config.model_type is None, "model_type has no effect on a model of transformers: remove it")
         save = save_theirs
     cannot = refusing(f"ckpt_path={config.ckpt_path} cannot be exported: ", (TypeError, ValueError))
     with writing(config.output, SafetensorError), cannot:
@@ -72,7 +72,7 @@ def save_theirs(
     facts: Mapping[str, Any],
     labels: Sequence[str] = (),
 ) -> None:
-    """Save a model of transformers as its own library does, with LoRA merged and without our core."""
+    """Save a model of transformers with ``save_pretrained``, after merging LoRA and removing our attention core."""
     from minitx.interop.adopt import AdoptedCore, adopted_cores, release_hf
     from minitx.interop.files import write_companions
     from minitx.interop.finetune import adapted_ties, merged, quiet, set_untied
@@ -80,10 +80,10 @@ def save_theirs(
     unties = bool(adapted_ties(model))
     model = merged(model) if hasattr(model, "merge_and_unload") else model
     if any(module.core.scale is not None for module in adopted_cores(model).values()):
-        AdoptedCore.fold_back(model)  # no config of transformers keeps another scale
+        AdoptedCore.fold_back(model)  # configs of transformers cannot store a scale
     model = release_hf(model) if adopted_cores(model) else model
     if unties:
-        set_untied(model)  # release_hf has put its own configs back
+        set_untied(model)  # after release_hf, because it restores the original configs
     if labels:
         model.config.id2label, model.config.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
     with quiet():
@@ -92,24 +92,24 @@ def save_theirs(
 
 
 def _labels(names: Sequence[str], config: Any) -> Sequence[str]:
-    """Return the names of the labels of a run if the model has as many labels, else none: a model of somebody else may have more."""
+    """Return the names of labels if the model has the same number of labels, else (): foreign models may have more."""
     return names if names and len(names) == getattr(config, "num_labels", None) else ()
 
 
 def _read(file: str) -> str:
     """Return the chat template in a file."""
-    require(Path(file).is_file(), f"chat_template={file} is not a file that exists")
+    require(Path(file).is_file(), f"chat_template={file} does not exist")
     return Path(file).read_text(encoding="utf-8")
 
 
 def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts about the training of a checkpoint: the rows of the table in ``README.md``."""
+    """Return facts about the training of a checkpoint, for the table in ``README.md``."""
     from minitx import __version__
     from minitx.training.checkpoints import read_checkpoint
     from minitx.training.metrics_csv import read_metrics
 
     step, data, folder = read_checkpoint(path)["global_step"], config["data"], Path(path).resolve().parent
-    metrics = folder.parent / "metrics.csv"  # of its run, not of whatever lies above a copy
+    metrics = folder.parent / "metrics.csv"  # only in the folder of the run, not above a copy
     is_there = folder.name == "checkpoints" and metrics.is_file()
     rows = [row for row in (read_metrics(metrics) if is_there else []) if row["step"] == step]
     measured = {name: value for row in rows for name, value in row.items() if value is not None}
@@ -120,7 +120,7 @@ def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer": Path(str(data["tokenizer"])).name if data.get("tokenizer") else None,
         "trained for": f"{step:,} steps",
         "tokens": f"{measured['tokens']:,}" if "tokens" in measured else None,
-        "validation loss": f"{measured['val_loss']:.4f} nats a token" if "val_loss" in measured else None,
+        "validation loss": f"{measured['val_loss']:.4f} nats per token" if "val_loss" in measured else None,
         "optimizer": f"{_name(optimizer)}, learning rate {optimizer.get('lr')}",
         "seed": config["seed"],
         "minitx": __version__,
@@ -128,5 +128,5 @@ def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(node: Mapping[str, Any]) -> str:
-    """Return the name of a node: its group option, or the last part of its target."""
+    """Return a short name of a node: the last part of its ``name`` or its target."""
     return str(node.get("name") or node.get("_target_", "")).rpartition(".")[2]

@@ -26,29 +26,40 @@ USAGE = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]
 class GenerateConfig(StoredConfig):
     """The keys of ``generate.py``. Decoding is described in ``minitx.generation``: ``generate``, ``Sampler``, ``beam_search``."""
 
-    prompt: str | None = key(None, "text to continue or (encoder-decoder) to answer; null: each line of stdin is a prompt")
-    max_new_tokens: int | None = key(None, "longest answer; null: 256, or as many as an encoder-decoder has positions for")
-    context: int | None = key(None, "longest context; beyond it, the older half is dropped; null: the model's max_len")
-    temperature: float = key(0.0, "0: the most probable token; above 0: a random one (1: the model's probabilities)")
-    top_k: int | None = key(None, "draw only from the k most probable tokens")
-    top_p: float | None = key(None, "draw only from the most probable tokens that sum to this probability, in (0, 1]")
-    min_p: float | None = key(None, "draw only from tokens with at least this share of the largest probability, in [0, 1]")
-    repetition_penalty: float = key(1.0, "above 1, tokens that are already in the text become less probable")
+    prompt: str | None = key(
+        None, "text to continue, or to answer with an encoder-decoder; null: each line of stdin is a prompt"
+    )
+    max_new_tokens: int | None = key(
+        None, "longest answer, in tokens; null: 256, or the number of positions of an encoder-decoder"
+    )
+    context: int | None = key(
+        None, "longest context, in tokens; when it is full, the older half is dropped; null: the model's max_len"
+    )
+    temperature: float = key(0.0, "0: take the most probable token; above 0: sample (1: with the model's probabilities)")
+    top_k: int | None = key(None, "sample only from the k most probable tokens")
+    top_p: float | None = key(
+        None, "sample only from the most probable tokens whose probabilities sum to this number, in (0, 1]"
+    )
+    min_p: float | None = key(None, "sample only from tokens with at least this share of the largest probability, in [0, 1]")
+    repetition_penalty: float = key(1.0, "above 1: make tokens that are already in the text less probable")
     num_beams: int = key(1, "number of beams; above 1: beam search, with temperature=0")
-    length_penalty: float = key(0.6, "for beam search: 0 favours short answers, larger values longer ones")
+    length_penalty: float = key(0.6, "for beam search: 0 favours short answers; larger values favour longer ones")
     seed: int = key(0, "seed of the random draws; the same seed gives the same text")
     stop: str | None = key(None, "text of one token that ends an answer; null: the model's end token, if it has one")
     num_samples: Count = key(1, "number of answers to each prompt, separated by ---; needs temperature above 0")
-    template: bool = key(True, "write a prompt as a user's message in the chat template of the checkpoint, if it has one")
+    template: bool = key(True, "treat prompts as user messages in the chat template of the checkpoint, if it has one")
 
     def check(self) -> None:
         require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")
         beams = self.num_beams == 1 or self.temperature == 0.0
-        require(beams, f"num_beams={self.num_beams} with temperature={self.temperature}: beam search draws nothing")
+        require(
+            beams,
+            f"num_beams={self.num_beams} needs temperature=0, got temperature={self.temperature}: beam search does not sample",
+        )
         ranks = self.num_beams != 1 or self.length_penalty == GenerateConfig.length_penalty
         require(ranks, f"length_penalty={self.length_penalty} has no effect without beam search: set num_beams above 1")
         draws = self.num_samples == 1 or self.temperature != 0.0
-        require(draws, f"num_samples={self.num_samples} needs temperature above 0: without draws all are the same")
+        require(draws, f"num_samples={self.num_samples} needs temperature above 0: without sampling, all answers are equal")
 
 
 def main() -> int:
@@ -66,30 +77,30 @@ def _generate(config: GenerateConfig) -> None:
     tokenizer, shape, kind = stored.tokenizer, stored.net.config, stored.net.shape.architecture
     require(
         kind in ("decoder", "encoder_decoder"),
-        f"ckpt_path={config.ckpt_path} holds a model with architecture={kind}, which writes no text",
+        f"ckpt_path={config.ckpt_path} contains a model that does not generate text: architecture={kind}",
     )
     if tokenizer is None:
-        raise ConfigError(f"ckpt_path={config.ckpt_path} holds no tokenizer: its model was not trained on text")
+        raise ConfigError(f"ckpt_path={config.ckpt_path} contains no tokenizer: its model was not trained on text")
     model = place(stored.net.writer(tokenizer.vocab_size, stored.path), config.device)
-    bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # the mark at the beginning of texts
+    bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # the token at the beginning of texts
     options = _options(config, model, tokenizer, shape)
     generator = torch.Generator().manual_seed(config.seed)
-    refusing_template = partial(refusing, "template=true (template=false leaves the template out): ")
+    refusing_template = partial(refusing, "template=true (template=false ignores the template): ")
     with refusing_template():
         chat = chat_format(stored) if config.template and kind == "decoder" else None
     if chat is not None:
-        sys.stderr.write("a prompt is a user's message in the chat template of the checkpoint; template=false leaves it out\n")
+        sys.stderr.write("prompts are user messages in the chat template of the checkpoint; template=false ignores it\n")
 
     def answer(prompt: str) -> None:
-        require(bool(prompt) or bos_id is not None, "prompt is empty: the model needs one character at least")
+        require(bool(prompt) or bos_id is not None, "prompt is empty: the model needs at least one character")
         ids: list[Any] = encode_text(tokenizer, prompt, "prompt") or [bos_id]
         stop = options["stop"]
         if chat is not None:
             with refusing_template():
-                written, ends = chat.prompt(prompt)
-            ids, stop = written.tolist(), [*stop, *ends] if config.stop is None else stop
-        given = torch.tensor([ids], device=next(model.parameters()).device)
-        _write_answers(model, given, tokenizer, config, generator, {**options, "stop": stop})
+                prompt_ids, ends = chat.prompt(prompt)
+            ids, stop = prompt_ids.tolist(), [*stop, *ends] if config.stop is None else stop
+        input_ids = torch.tensor([ids], device=next(model.parameters()).device)
+        _write_answers(model, input_ids, tokenizer, config, generator, {**options, "stop": stop})
 
     if config.prompt is not None:
         answer(config.prompt)
@@ -101,15 +112,17 @@ def _generate(config: GenerateConfig) -> None:
 
 def _lines() -> Iterator[str]:
     if sys.stdin.isatty():
-        sys.stderr.write("a prompt a line; Ctrl-D ends\n")
-    if hasattr(sys.stdin, "reconfigure"):  # a line that is not UTF-8 is named, as an argument would be
-        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)  # None: \r\n ends a line
+        sys.stderr.write("one prompt per line; Ctrl-D ends\n")
+    if hasattr(sys.stdin, "reconfigure"):  # report a line that is not UTF-8 in the same way as an argument
+        sys.stdin.reconfigure(
+            encoding="utf-8-sig", errors="surrogateescape", newline=None
+        )  # newline=None: \r\n ends a line, too
     for line in sys.stdin:
         yield line.removesuffix("\n")
 
 
 def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer, shape: TransformerConfig | None) -> dict[str, Any]:
-    """The arguments that ``generate`` and ``beam_search`` share. ``shape`` is None for a user's model."""
+    """Return the arguments that ``generate`` and ``beam_search`` share. ``shape`` is None for a user's model."""
     from minitx.cli.inputs import encode_text
     from minitx.data.corpus import encoder_of_lines
     from minitx.generation.decoding import eos_ids
@@ -119,7 +132,7 @@ def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer, sha
         encode_text(tokenizer, config.stop, "stop")  # refuses unknown characters
         stop = encoder_of_lines(tokenizer)([config.stop])[
             0
-        ].tolist()  # as inside of a text: a tokenizer may begin a text with a space
+        ].tolist()  # as within a text, because tokenizers may add a space at the beginning
         require(len(stop) == 1, f"stop={config.stop!r} must be the text of one token, but it has {len(stop)}")
     context = config.context
     if context is None and shape is not None and shape.architecture == "decoder":
@@ -131,7 +144,7 @@ def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer, sha
 def _write_answers(
     model: nn.Module, ids: Tensor, tokenizer: Tokenizer, config: GenerateConfig, generator: Any, options: dict[str, Any]
 ) -> None:
-    """Write ``num_samples`` answers to one prompt, each token's text as soon as later tokens cannot change it."""
+    """Write ``num_samples`` answers to a prompt, printing text as soon as later tokens cannot change it."""
     from minitx.data.tokenizers import TextStream
     from minitx.generation import Sampler, beam_search, generate
 

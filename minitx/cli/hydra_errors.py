@@ -1,6 +1,6 @@
 """Messages for a command line that Hydra cannot compose: the first line of Hydra's message, and a suggestion.
 
-The suggestion is computed from the words that were typed, the folders of configs and the composed config.
+The suggestion is computed from the command line, the folders of configs and the composed config.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GLOBAL = "# @package _global_"
 def is_of_hydra(error: BaseException) -> bool:
     """Return whether Hydra or OmegaConf raised ``error``."""
     names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    names = [name for name in names if name.partition(".")[0] not in ("os", "pathlib")]  # Hydra makes its folders by these
+    names = [name for name in names if name.partition(".")[0] not in ("os", "pathlib")]  # Hydra creates folders with these
     raised_in = names[-1] if names else ""
     return isinstance(error, HydraException | OmegaConfBaseException) or raised_in.startswith(("hydra.", "omegaconf."))
 
@@ -47,28 +47,28 @@ def explained(
 
     Args:
         words: overrides, and ``--config-dir=FOLDER``.
-        keys_of: a function from words without a mistake to all keys of the config, as ``group.key``.
+        keys_of: a function from valid words to all keys of their config, as ``group.key``.
         sweeps: whether ``a=1,2`` is a sweep (``-m``).
     """
     if isinstance(error, OverrideParseException):
         return unreadable(error.override)
-    advice = _Typed(words, keys_of, sweeps).advice()
+    advice = _CommandLine(words, keys_of, sweeps).advice()
     return f"{message_of(error).rstrip('.')}{advice}" if advice else message_of(error)
 
 
 def unreadable(word: str) -> str:
-    """Return why an override cannot be read."""
+    """Return a message for an override that cannot be parsed."""
     name, is_pair, _ = word.partition("=")
     if not is_pair:
-        return f"{word} is not key=value; --help shows the keys"
+        return f"{word} is not of the form key=value; --help shows the keys"
     if not re.fullmatch(r"[+~]*\w([.]?[\w@:/$-])*", name):
-        return f"{word} cannot be read: {name!r} cannot be a key; --help shows the keys"
-    quotes = "a value with one of =,:()[]{}^~#&;!<>` or a quote in it stands in two pairs of quotes: 'key=\"value\"'"
+        return f"{word} cannot be read: {name!r} is not a valid key; --help shows the keys"
+    quotes = "put a value with one of =,:()[]{}^~#&;!<>` or a quote into two pairs of quotes: 'key=\"value\"'"
     return f"{word} cannot be read: {quotes}"
 
 
 def message_of(error: BaseException) -> str:
-    """Return the first line of the message, with the key and the cause where it does not have them."""
+    """Return the first line of a message, with the key and the cause if they are missing in it."""
     cause = error.__cause__
     if not str(error).strip() and cause is not None:
         return message_of(cause)
@@ -81,8 +81,8 @@ def message_of(error: BaseException) -> str:
     return " ".join((f"{key}: {first}" if key and key not in first else first).split())
 
 
-class _Typed:
-    """The words of a command line, and the groups, options and keys that exist. For the arguments see ``explained``."""
+class _CommandLine:
+    """The words of a command line, and existing groups, options and keys. For the arguments, see ``explained``."""
 
     def __init__(self, words: Sequence[str], keys_of: Callable[[Sequence[str]], list[str]], sweeps: bool) -> None:
         self.keys_of, self.sweeps, self.overrides = keys_of, sweeps, list[Override]()
@@ -94,19 +94,19 @@ class _Typed:
 
     @cached_property
     def groups(self) -> dict[str, dict[str, Path]]:
-        """The files of the options of each group."""
-        found: dict[str, dict[str, Path]] = {}
+        """The files of options, by group."""
+        files: dict[str, dict[str, Path]] = {}
         for root in (shipped_configs(), *(Path(word.removeprefix(CONFIG_DIR)) for word in self.folders)):
             for path in sorted(root.glob("*/**/*.yaml")):
-                found.setdefault(path.parent.relative_to(root).as_posix(), {})[path.stem] = path
-        for group in ("hydra/launcher", "hydra/sweeper"):  # of installed plugins
-            found[group] = {name.removesuffix(".yaml"): Path(name) for name in ConfigStore.instance().list(group)}
-        return found
+                files.setdefault(path.parent.relative_to(root).as_posix(), {})[path.stem] = path
+        for group in ("hydra/launcher", "hydra/sweeper"):  # options of installed plugins
+            files[group] = {name.removesuffix(".yaml"): Path(name) for name in ConfigStore.instance().list(group)}
+        return files
 
     @cached_property
     def keys(self) -> list[str]:
-        """All keys, with the options that were typed. This loads torch."""
-        chosen = [each.input_line or "" for each in self.overrides if self._is_choice(each)]
+        """All keys of the config with the typed options. This imports torch."""
+        chosen = [override.input_line or "" for override in self.overrides if self._is_choice(override)]
         with suppress(Exception):
             return self.keys_of([*self.folders, *chosen])
         return []
@@ -117,8 +117,8 @@ class _Typed:
         return is_plain and isinstance(value, str) and value in self.groups.get(override.key_or_group, {})
 
     def advice(self) -> str:
-        """Return the end of a message: a similar key, option or interpolation, or the mistake in the form of a word."""
-        with suppress(OSError):  # of a file that cannot be read
+        """Return the end of a message: a similar key, option or interpolation, or a correction of the override."""
+        with suppress(OSError):  # a config file cannot be read
             return next(filter(None, map(self._of_word, self.overrides)), "")
         return ""
 
@@ -127,7 +127,7 @@ class _Typed:
         if override.is_sweep_override() and not self.sweeps:
             return f"; add -m to run every value, or write {name}=[...] for a list"
         if override.is_add() and (name in _OURS or name in self.keys):
-            return f"; {name} exists already: leave out the +"
+            return f"; {name} already exists: remove the +"
         if is_group and not override.is_delete():
             return self._of_option(name, value) or self._of_group(override)
         if not is_group and not name.startswith("hydra") and name.partition(".")[0] not in {*_OURS, *self.groups}:
@@ -143,12 +143,12 @@ class _Typed:
         options = self.groups[group]
         for choice in _choices(value):
             if choice is None or isinstance(choice, bool | int | float | dict):
-                none = "logger=[] and callbacks=[] choose none, ~GROUP drops another group"
-                return f"; {group} takes the name of an option: {none}, as '- override /GROUP: null' does in a file"
+                none = "logger=[] and callbacks=[] mean none, ~GROUP removes another group"
+                return f"; {group} must name an option: {none}, in a file '- override /GROUP: null'"
             if not isinstance(choice, str):  # a range or a glob
                 continue
             if choice not in options:
-                return nearest(choice, options) or f"; {group} is one of: {', '.join(options)}"
+                return nearest(choice, options) or f"; {group} must be one of: {', '.join(options)}"
             if group in ("experiment", "debug") and GLOBAL not in options[choice].read_text(errors="replace"):
                 return f"; {os.path.relpath(options[choice])} must begin with the line '{GLOBAL}'"
         return ""
@@ -162,24 +162,26 @@ class _Typed:
         return f" (did you mean +{override.key_or_group}?)" if is_new else ""
 
     def _of_key(self, name: str) -> str:
-        for near in difflib.get_close_matches(name, _OURS, n=1, cutoff=0.8) if "." not in name else ():  # without loading torch
+        for near in (
+            difflib.get_close_matches(name, _OURS, n=1, cutoff=0.8) if "." not in name else ()
+        ):  # without importing torch
             return f" (did you mean {near}?)"
-        in_groups = [key for key in self.keys if key.rpartition(".")[2] == name]  # lr, without its group
+        in_groups = [key for key in self.keys if key.rpartition(".")[2] == name]  # such as lr without its group
         near = f" (did you mean {in_groups[0]}?)" if len(in_groups) == 1 else nearest(name, self.keys)
         return near or "; --help shows the keys"
 
 
 def _choices(value: Any) -> list[Any]:
-    """The options that the value of a group names: one, a list, or the options of a sweep."""
+    """Return the options that the value of a group names: one, several, or those of a sweep."""
     if isinstance(value, ChoiceSweep):
-        return [choice for each in value.list for choice in _choices(each)]
+        return [choice for entry in value.list for choice in _choices(entry)]
     if isinstance(value, list):
-        return [choice for each in value for choice in _choices(each)]
+        return [choice for entry in value for choice in _choices(entry)]
     return [value.text if isinstance(value, QuotedString) else value]
 
 
 def names_of(node: Any, path: str = "") -> Iterator[str]:
-    """Yield the keys of a config on all levels, as ``group.key``."""
+    """Yield the keys of a config at all levels, as ``group.key``."""
     for name, value in node.items() if isinstance(node, Mapping) else ():
         if not str(name).startswith("_"):
             yield f"{path}{name}"

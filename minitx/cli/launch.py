@@ -1,7 +1,7 @@
-"""Run one training in this process, or in several: start them, name their folder, and stop the others when one dies.
+"""Run a training in this process or in several processes: start them, name their folder, and stop all of them if one fails.
 
-``train.py trainer=ddp`` starts them with torch's elastic agent. There is one launch for each run of a sweep, so the jobs of
-``-m`` never share processes. If torchrun or srun has started the processes, the run's folder has the name of their job.
+``train.py trainer=ddp`` starts the processes with torch's elastic agent. Each run of a sweep (``-m``) has its own processes. If
+torchrun or srun has started the processes, the folder of the run has the name of their job.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from minitx.config.schema import require
 from minitx.training import rank
 
 FOLDER = "MINITX_LAUNCHED_FOLDER"
-"""The environment variable with the run's folder, in processes that ``launch`` started."""
+"""The environment variable for the folder of the run, in processes that ``launch`` started."""
 
-_GRACE = "50"  # seconds between asking the other processes to stop and killing them
+_GRACE = "50"  # seconds from SIGTERM to SIGKILL for the other processes
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class RankFailedError(RuntimeError):
     """A process of the run failed. ``code`` is its exit code."""
 
-    def __init__(self, message: str, code: int = 3) -> None:  # a default, so that it can be pickled
+    def __init__(self, message: str, code: int = 3) -> None:  # the default makes it picklable
         super().__init__(message)
         self.code = code
 
 
 class ProgramStoppedError(RuntimeError):
-    """The processes of this program were stopped by the signal ``number``. ``advice`` tells how to continue."""
+    """A signal, ``number``, stopped the processes of this program. ``advice`` describes how to resume."""
 
     def __init__(self, number: int, advice: str) -> None:
         super().__init__(number, advice)
@@ -49,7 +49,7 @@ class ProgramStoppedError(RuntimeError):
 
 
 def started_from_outside() -> int:
-    """Return the number of processes that torchrun or srun has started for this run, or 0."""
+    """Return the number of processes that torchrun or srun started for this run, or 0."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     tasks = int(os.environ.get("SLURM_NTASKS", "1"))
@@ -57,21 +57,21 @@ def started_from_outside() -> int:
 
 
 def needs_launch(options: TrainerConfig) -> bool:
-    """Return whether this process must start the others.
+    """Return whether this process must start the processes of the run.
 
     Raises:
-        ConfigError: the number of started processes does not match the config, or a run on several machines was started without
-            torchrun or srun.
+        ConfigError: the number of started processes does not match the config, or a run on several machines was not started
+            with torchrun or srun.
     """
-    outside, wanted = started_from_outside(), options.world_size
+    started, world_size = started_from_outside(), options.world_size
     nodes = f"trainer.num_nodes={options.num_nodes}"
     require(
-        outside in (0, wanted),
-        f"trainer.devices={options.devices} x {nodes} is {wanted}, but {outside} processes were started",
+        started in (0, world_size),
+        f"trainer.devices={options.devices} x {nodes} is {world_size}, but {started} processes were started",
     )
-    if outside or wanted == 1 or "LOCAL_RANK" in os.environ:
+    if started or world_size == 1 or "LOCAL_RANK" in os.environ:
         return False
-    require(options.num_nodes == 1, f"{nodes}: processes on several machines are started by torchrun or srun")
+    require(options.num_nodes == 1, f"{nodes}: start processes on several machines with torchrun or srun")
     return True
 
 
@@ -89,7 +89,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).disabled = True  # the agent's log repeats the run's sentence
+            logging.getLogger(name).disabled = True  # the agent repeats the message of the run
     config = LaunchConfig(
         *(1, 1, processes),
         run_id=f"minitx-{os.getpid()}-{time.time_ns()}",
@@ -97,7 +97,7 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        # nohup ignores SIGHUP
+        # not SIGHUP if it is ignored, as with nohup
         signals_to_handle="SIGTERM,SIGINT,SIGQUIT" + ",SIGHUP" * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN),
     )
     program = f"import sys; sys.argv[0] = {sys.argv[0]!r}; from minitx.cli.train import main; sys.exit(main())"
@@ -107,24 +107,28 @@ def launch(overrides: Sequence[str], processes: int, folder: Path) -> None:
         except ChildFailedError as error:
             raise _failure(error.failures, folder) from None
         except SignalException as stop:
-            advice = "ckpt_path=last goes on from the last checkpoint, if there is one"
+            advice = "to resume from the last checkpoint, if there is one, set ckpt_path=last"
             raise ProgramStoppedError(int(stop.sigval), advice) from None
 
 
 def _failure(failures: Mapping[int, Any], folder: Path) -> RankFailedError:
-    """Return the error of the run. The agent's clock counts whole seconds, and it ends the others by SIGTERM: their ends come last."""
+    """Return the error of the process that failed first.
+
+    The agent's timestamps are whole seconds, and it stops the other processes with SIGTERM, so processes that ended by SIGTERM
+    come last.
+    """
     stopped = {-signal.SIGTERM, 128 + signal.SIGTERM}
     number, failure = min(failures.items(), key=lambda f: (f[1].exitcode in stopped, f[1].exitcode > 0, f[1].timestamp))
-    said = failure.error_file_data.get("message")
-    if isinstance(said, dict) and failure.exitcode > 0:  # a sentence of ours
-        return RankFailedError(said["message"], failure.exitcode)
-    how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
-    text = f"process {number} of the run {how} and the others were stopped; see {folder / 'logs'}"
+    message = failure.error_file_data.get("message")
+    if isinstance(message, dict) and failure.exitcode > 0:  # a message of tell_launcher
+        return RankFailedError(message["message"], failure.exitcode)
+    ending = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
+    text = f"process {number} of the run {ending} and the others were stopped; see {folder / 'logs'}"
     return RankFailedError(text)
 
 
 def tell_launcher(message: str) -> None:
-    """Write the reason of a failure to the file that the program which started this process reads."""
+    """Write the reason for a failure to the file that the launcher of this process reads, if there is a launcher."""
     path = os.environ.get(_ERROR_FILE)
     if path:
         extra = {"timestamp": str(int(time.time())), "py_callstack": ""}
@@ -132,24 +136,24 @@ def tell_launcher(message: str) -> None:
 
 
 def job_name() -> str:
-    """Return the name that torchrun or srun gave this run. All processes of the run have the same name, and no other run has it.
+    """Return the name that torchrun or srun gave to this run. It is the same in all processes of the run, and unique among runs.
 
     Raises:
-        ConfigError: torchrun gave it none.
+        ConfigError: torchrun gave it no name.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return "_".join(os.environ[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in os.environ)
     name = os.environ["TORCHELASTIC_RUN_ID"]
     if name == "none":  # torchrun's default
         raise ConfigError(
-            "torchrun gave this run no name, so its processes cannot name one folder: set output_dir=FOLDER, or start torchrun "
+            "torchrun gave this run no name, so its processes cannot agree on a folder: set output_dir=FOLDER, or start torchrun "
             "with --standalone or --rdzv-id=NAME"
         )
     return name
 
 
 def run_training(config: RunConfig, folder: Path, command: str) -> dict[str, Any]:
-    """Run one training in ``folder``, with its config and command. Return the result, as in ``result.json``."""
+    """Run a training in ``folder``, and write its config, command and result there. Return the result, as in ``result.json``."""
     from minitx.training.metrics_csv import naming
     from minitx.training.run import train
 

@@ -26,10 +26,10 @@ python scripts/view_attention.py model=FOLDER text=TEXT [key=value ...]
 python scripts/view_attention.py --play [output=FILE]   a page to play with, without a model"""
 PLAY_USAGE = "python scripts/view_attention.py --play [output=FILE]"
 FILM = (".gif", ".png", ".webp")
-"""The endings of animated pictures."""
+"""The file endings of animated pictures."""
 
 LARGEST_PAGE = 256 * 2**20
-"""In bytes. Browsers need minutes for larger pages, or fail."""
+"""The size limit of a page in bytes. Browsers need minutes for larger pages, or fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class ViewConfig(StoredConfig):
     )
     compare_text: str | None = key(None, "a second text with as many tokens as text, to compare in the same way")
     layers: str | None = key(None, "layers to show: numbers from 0 or parts of names (cross), separated by commas; null: all")
-    num_beams: Count = key(1, "beams for an encoder-decoder's own answer; 1: greedy")
+    num_beams: Count = key(1, "number of beams for an encoder-decoder's own answer; 1: greedy")
     max_new_tokens: Count = key(64, "longest own answer of an encoder-decoder, in tokens")
     knock_out: bool = key(
         False, "compute the model's answer without each head, for the page's button; one forward pass per head"
@@ -69,27 +69,29 @@ class ViewConfig(StoredConfig):
 
     @property
     def is_film(self) -> bool:
-        """Return whether the output is an animated picture."""
+        """Whether the output is an animated picture."""
         return Path(self.output).suffix.lower() in FILM
 
     def check(self) -> None:
-        given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
-        require(bool(given & {"ckpt_path", "model"}), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
+        keys_set = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
+        require(bool(keys_set & {"ckpt_path", "model"}), "ckpt_path is missing: add ckpt_path=FILE, or model=FOLDER")
         for name in ("row", "trust"):
             require(
-                not {name, "model"} <= given, f"{name} is for checkpoints: a Hugging Face folder has no data, and runs no code"
+                not {name, "model"} <= keys_set, f"{name} is for checkpoints: model= has no data, and its code is never run"
             )
         for name, other in (("model", "ckpt_path"), ("row", "text"), ("compare_text", "compare")):
-            require(not {name, other} <= given, f"{name} takes the place of {other}: give one of them")
+            require(not {name, other} <= keys_set, f"{name} and {other} exclude each other: remove one of them")
         for name in ("model", "target", "compare_text"):
-            require(name not in given or "text" in given, f"text is missing: {name} needs text=TEXT beside it")
-        require("knock_out" not in given or not self.is_film, "knock_out is for a page, not for a film")
-        require("head" not in given or self.is_film, f"head={self.head} is for a film, output=NAME.gif: a page shows all heads")
+            require(name not in keys_set or "text" in keys_set, f"text is missing: {name} needs text=TEXT")
+        require("knock_out" not in keys_set or not self.is_film, "knock_out is for a page, not for a film")
+        require(
+            "head" not in keys_set or self.is_film, f"head={self.head} is for a film, output=NAME.gif: a page shows all heads"
+        )
         check_output(self.output, ".html", ".htm", *FILM)
 
     @property
     def chosen_layers(self) -> list[int | str] | None:
-        """Return ``layers`` in the form of ``capture``."""
+        """The layers as an argument of ``capture``."""
         parts = [part.strip() for part in (self.layers or "").strip("[]").split(",")]
         return [int(p) if re.fullmatch(r"-?\d+", p, re.ASCII) else p for p in parts if p] or None
 
@@ -100,7 +102,7 @@ RULES: dict[RowRule, str] = {
     "first": "no row has the most common outcome of each model",
     "chosen": "chosen with row=",
 }
-"""Why a film shows this row."""
+"""Why a film shows a row, by the rule that chose it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,20 +129,20 @@ def _play(config: PlayConfig) -> None:
     _write_page(playground(pages=config.pages).page, config.output)
 
 
-def _write_page(page: str, output: str, said: str = "") -> None:
+def _write_page(page: str, output: str, summary: str = "") -> None:
     with writing(output):
         Path(output).write_text(page, encoding="utf-8")
-    write(f"{said}{output}  {len(page.encode()) / 1e6:.2f} MB\n")
+    write(f"{summary}{output}  {len(page.encode()) / 1e6:.2f} MB\n")
 
 
 def _view(config: ViewConfig) -> None:
     from minitx.analysis.viewer import viewer_page
 
     paths = {name: path for name in ("ckpt_path", "model", "compare") if (path := getattr(config, name))}
-    asks_model = bool(config.model or config.knock_out or config.text is not None)  # and not the records of a run
-    folders = [not asks_model and os.path.isdir(path) for path in paths.values()]
+    runs_model = bool(config.model or config.knock_out or config.text is not None)  # otherwise show the records of a run
+    folders = [not runs_model and os.path.isdir(path) for path in paths.values()]
     kind = "run folder" if folders[0] else "checkpoint"
-    require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind} as ckpt_path is")
+    require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind}, as ckpt_path is")
     rule: RowRule | None = None
     if folders[0]:
         title, traces, rule = _recorded(config, paths)
@@ -151,7 +153,7 @@ def _view(config: ViewConfig) -> None:
         return
     with refusing():
         page = viewer_page(traces, title=title, rule=rule)
-    _write_page(page, config.output, f"{_say(traces, 'model' if config.compare_text is None else 'text')}\n")
+    _write_page(page, config.output, f"{_summary(traces, 'model' if config.compare_text is None else 'text')}\n")
 
 
 def _write_film(config: ViewConfig, traces: list[Trace], rule: RowRule | None) -> None:
@@ -164,7 +166,7 @@ def _write_film(config: ViewConfig, traces: list[Trace], rule: RowRule | None) -
     write(f"{steps} steps\n{config.output}  {Path(config.output).stat().st_size / 1e6:.2f} MB\n")
 
 
-def _say(traces: list[Trace], side: str) -> str:
+def _summary(traces: list[Trace], side: str) -> str:
     maps = traces[0].snapshots[0].maps
     tokens = " and ".join(str(len(rows[0])) for rows in traces[0].snapshots[0].tokens.values())
     steps = max(len(trace.snapshots) for trace in traces)
@@ -186,19 +188,19 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
     typical = typical_row(runs) if config.row is None else None
     row, traces = config.row or typical or 0, []
     rule: RowRule = "chosen" if config.row is not None else "first" if typical is None else "typical"
-    for path, snapshots, shown in zip(paths.values(), runs, _names(list(paths.values())), strict=True):
+    for path, snapshots, title_of_trace in zip(paths.values(), runs, _names(list(paths.values())), strict=True):
         count = snapshots[0].num_rows
-        require(row < count, f"row={row} must lie in [0, {count}), the sentences that {path} holds")
+        require(row < count, f"row={row} must lie in [0, {count}), the range of sentences in {path}")
         with refusing():
             kept = snapshots[0].chosen(config.chosen_layers)
         shots = [snapshot.sentence(row) for snapshot in snapshots]
         shots = [dataclasses.replace(shot, maps=tuple(layer for layer in shot.maps if layer.name in kept)) for shot in shots]
-        traces.append(Trace(shown, shots))
+        traces.append(Trace(title_of_trace, shots))
         _check_size(traces[-1].snapshots[0], sum(len(trace.snapshots) for trace in traces))
     return f"Attention on recorded sentence {row}", traces, rule
 
 
-# --- what models do with texts or a row
+# --- attention of models on texts or on a row
 
 
 def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
@@ -207,12 +209,14 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
 
     files = {name: [path] if config.model else _files(path) for name, path in paths.items()}
     steps = {} if config.model else _steps(files)
-    name, first = next((name, listed[-1]) for name, listed in files.items())  # the latest model decides the inputs, and answers
+    name, first = next(
+        (name, listed[-1]) for name, listed in files.items()
+    )  # the latest model determines the inputs and the answers
     opened = {first: _open(config, name, first)}
     model, tokenizer, stored = opened[first]
     inputs, title = _inputs(config, model, tokenizer, stored)
     traces: list[Trace] = []
-    for name, shown in zip(files, _names(list(paths.values())), strict=True):
+    for name, name_of_trace in zip(files, _names(list(paths.values())), strict=True):
         snapshots: list[list[Snapshot]] = [[] for _ in inputs]
         for file in files[name]:
             other, its_tokenizer, _ = opened.pop(file) if file in opened else _open(config, name, file)
@@ -224,30 +228,30 @@ def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]
                     ids == inputs[0].tensors[SOURCE][0].tolist(),
                     f"{name}={file} reads text with another tokenizer than model={first}: their tokens differ",
                 )
-            for taken, given in zip(snapshots, inputs, strict=True):
+            for taken, row in zip(snapshots, inputs, strict=True):
                 taken.append(
-                    attention_of(other, given, layers=config.chosen_layers, step=steps.get(file), knock_out=config.knock_out)
+                    attention_of(other, row, layers=config.chosen_layers, step=steps.get(file), knock_out=config.knock_out)
                 )
                 _check_size(taken[-1], sum(map(len, files.values())) * len(inputs))
-        traces += map(Trace, _titles(config, shown), snapshots)
+        traces += map(Trace, _titles(config, name_of_trace), snapshots)
     return title, traces
 
 
 def _steps(files: dict[str, list[str]]) -> dict[str, int]:
-    """The steps of the checkpoints, whose lists are sorted by them."""
+    """Return the steps of all checkpoints, and sort the lists of checkpoints by step."""
     from minitx.training.checkpoints import read_checkpoint
 
     steps: dict[str, int] = {}
     for name, listed in files.items():
         steps |= {file: int(read_checkpoint(file, key=name, verb="read")["global_step"]) for file in listed}
         listed.sort(key=steps.__getitem__)
-        twice = next((steps[b] for a, b in itertools.pairwise(listed) if steps[a] == steps[b]), None)
-        require(twice is None, f"{name} has two checkpoints of step {twice}")
+        duplicate = next((steps[b] for a, b in itertools.pairwise(listed) if steps[a] == steps[b]), None)
+        require(duplicate is None, f"{name} has two checkpoints of step {duplicate}: remove one of them")
     return steps
 
 
 def _open(config: ViewConfig, name: str, file: str) -> tuple[Any, Any, Stored | None]:
-    """A model with its tokenizer. Of a checkpoint also the rest of it."""
+    """Return a model, its tokenizer, and the contents of its checkpoint (None for a Hugging Face folder)."""
     from minitx.cli.inputs import open_hf, open_stored, with_attention
     from minitx.training.checkpoints import place
 
@@ -259,30 +263,30 @@ def _open(config: ViewConfig, name: str, file: str) -> tuple[Any, Any, Stored | 
 
 
 def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | None) -> tuple[list[Inputs], str]:
-    """What the models read, one text or two or a row, and the page's title."""
+    """Return the inputs (a text, two texts, or a row) and the title of the page."""
     from minitx.cli.inputs import hf_inputs, paired, row_inputs, text_inputs
 
     kind = type(model).__name__ if stored is None else stored.net.shape.architecture
     is_pair = model.config.is_encoder_decoder if stored is None else kind == "encoder_decoder"
-    require(is_pair or config.target is None, f"target is for encoder-decoders, and the model is a {kind}")
+    require(is_pair or config.target is None, f"target is for encoder-decoders, but the model is a {kind}")
     needed = is_pair and config.compare_text is not None and config.target is None
     require(not needed, "compare_text needs target=TEXT: the model reads both texts with the same target")
     if config.text is not None:
         read = hf_inputs if stored is None else text_inputs
         answering = {"num_beams": config.num_beams, "max_new_tokens": config.max_new_tokens}
         texts = {name: text for name in ("text", "compare_text") if (text := getattr(config, name)) is not None}
-        found = [read(model, tokenizer, text, name, config.target, **answering) for name, text in texts.items()]
-        return paired(*found) if len(found) == 2 else found, f"Attention on {_quoted(config.text)}"
+        inputs = [read(model, tokenizer, text, name, config.target, **answering) for name, text in texts.items()]
+        return paired(*inputs) if len(inputs) == 2 else inputs, f"Attention on {_quoted(config.text)}"
     if config.row is None and tokenizer is not None:
-        raise ConfigError("text is missing: give text=TEXT for the model to read, or row=N for a row of its validation data")
+        raise ConfigError("text is missing: set text=TEXT, or row=N for a row of the validation data")
     assert stored is not None
     row = config.row or 0
     return [row_inputs(stored.task(), row)], f"Attention on validation row {row}"
 
 
-def _titles(config: ViewConfig, shown: str) -> list[str]:
-    """What the page calls a model that reads one text, or two."""
-    return [shown] if config.compare_text is None else [_quoted(text) for text in (config.text or "", config.compare_text)]
+def _titles(config: ViewConfig, name: str) -> list[str]:
+    """Return the titles of the traces of a model: one for each text."""
+    return [name] if config.compare_text is None else [_quoted(text) for text in (config.text or "", config.compare_text)]
 
 
 def _quoted(text: str) -> str:
@@ -290,14 +294,18 @@ def _quoted(text: str) -> str:
 
 
 def _check_size(snapshot: Snapshot, count: int) -> None:
-    size = sum(int(layer.visible.sum()) for layer in snapshot.maps) * 8 // 3  # two bytes, four letters for three
+    size = (
+        sum(int(layer.visible.sum()) for layer in snapshot.maps) * 8 // 3
+    )  # two bytes per weight; base64 has four letters for three bytes
     if snapshot.answers is not None:
-        size += len(snapshot.answers.rows[0]) * sum(map(len, snapshot.answers.without.values())) * 80  # bytes of an answer
+        size += (
+            len(snapshot.answers.rows[0]) * sum(map(len, snapshot.answers.without.values())) * 80
+        )  # about 80 bytes per answer
     size *= count
     require(
         size <= LARGEST_PAGE,
-        f"the page would have {size / 2**20:,.0f} MiB, more than browsers take ({LARGEST_PAGE >> 20})"
-        ": choose some layers=, fewer steps, or a shorter text",
+        f"the page would have {size / 2**20:,.0f} MiB, more than browsers can show ({LARGEST_PAGE >> 20} MiB): "
+        "choose some layers=, fewer steps, or a shorter text",
     )
 
 
@@ -306,10 +314,10 @@ def _files(path: str) -> list[str]:
 
 
 def _names(paths: list[str]) -> list[str]:
-    """What the page calls each: its run's folder, or the whole path where that does not tell them apart."""
+    """Return names for the paths: the folders of their runs, or the whole paths if these names are not unique."""
     names = []
     for path in paths:
         last = Path(_files(path)[-1])
-        shown = last.parents[1].name if last.parent.name == "checkpoints" else last.name.removesuffix(".ckpt")
-        names.append(shown or path)
+        name = last.parents[1].name if last.parent.name == "checkpoints" else last.name.removesuffix(".ckpt")
+        names.append(name or path)
     return paths if len(set(names)) < len(names) else names

@@ -1,9 +1,9 @@
 """All configs, as frozen dataclasses, with checks of their fields.
 
 A config is plain data (``dict``, ``list``, ``str``, numbers) in YAML files, on the command line and in checkpoints;
-``from_dict`` turns it into these classes. A node with ``_target_`` becomes a ``Part``: its target is looked up, and its arguments are
-read by the signature of the target (``read_call``), or as the fields of a dataclass. Only the standard library is used. Messages begin
-with ``key=value``.
+``from_dict`` turns it into these classes. A node with ``_target_`` becomes a ``Part``: its target is looked up, and its
+arguments are read by the signature of the target (``read_call``), or as the fields of a dataclass. Only the standard library is
+used. Messages begin with ``key=value``.
 """
 
 from minitx.config.part import Part, node

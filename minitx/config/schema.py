@@ -1,6 +1,6 @@
-"""Read configs from plain data by type hints: the fields of a dataclass, or the arguments of a function or class.
+"""Read plain data by type hints, as the fields of a dataclass or as the arguments of a function or class.
 
-Each error is one sentence that begins with the full key and the value. Only the standard library is used.
+Every error message is one sentence that begins with the full key and the value. This file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 T = TypeVar("T")
 UNIONS = (typing.Union, types.UnionType)
 PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list", Mapping: "a mapping"}
-"""Python types in words."""
+"""Python types, as messages describe them."""
 
 _FIELDS_OF = "__config_class__"
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used. The message begins with ``key=value``, so that a caller can put a path before it."""
+    """An invalid config. The message begins with ``key=value``, so that a caller can prepend a path."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -39,7 +39,7 @@ def require(condition: bool, message: str) -> None:
 
 
 class Readable(ABC):
-    """A class whose values read themselves from plain data, and write themselves as plain data. It can be a hint."""
+    """A class that converts its instances from and to plain data. It can be used as a type hint."""
 
     @classmethod
     @abstractmethod
@@ -48,18 +48,18 @@ class Readable(ABC):
 
     @abstractmethod
     def plain(self) -> Any:
-        """Return plain data."""
+        """Return this value as plain data."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A condition on a value, in words and as a function. ``Annotated[int, Bound(...)]`` is a hint."""
+    """A condition on a value, in words and as a function, to use in hints: ``Annotated[int, Bound(...)]``."""
 
-    wanted: str
+    words: str
     holds: Callable[[Any], bool]
 
 
-# functions with names, because a config is sent to other processes
+# named functions, because a config is pickled for other processes
 
 
 def _is_positive(number: float) -> bool:
@@ -92,7 +92,7 @@ Fraction = Annotated[float, Bound("lie in (0, 1)", _is_fraction)]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The base of configs. It reads its fields by their hints, and then calls ``check``."""
+    """The base class of configs. It reads its fields by their hints, and then calls ``check``."""
 
     def __post_init__(self) -> None:
         hints = hints_of(type(self))  # type: ignore[arg-type]  # a class is hashable
@@ -101,14 +101,14 @@ class Config:
         self.check()
 
     def check(self) -> None:
-        """Raise a ConfigError for fields that do not fit together."""
+        """Raise a ConfigError if fields contradict each other."""
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
-    """What the message says of a key that has another name elsewhere. ``{path}`` becomes the beginning of the key."""
+    """Messages for keys under which other projects know a field. ``{path}`` becomes the beginning of the key."""
 
 
 def takes_fields_of(cls: type) -> Callable[[T], T]:
-    """Decorate a function whose first argument is a ``cls``, a dataclass: the other keys of its node are the fields of ``cls``."""
+    """Decorate a function whose first argument is the dataclass ``cls``, so that the keys of its node are the fields of ``cls``."""
 
     def decorate(function: T) -> T:
         setattr(function, _FIELDS_OF, cls)
@@ -118,19 +118,19 @@ def takes_fields_of(cls: type) -> Callable[[T], T]:
 
 
 def config_class_of(target: Any) -> type | None:
-    """Return the dataclass whose fields are the keys of a node with this target, or None if its arguments are."""
+    """Return the dataclass whose fields are the keys of a node with this target; None if the keys are the target's arguments."""
     return getattr(target, _FIELDS_OF, None)
 
 
 @cache
 def hints_of(target: Any) -> dict[str, Any]:
-    """Return the hints of the fields of a dataclass, or of the parameters of a function or class. {} if they cannot be resolved."""
-    found: Any = target
+    """Return the type hints of a dataclass's fields or of a callable's parameters; {} if they cannot be resolved."""
+    annotated: Any = target
     if isinstance(target, type) and not dataclasses.is_dataclass(target):
-        found = target.__init__  # type: ignore[misc]
+        annotated = target.__init__  # type: ignore[misc]
     try:
-        return typing.get_type_hints(found, include_extras=True)
-    except Exception:  # a name that exists only for a type checker
+        return typing.get_type_hints(annotated, include_extras=True)
+    except Exception:  # some names exist only for type checkers
         return {}
 
 
@@ -138,28 +138,28 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """Build the dataclass ``cls`` from plain data.
 
     Raises:
-        ConfigError: an unknown key (the message suggests a similar one), a value of another type, or a combination that the
-            dataclass does not allow. The message begins with the full key.
+        ConfigError: a key is unknown (the message suggests a similar one), a value has the wrong type, or the dataclass does
+            not allow a combination of values. The message begins with the full key.
     """
     hints, rest = hints_of(cls), None  # type: ignore[arg-type]
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         require(
             not is_node(values.get(field.name)) or not _is_closed(hints[field.name]),
-            f"{path}{field.name} has a _target_, but nothing is built there: give its keys or its value alone",
+            f"{path}{field.name} has a _target_, but nothing is built there: give only its keys or its value",
         )
         rest = field.name if field.metadata.get("rest") else rest  # takes every further key
     more = {key: value for key, value in values.items() if rest is not None and key not in hints}
-    given = read_call(cls, {key: value for key, value in values.items() if key not in more}, path)
+    arguments = read_call(cls, {key: value for key, value in values.items() if key not in more}, path)
     if rest is not None:
-        given[rest] = {**given.get(rest, {}), **read(hints[rest], more, path.rstrip("."))}
+        arguments[rest] = {**arguments.get(rest, {}), **read(hints[rest], more, path.rstrip("."))}
     try:
-        return cls(**given)
+        return cls(**arguments)
     except ConfigError as error:
         raise ConfigError(f"{path}{error}") from None
 
 
 def _is_closed(hint: Any) -> bool:
-    """Whether a hint is of plain values and groups alone, so that a node has no place in it."""
+    """Whether a hint allows only plain values and dataclasses, and therefore no node."""
     if _is_readable(hint):
         return False
     parts = [part for part in get_args(hint) if not isinstance(part, Bound)]
@@ -173,57 +173,59 @@ def read_call(
     target: Callable[..., Any],
     values: Mapping[str, Any],
     path: str = "",
-    given: Collection[str] | None = (),
+    offers: Collection[str] | None = (),
     positional: int = 0,
-    beside: Sequence[str] = (),
+    other_keys: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Read ``values`` as arguments of ``target``, a function or class, by its signature.
 
-    A parameter without a hint takes any value. A node (``_target_``) becomes a part where the hint names ``Part``, and is left as it
-    is elsewhere. ``values`` of a target with ``takes_fields_of`` become one argument, its dataclass.
+    A parameter without a hint takes any value. A node (``_target_``) becomes a part where the hint names ``Part``, and stays
+    unchanged elsewhere. If the target is decorated with ``takes_fields_of``, ``values`` become one argument, its dataclass.
 
     Args:
         path: the beginning of keys in messages.
-        given: names of arguments that the caller adds; None: any may come later.
-        positional: the number of first arguments that the caller passes by position.
-        beside: keys next to ``values`` that others read, for messages.
+        offers: names of arguments that the caller adds later; None: any name.
+        positional: number of leading arguments that the caller passes by position.
+        other_keys: further keys that are allowed here, for messages.
 
     Raises:
-        ConfigError: an unknown key (the message suggests a similar one), a value of another type, or a key that is missing.
+        ConfigError: a key is unknown (the message suggests a similar one) or missing, or a value has the wrong type.
     """
     try:
         parameters = list(inspect.signature(target).parameters.values())[positional:]
-    except (ValueError, TypeError):  # some written in C have no signature
+    except (ValueError, TypeError):  # some functions written in C have no signature
         return dict(values)
     if (cls := config_class_of(target)) is not None:
         return {parameters[0].name: from_dict(cls, values, path)}
     hints = hints_of(target)
-    named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    takes_any, others = any(one.kind is one.VAR_KEYWORD for one in parameters), getattr(target, "OTHER_NAMES", {})
+    named = {param.name: param for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)}
+    takes_any, others = any(param.kind is param.VAR_KEYWORD for param in parameters), getattr(target, "OTHER_NAMES", {})
     for key in () if takes_any else values:
         if key in others:
             raise ConfigError(f"{path}{key} is not a key: {others[key].format(path=path)}")
         if key not in named:
-            names = [*(name for name, one in named.items() if not _is_passed(one, given)), *beside]
+            names = [*(name for name, param in named.items() if not _is_passed(param, offers)), *other_keys]
             raise ConfigError(f"{path}{key} is not a key{nearest(key, names, path) or '; allowed here: ' + ', '.join(names)}")
-    for name, one in named.items():
-        known = given is None or one.default is not one.empty or name in values or name in given
+    for name, param in named.items():
+        known = offers is None or param.default is not param.empty or name in values or name in offers
         require(known, f"{path}{name} is missing")
-    names = sorted(values, key=lambda name: _has_node(values[name]))  # a target may import torch: typing errors are said before
+    names = sorted(
+        values, key=lambda name: _has_node(values[name])
+    )  # nodes last: they may import torch, and mistakes in plain values are reported sooner
     return {name: read(hints.get(name, Any), values[name], f"{path}{name}") for name in names}
 
 
-def _is_passed(one: inspect.Parameter, given: Collection[str] | None) -> bool:
-    """Return whether the caller adds this argument, so that nobody types it. A text as the default is a choice."""
-    return one.name in (given or ()) and not isinstance(one.default, str)
+def _is_passed(param: inspect.Parameter, offers: Collection[str] | None) -> bool:
+    """Whether the caller adds this argument, so that messages do not list it. A string default is a choice of the user."""
+    return param.name in (offers or ()) and not isinstance(param.default, str)
 
 
 def read(hint: Any, value: Any, key: str) -> Any:
-    """Return ``value`` as the type ``hint``, or raise a ConfigError that names ``key``. A hint of another kind takes any value."""
+    """Convert ``value`` to the type ``hint``, or raise a ConfigError that names ``key``. Unsupported hints accept any value."""
     origin, parts = get_origin(hint), get_args(hint)
     if _is_readable(hint):
-        own, *annotations = parts if origin is Annotated else (hint,)
-        return own.read(value, key, *annotations)
+        cls, *annotations = parts if origin is Annotated else (hint,)
+        return cls.read(value, key, *annotations)
     if origin is Annotated:
         return _read_bounded(parts[0], parts[1], value, key)
     if origin in UNIONS:
@@ -231,7 +233,7 @@ def read(hint: Any, value: Any, key: str) -> Any:
     if origin is Literal:
         check_choice(key, value, parts)
         return value
-    if isinstance(value, Readable) or (is_node(value) and origin is not Mapping) or hint is Any:  # a nested node is built later
+    if isinstance(value, Readable) or (is_node(value) and origin is not Mapping) or hint is Any:  # nested nodes are built later
         return value
     if hint is tuple or origin is tuple:
         return _read_tuple(parts or (Any, ...), value, key)
@@ -250,14 +252,14 @@ def read(hint: Any, value: Any, key: str) -> Any:
 
 
 def _read_bounded(hint: Any, bound: Any, value: Any, key: str) -> Any:
-    if not isinstance(bound, Bound):  # somebody else's annotation
+    if not isinstance(bound, Bound):  # an annotation of another library
         return read(hint, value, key)
     try:
         value = read(hint, value, key)
     except ConfigError:
-        if get_origin(hint) not in UNIONS:  # the bound of a union says all that is wanted
+        if get_origin(hint) not in UNIONS:  # for a union, the message of the bound names all allowed values
             raise
-    require(bound.holds(value), f"{key}={shown(value)} must {bound.wanted}")
+    require(bound.holds(value), f"{key}={shown(value)} must {bound.words}")
     return value
 
 
@@ -271,13 +273,13 @@ def _read_union(parts: Sequence[Any], value: Any, key: str) -> Any:
     groups = [option for option in options if dataclasses.is_dataclass(option)]
     if len(options) == 1 or (groups and isinstance(value, Mapping)):
         return read((groups or options)[0], value, key)
-    for option in sorted(options, key=lambda o: o is str):  # a number that fits stays a number
+    for option in sorted(options, key=lambda o: o is str):  # str last, so that a number stays a number
         with suppress(ConfigError):
             return read(option, value, key)
     words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
     if len(words) and all(get_origin(option) is Literal or option is bool for option in options):
         check_choice(key, value, words)
-    if len(groups) == 1 and len(options) == 2:  # a value that is not a group can break a bound of the other hint
+    if len(groups) == 1 and len(options) == 2:  # report the bound of the hint that is not a group
         return read(next(option for option in options if option not in groups), value, key)
     raise _wrong(options, value, key)
 
@@ -305,46 +307,46 @@ def _read_plain(hint: Any, value: Any, key: str) -> Any:
 def _wrong(options: Iterable[Any], value: Any, key: str) -> ConfigError:
     bare = [get_args(option)[0] if get_origin(option) is Annotated else option for option in options]
     kinds = dict.fromkeys(PLAIN.get(get_origin(kind) or kind, "") for kind in bare)
-    wanted = f"must be {' or '.join(filter(None, kinds)) or 'another'}"
+    fix = f"must be {' or '.join(filter(None, kinds)) or 'another'}"
     if value is None:
-        return ConfigError(f"{key}=null is not allowed: it {wanted}")
-    return ConfigError(f"{key}={shown(value)!s:.60} {wanted}, got {type(value).__name__}")
+        return ConfigError(f"{key}=null is not allowed: it {fix}")
+    return ConfigError(f"{key}={shown(value)!s:.60} {fix}, got {type(value).__name__}")
 
 
 def shown(value: Any) -> Any:
-    """Return a value in YAML's spelling, for messages."""
+    """Return a value as YAML spells it, for messages."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return list(value) if isinstance(value, tuple) else value
 
 
 def check_choice(key: str, value: Any, allowed: Iterable[Any]) -> None:
-    """Raise a ConfigError unless ``value`` is one of ``allowed``. The message suggests a similar one."""
+    """Raise a ConfigError unless ``value`` is in ``allowed``. The message suggests a similar entry."""
     words = ", ".join(map(str, allowed))
     require(value in allowed, f"{key}={value} is not allowed: one of {words}{nearest(value, allowed)}")
 
 
 def needs(config: Any, name: str, other: str, *values: str) -> None:
-    """Raise a ConfigError if the field ``name`` is not at its default although the field ``other`` is none of ``values``."""
-    value, found = getattr(config, name), getattr(config, other)
+    """Raise a ConfigError if field ``name`` is not its default while field ``other`` has none of ``values``."""
+    value, other_value = getattr(config, name), getattr(config, other)
     is_default = value == type(config).__dataclass_fields__[name].default
     require(
-        is_default or found in values,
-        f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(found)}",
+        is_default or other_value in values,
+        f"{name}={shown(value)} belongs to {other}={' or '.join(values)}, got {other}={shown(other_value)}",
     )
 
 
 def nearest(value: Any, allowed: Iterable[Any], path: str = "") -> str:
-    """Return `` (did you mean …?)`` if one of ``allowed`` is similar to ``value``, else an empty text. ``path`` is put before the name."""
-    near = difflib.get_close_matches(str(value), [str(one) for one in allowed], n=1)
+    """Return `` (did you mean …?)`` with the entry of ``allowed`` closest to ``value``, after ``path``; an empty string if none is close."""
+    near = difflib.get_close_matches(str(value), [str(name) for name in allowed], n=1)
     return f" (did you mean {path}{near[0]}?)" if near else ""
 
 
 def stated(config: Any, name: str, kind: type = object) -> Any:
-    """Return the value under ``name`` in the config of a model of any library, or None.
+    """Return the value under ``name`` in the config of a model from any library, or None.
 
-    Such a config is an object or a mapping, and may answer None for names that it does not have. None, a missing name and a value that
-    is not a ``kind`` are therefore the same.
+    Such a config is an object or a mapping, and may return None for unknown names. Therefore None, a missing name and a value
+    that is not an instance of ``kind`` are treated alike.
 
     >>> stated({"vocab_size": 99}, "vocab_size", int), stated({"vocab_size": "many"}, "vocab_size", int), stated(None, "vocab_size")
     (99, None, None)
@@ -355,9 +357,10 @@ def stated(config: Any, name: str, kind: type = object) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of an error in one line."""
+    """Return the message of an error in one line, at most 300 letters."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
-    return " ".join(line.strip() for line in lines[:2])[:200]  # torch names the tensors in the second line
+    text = " ".join(line.strip() for line in lines[:2])  # torch names the tensors in the second line
+    return text if len(text) <= 300 else text[:298].rsplit(" ", 1)[0] + " …"
 
 
 def is_node(value: Any) -> bool:
@@ -366,14 +369,14 @@ def is_node(value: Any) -> bool:
 
 
 def _has_node(value: Any) -> bool:
-    """Whether a value is or contains a node."""
+    """Whether a value is a node or contains one."""
     if isinstance(value, Mapping):
         return "_target_" in value or any(map(_has_node, value.values()))
     return isinstance(value, list | tuple) and any(map(_has_node, value))
 
 
 def _is_readable(hint: Any) -> bool:
-    """Whether a hint names a class that reads its values."""
+    """Whether a hint is a subclass of ``Readable``."""
     inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return isinstance(inner, type) and issubclass(inner, Readable)
 
@@ -383,24 +386,26 @@ def to_dict(config: Any) -> Any:
     if isinstance(config, Readable):
         return config.plain()
     if dataclasses.is_dataclass(config):
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for field in dataclasses.fields(config):
             value = to_dict(getattr(config, field.name))
-            found |= value if field.metadata.get("rest") else {field.name: value}
-        return found
+            fields |= value if field.metadata.get("rest") else {field.name: value}
+        return fields
     if isinstance(config, Mapping):
         return {str(name): to_dict(value) for name, value in config.items()}
     return [to_dict(value) for value in config] if isinstance(config, list | tuple) else config
 
 
 def defaults(target: Any) -> dict[str, Any]:
-    """Return the defaults of a dataclass, or of the parameters of a function, as plain data. A key that must be given is ``???``."""
+    """Return the defaults of a dataclass or of a function's parameters as plain data, with ``???`` for required keys."""
     target = config_class_of(target) or target
     parameters = inspect.signature(target).parameters.values()
-    found = {one.name: one.default for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    values = {
+        param.name: param.default for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)
+    }
     for field in dataclasses.fields(target) if dataclasses.is_dataclass(target) else ():
         if field.metadata.get("rest"):
-            del found[field.name]
+            del values[field.name]
         elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-    return {name: "???" if value is inspect.Parameter.empty else to_dict(value) for name, value in found.items()}
+            values[field.name] = field.default_factory()
+    return {name: "???" if value is inspect.Parameter.empty else to_dict(value) for name, value in values.items()}

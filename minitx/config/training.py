@@ -23,7 +23,7 @@ from minitx.config.schema import (
 )
 
 IGNORED = -100
-"""The label of positions that do not count."""
+"""The label of positions that the loss and the metrics ignore."""
 
 CONFIG_DIR = "--config-dir="
 """The option of the command line that names a folder of the user's configs."""
@@ -38,26 +38,26 @@ NODES = {
     "optimizer": "minitx.training.optimizers.adamw",
     "schedule": "minitx.training.optimizers.cosine",
 }
-"""The parts of a run, and the ``_target_`` of each that is the default."""
+"""The parts of a run, and the default ``_target_`` of each."""
 
 LOADING = {"batch_size": (Count, 32), "num_workers": (Natural, 0)}
-"""Keys of ``data`` that belong to every data set, with hint and default. The trainer reads them."""
+"""Keys of ``data`` that every data set has, with hint and default. The trainer reads them."""
 
 
 def _of_group(name: str, **takes: Any) -> Takes:
-    return Takes(wanted=f"what to build: choose an option, {name}=OPTION", **takes)
+    return Takes(expects=f"what to build: choose an option, {name}=OPTION", **takes)
 
 
 def _of_entries(group: str, default: str, *keys: str) -> Takes:
-    """What a callback or a logger takes. ``keys`` are the keys of the group that are not entries."""
-    wanted = f"a class: choose its option, as in '{group}=[{default},{{name}}]', or give {group}.{{name}}._target_"
-    return Takes(offers=None, completes=False, wanted=wanted, keys=keys, passed_on={"WandbLogger": "wandb.init"})
+    """How a run completes a callback or a logger. ``keys`` are keys of the group that are not entries."""
+    expects = f"a class: choose its option, as in '{group}=[{default},{{name}}]', or give {group}.{{name}}._target_"
+    return Takes(offers=None, completes=False, expects=expects, keys=keys, passed_on={"WandbLogger": "wandb.init"})
 
 
-_OF_TRAINER = Takes(offers=("dirpath", "filename"), completes=False, wanted="a class")
+_OF_TRAINER = Takes(offers=("dirpath", "filename"), completes=False, expects="a class")
 
 Model = Annotated[Part, _of_group("model", offers=None, completes=False)]
-Data = Annotated[Part, _of_group("data", offers=FROM_THE_RUN, beside=LOADING)]
+Data = Annotated[Part, _of_group("data", offers=FROM_THE_RUN, run_keys=LOADING)]
 Objective = Annotated[Part, _of_group("objective", offers=None)]
 Optimizer = Annotated[Part, _of_group("optimizer", first=1, offers=FROM_THE_RUN)]
 Schedule = Annotated[Part, _of_group("schedule", first=1, offers=FROM_THE_RUN)]
@@ -66,18 +66,18 @@ Logger = Annotated[Part, _of_entries("logger", "csv")]
 
 
 def _default(name: str, **arguments: Any) -> Any:
-    """The field of a part with its default as a node; the reader turns it into a part."""
+    """A field for a part. Its default is a node, and ``read`` turns the node into a part."""
     return field(default_factory=lambda: {"_target_": NODES[name], **arguments})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRule(Config):
-    """Factors for the parameters whose name matches ``match`` (a regular expression, searched).
+    """Factors for the parameters whose names match ``match``.
 
-    The first rule that matches a parameter applies. A factor is a number, or ``head_dim^p`` (d_k to the power p).
+    The first rule that matches a parameter's name applies. A factor is a number, or ``head_dim^p`` (d_k to the power p).
 
     Attributes:
-        match: a regular expression, searched in the parameter's name.
+        match: a regular expression that is searched in the parameter's name.
         lr: factor on the optimizer's lr.
         weight_decay: factor on the optimizer's weight_decay.
         eps: factor on the optimizer's eps.
@@ -113,20 +113,20 @@ def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") 
 
 
 def check_limit(metric: str, value: float) -> None:
-    """Raise a ConfigError for a limit of an accuracy that every run or none reaches, such as 90 for 90 %."""
+    """Raise a ConfigError for an accuracy outside of (0, 1], such as 90 for 90 %."""
     fits = metric != "train_accuracy" or 0 < value <= 1
-    require(fits, f"value={value:g} must lie in (0, 1], as metric=train_accuracy does")
+    require(fits, f"value={value:g} must lie in (0, 1], because metric=train_accuracy is a share")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopAtConfig(Config):
-    """Ends a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
+    """End a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
 
     Attributes:
-        metric: the metric. An accuracy must rise to value, a loss must fall to it.
+        metric: the metric. An accuracy must rise to value; a loss must fall to it.
         value: the value that the mean must reach.
         window: number of steps in the mean.
-        extra_steps: further steps after the value is reached.
+        extra_steps: number of further steps after the value is reached.
     """
 
     metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
@@ -140,42 +140,44 @@ class StopAtConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Config):
-    """Steps, devices, precision and checkpoints. Every count is in optimizer steps, except ``max_epochs``.
+    """Steps, devices, precision and checkpoints. All intervals except ``ckpt_minutes`` are in optimizer steps.
 
-    One process runs on each of the ``devices`` devices of each of the ``num_nodes`` machines. ``data.batch_size`` is the number
-    of rows of a step, over all processes and over the ``accumulate`` micro-batches.
+    Each of the ``num_nodes`` machines runs ``devices`` processes, one per device. ``data.batch_size`` is the number of rows in
+    one optimizer step, summed over all processes and over the ``accumulate`` micro-batches.
 
     Attributes:
-        max_steps: number of optimizer steps; null: 1,000, or with max_epochs no limit.
+        max_steps: number of optimizer steps; null: 1,000, or no limit if max_epochs is set.
         max_epochs: number of passes over the training rows; null: no limit.
-        devices: processes on each machine.
+        devices: number of processes on each machine.
         num_nodes: number of machines. torchrun or srun starts the processes.
-        accelerator: the device: auto | cpu | gpu | mps, or the name under which a plugin of Lightning registers its devices.
+        accelerator: the device: auto | cpu | gpu | mps, or a name that a Lightning plugin registers.
         strategy: auto (ddp on several devices) | ddp | sharded (FSDP2).
-        shard: for strategy=sharded: names of the classes whose modules are sharded one by one; []: the blocks of our models, and
-            the layer classes listed by a transformers model.
+        shard: for strategy=sharded: names of the classes whose modules are sharded one by one; []: the blocks of our models,
+            and the layer classes listed by a transformers model.
         precision: 32-true | 64-true | bf16-mixed | bf16-true (float32 on a CPU without instructions for bfloat16).
-        accumulate: micro-batches per step. data.batch_size is the global batch; the batch of a LightningDataModule is a micro-batch.
+        accumulate: micro-batches per step. data.batch_size is the global batch; for a LightningDataModule, its batch is a
+            micro-batch.
         clip: largest global gradient norm, for any optimizer; null: off.
-        val_every: steps between validations. A Task has always one at the end; 0: only at the end; null: 250, or with
-            max_epochs after each epoch.
-        val_batches: number of validation batches, from the first row on; null: all rows.
+        val_every: steps between validations, in addition to one at the end; 0: only at the end; null: 250, or every epoch if
+            max_epochs is set.
+        val_batches: number of validation batches, from the first row on; null: all.
         val_batch_size: rows of a validation batch; null: data.batch_size.
         log_every: steps between rows of metrics.csv.
-        ckpt_every: steps between checkpoints. There is always one at the end; 0: no checkpoints.
-        ckpt_minutes: also write a checkpoint when the last one is this old; null: off.
+        ckpt_every: steps between checkpoints, in addition to one at the end; 0: no checkpoints.
+        ckpt_minutes: also write a checkpoint if the last one is this many minutes old; null: off.
         monitor: the metric of best.ckpt, and of a schedule such as ReduceLROnPlateau.
         monitor_mode: whether best.ckpt has the smallest (min) or the largest (max) value of monitor.
         stop_at: end the run early, for example {metric: train_accuracy, value: 0.99, window: 16, extra_steps: 0}; null: off.
-        overfit: train on the batch of the first step in every step.
-        rehearse: before the run's folder is created, try every stage of the run on two rows. Runs that resume, have several
-            processes or belong to a grid are not rehearsed. Your own callbacks and loggers take no part.
-        plan: do not train: print the bytes that each process will hold of parameters, gradients and optimizer states, for any number
-            of devices; this machine need not have them. Activations are not counted.
-        compile: compile network and loss with torch.compile. torch caches the kernels in $TORCHINDUCTOR_CACHE_DIR.
-        deterministic: use only deterministic kernels. An error names a kernel that is not.
+        overfit: train on the same batch in every step.
+        rehearse: before the run's folder is created, try every stage of the run on two rows, without your own callbacks and
+            loggers. Runs that resume, use several processes or belong to a grid are not rehearsed.
+        plan: do not train, but print the memory that parameters, gradients and optimizer states take in each process. This
+            machine need not have the devices. Activations are not counted.
+        compile: compile the network and the loss with torch.compile. torch caches the kernels in $TORCHINDUCTOR_CACHE_DIR.
+        deterministic: use only deterministic kernels. An error names an operation that has none.
         threads: CPU threads per process; null: torch's default.
-        flush_denormal: on a CPU, take float32 numbers below 1.2e-38 for 0. Without the scale 1/√d_k this can save most of a step.
+        flush_denormal: on a CPU, round float32 numbers below 1.2e-38 to 0. Without the scale 1/√d_k, this can save most of the
+            time of a step.
         peak_tflops: peak speed of the device in TFLOP/s, for mfu in metrics.csv; null: from a table, for some GPUs.
         plugins: plugins for Lightning's Trainer, each with a _target_.
         profiler: a profiler for Lightning's Trainer, with a _target_.
@@ -225,22 +227,22 @@ class TrainerConfig(Config):
         return self.devices * self.num_nodes
 
     def check_rows(self, rows: int) -> None:
-        """Raise a ConfigError unless the rows of a step can be divided among micro-batches and processes."""
+        """Raise a ConfigError unless micro-batches and processes can share the rows of a step evenly."""
         fits = rows % (self.accumulate * self.world_size) == 0
-        wanted = f"divisible by trainer.accumulate={self.accumulate} x trainer.devices={self.world_size}"
-        require(fits, f"data.batch_size={rows} must be {wanted}")
+        parts = f"trainer.accumulate={self.accumulate} x trainer.devices={self.world_size}"
+        require(fits, f"data.batch_size={rows} must be divisible by {parts}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Config):
-    """The task's metrics on the validation split, with 95 % intervals, as ``scripts/evaluate.py`` prints them, and the test split.
+    """The task's metrics after training, with 95 % intervals, as ``scripts/evaluate.py`` prints them.
 
     Attributes:
         test: after training, evaluate the test split with the last or the best weights: last | best; null: no test.
-        at_end: print the metrics after training and write evaluation.json; if test is set, the same for the test split, in
-            evaluation_test.json.
+        at_end: print the metrics of the validation split after training and write evaluation.json; if test is set, also
+            evaluation_test.json for the test split.
         num_rows: number of rows of a split; null: all.
-        num_beams: beams for generated answers; 1: greedy.
+        num_beams: number of beams for generated answers; 1: greedy.
         num_shown: number of answers to show.
     """
 
@@ -269,20 +271,23 @@ class ProbeConfig(Config):
 
     def check(self) -> None:
         fits = not self.weights_every or bool(self.every and self.weights_every % self.every == 0)
-        require(fits, f"weights_every={self.weights_every} must be a multiple of every={self.every}: a probe keeps the weights")
+        require(fits, f"weights_every={self.weights_every} must be a multiple of every={self.every}: probes save the weights")
         seen = not self.weights_every or self.weights_rows <= self.batch_size
-        require(seen, f"weights_rows={self.weights_rows} must not exceed batch_size={self.batch_size}, the rows of a probe")
+        require(
+            seen,
+            f"weights_rows={self.weights_rows} must not exceed batch_size={self.batch_size}, the number of rows in a probe",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesConfig(Config):
-    """Text that the model writes during training, to the log, ``samples.jsonl`` and Weights & Biases.
+    """Text generated during training, for the log, ``samples.jsonl`` and Weights & Biases.
 
     Attributes:
         every: steps between samples; 0: no samples.
         prompts: texts to continue or answer; with data=chat, user messages; empty: the beginnings of validation rows.
         max_new_tokens: longest sample, in tokens.
-        temperature: 0: the most probable token; above 0: a random token.
+        temperature: 0: take the most probable token; above 0: sample.
     """
 
     every: Natural = 0
@@ -293,11 +298,11 @@ class SamplesConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig(Config):
-    """What a run with ``logger=wandb`` sends in addition to its curves.
+    """Files that a run with ``logger=wandb`` uploads in addition to its curves.
 
     Attributes:
-        viewer: send the page of the attention viewer. It needs callbacks.probe.weights_every.
-        checkpoint: send last.ckpt or best.ckpt as an artifact; null: none.
+        viewer: upload the page of the attention viewer. It needs callbacks.probe.weights_every.
+        checkpoint: upload last.ckpt or best.ckpt as an artifact; null: none.
     """
 
     viewer: bool = False
@@ -306,13 +311,13 @@ class WandbConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class CallbacksConfig(Config):
-    """The callbacks of a run. Every other entry is a callback of Lightning or of your own: ``name: {_target_: …}``.
+    """The callbacks of a run. Further entries are callbacks of Lightning or your own: ``name: {_target_: …}``.
 
     Attributes:
-        progress: show a bar on a terminal, lines elsewhere.
+        progress: show a progress bar on a terminal, and lines elsewhere.
         probe: attention statistics during training.
         samples: text written during training.
-        wandb: files to send to Weights & Biases.
+        wandb: files to upload to Weights & Biases.
         parts: other callbacks, by name; null removes a callback.
     """
 
@@ -325,15 +330,15 @@ class CallbacksConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class InitFrom(Config):
-    """Weights to start from. Optimizer, step and order of the data start from the beginning.
+    """Weights to start from. The optimizer, the step count and the order of the data start anew.
 
     Attributes:
         path: a checkpoint, a folder with config.json and weights (Hugging Face's or ours), or a name on the hub; null: new
             weights.
-        overrides: keys that replace keys of a Hugging Face config.json.
-        ignore: names or patterns of tensors in a Hugging Face folder to ignore.
-        fold_scale: allow a model.scale that differs from the file's. W_Q and W_K are then multiplied so that the model starts
-            as the same function.
+        overrides: values that replace keys of a Hugging Face config.json.
+        ignore: names or patterns of tensors in a Hugging Face folder that are not loaded.
+        fold_scale: allow a model.scale that differs from the file's, and multiply W_Q and W_K so that the model starts as the
+            same function.
     """
 
     path: str | None = None
@@ -355,9 +360,9 @@ class InitFrom(Config):
 class RunConfig(Config):
     """One training run.
 
-    ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` are parts: ``_target_`` names a function or class, and the
-    other keys are its arguments (``minitx.config.node`` makes a part in Python). ``batch_size`` and ``num_workers`` belong to every
-    data set. ``output_dir`` is relative to the current folder.
+    ``model``, ``data``, ``objective``, ``optimizer`` and ``schedule`` are parts: ``_target_`` names a function or class, and
+    the other keys are its arguments (``minitx.config.node`` makes a part in Python). ``batch_size`` and ``num_workers`` belong
+    to every data set. ``output_dir`` is relative to the current folder.
 
     Attributes:
         experiment: a name for the run's folder: runs/<experiment>/<date_time>/.
@@ -373,14 +378,14 @@ class RunConfig(Config):
         callbacks: callbacks of the run, by name.
         evaluation: the evaluation after training.
         seed: seed of the initial weights, the order of the rows, and dropout.
-        ckpt_path: a checkpoint to continue from; last: the newest one in output_dir.
+        ckpt_path: a checkpoint to resume from; last: the newest one in output_dir.
         init_from: weights to start from.
         output_dir: the run's folder, relative to the current one.
-        on_nonfinite: at a loss or gradient that is not finite: stop (exit code 3, the last good checkpoint is kept) | record
-            (exit code 0).
+        on_nonfinite: what ends a run whose loss or gradient is not finite: stop (exit code 3, keeping the last good checkpoint)
+            | record (exit code 0).
         imports: modules to import first, for example one that registers a backend.
         traceback: show the traceback of an error.
-        trust: build any class that a checkpoint names. This can run any code.
+        trust: build any class that a checkpoint names. This can run arbitrary code.
     """
 
     experiment: str = "default"
@@ -411,8 +416,6 @@ class RunConfig(Config):
             require(path != "", f"{name}= must name a {'file' if name == 'ckpt_path' else 'folder'}, or be null")
             object.__setattr__(self, name, path and os.path.expanduser(path))
         resumed = self.trainer.plan and self.ckpt_path is not None
-        require(
-            not resumed, "trainer.plan=true shows a run before its first step, and ckpt_path resumes one: leave one of them out"
-        )
+        require(not resumed, "trainer.plan=true describes a new run, but ckpt_path resumes one: remove one of them")
         best = self.evaluation.test == "best" and not self.trainer.ckpt_every
-        require(not best, "evaluation.test=best needs best.ckpt, which trainer.ckpt_every=0 does not write")
+        require(not best, "evaluation.test=best needs best.ckpt, but trainer.ckpt_every=0 writes none")

@@ -26,7 +26,7 @@ def _is_scale(scale: object) -> bool:
 Scale = Annotated[
     str | float,
     Bound(
-        f"be one of {', '.join(SCALE_WORDS)}, head_dim^p, or a finite number; 'unscaled' is no scaling, 'inv_sqrt' is 1/sqrt(head_dim)",
+        f"be one of {', '.join(SCALE_WORDS)}, head_dim^p, or a finite number; 'unscaled' means no scaling, 'inv_sqrt' means 1/sqrt(head_dim)",
         _is_scale,
     ),
 ]
@@ -64,19 +64,19 @@ _BELONG_TO = {
 
 _LIMITS: Mapping[tuple[str, ...], Mapping[str, tuple[tuple[str | bool | None, ...], str]]] = {
     ("attention", "linear", "performer", "linformer"): {
-        "architecture": (("decoder", "encoder", "vision"), "it has one set of keys, and a source needs another"),
-        "window": ((None,), "it hides no key from a query"),
-        "position": (("learned", "sinusoidal", "rotary", "none"), "it never holds the scores of keys, to which this adds"),
+        "architecture": (("decoder", "encoder", "vision"), "it does not support cross-attention"),
+        "window": ((None,), "it cannot hide single keys from a query"),
+        "position": (("learned", "sinusoidal", "rotary", "none"), "it never computes the scores that this adds to"),
     },
     ("attention", "linformer"): {"architecture": (("encoder", "vision"), "its slots mix all positions, so it is not causal")},
     ("attention", "linear", "performer"): {"sinks": ((False,), "it has no softmax over keys")},
     ("architecture", "vision"): {
         "head": (("sequence", "none"), "its head is sequence or none"),
         "position": (("learned", "none"), "its patches have position=learned or none"),
-        "window": ((None,), "it counts neighbours in a row, which patches of a picture are not"),
+        "window": ((None,), "it counts neighbours in a row, but patches form a grid"),
     },
 }
-"""Further limits of a field that depend on another field, and why. Some faults would show only in the first step."""
+"""Further limits of a field that depend on another field, with reasons. Some of these faults would appear only in the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +90,15 @@ class TransformerConfig(Config):
 
     ``head`` is the output of an encoder: ``lm`` (logits over the vocabulary at every token, for masked-token prediction),
     ``sequence`` (``num_labels`` logits per row, from the first real token or the mean, as ``pooling`` says, and with ``pooler``
-    through a tanh layer), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``,
-    the tanh layer belongs to ``model.pool``). ``head_transform`` puts BERT's layer before the head: before ``lm`` a dense layer with
-    activation and norm, before ``sequence`` the tanh layer of ``pooler``.
+    through a tanh layer), ``token`` (``num_labels`` logits at every token) or ``none`` (hidden states; with ``pooler``, the
+    tanh layer belongs to ``model.pool``). ``head_transform`` puts BERT's layer before the head: before ``lm`` a dense layer
+    with activation and norm, before ``sequence`` the tanh layer of ``pooler``.
 
     ``scale`` multiplies q·k: ``inv_sqrt`` 1/√D, ``unscaled`` 1, ``inv`` 1/D, ``learned`` one exp(log-scale) per head,
     ``log_length`` ln(n_i)/ln(max_len)/√D, ``head_dim^p`` D to the power p, or a number. ``scale_factor`` multiplies the scale.
     ``init_fold`` moves 1/√D into the initial weights: ``query`` multiplies W_Q by D^-½, ``symmetric`` multiplies W_Q and W_K
-    (with their biases) by D^-¼ each. ``init_zero_outputs`` makes every sublayer start with the output 0. ``deepnorm`` multiplies the
-    initial W_V, W_O and feed-forward weights by its β.
+    (with their biases) by D^-¼ each. ``init_zero_outputs`` makes every sublayer start with the output 0. ``deepnorm``
+    multiplies the initial W_V, W_O and feed-forward weights by its β.
 
     All values of ``attention`` except ``exact`` are cores of ``minitx.nn.efficient``. ``num_features`` belongs to
     ``performer``, ``num_slots`` to ``linformer``.
@@ -173,12 +173,14 @@ class TransformerConfig(Config):
             layers | t5 lecun with 1/sqrt(d_k) in W_Q.
         init_fold: put the factor 1/sqrt(d_k) into the initial weights: query (W_Q x d_k^-1/2) | symmetric (W_Q and W_K x
             d_k^-1/4); null: off.
-        init_zero_outputs: start every sublayer with the output 0; a block with norm_position=pre or sandwich is then the identity.
+        init_zero_outputs: start every sublayer with the output 0; a block with norm_position=pre or sandwich is then the
+            identity.
         tie_embeddings: use the embedding table as the weight of the lm head.
         head: the output of an encoder: lm (each token) | sequence (num_labels per row) | token (num_labels per token) | none.
         head_bias: whether an lm head has a bias.
         logit_softcap: t in t * tanh(logits / t), for architecture=decoder and encoder_decoder; null: off.
-        head_transform: add BERT's layer before the head: before lm a dense layer, activation and norm; before sequence the pooler's layer.
+        head_transform: add BERT's layer before the head: before lm a dense layer, activation and norm; before sequence the
+            pooler's layer.
         num_labels: number of labels, for head=sequence and token; null: taken from the data.
         pooling: for head=sequence: first (the first real token) | mean.
         pooler: add BERT's tanh layer after pooling, for head=sequence and none.
@@ -270,7 +272,7 @@ class TransformerConfig(Config):
         )
         require(self.num_heads % self.kv_heads == 0, f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
         for name in ("window", "rotary_base", "rotary_factor"):
-            require(getattr(self, name) != (), f"{name}=[] is a pattern over the layers: it needs an entry")
+            require(getattr(self, name) != (), f"{name}=[] must have at least one entry, as a pattern over the layers")
         for (other, *values), names in _BELONG_TO.items():
             for name in names:
                 needs(self, name, other, *values)
@@ -278,9 +280,9 @@ class TransformerConfig(Config):
             kind = getattr(self, other)
             for name, (possible, why) in limits.items():
                 fits = kind not in values or getattr(self, name) in possible
-                require(fits, f"{name}={getattr(self, name)} does not go with {other}={kind}: {why}")
-        whole = self.image_size is None or self.image_size % self.patch_size == 0
-        require(whole, f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
+                require(fits, f"{name}={getattr(self, name)} is not supported with {other}={kind}: {why}")
+        divides = self.image_size is None or self.image_size % self.patch_size == 0
+        require(divides, f"image_size={self.image_size} is not divisible by patch_size={self.patch_size}")
 
     def window_of(self, layer: int) -> int | None:
         """Return the window of block number ``layer``."""
@@ -317,10 +319,12 @@ class TransformerConfig(Config):
         return int(self.pooling == "first" or self.head == "none")
 
     def check_length(self, longest: int) -> None:
-        """Raise a ConfigError if learned positions do not reach the longest row of the data."""
+        """Raise a ConfigError if the longest row of the data is longer than the table of learned positions."""
         fits = self.position != "learned" or longest <= self.max_len
-        wanted = f"reach the rows of the data, which have {longest} tokens; make them shorter or max_len larger"
-        require(fits, f"model.max_len={self.max_len} must {wanted}")
+        require(
+            fits,
+            f"model.max_len={self.max_len} is smaller than the longest row of the data, {longest} tokens: raise it or shorten the rows",
+        )
 
     @property
     def width_per_head(self) -> int:

@@ -1,6 +1,6 @@
-"""Data sets. Each is a function that returns a ``Task``: its arguments are the keys of ``data`` in a config.
+"""Data sets. Each is a function that returns a ``Task``. Its arguments are the keys of ``data`` in a config.
 
-A file of ``configs/data`` names the function by any path to it. The names here are only the short ones.
+A file in ``configs/data`` may name the function by any path to it. This package offers short names.
 ``minitx.data.datamodule`` makes batches of a ``Task`` for Lightning.
 """
 

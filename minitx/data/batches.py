@@ -33,7 +33,7 @@ class Address:
 def rows_of(address: Address, batch_size: int, accumulate: int = 1, world: int = 1) -> range:
     """Return the rows of the global batch that belong to one micro-batch of one rank.
 
-    With b = batch_size / (accumulate · world), these are the b rows from (micro · world + rank) · b on. All slices of a step,
+    With b = batch_size / (accumulate · world), the result is the b rows from (micro · world + rank) · b on. All slices of a step,
     ordered by micro-batch and then by rank, are the global batch in order.
 
     Raises:
@@ -99,7 +99,7 @@ class TrainSource(Source):
     two epochs are not sorted. A slice is padded to its longest row.
 
     Args:
-        split: the rows, or a function (count, generator) → batch that draws new rows in each step from (seed, step).
+        split: the rows, or a function (count, generator) → batch that draws new rows in each step. Its generator depends on (seed, step).
         batch_size, accumulate, world: see ``Source``.
         seed: the seed of the order and of random draws.
         bucket: put rows of similar length into the same batch.
@@ -110,7 +110,7 @@ class TrainSource(Source):
         self.split: Any = split
         self.seed, self.bucket = seed, bucket
         self._orders: dict[int, np.ndarray] = {}
-        self._counted = (-1, 0)  # a step, and its labels
+        self._counted = (-1, 0)  # a step, and the number of its labels
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_orders": {}}
@@ -145,7 +145,7 @@ class TrainSource(Source):
 
     def _bucketed(self, order: np.ndarray, epoch: int, random: np.random.Generator) -> np.ndarray:
         size, lengths = self.batch_size, self.split.lengths
-        first = -epoch * len(order) % size  # the first rows fill up the batch that the last epoch began
+        first = -epoch * len(order) % size  # the first rows complete the last batch of the previous epoch
         stop = first + (len(order) - first) // size * size
         if stop <= first:
             return order
@@ -162,8 +162,8 @@ class TrainSource(Source):
 class ValSource(Source):
     """Validation batches: every row once over all ranks, in order. Random draws depend only on the number of the row.
 
-    Every rank gets the same number of batches, so that no collective hangs. The last batches may have fewer rows. A
-    rank without rows gets one row whose labels are all ignored (or no row, if labels are not whole numbers).
+    Every rank gets the same number of batches, so that no collective hangs. The last batches may have fewer rows. A rank without
+    rows gets one row whose labels are all ignored (or no row, if labels are floating-point).
 
     Args:
         split: the rows.
@@ -181,13 +181,13 @@ class ValSource(Source):
     def batch(self, step: int, rows: range) -> Batch:
         """See ``Source``. ``num_targets`` is the number of labels of the batch over all ranks."""
         first, last = step * self.batch_size, min((step + 1) * self.batch_size, self.num_rows)
-        wanted = range(first + rows.start, min(first + rows.stop, last))
-        batch = self.rows(wanted if wanted else range(1))
-        if not wanted and batch["labels"].is_floating_point():
+        numbers = range(first + rows.start, min(first + rows.stop, last))
+        batch = self.rows(numbers if numbers else range(1))
+        if not numbers and batch["labels"].is_floating_point():
             batch = {key: tensor[:0] if tensor.dim() else tensor for key, tensor in batch.items()}
-        elif not wanted:
+        elif not numbers:
             batch["labels"].fill_(IGNORED)
-        if wanted != range(first, last):
+        if numbers != range(first, last):
             batch["num_targets"] = torch.tensor(count(self.split, np.arange(first, last), self._draw(first)))
         return batch
 
@@ -202,7 +202,7 @@ class ValSource(Source):
 
 
 def count(split: Split, items: np.ndarray, draw: Draw, batch: Batch | None = None) -> int:
-    """Return the number of labels that count in these items. ``batch`` is the batch of these items, if it exists already."""
+    """Return the number of labels that count in these items. ``batch`` is the batch of these items, if it already exists."""
     known = split.count(items)
     return int(num_targets((batch or split.collate(items, draw))["labels"])) if known is None else known
 
@@ -214,9 +214,9 @@ class WorkerError(RuntimeError):
 class AddressedLoader(DataLoader[Batch]):
     """A ``DataLoader`` of whole batches. Its state is the number of the next optimizer step.
 
-    The state counts the batches that were used, not those that workers have prepared. A run that stops in the middle of an
-    accumulation resumes at its start. ``len`` is the number of micro-batches of the *whole* run, because Lightning restores its
-    own batch counter on resume and compares it with this length.
+    The state counts the batches that were used, not the batches that workers have prepared. A run that stops during accumulation
+    resumes at the start of that step. ``len`` is the number of micro-batches of the *whole* run, because Lightning restores its own
+    batch counter on resume and compares it with this length.
 
     Args:
         source: ``source[address]`` is a batch. A source that is read in order adds ``position``, a pair (part, position in it
@@ -226,12 +226,12 @@ class AddressedLoader(DataLoader[Batch]):
         pin_memory: copy batches to page-locked memory, for an accelerator.
 
     Raises:
-        ConfigError: rows make no batch; also from a worker, in one sentence. WorkerError: a worker was killed during iteration.
+        ConfigError: rows cannot be joined to a batch, in this process or in a worker. WorkerError: a worker was killed during iteration.
     """
 
     def __init__(self, source: Dataset[Batch], addresses: Addresses, *, num_workers: int = 0, pin_memory: bool = False) -> None:
         self.addresses, self._handed_out = addresses, 0
-        self._positions: dict[int, str] = {}  # of the parts of the source, after the last whole step
+        self._positions: dict[int, str] = {}  # the position in each part of the source, after the last whole step
         options: dict[str, Any] = {"batch_size": None, "num_workers": num_workers, "persistent_workers": num_workers > 0}
         super().__init__(source, sampler=addresses, pin_memory=pin_memory, **options)
 
@@ -249,7 +249,7 @@ class AddressedLoader(DataLoader[Batch]):
                     if self._handed_out % self.addresses.accumulate == 0:
                         self._positions = dict(latest)
                 yield batch
-        except ConfigError as error:  # of a worker, torch returns the whole traceback as the message
+        except ConfigError as error:  # for a worker, torch puts the whole traceback into the message
             raise ConfigError(str(error).rpartition(f"{ConfigError.__name__}: ")[2].strip()) from error
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):

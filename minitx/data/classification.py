@@ -1,4 +1,4 @@
-"""Classification of texts and of images: tables of any kind through ``datasets``, and scikit-learn's digits."""
+"""Classification of texts and of images, from any table that ``datasets`` reads, and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 log = logging.getLogger(__name__)
 MARKS = ("pad", "cls")
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-"""The modes of PIL that can be converted to grey or RGB. The others have floats or 16 and 32 bits."""
+"""The PIL modes that can be converted to grey or RGB. The other modes have floats, or 16 or 32 bits."""
 
 Texts = Sequence[tuple[str, ...]]
 Examples = tuple[Texts, np.ndarray]
@@ -51,13 +51,13 @@ def classify(
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
-        val_fraction: the part of the different texts that is held out for validation.
+        val_fraction: the part of the distinct texts that is held out for validation.
         text_column: the column of texts.
-        second_column: a column of second texts. They follow the first text and an end mark, or
-            another class token if the tokenizer has no end mark; ``null``: none.
+        second_column: a column of second texts. A second text follows the first text and an end mark, or another class token if the
+            tokenizer has no end mark; ``null``: none.
         label_column: the column of labels (numbers or words).
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
-        max_len: longest row, in tokens, with the class token. Longer texts are cut.
+        max_len: longest row in tokens, including the class token. Longer texts are truncated.
         bucket: put rows of similar length into the same batch.
 
     Raises:
@@ -70,16 +70,18 @@ def classify(
 
     tables = load_tables(path, val_path, subset, split, val_split, texts=[*columns.values(), label_column])
     read = [*map(texts, tables)]
-    labels, names = labels_of(tables, label_column)  # of the whole file: the few rows of validation may have numbers alone
+    labels, names = labels_of(
+        tables, label_column
+    )  # before the split: a small validation split may have only numbers as labels
     if len(tables) == 1:
         rows_of = hold_out(read[0], val_fraction)
         read, labels = [[read[0][i] for i in rows] for rows in rows_of], [labels[0][rows] for rows in rows_of]
     (train, blank), (val, blank_val) = (
-        _with_text(rows, own, text_column, path) for rows, own in zip(read, labels, strict=True)
+        _with_text(rows, of_rows, text_column, path) for rows, of_rows in zip(read, labels, strict=True)
     )
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), MARKS)
     marks = made_by.mark_ids
-    only_end = "pad" not in marks and "eos" in marks  # tokenizers of decoders are padded with the end mark
+    only_end = "pad" not in marks and "eos" in marks  # with a decoder's tokenizer, the end mark is used for padding
     pad_id = marks["eos"] if only_end else require_marks(made_by, "pad")[0]
     require(
         not second_column or "eos" in marks or "cls" in marks,
@@ -109,8 +111,10 @@ def classify(
 
 
 def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows of a split (class token if any, first text, separator, second text), and sentences about cut rows. The separator
-    is the end mark, or the class token if there is no end mark."""
+    """Return the rows of a split (class token if any, first text, separator, second text), and sentences about truncated rows.
+
+    The separator is the end mark, or the class token if there is no end mark.
+    """
     (texts, labels), marks = examples, tokenizer.mark_ids
     first = [[marks["cls"]]] if "cls" in marks else []
     rows: list[list[Any]] = [first.copy() for _ in texts]
@@ -124,11 +128,11 @@ def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> tuple[list[
 
 
 def _with_text(texts: Texts, labels: np.ndarray, column: str, path: str) -> tuple[Examples, list[str]]:
-    """The rows of a split that have a text, and how many have none."""
+    """The rows of a split that have a text, and a sentence about rows without text."""
     kept = np.array([any(row) for row in texts])
     require(bool(kept.any()), f"data.text_column={column} has no text in a split of data.path={path}")
-    found = [row for row, keep in zip(texts, kept, strict=True) if keep], labels[kept]
-    return found, share_of(int((~kept).sum()), len(kept), "rows are left out: without text")
+    examples = [row for row, keep in zip(texts, kept, strict=True) if keep], labels[kept]
+    return examples, share_of(int((~kept).sum()), len(kept), "rows are left out: without text")
 
 
 # --- images
@@ -139,13 +143,13 @@ def digits(*, val_fraction: Fraction = 0.2, shift: Natural = 1) -> Task:
 
     Args:
         val_fraction: the part of every class that is held out for validation.
-        shift: move each training image by a random number of pixels, up to this one, in every step; 0: do not move it.
+        shift: shift each training image by a random number of pixels, at most this many, in every step; 0: do not shift.
 
     Raises:
         ConfigError: scikit-learn is missing.
     """
-    found = package("sklearn.datasets", "data=digits", "scikit-learn", "vision").load_digits()
-    pixels, labels = found.images[:, None].astype(np.uint8), found.target
+    bundle = package("sklearn.datasets", "data=digits", "scikit-learn", "vision").load_digits()
+    pixels, labels = bundle.images[:, None].astype(np.uint8), bundle.target
     train, val = stratified(labels, val_fraction)
     both = (pixels[train], labels[train]), (pixels[val], labels[val])
     return _image_task("data=digits", *both, tuple("0123456789"), largest=16, shift=shift)
@@ -172,13 +176,13 @@ def images(
         image_column: the column of images.
         label_column: the column of labels (numbers or words).
         image_size: resize images to a square with sides of this many pixels; ``null``: do not resize.
-        shift: move each training image by a random number of pixels, up to this one, in every step; 0: do not move it.
+        shift: shift each training image by a random number of pixels, at most this many, in every step; 0: do not shift.
 
     Raises:
         ConfigError: the data or a column is missing, or images are not square.
     """
-    found = load_tables(path, val_path, subset, split, val_split)
-    tables = divided(found, lambda table: stratified(labels_of([table], label_column)[0][0], val_fraction))
+    loaded = load_tables(path, val_path, subset, split, val_split)
+    tables = divided(loaded, lambda table: stratified(labels_of([table], label_column)[0][0], val_fraction))
     (labels, val_labels), names = labels_of(tables, label_column)
     pictures = Pictures(tables[0], image_column, image_size)
     val = Pictures(tables[1], image_column, image_size, pictures), val_labels
@@ -203,13 +207,13 @@ def _image_task(name: str, train: Labelled, val: Labelled, names: tuple[str, ...
 
 
 class LabelledImages:
-    """Images with a label each: ``pixel_values`` (C, H, W) float32 in [0, 1], ``labels`` ().
+    """Images with labels: ``pixel_values`` (C, H, W) float32 in [0, 1], ``labels`` ().
 
     Args:
         pixels: an array or ``Pictures``. ``pixels[i]`` is (C, H, W) uint8.
         labels: the labels (N,).
-        largest: the largest pixel value; it is mapped to 1.
-        shift: move an image by a random number of pixels, up to this one, in both directions, each time it is read. New pixels
+        largest: the largest pixel value. It is mapped to 1.
+        shift: shift an image by a random number of pixels, at most this many, along both axes, each time it is read. New pixels
             are 0.
     """
 
@@ -240,10 +244,10 @@ class Pictures:
         table: a ``datasets.Dataset``.
         column: the column of images.
         size: resize images to a square with sides of this many pixels. ``None``: do not resize.
-        like: other images that set the size and the number of channels. ``None``: the first image sets them.
+        like: other images that determine the size and the number of channels. ``None``: the first image determines them.
     """
 
-    _said_grey = False
+    _has_warned = False
 
     def __init__(self, table: Any, column: str, size: int | None, like: Pictures | None = None) -> None:
         self.table, self.column, self.size = table, column_of(table, column, "image_column"), size
@@ -254,14 +258,16 @@ class Pictures:
         pixels = self._pixels(row)
         if pixels.shape != self.shape:
             (_, h, w), (_, h2, w2) = self.shape, pixels.shape
-            raise ConfigError(f"data.image_size=null: images have {h}x{w} and {h2}x{w2} pixels; give a size to resize them to")
+            raise ConfigError(
+                f"data.image_size=null: images have {h}x{w} and {h2}x{w2} pixels; set data.image_size=SIZE to resize them"
+            )
         return pixels
 
     def _pixels(self, row: int) -> np.ndarray:
         picture = self._picture(row)
-        if self.mode == "L" and picture.mode not in ("1", "L", "LA") and not self._said_grey:
-            log.warning("data.image_column=%s: the first image is grey, so those with colours become grey, too", self.column)
-            self._said_grey = True
+        if self.mode == "L" and picture.mode not in ("1", "L", "LA") and not self._has_warned:
+            log.warning("data.image_column=%s: the first image is grey, so images with colours become grey, too", self.column)
+            self._has_warned = True
         image = picture.convert(self.mode)
         image = image if self.size is None else image.resize((self.size, self.size))
         return np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)
@@ -269,16 +275,16 @@ class Pictures:
     def _picture(self, row: int) -> Any:
         try:
             image = self.table[row][self.column]
-        except OSError as error:  # of PIL
+        except OSError as error:  # raised by PIL
             raise ConfigError(f"data.image_column={self.column}: image {row + 1} of a split cannot be read: {error}") from None
         if getattr(image, "mode", None) not in EIGHT_BITS:
-            found = f"an image of mode {image.mode}" if hasattr(image, "mode") else type(image).__name__
-            raise ConfigError(f"data.image_column={self.column} must have images of 8 bits a channel, got {found}")
+            got = f"an image of mode {image.mode}" if hasattr(image, "mode") else type(image).__name__
+            raise ConfigError(f"data.image_column={self.column} must have images with 8 bits per channel, got {got}")
         return image
 
 
 def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of both splits. ``fraction`` of the rows of every label, rounded, are held out. The run's seed has no influence.
+    """Return the rows of both splits. Of each label, ``fraction`` of the rows, rounded, is held out, independent of the run's seed.
 
     Raises:
         ConfigError: ``fraction`` is not in (0, 1), or a split would be empty.
@@ -290,9 +296,9 @@ def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndar
         count = round(fraction * len(rows))
         val.append(rows[:count])
         train.append(rows[count:])
-    found = np.sort(np.concatenate(train)), random.permutation(np.concatenate(val))
-    require(all(map(len, found)), f"data.val_fraction={fraction} leaves a split of {len(labels)} images empty")
-    return found
+    splits = np.sort(np.concatenate(train)), random.permutation(np.concatenate(val))
+    require(all(map(len, splits)), f"data.val_fraction={fraction} leaves a split of {len(labels)} images empty")
+    return splits
 
 
 # --- baselines
@@ -306,8 +312,9 @@ def majority_accuracy(train_labels: np.ndarray, val_labels: np.ndarray) -> float
 def bag_of_words_accuracy(
     train_texts: Sequence[str], train_labels: np.ndarray, val_texts: Sequence[str], val_labels: np.ndarray
 ) -> float:
-    """Return the accuracy of multinomial naive Bayes over words with add-one smoothing (Manning et al. 2008, "Introduction to
-    Information Retrieval", §13.2): argmax_c ln p(c) + Σ_w ln (n(w, c) + 1) / (n(c) + W); unknown words do not count.
+    """Return the accuracy of multinomial naive Bayes over words with add-one smoothing: argmax_c ln p(c) + Σ_w ln (n(w, c) + 1) / (n(c) + W).
+
+    Unknown words do not count. Manning et al. 2008, "Introduction to Information Retrieval", §13.2.
 
     >>> labels = np.array([0, 0, 1])
     >>> bag_of_words_accuracy(["the sea", "a sea", "the hill"], labels, ["sea", "hill"], np.array([0, 1]))
@@ -319,7 +326,7 @@ def bag_of_words_accuracy(
     labels_of_words = np.repeat(train_labels, [len(row) for row in rows])
     np.add.at(counts, (labels_of_words, np.concatenate([np.array(row, np.int64) for row in rows])), 1)
     log_likelihood = np.log(counts / counts.sum(axis=1, keepdims=True))
-    with np.errstate(divide="ignore"):  # a class that training lacks has prior 0
+    with np.errstate(divide="ignore"):  # a class without training rows has prior 0
         log_prior = np.log(np.bincount(train_labels, minlength=len(counts)) / len(train_labels))
     guesses = [
         int((log_prior + log_likelihood[:, [words[word] for word in _words(text) if word in words]].sum(axis=1)).argmax())

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations. A chat template writes them, and the loss is on the answers only."""
+"""Fine-tuning on conversations. A chat template formats them, and the loss is on the answers only."""
 
 from __future__ import annotations
 
@@ -34,30 +34,31 @@ SLOT = "\ue000{}\ue001"
 """A placeholder for the content of a message in the template's output, from Unicode's private use area."""
 
 LONGEST_TAIL = 4
-"""The most tokens that end an answer: a special token, and white space."""
+"""The largest number of tokens that end an answer: a special token, and white space."""
 
 OPEN, CLOSE = "\ue002", "\ue003"
-"""Around what ``{% generation %}`` and ``{% endgeneration %}`` enclose."""
+"""They mark the text between ``{% generation %}`` and ``{% endgeneration %}``."""
 
 
 class ChatFormat:
     """Encode conversations as ids with a chat template.
 
-    The template writes everything but the contents; they are inserted afterwards. A content is therefore never interpreted as
-    a template or as a special token. Special tokens in the template (``{{ eos_token }}``, ``<|im_end|>``) become their ids.
+    The template writes everything except the contents of messages, which are inserted afterwards. A content is therefore never
+    interpreted as a template or as a special token. Special tokens in the template (``{{ eos_token }}``, ``<|im_end|>``) become
+    their ids.
 
     Args:
-        template: a chat template as on the Hugging Face hub: jinja2 with what transformers gives it (``messages``,
+        template: a chat template as on the Hugging Face hub: jinja2 with the names that transformers defines (``messages``,
             ``add_generation_prompt``, ``bos_token``, ``eos_token``, ``raise_exception``, ``strftime_now``, ``{% generation %}``,
             ``{% break %}``, ``{% continue %}``; ``tools`` and ``documents`` are None). It runs in jinja2's sandbox, because templates
-            may come from others.
+            may come from other people.
         tokenizer: a tokenizer with an end mark.
         name: the name of the template in messages.
 
     Attributes:
         reads: the variables that the template reads.
-        writes_date: the template calls ``strftime_now``.
-        marks_answers: the template has ``{% generation %}``, and its blocks are the tokens that count.
+        writes_date: whether the template calls ``strftime_now``.
+        marks_answers: whether the template has ``{% generation %}``. The tokens in these blocks then count.
 
     Raises:
         ConfigError: the template is not valid jinja2, or the tokenizer has no end mark.
@@ -70,9 +71,11 @@ class ChatFormat:
         self.tokenizer, self.name = tokenizer, name
         self.special = {token["content"]: token["id"] for token in json.loads(tokenizer.to_dict()["json"])["added_tokens"]}
         texts = {id: text for text, id in self.special.items()}
-        named = {role: text for role, text in tokenizer.special_tokens.items() if text in self.special}  # before names we know
+        named = {
+            role: text for role, text in tokenizer.special_tokens.items() if text in self.special
+        }  # they take precedence over known names
         self.marks = {f"{name}_token": texts[id] for name, id in tokenizer.mark_ids.items()} | named
-        if "eos_token" not in self.marks:  # which ends an answer
+        if "eos_token" not in self.marks:  # it ends an answer
             require_marks(tokenizer, "eos")
         names = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
         self.parts = re.compile(f"({names}|{SLOT.format('[0-9]+')}|[{OPEN}{CLOSE}])")
@@ -86,13 +89,12 @@ class ChatFormat:
         self.marks_answers = tree.find(jinja2.nodes.ExtensionAttribute) is not None
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a conversation, and a bool array of the same shape: True where a token counts.
+        """Return the ids of a conversation, and a bool array of the same shape, True for tokens that count.
 
-        These are the tokens inside of ``{% generation %}``, if the template has it, else the answers of ``assistant`` and their end
-        marks.
+        The tokens inside of ``{% generation %}`` count if the template has it, else the answers of ``assistant`` and their end marks.
 
         Raises:
-            ConfigError: the template raises an error, changes a content by more than white space at its ends, or has neither
+            ConfigError: the template raises an error, changes more of a content than white space at its ends, or has neither
                 ``{% generation %}`` nor a special token after an answer.
         """
         shown = [{**message, "content": SLOT.format(i)} for i, message in enumerate(messages)]
@@ -119,7 +121,7 @@ class ChatFormat:
             else:
                 sections[-1] += text
         ids, places = self.tokenizer.encode_sections(sections)
-        before, (start, end) = np.cumsum([0, *counted, False]), places.T  # answers' characters before each
+        before, (start, end) = np.cumsum([0, *counted, False]), places.T  # the number of counted characters before each
         return ids, before[np.maximum(end, start + 1)] > before[start]
 
     def prompt(self, text: str) -> tuple[np.ndarray, list[int]]:
@@ -129,9 +131,7 @@ class ChatFormat:
             ConfigError: see ``encode``.
         """
         asked, ends = [{"role": "user", "content": text}], list[int]()
-        with suppress(
-            ConfigError
-        ):  # a template that trains nothing, because nothing ends its answers, can still write a prompt
+        with suppress(ConfigError):  # a template whose answers have no end cannot be trained, but can still write a prompt
             ends = self.ends(*self.encode([*asked, {"role": "assistant", "content": text}]))
         return self.encode(asked, add_generation_prompt=True)[0], ends
 
@@ -146,17 +146,17 @@ class ChatFormat:
         return sorted({end for end, *rest in tails if not self.tokenizer.decode(rest).strip()})
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, marks: tuple[str, str] = ("", "")) -> str:
-        told = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, _MARKS: marks}
+        context = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, _MARKS: marks}
         try:
-            return self.template.render({"bos_token": "", **self.marks, **told, "messages": messages})
-        except Exception as error:  # a template may do anything wrong that Python can
+            return self.template.render({"bos_token": "", **self.marks, **context, "messages": messages})
+        except Exception as error:  # a template may raise any exception
             raise ConfigError(f"{self.name} refuses a conversation: {first_line(error)}") from None
 
     def _as_written(self, slots: str, whole: str, messages: Sequence[Message]) -> list[str]:
         """Return the contents in ``whole`` in order, possibly stripped. ``slots`` has a placeholder for each.
 
         Raises:
-            ConfigError: ``whole`` is not ``slots`` with such contents.
+            ConfigError: ``whole`` is not ``slots`` with these contents.
         """
         literals = re.split(SLOT.format("([0-9]+)"), slots)
         contents = [messages[int(number)]["content"] for number in literals[1::2]]
@@ -164,27 +164,27 @@ class ChatFormat:
             return contents
         forms = [dict.fromkeys([content, content.strip(), content.lstrip(), content.rstrip()]) for content in contents]
         each = [f"({'|'.join(map(re.escape, form))})" for form in forms]
-        found = re.fullmatch("".join(map("".join, zip(map(re.escape, literals[::2]), [*each, ""], strict=True))), whole)
-        if found is None:
+        match = re.fullmatch("".join(map("".join, zip(map(re.escape, literals[::2]), [*each, ""], strict=True))), whole)
+        if match is None:
             first = messages[0]["content"]
             raise ConfigError(f"{self.name} changes the text of a message in the conversation that begins with {first!r:.60}")
-        return [*found.groups()]
+        return [*match.groups()]
 
 
 _MARKS = "_marks_of_generation"
-"""The name in a template's context of what stands around a generated text."""
+"""The name in a template's context of the two marks around a ``{% generation %}`` block."""
 
 
 @cache
 def _environment() -> Any:
-    """An environment of jinja2 that renders chat templates as ``transformers.utils.chat_template_utils`` does."""
+    """A jinja2 environment that renders chat templates like ``transformers.utils.chat_template_utils``."""
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
         """The block ``{% generation %} … {% endgeneration %}``."""
 
-        tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+        tags = {"generation"}  # noqa: RUF012  as in jinja2
 
         def parse(self, parser: Any) -> Any:
             line, body = next(parser.stream).lineno, parser.parse_statements(("name:endgeneration",), drop_needle=True)
@@ -200,7 +200,7 @@ def _environment() -> Any:
 
     def to_json(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:  # jinja2's is for HTML
+    ) -> str:  # jinja2's own filter escapes for HTML
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
@@ -227,8 +227,9 @@ def chat(
     packing: bool = True,
     bucket: bool = True,
 ) -> Task:
-    """Fine-tuning on conversations, with the loss on the answers only: on the blocks ``{% generation %}`` of the template, else on the
-    contents of ``assistant`` and the tokens that end them.
+    """Fine-tuning on conversations, with the loss on the answers only.
+
+    The answers are the blocks ``{% generation %}`` of the template, else the contents of ``assistant`` and the tokens that end them.
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
@@ -236,15 +237,15 @@ def chat(
         messages_column: the column of conversations (lists of messages with ``role`` and ``content``).
         template: a chat template (jinja2), as on the Hugging Face hub; ``null``: the template in the tokenizer's folder, else ours.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
-        context_len: longest row, in tokens. A longer conversation is cut.
+        context_len: longest row, in tokens. A longer conversation is truncated.
         packing: put several conversations into a row, without attention between them; ``false``: one conversation per row.
         bucket: put rows of similar length into the same batch.
 
     Raises:
         ConfigError: the data cannot be read or contain no conversations, or the template or the tokenizer does not fit.
     """
-    found = load_tables(path, val_path, subset, split, val_split)
-    tables = divided(found, lambda table: hold_out(range(len(table)), val_fraction))
+    loaded = load_tables(path, val_path, subset, split, val_split)
+    tables = divided(loaded, lambda table: hold_out(range(len(table)), val_fraction))
     splits = [_conversations(table, messages_column) for table in tables]
     texts = (f"{message['role']}: {message['content']}\n" for chat in splits[0] for message in chat)
     made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
@@ -252,10 +253,10 @@ def chat(
     has_tools = any("tools" in table.column_names and any(table["tools"]) for table in tables)
     require(
         not has_tools or "tools" not in format.reads,
-        f"{name} has a column tools, but the template gets no tools: write them into a message, or remove the column",
+        f"{name} has a column tools, but tools are not passed to the template: write them into a message, or remove the column",
     )
     if format.writes_date:
-        log.warning("data.template writes today's date, so a run that resumes on another day has other rows")
+        log.warning("data.template writes today's date, so a run that resumes on another day has different rows")
     (train, of_train), (val, of_val) = (_rows(part, format, context_len, packing, name) for part in splits)
     count_unknown(made_by, [train.pieces.values], name)
     ends = format.ends(train.pieces.values, train.counted.values)  # type: ignore[union-attr]
@@ -263,13 +264,15 @@ def chat(
 
 
 def is_chat(node: Mapping[str, Any]) -> bool:
-    """Return whether a node of data is ``data=chat``."""
+    """Return whether the config node of the data is ``data=chat``."""
     return str(node.get("_target_")).rpartition(".")[2] == "chat"
 
 
 def template_of(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
-    """Return the chat template of a run, given its node of data: with ``data=chat`` the template of the rows, else the template in the
-    tokenizer's folder, or None."""
+    """Return the chat template of a run, given the config node of its data.
+
+    With ``data=chat`` it is the template of the rows, else the template in the tokenizer's folder, or None.
+    """
     known = None if tokenizer is None else tokenizer.chat_template
     return (node.get("template") or known or TEMPLATE) if is_chat(node) else known
 
@@ -277,9 +280,11 @@ def template_of(node: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | N
 def _rows(
     chats: Sequence[Sequence[Message]], format: ChatFormat, context_len: int, packing: bool, name: str
 ) -> tuple[DocumentRows, list[str]]:
-    """Conversations, cut at ``context_len``, and sentences for ``Task.left_out``. A conversation without an answer in its first
-    ``context_len`` tokens is left out."""
-    longest = context_len + 1  # one more: the target of the last position
+    """Return the rows of conversations, truncated at ``context_len``, and sentences for ``Task.left_out``.
+
+    A conversation without an answer in its first ``context_len`` tokens is left out.
+    """
+    longest = context_len + 1  # plus the target of the last position
     encoded = [(ids, counted) for ids, counted in map(format.encode, filter(None, chats)) if counted[1:longest].any()]
     require(bool(encoded), f"{name} has no conversation with an answer of role assistant in {context_len} tokens")
     total, cut = len(chats), sum(len(ids) > longest for ids, _ in encoded)
@@ -295,14 +300,14 @@ def _conversations(table: Any, column: str) -> Sequence[Sequence[Message]]:
     messages = [message for chat in chats for message in (chat if isinstance(chat, list) else [None])]
     require(
         all(isinstance(each, dict) and isinstance(each.get(key), str) for each in messages for key in ("role", "content")),
-        f"data.messages_column={column} must have lists of messages, each with texts role and content: a content of null, as in "
-        'messages with tool_calls, must be ""',
+        f"data.messages_column={column} must have lists of messages, each with the texts role and content; replace null, as in messages "
+        'with tool_calls, by ""',
     )
     return chats
 
 
 def _without_none(value: Any) -> Any:
-    """A table has None for each key that only other messages have, and for each argument that only other calls have."""
+    """Remove None: a table has None for keys and arguments that occur only in other messages or calls."""
     if isinstance(value, dict):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [*map(_without_none, value)] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
 """Language modelling and masked tokens on one long text: its file, the cache of its token ids, rows, and simple baselines.
 
-A cache is a memory-mapped file of ids and a JSON file that describes it. Its name contains the checksum of the
-text, the tokenizer and the split. The JSON file has the checksum of the ids, so that a damaged cache is made again.
+A cache is a memory-mapped file of ids and a JSON file that describes it. Its name contains the checksum of the text, the
+tokenizer and the split. The JSON file contains the checksum of the ids, so that a damaged cache is rebuilt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, read, require
 from minitx.data.task import Batch, Draw, Split, Task, VocabSize, package, tokenizer_of
-from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict, require_marks, tell_unknown
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict, require_marks, warn_of_unknown
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
 """The checksum of the King James text that ``kjv_text`` returns."""
 
 PIECE = 1 << 22
-"""Characters of a file that are in memory at once."""
+"""The number of characters of a file that are in memory at once."""
 
 FORMAT = 4
 TEXTS_AT_ONCE = 1000
 CHARACTERS_TO_LEARN_FROM = 1 << 26
-"""The most characters that ``bpe`` learns from, in pieces spread evenly over a longer text."""
+"""The largest number of characters that ``bpe`` learns from, in pieces spread evenly over a longer text."""
 
 LARGEST_VOCABULARY = 1024
 _BLOCK = 1 << 22
@@ -69,7 +69,7 @@ def kjv(
         cache_dir: the folder for caches; ``null``: ``data/`` in a checkout, else the user's cache folder.
 
     Raises:
-        ConfigError: the package has another text, training has no row and its next token, or validation fewer than two tokens.
+        ConfigError: the package has another text, training has no full row with its next token, or validation has fewer than two tokens.
     """
     return _windows(None, context_len, val_fraction, tokenised(None, tokenizer, bpe_vocab_size, val_fraction, cache_dir))
 
@@ -90,7 +90,7 @@ def text(
         context_len, tokenizer, bpe_vocab_size, val_fraction, cache_dir: see ``kjv``.
 
     Raises:
-        ConfigError: the text cannot be read, training has no row and its next token, or validation fewer than two tokens.
+        ConfigError: the text cannot be read, training has no full row with its next token, or validation has fewer than two tokens.
     """
     return _windows(path, context_len, val_fraction, tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir))
 
@@ -138,9 +138,9 @@ def masked(
 def _windows(path: str | None, context_len: int, val_fraction: float, tokens: Tokens) -> Task:
     (train, val, made_by, record), name = tokens, name_of(path)
     splits = record["splits"]
-    wanted = (train, context_len + 1, f"context_len={context_len}"), (val, 2, f"val_fraction={val_fraction}")
-    for ids, least, key in wanted:
-        require(len(ids) >= least, f"{name} has {len(ids)} tokens of a split, but data.{key} needs {least}")
+    requirements = (train, context_len + 1, f"context_len={context_len}"), (val, 2, f"val_fraction={val_fraction}")
+    for ids, least, key in requirements:
+        require(len(ids) >= least, f"{name} has a split of {len(ids)} tokens, but data.{key} needs at least {least}")
 
     def baselines() -> dict[str, float]:
         """Bits per character and per byte of the validation split's UTF-8 under ``xz -9`` and ``bzip2 -9``."""
@@ -169,8 +169,8 @@ def _windows(path: str | None, context_len: int, val_fraction: float, tokens: To
 class TrainingWindows(Split):
     """Windows of L = ``context_len`` tokens. The label of each token is the next one.
 
-    In each epoch the text is cut into W windows, from a random offset below L on. They come in random order. W = max(1, ⌊(n −
-    L) / L⌋) for n > L tokens, so that W is the same for every offset. An item is the index of a window's first token.
+    In each epoch the text is cut into W windows in random order, from a random offset below L on. W = max(1, ⌊(n − L) / L⌋) for
+    n > L tokens, so that W is the same for every offset. An item is the index of a window's first token.
     """
 
     def __init__(self, tokens: TokenArray, context_len: int) -> None:
@@ -181,7 +181,7 @@ class TrainingWindows(Split):
         return max(1, (len(self.tokens) - self.context_len) // self.context_len)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_windows": None}  # a pickled view would hold the tokens themselves
+        return {**self.__dict__, "_windows": None}  # a pickled view would contain the tokens themselves
 
     def count(self, items: np.ndarray) -> int:
         """See ``Split``. Every label counts."""
@@ -218,8 +218,8 @@ class ValidationWindows:
         return min(self.context_len, len(self.tokens) - 1 - row * self.context_len)
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        found = self.tokens.array[row * self.context_len :][: self.context_len + 1].astype(np.int64)
-        window = np.pad(found, (0, self.context_len + 1 - len(found)), constant_values=IGNORED)
+        ids = self.tokens.array[row * self.context_len :][: self.context_len + 1].astype(np.int64)
+        window = np.pad(ids, (0, self.context_len + 1 - len(ids)), constant_values=IGNORED)
         return {"input_ids": np.where(window == IGNORED, 0, window)[:-1], "labels": window[1:]}
 
 
@@ -272,7 +272,7 @@ def name_of(path: str | None) -> str:
 def data_dir() -> Path:
     """Return the folder for data: ``data/`` in a checkout, or ``minitx`` in the user's cache folder for an installed package.
 
-    The cache folder is ``$XDG_CACHE_HOME`` if that is an absolute path, else ``~/.cache``.
+    The cache folder is ``$XDG_CACHE_HOME`` if this is an absolute path, else ``~/.cache``.
     """
     root = Path(__file__).resolve().parents[2]
     if (root / "pyproject.toml").is_file():
@@ -283,9 +283,9 @@ def data_dir() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A context for writing ``path``: it gives a temporary file and renames it at the end, so that readers never see half a file.
+    """Write ``path`` in a context: yield a temporary file and rename it at the end, so that readers never see half a file.
 
-    Several processes may write at once. The last one wins, and the file is always complete.
+    Several processes may write at once. The last process wins, and the file is always complete.
 
     Raises:
         ConfigError: the folder or the file cannot be written.
@@ -298,7 +298,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except OSError as error:
         raise ConfigError(
-            f"{path}, a cache of prepared data, cannot be written: {error.strerror}; data.cache_dir=FOLDER moves it (train.py, evaluate.py)"
+            f"{path}, a cache of prepared data, cannot be written: {error.strerror}; set data.cache_dir=FOLDER to move it (train.py, "
+            "evaluate.py)"
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -322,13 +323,14 @@ def corpus_stem(path: str | None) -> str:
     try:
         return f"text-{sha256_of(Path(path).expanduser())[:16]}"
     except OSError as error:
-        raise ConfigError(f"data.path={path} cannot be read: {error.strerror}; a UTF-8 text file is wanted") from None
+        raise ConfigError(f"data.path={path} cannot be read: {error.strerror}; it must be a UTF-8 text file") from None
 
 
 def read_text(path: str | None, start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """Yield the characters ``start`` to ``stop - 1`` of a file (None: the King James text) in pieces, without a byte-order mark and with ``\\n`` as line end.
+    """Yield the characters ``start`` to ``stop - 1`` of a file (None: the King James text) in pieces.
 
-    A file is read a few megabytes at a time, so memory does not grow with its size.
+    A byte-order mark is dropped, and every line end becomes ``\\n``. A file is read a few megabytes at a time, so memory does not grow
+    with its size.
 
     Raises:
         ConfigError: the package of the King James text has another version, or the user's file is not UTF-8.
@@ -353,44 +355,46 @@ def _pieces(path: str | None) -> Iterator[str]:
 
 
 def lines_of(pieces: Iterable[str]) -> Iterator[str]:
-    """Yield the text of ``pieces`` in parts that can be encoded separately, with the same tokens (``encoder_of_lines``).
+    """Yield the text of ``pieces`` in parts that give the same tokens if they are encoded separately (``encoder_of_lines``).
 
     A part ends at a newline between two lines that are not blank, because byte-level BPE never merges across it.
 
     >>> list(lines_of(["one\\ntw", "o\\n\\nthree"]))
     ['one\\n', 'two\\n\\nthree']
     """
-    held: list[str] = []  # the beginning of a part
+    unfinished: list[str] = []  # the beginning of a part
     for piece in pieces:
-        held.append(piece)
+        unfinished.append(piece)
         if "\n" in piece:
-            *whole, rest = _parts("".join(held))
+            *whole, rest = _parts("".join(unfinished))
             yield from whole
-            held = [rest]
-    yield from filter(None, _parts("".join(held)))
+            unfinished = [rest]
+    yield from filter(None, _parts("".join(unfinished)))
 
 
 def encoder_of_lines(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[np.ndarray]]:
-    """Return the function that encodes the parts of ``lines_of``.
+    """Return a function that encodes the parts of ``lines_of``.
 
-    Tokenizers such as Llama's begin each text with a space. They encode a part after the end of another part, and the tokens of that
-    end are dropped.
+    Tokenizers such as Llama's begin each text with a space. With these, the end of another part is put before each part, and its tokens
+    are dropped.
     """
     before, together = tokenizer.encode("a\n"), tokenizer.encode("a\na")
     if np.array_equal(together, np.concatenate([before, tokenizer.encode("a")])):
         return tokenizer.encode_batch
 
     def encode(parts: Sequence[str]) -> list[np.ndarray]:
-        found = tokenizer.encode_batch([f"a\n{part}" for part in parts])
-        stays = [np.array_equal(ids[: len(before)], before) for ids in found]  # else a token spans both
-        return [ids[len(before) :] if ok else tokenizer.encode(part) for part, ids, ok in zip(parts, found, stays, strict=True)]
+        encoded = tokenizer.encode_batch([f"a\n{part}" for part in parts])
+        stays = [np.array_equal(ids[: len(before)], before) for ids in encoded]  # else a token spans both
+        return [
+            ids[len(before) :] if ok else tokenizer.encode(part) for part, ids, ok in zip(parts, encoded, stays, strict=True)
+        ]
 
     return encode
 
 
 def _parts(text: str) -> list[str]:
-    # the newline stands first in the pattern, because a search for a fixed character is fast
-    ends = [found.end() for found in re.finditer(r"\n(?<=\S\n)(?=\S)", text)]
+    # the pattern begins with the newline, because a search for a fixed character is fast
+    ends = [match.end() for match in re.finditer(r"\n(?<=\S\n)(?=\S)", text)]
     return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
 
 
@@ -443,7 +447,7 @@ class TokenArray:
         return self._array
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """The ids of a slice with step 1, read into memory of their own. Of a mapped file each page that was read stays resident."""
+        """The ids of a slice with step 1, copied into memory. In contrast, every page of a mapped file that was read stays resident."""
         start, stop, _ = part.indices(len(self))
         offset = (self.start + start) * np.dtype(self.dtype).itemsize
         return np.fromfile(self.path, self.dtype, max(stop - start, 0), offset=offset)
@@ -487,53 +491,53 @@ def tokenised(
     Raises:
         ConfigError: the text is missing, not UTF-8, or too short to be split.
     """
-    stem, said, known = corpus_stem(path), name_of(path), find_tokenizer(tokenizer)
+    stem, source, known = corpus_stem(path), name_of(path), find_tokenizer(tokenizer)
     learned = "-".join(["char" if tokenizer == "char" else f"bpe{bpe_vocab_size}", *marks])
     name = f"{stem}-{fingerprint(known)[:16] if known else learned}-val{val_fraction!r}.bin"
 
     def build(file: Path) -> dict[str, Any]:
         length = sum(map(len, read_text(path)))
         written = any(piece.strip() for piece in read_text(path))
-        require(written, f"{said} has no text: {length} characters, none of them but white space")
+        require(written, f"{source} has no text: its {length} characters are only white space")
         cut = int(length * (1 - read(Fraction, val_fraction, "data.val_fraction")))
-        require(0 < cut < length, f"{said} has {length} characters, too few for a training and a validation split")
+        require(0 < cut < length, f"{source} has {length} characters, too few for a training and a validation split")
         every = -(-cut // CHARACTERS_TO_LEARN_FROM) if tokenizer == "bpe" else 1
         pieces = islice(read_text(path, 0, cut), 0, None, every)
         made_by = tokenizer_of(known or tokenizer, bpe_vocab_size, lines_of(pieces), marks)
         splits = {"train": lines_of(read_text(path, 0, cut)), "val": lines_of(read_text(path, cut))}
         record = write_ids(file, made_by, splits, encoder_of_lines(made_by))
-        require(corpus_stem(path) == stem, f"{said} changed while it was read; start again")
+        require(corpus_stem(path) == stem, f"{source} changed while it was read; start again")
         return {**record, "floors": ngram_floors(*token_arrays(file, record), made_by.vocab_size)}
 
-    train, val, kept, record = cached(cache_dir, name, said, build)
-    return train, val, known or kept, record  # equal ids; the chat template next to a given tokenizer may have changed
+    train, val, stored, record = cached(cache_dir, name, source, build)
+    return train, val, known or stored, record  # both give equal ids, but the chat template of ``known`` may be newer
 
 
 def cached(cache_dir: str | Path | None, name: str, source: str, build: Callable[[Path], dict[str, Any]]) -> Tokens:
     """Return the tokens in the file ``name`` of ``cache_dir`` (None: ``data_dir()``), and the record in its JSON file.
 
-    If the files are missing, damaged or do not fit each other, ``build(file)`` writes them again. ``source`` names the text in
-    the log and in its warning about unknown characters.
+    If the files are missing, damaged or do not match, ``build(file)`` writes them again. ``source`` names the text in the log and in the
+    warning about unknown characters.
     """
-    found, path = None, Path(cache_dir or data_dir()) / name
+    tokens, path = None, Path(cache_dir or data_dir()) / name
     description = path.with_suffix(".json")
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is made again
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is rebuilt
         record = json.loads(description.read_text(encoding="utf-8"))
         if record["format"] == FORMAT and record["tokens_sha256"] == sha256_of(path):
-            found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
-    if found is None:
+            tokens = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
+    if tokens is None:
         logger.info("tokenising %s", source)
         record = build(path)
         with replacing(description) as file:
             file.write(json.dumps(record).encode())
-        found = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
-    written = record["splits"]["train"]
-    tell_unknown(written.get("unknown", 0), written["tokens"], source)
-    return found
+        tokens = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
+    counts = record["splits"]["train"]
+    warn_of_unknown(counts.get("unknown", 0), counts["tokens"], source)
+    return tokens
 
 
 def token_arrays(path: Path, record: Mapping[str, Any]) -> tuple[TokenArray, TokenArray]:
-    """Return the ids of training and of validation. They follow each other in the file at ``path``."""
+    """Return the ids of training and of validation, which are stored one after the other in the file at ``path``."""
     cut, rest = (record["splits"][split]["tokens"] for split in ("train", "val"))
     return TokenArray(path, record["dtype"], 0, cut), TokenArray(path, record["dtype"], cut, cut + rest)
 
@@ -541,7 +545,7 @@ def token_arrays(path: Path, record: Mapping[str, Any]) -> tuple[TokenArray, Tok
 def write_ids(
     path: Path, tokenizer: Tokenizer, splits: Mapping[str, Iterable[str]], encode: Callable[[Sequence[str]], list[np.ndarray]]
 ) -> dict[str, Any]:
-    """Write the ids of the texts of ``train`` and then of ``val`` to ``path``. Return the record of them."""
+    """Write the ids of the texts of ``train`` and then of ``val`` to ``path``, and return their record."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     counts = {split: {"tokens": 0, "characters": 0, "bytes": 0, "unknown": 0} for split in ("train", "val")}
     digest, unknown = hashlib.sha256(), -1 if tokenizer.unknown_id is None else tokenizer.unknown_id
@@ -584,8 +588,8 @@ def compressed_bits(text: Iterable[bytes]) -> dict[str, int]:
 
 def unigram_nll(train: np.ndarray, val: np.ndarray, vocab_size: int) -> float:
     """Return the mean negative log-likelihood (nats) of ``val`` under add-one counts of ``train``. Both are 1-D ids."""
-    counts, wanted = (np.bincount(ids, minlength=vocab_size) for ids in (train, val))
-    return float(-(wanted * np.log((counts + 1) / (counts.sum() + vocab_size))).sum() / wanted.sum())
+    counts, targets = (np.bincount(ids, minlength=vocab_size) for ids in (train, val))
+    return float(-(targets * np.log((counts + 1) / (counts.sum() + vocab_size))).sum() / targets.sum())
 
 
 def ngram_floors(train: Ids, val: Ids, vocab_size: int) -> dict[str, float] | None:
@@ -612,22 +616,22 @@ def ngram_floors(train: Ids, val: Ids, vocab_size: int) -> dict[str, float] | No
     """
     if vocab_size > LARGEST_VOCABULARY or len(val) < 2:
         return None
-    pairs, wanted = _count_pairs(train, vocab_size), _count_pairs(val, vocab_size)
+    pairs, targets = _count_pairs(train, vocab_size), _count_pairs(val, vocab_size)
     followers = (pairs > 0).sum(axis=1, keepdims=True)  # T(a), (V, 1)
     seen = pairs.sum(axis=1, keepdims=True)  # c(a·), (V, 1): all tokens but the last
     unigrams = seen[:, 0] + np.bincount(train[-1:], minlength=vocab_size)
     p = (unigrams + 1) / (len(train) + vocab_size)  # (V,)
     interpolated = (pairs + followers * p) / np.maximum(seen + followers, 1)
     conditional = np.where(seen > 0, interpolated, p)  # (V, V)
-    total = wanted.sum()
+    total = targets.sum()
     return {
-        "unigram": float(-(wanted.sum(axis=0) * np.log(p)).sum() / total),
-        "bigram": float(-(wanted * np.log(conditional)).sum() / total),
+        "unigram": float(-(targets.sum(axis=0) * np.log(p)).sum() / total),
+        "bigram": float(-(targets * np.log(conditional)).sum() / total),
     }
 
 
 def _count_pairs(ids: Ids, vocab_size: int) -> np.ndarray:
-    """How often every token is followed by every token, (V, V), block by block."""
+    """Count how often each token follows each token, (V, V), block by block."""
     counts = np.zeros(vocab_size**2, dtype=np.int64)
     for start in range(0, max(len(ids) - 1, 0), _BLOCK):
         block = ids[start : start + _BLOCK + 1].astype(np.int64)

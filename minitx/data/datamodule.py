@@ -19,12 +19,12 @@ from minitx.nn.transfer import is_pinned_for
 
 
 class DataModule(LightningDataModule):
-    """The addressed loaders of a task. It works with and without a Lightning trainer, and needs no ``setup``.
+    """The addressed loaders of a task. They work with and without a Lightning trainer, and need no ``setup``.
 
     Args:
         task: the data.
         batch_size: rows of the global batch of one optimizer step.
-        num_workers: number of processes that load batches. 0: this process does.
+        num_workers: number of processes that load batches. 0: this process loads them.
         seed: the seed of the order of training rows and of all random draws in training.
         max_steps: number of optimizer steps of the run.
         accumulate: micro-batches per step.
@@ -74,7 +74,7 @@ class DataModule(LightningDataModule):
         return self._loader(self.train_source(world), addresses)
 
     def val_dataloader(self) -> AddressedLoader:
-        """Return this rank's validation batches. Over all ranks, every row appears once. All ranks have the same number of batches."""
+        """Return this rank's validation batches. Over all ranks, every row appears once, and all ranks have equally many batches."""
         return self._validation(self._val)
 
     def test_dataloader(self) -> AddressedLoader:
@@ -118,11 +118,11 @@ class DataModule(LightningDataModule):
         Raises:
             ConfigError: fewer training rows than ``data.batch_size``.
         """
-        rows, wanted = len(self._train) if isinstance(self._train, Split) else self.batch_size, self.batch_size
-        require(rows >= wanted, f"{self.task.name} has {rows} training rows, fewer than data.batch_size={wanted}")
+        rows, size = len(self._train) if isinstance(self._train, Split) else self.batch_size, self.batch_size
+        require(rows >= size, f"{self.task.name} has {rows} training rows, fewer than data.batch_size={size}")
 
     def _place(self) -> tuple[int, int]:
-        """The number of this process, and how many there are."""
+        """The rank of this process, and the number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
     def _validation(self, split: Split) -> AddressedLoader:
@@ -147,7 +147,7 @@ def open_data(part: Part, trainer: TrainerConfig, *, seed: int = 0, tokenizer: T
         task,
         **loading,
         seed=seed,
-        max_steps=trainer.max_steps or 1,  # or ``in_steps``
+        max_steps=trainer.max_steps or 1,  # ``in_steps`` sets it later
         accumulate=trainer.accumulate,
         val_batch_size=trainer.val_batch_size,
         repeat_first=trainer.overfit,
@@ -155,7 +155,7 @@ def open_data(part: Part, trainer: TrainerConfig, *, seed: int = 0, tokenizer: T
 
 
 def in_steps(trainer: TrainerConfig, data: DataModule) -> TrainerConfig:
-    """Return the options with epochs turned into optimizer steps, by the number of training rows."""
+    """Return the options with epochs converted to optimizer steps, from the number of training rows."""
     if trainer.max_epochs is None:
         return trainer
     steps = data.steps_of(trainer.max_epochs)

@@ -32,15 +32,15 @@ BLANK = "documents are left out: without text"
 DOCUMENTS_AT_ONCE = 64
 DOCUMENTS_TO_LEARN_FROM = 10_000
 START = "[0, null, 0]"
-"""A position as JSON: the epoch, the state of the table before some documents (null: before all), the tokens used of these."""
+"""A position as JSON: the epoch, the state of the table before some documents (null: before all), and the number of their used tokens."""
 
 
 class DocumentRows:
-    """Rows of whole documents. A document t_1 … t_n is kept as m t_1 … t_n m, with the mark m (or bos, eos) around it;
+    """Rows of whole documents. A document t_1 … t_n is stored as m t_1 … t_n m, with the mark m (or bos, eos) around it:
 
         input_ids     m t_1 … t_n        labels   t_1 … t_n m
 
-    so that every token and every end is predicted once. A document that is longer than a row is cut into rows without attention
+    Every token and every end is therefore predicted once. A document that is longer than a row is cut into rows without attention
     between them. ``document_ids`` (packing only) number the documents of a row; −1 is padding.
 
     Args:
@@ -56,7 +56,7 @@ class DocumentRows:
         nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # 0, 1, ... in every document
         starts = np.repeat(documents.starts, pieces) + nth * context_len
         lengths = np.minimum(context_len, np.repeat(inputs, pieces) - nth * context_len)
-        self.pieces = Ragged(documents.values, starts, lengths + 1)  # one more: the target of the last position
+        self.pieces = Ragged(documents.values, starts, lengths + 1)  # plus the target of the last position
         self.counted = None if counted is None else Ragged(counted, starts + 1, lengths)
         self.packing, self.context_len = packing, context_len
         members = pack(lengths, context_len) if packing else [[piece] for piece in range(len(lengths))]
@@ -79,8 +79,9 @@ class DocumentRows:
 
 
 def shifted(documents: Sequence[np.ndarray], first: int = 0) -> np.ndarray:
-    """Return ids, labels and numbers of documents, one after another: (3, n) int64. The label of an id is the next id of its
-    document. Documents are numbered from ``first``.
+    """Return ids, labels and document numbers of several documents, one after another: (3, n) int64.
+
+    The label of an id is the next id of its document. Documents are numbered from ``first``.
 
     >>> shifted([np.array([1, 5, 6, 1]), np.array([1, 7, 1])]).tolist()
     [[1, 5, 6, 1, 7], [5, 6, 1, 7, 1], [0, 0, 0, 1, 1]]
@@ -139,7 +140,7 @@ def hf(
         streaming: read the training documents during training instead of preparing them first. Every row is full. Checkpoints
             store the position in the stream, so a run must resume with the same number of processes and workers. Without
             packing, the documents of a row see each other.
-        val_rows: with streaming: number of validation documents, from ``val_path`` or ``val_split``, else the first ones of
+        val_rows: with streaming: number of validation documents, from ``val_path`` or ``val_split``, else the first documents of
             ``split``.
         cache_dir: the folder for caches; ``null``: ``data/`` in a checkout, else the user's cache folder.
 
@@ -152,13 +153,13 @@ def hf(
     names, name = column_names(tables[0]), f"data.path={path}"
     column = column_of(tables[0], text_column or (names[0] if len(names) == 1 else "text"), "text_column")
     options: dict[str, Any] = {"context_len": context_len, "packing": packing}
-    made = tables, column, name, tokenizer, bpe_vocab_size
+    arguments = tables, column, name, tokenizer, bpe_vocab_size
     train: Any
     if streaming:
-        train, documents, counted, left_out = _stream(*made, val_rows, **options)
+        train, documents, counted, left_out = _stream(*arguments, val_rows, **options)
         made_by = train.tokenizer
     else:
-        (first, documents), made_by, counted, left_out = _tokenised(*made, val_fraction, cache_dir, split, val_split)
+        (first, documents), made_by, counted, left_out = _tokenised(*arguments, val_fraction, cache_dir, split, val_split)
         train = DocumentRows(first, **options)
     val, end = DocumentRows(documents, **options), int(with_marks(made_by, [""])[0][-1])
     bits = bits_per(int(val.lengths.sum()), counted)
@@ -176,7 +177,7 @@ def task_of(
     *,
     left_out: Mapping[str, Sequence[str]],
 ) -> Task:
-    """Return the task of language modelling on rows of documents that end with an id in ``ends``. ``bits`` is ``Task.bits_per``."""
+    """Return a language-modelling task on rows of documents that end with an id in ``ends``. ``bits`` is ``Task.bits_per``."""
     eos_id = {"eos_id": ends[0] if len(ends) == 1 else tuple(ends)} if ends else {}
     return Task(
         name=name,
@@ -196,30 +197,34 @@ def _tokenised(
     tables: list[Any],
     column: str,
     name: str,
-    wanted: str | Tokenizer,
+    tokenizer_name: str | Tokenizer,
     bpe_vocab_size: int,
     val_fraction: float,
     cache_dir: str | None,
     *splits: str | None,
 ) -> tuple[list[Ragged], Tokenizer, dict[str, int], dict[str, list[str]]]:
-    """Return the documents of both splits with marks around them, the tokenizer, the counts of validation, and sentences about dropped
-    documents; from the cache, or made anew."""
-    given = find_tokenizer(wanted)
-    word = fingerprint(given) if given else [wanted, bpe_vocab_size]
-    # a table that datasets keeps in memory has no files, but a fingerprint
+    """Return the documents of both splits with marks, the tokenizer, the counts of validation, and sentences about dropped documents.
+
+    They come from the cache if there is one.
+    """
+    known = find_tokenizer(tokenizer_name)
+    word = fingerprint(known) if known else [tokenizer_name, bpe_vocab_size]
+    # a table in memory has no files, but a fingerprint
     files = [(len(table), [file["filename"] for file in table.cache_files] or table._fingerprint) for table in tables]
-    key = json.dumps([FORMAT, files, *splits, column, word, val_fraction])  # files change names
+    key = json.dumps([FORMAT, files, *splits, column, word, val_fraction])  # datasets renames a file if its content changes
     cache = f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
 
     def build(path: Path) -> dict[str, Any]:
         train, val = divided(tables, lambda table: hold_out(range(len(table)), val_fraction))
-        tokenizer = tokenizer_of(given or wanted, bpe_vocab_size, _documents(train, column), learned_marks(wanted))
+        tokenizer = tokenizer_of(
+            known or tokenizer_name, bpe_vocab_size, _documents(train, column), learned_marks(tokenizer_name)
+        )
         both, lengths = {"train": _documents(train, column), "val": _documents(val, column)}, list[int]()
 
         def encode(texts: Sequence[str]) -> list[np.ndarray]:
-            found = with_marks(tokenizer, texts)
-            lengths.extend(map(len, found))
-            return found
+            documents = with_marks(tokenizer, texts)
+            lengths.extend(map(len, documents))
+            return documents
 
         return {**write_ids(path, tokenizer, both, encode), "lengths": lengths}
 
@@ -231,7 +236,7 @@ def _tokenised(
     first_of_val = int(np.searchsorted(np.cumsum(lengths), len(parts[0]), side="right"))
     documents, left_out = [], {}
     for split, tokens, of_split, count in zip(("train", "val"), parts, np.split(lengths, [first_of_val]), counts, strict=True):
-        require(len(of_split) > 0, f"{name} has no document for the {split} split: all of them are blank")
+        require(len(of_split) > 0, f"{name} has no document for the {split} split: all its documents are blank")
         documents.append(Ragged(tokens, np.cumsum(of_split) - of_split, of_split))
         left_out[split] = share_of(count - len(of_split), count, BLANK)
     return documents, tokenizer, record["splits"]["val"], left_out
@@ -257,7 +262,7 @@ def with_marks(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """Return the ids of documents with marks around them: bos and eos. A tokenizer with a single mark uses it for both.
 
     Raises:
-        ConfigError: the tokenizer has neither.
+        ConfigError: the tokenizer has neither bos nor eos.
     """
     marks = [[tokenizer.mark_ids[mark]] for mark in ("bos", "eos") if mark in tokenizer.mark_ids]
     require(bool(marks), "data.tokenizer has no bos or eos token to end a document with")
@@ -276,7 +281,7 @@ class DocumentStream:
         column: the column of documents.
         tokenizer: the tokenizer.
         context_len: L, tokens in a row.
-        packing: the documents of a row do not see each other.
+        packing: whether documents of a row are separated, so that they do not see each other.
         name: the name of the data in messages.
     """
 
@@ -288,7 +293,7 @@ class DocumentStream:
     name: str
 
     def rows(self, position: str, seed: int, part: int, parts: int) -> Iterator[tuple[np.ndarray, str]]:
-        """Yield full rows of one of ``parts`` equal parts of the documents, each with the position after the row.
+        """Yield the full rows of part ``part`` of ``parts`` parts of the documents, each with the position after the row.
 
         A row is (3, L) int64: input ids, labels, and the number of the document in the row.
         """
@@ -306,14 +311,14 @@ class DocumentStream:
             used = 0
 
     def _tokens(self, epoch: int, state: Any, seed: int, part: int, parts: int) -> Iterator[tuple[int, Any, np.ndarray]]:
-        """The epoch, the state of the table before some documents, and (3, n) their ids, labels and numbers."""
+        """Yield the epoch, the state of the table before some documents, and their ids, labels and numbers (3, n)."""
         from datasets.distributed import split_dataset_by_node
 
         count = blank = 0
         while True:
             by = "shards" if self.table.num_shards >= parts else "examples"
-            table, found = split_dataset_by_node(self.table, part, parts, strategy=by), state is not None
-            # the number of an epoch is the seed of the order of shards in ``datasets``, and 0 does not shuffle
+            table, has_documents = split_dataset_by_node(self.table, part, parts, strategy=by), state is not None
+            # ``datasets`` seeds the order of shards with the number of the epoch, and does not shuffle with 0
             table.set_epoch(state["epoch"] if state else 1 + int(generator(seed, "epoch", epoch).integers(1 << 31)))
             if state:
                 table.load_state_dict(state)
@@ -325,17 +330,17 @@ class DocumentStream:
                 ids = with_marks(self.tokenizer, texts)
                 if ids:
                     yield epoch, state, shifted(ids, count)
-                count, found, state = count + len(ids), found or bool(ids), table.state_dict()
-            require(found, f"{self.name} has no documents to train on for part {part} of {parts}")
+                count, has_documents, state = count + len(ids), has_documents or bool(ids), table.state_dict()
+            require(has_documents, f"{self.name} has no documents to train on for part {part} of {parts}")
             epoch, state = epoch + 1, None
 
 
 class StreamSource(Source):
     """Training batches from a stream, in the order of their addresses.
 
-    Every process that trains has ``max(1, num_workers)`` parts of the documents, and its micro-batches come from them in turn.
-    ``AddressedLoader`` removes and keeps the ``position`` of a batch: the part, and the position after the batch. The batches depend
-    only on (seed, world, num_workers).
+    Every training process has ``max(1, num_workers)`` parts of the documents, and its micro-batches come from these parts in turn.
+    ``AddressedLoader`` removes the ``position`` from a batch (the part, and the position after the batch) and stores it. The batches
+    depend only on (seed, world, num_workers).
 
     Args:
         stream: the documents.
@@ -369,11 +374,11 @@ class StreamSource(Source):
         return batch | ({"document_ids": document_ids} if self.stream.packing else {})
 
     def state_dict(self, rank: int, positions: Mapping[int, str]) -> dict[str, Any]:
-        """Return ``{"stream": the positions of every process}``. Every process must call it with its own new ``positions``."""
+        """Return ``{"stream": the positions of every process}``. Every process must call this with its own new ``positions``."""
         of_all: list[Any] = [[positions.get(part, start) for part, start in enumerate(self._starts[rank])]]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            (own,), of_all = of_all, [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(of_all, own)
+            (of_rank,), of_all = of_all, [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(of_all, of_rank)
         return {"stream": of_all}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -386,36 +391,46 @@ class StreamSource(Source):
         before, now = list(map(len, starts)), [self.parts] * self.world
         require(
             before == now,
-            f"{self.stream.name}: a stream resumes with the same number of processes and the same data.num_workers: "
-            f"{before} before, {now} now, by process",
+            f"{self.stream.name}: a stream resumes with the same number of processes and the same data.num_workers only, but the "
+            f"workers by process were {before}, and now they are {now}",
         )
         self._first, self._starts, self._next = int(state["step"]), starts, -1
 
 
 def _stream(
-    tables: list[Any], column: str, name: str, wanted: str | Tokenizer, bpe_vocab_size: int, val_rows: int, **options: Any
+    tables: list[Any],
+    column: str,
+    name: str,
+    tokenizer_name: str | Tokenizer,
+    bpe_vocab_size: int,
+    val_rows: int,
+    **options: Any,
 ) -> tuple[DocumentStream, Ragged, dict[str, int], dict[str, list[str]]]:
-    """Return the training documents of a streamed table, the validation documents in memory, the characters and bytes of validation, and
-    sentences about dropped documents."""
+    """Return the training documents of a streamed table, and for validation its documents, counts, and sentences about dropped documents.
+
+    The validation documents are in memory. Their counts are characters and bytes.
+    """
     from datasets import Features, Value, concatenate_datasets
 
-    (table, *own_val), known = tables, find_tokenizer(wanted)
+    (table, *val_table), known = tables, find_tokenizer(tokenizer_name)
     shards = [table.shard(num_shards=table.num_shards, index=index) for index in range(table.num_shards)]
     rows = ((index, row[column]) for index, shard in enumerate(shards) for row in shard)
     texts, held_out = list[str](), Counter[int]()
-    for index, text in ((0, row[column]) for row in own_val[0]) if own_val else rows:  # the rest of ``rows`` trains
+    for index, text in (
+        ((0, row[column]) for row in val_table[0]) if val_table else rows
+    ):  # the rest of ``rows`` is for training
         held_out[index] += 1
         texts += not_blank([text], column)
         if len(texts) == val_rows:
             break
-    if not own_val:
-        # a skip of the whole table would fix the order of its shards; without features, each shard would be opened here
+    if not val_table:
+        # skipping in the whole table would fix the order of its shards; without features, each shard would be opened here
         table, count = table.select_columns([column]).cast(Features({column: Value("string")})), table.num_shards
         table = concatenate_datasets([table.shard(num_shards=count, index=i).skip(held_out[i]) for i in range(count)])
     first = list(islice(not_blank((text for _, text in rows), column), 1 if known else DOCUMENTS_TO_LEARN_FROM))
     enough = bool(first and texts)
-    require(enough, f"{name} has too few documents: data.val_rows={val_rows} of them validate, and others train")
-    tokenizer = tokenizer_of(known or wanted, bpe_vocab_size, first, learned_marks(wanted))
+    require(enough, f"{name} has too few documents: it needs data.val_rows={val_rows} for validation, and others for training")
+    tokenizer = tokenizer_of(known or tokenizer_name, bpe_vocab_size, first, learned_marks(tokenizer_name))
     stream = DocumentStream(table=table, column=column, tokenizer=tokenizer, name=name, **options)
     counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}
     left_out = {"val": share_of(held_out.total() - len(texts), held_out.total(), BLANK)}

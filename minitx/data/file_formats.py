@@ -32,10 +32,10 @@ def load_tables(
         path: a file (.txt, .csv, .tsv, .json, .jsonl, .parquet), several of them (``data/*.jsonl``), a folder, or a name on the
             Hugging Face hub. Each line of a text file is a row with the column ``text``.
         val_path: the table of validation rows; ``null``: see ``val_split``.
-        subset: the name of one of several data sets at ``path`` on the hub.
+        subset: the name of a data set, if ``path`` on the hub has several.
         split: the training split. A local file has one split, ``train``. Slices such as ``train[:10%]`` are allowed.
         val_split: the validation split; ``null``: ``val_fraction`` of the rows is held out, unless ``val_path`` is given.
-        options: what ``load_table`` takes besides.
+        options: further arguments of ``load_table``.
     """
     tables = [load_table(path, subset=subset, split=split, **options)]
     if val_path is not None or val_split is not None:
@@ -67,39 +67,39 @@ def load_table(
         path, subset, split: see ``load_tables``.
         key, split_key: the keys of path and split, for messages.
         streaming: read rows only when they are needed.
-        reader: how to read files. ``texts``: columns of csv and tsv files to read as text, even if they look like numbers.
+        reader: options for reading files. ``texts``: columns of csv and tsv files to read as text, even if they look like numbers.
             ``header`` (default true): whether csv and tsv files begin with the names of columns. Otherwise columns are numbered
             from 0. ``kind``: ``csv`` or ``text`` (one row per line), for any suffix.
 
     Raises:
         ConfigError: the path or the split does not exist, the hub cannot be reached, or the files cannot be read.
     """
-    said, local = f"data.{key}={path}", Path(path).expanduser()
-    datasets = package("datasets", said)
-    files, here = _files_of(path, said, **reader)
-    options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming, **here}
-    with _quiet() if here else contextlib.nullcontext():  # errors of local files are reported here
+    option, local = f"data.{key}={path}", Path(path).expanduser()
+    datasets = package("datasets", option)
+    files, local_options = _files_of(path, option, **reader)
+    options: dict[str, Any] = {"path": path, "name": subset, "split": split, "streaming": streaming, **local_options}
+    with _quiet() if local_options else contextlib.nullcontext():  # errors of local files are reported below
         try:
             if local.is_dir():
-                files, reading = _of_folder(local, subset, said, **reader)
+                files, reading = _of_folder(local, subset, option, **reader)
                 options |= reading
             table = datasets.load_dataset(**options)
-            # the names that datasets gives to names of rows; of a stream, it knows none
+            # datasets gives columns of row names such names; in a stream they are not known yet
             may_move = streaming or any(name.startswith("__index_level_") for name in table.column_names)
-            if "sep" in options and may_move:  # of csv
-                _check_names(files, said, **{key: options[key] for key in ("sep", "quoting", "header") if key in options})
+            if "sep" in options and may_move:  # csv and tsv files
+                _check_names(files, option, **{key: options[key] for key in ("sep", "quoting", "header") if key in options})
             return table
         except ConfigError:
             raise
         except Exception as error:  # datasets raises many kinds
             error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            said = f"data.{split_key}={split}" if "split" in str(error).lower() else said
-            raise ConfigError(f"{said} cannot be read: {first_line(error)}") from None
+            option = f"data.{split_key}={split}" if "split" in str(error).lower() else option
+            raise ConfigError(f"{option} cannot be read: {first_line(error)}") from None
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No bars and no logs of ``datasets``."""
+    """Silence the progress bars and logs of ``datasets``."""
     import datasets
 
     level, has_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
@@ -113,39 +113,41 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _files_of(path: str, said: str, **reader: Any) -> tuple[list[str], dict[str, Any]]:
+def _files_of(path: str, option: str, **reader: Any) -> tuple[list[str], dict[str, Any]]:
     """Local files matching ``path``, and the load_dataset options for them; ([], {}) for a name on the hub."""
     local = Path(path).expanduser()
-    is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else the name of a file: "reviews [1].csv"
+    is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else it names a file such as "reviews [1].csv"
     files = sorted(glob(str(local), recursive=True)) if is_pattern else [str(local)]
     if local.is_dir():
         is_read = not set("*?[") & set(str(local.absolute()))  # datasets would read the folders that match the pattern
-        require(is_read, f"{said}: a folder with * ? or [ in its path cannot be read: give a file in it, or rename it")
+        require(
+            is_read, f"{option}: a folder with * ? or [ in its path cannot be read: name a file in it, or rename the folder"
+        )
         return files, {"path": str(local)}
     if files and Path(files[0]).is_file():
         named = {"train": [escape(os.path.abspath(file)) for file in files]}
-        return files, {"name": None, "data_files": named, **_reader(files, said, **reader)}
+        return files, {"name": None, "data_files": named, **_reader(files, option, **reader)}
     is_named = files and local.suffix.lower() not in KINDS and not path.startswith((".", "/", "~")) and path.count("/") < 2
-    require(bool(is_named), f"{said} does not exist; a file, a folder or a name on the Hugging Face hub is wanted")
+    require(bool(is_named), f"{option} does not exist; it must be a file, a folder or a name on the Hugging Face hub")
     return files, {}
 
 
 def _reader(
-    files: Sequence[str], said: str, *, texts: Sequence[str | int] = (), header: bool = True, kind: str | None = None
+    files: Sequence[str], option: str, *, texts: Sequence[str | int] = (), header: bool = True, kind: str | None = None
 ) -> dict[str, Any]:
-    """Which of the readers of ``datasets`` reads these files, and how."""
+    """The reader of ``datasets`` for these files, and its options."""
     suffixes = sorted({Path(file).suffix.lower() for file in files})
     known = kind is not None or (len(suffixes) == 1 and suffixes[0] in KINDS)
-    require(known, f"{said} must be of one of the kinds {', '.join(KINDS)}, got {', '.join(suffixes)}")
-    require(any(Path(file).stat().st_size for file in files), f"{said} is empty")
+    require(known, f"{option} must have one of the suffixes {', '.join(KINDS)}, got {', '.join(suffixes)}")
+    require(any(Path(file).stat().st_size for file in files), f"{option} is empty")
     kind = kind or KINDS[suffixes[0]]
     return {"path": kind, **_reading(kind, "," if suffixes == [".csv"] else "\t", texts, header)}
 
 
 def _of_folder(
-    folder: Path, subset: str | None, said: str, *, texts: Sequence[str | int] = (), header: bool = True, **_: Any
+    folder: Path, subset: str | None, option: str, *, texts: Sequence[str | int] = (), header: bool = True, **_: Any
 ) -> tuple[list[str], dict[str, Any]]:
-    """The files that ``datasets`` takes of a folder, and how it is to read them. A warning names files that it leaves."""
+    """The files in a folder that ``datasets`` reads, and the load_dataset options for them. A warning lists files that are not read."""
     import datasets
 
     builder = datasets.load_dataset_builder(str(folder), subset)
@@ -158,36 +160,37 @@ def _of_folder(
         file.name for file in sorted(folder.glob("[!.]*.*")) if file.suffix.lower() in KINDS and file.resolve() not in taken
     ]
     if left:
-        log.warning("%s: %d files are read, and %d are not: %s", said, len(taken), len(left), ", ".join(left[:3]))
+        log.warning("%s: %d files are read, and %d are not: %s", option, len(taken), len(left), ", ".join(left[:3]))
     reading = _reading(kind, getattr(builder.config, "sep", ","), texts, header)
-    if "header" in reading:  # a None that datasets does not hand on from a folder
+    if "header" in reading:  # for a folder, datasets does not pass on a None
         reading |= {"path": kind, "name": None, "data_files": {split: [*map(escape, of)] for split, of in by_split.items()}}
     return files, reading
 
 
 def _reading(kind: str, sep: str, texts: Sequence[str | int], header: bool) -> dict[str, Any]:
-    """How the reader ``kind`` of ``datasets`` is to read its files."""
+    """The options of the reader ``kind`` of ``datasets``."""
     if kind != "csv":
         return {"encoding": "utf-8-sig"} if kind == "text" else {}
-    quotes = {"quoting": 3} if sep == "\t" else {}  # behind tabs, a quote is text
+    quotes = {"quoting": 3} if sep == "\t" else {}  # in tsv files, a quote is text
     names = {} if header else {"header": None}
     return {"keep_default_na": False, "converters": dict.fromkeys(texts, str), "sep": sep, **quotes, **names}
 
 
-def _check_names(files: Sequence[str], said: str, **options: Any) -> None:
-    """Refuse rows that have more fields than the first line has names. pandas takes the first fields for the names of rows, and each
-    column then has the values of the next one.
+def _check_names(files: Sequence[str], option: str, **options: Any) -> None:
+    """Refuse files whose rows have more fields than the first line has names.
+
+    pandas would take the first fields as row names, and each column would have the values of the column before.
     """
     import pandas
 
     for file in files:
         table = pandas.read_csv(file, nrows=1, **options)
         fit = isinstance(table.index, pandas.RangeIndex)
-        require(fit, f"{said} has rows with more fields than its first line has names: {', '.join(map(str, table.columns))}")
+        require(fit, f"{option} has rows with more fields than its first line has names: {', '.join(map(str, table.columns))}")
 
 
 def share_of(part: int, count: int, what: str) -> list[str]:
-    """Return the sentence that says how many of ``count`` rows are left out or cut (``Task.left_out``), or none if ``part`` is 0.
+    """Return a sentence about ``part`` of ``count`` rows that are left out or cut (``Task.left_out``), or none if ``part`` is 0.
 
     >>> share_of(3, 1000, "rows are left out: without text")
     ['3 of 1,000 rows are left out: without text']
@@ -196,30 +199,30 @@ def share_of(part: int, count: int, what: str) -> list[str]:
 
 
 def column_names(table: Any) -> list[str]:
-    """Return the columns of a table. A stream may have to be read to know them."""
+    """Return the columns of a table. For some streams, the first row must be read."""
     return table.column_names or list(next(iter(table), {}))
 
 
-def column_of(table: Any, wanted: str, key: str) -> str:
-    """Return ``wanted`` if it is a column of ``table``.
+def column_of(table: Any, column: str, key: str) -> str:
+    """Return ``column`` if ``table`` has it.
 
     Raises:
         ConfigError: the table does not have this column. The message lists the columns.
     """
     names = column_names(table)
-    require(wanted in names, f"data.{key}={wanted} is not a column of the data: the columns are {', '.join(map(str, names))}")
-    return wanted
+    require(column in names, f"data.{key}={column} is not a column of the data: the columns are {', '.join(map(str, names))}")
+    return column
 
 
-def as_texts(values: Iterable[Any], said: str) -> Iterator[str]:
-    """Return the texts, with an empty text for ``null``.
+def as_texts(values: Iterable[Any], option: str) -> Iterator[str]:
+    """Yield the texts, with an empty text for ``null``.
 
     Raises:
-        ConfigError: a value is not a text. The message contains ``said`` (``data.KEY=VALUE``).
+        ConfigError: a value is not a text. The message begins with ``option`` (``data.KEY=VALUE``).
     """
     for value in values:
         if not isinstance(value, str | None):
-            raise ConfigError(f"{said} must have texts, got {type(value).__name__}")
+            raise ConfigError(f"{option} must have texts, got {type(value).__name__}")
         yield value or ""
 
 
@@ -243,8 +246,8 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
     read = [[*table[column_of(table, column, "label_column")]] for table in tables]
     read = _with_numbers([[value.strip() if isinstance(value, str) else value for value in values] for values in read], tables)
     for table, values in zip(tables, read, strict=True):
-        own = getattr(table.features[column], "names", None)  # values are numbers of these, if there are any
-        nothing = (None, "", -1) if own else (None, "")
+        class_names = getattr(table.features[column], "names", None)  # if there are any, values are indices into them
+        nothing = (None, "", -1) if class_names else (None, "")
         without = sum(value in nothing or value != value for value in values)  # NaN is not equal to itself
         require(not without, f"data.label_column={column} has {without} of {len(values)} rows without a label: remove them")
         other = next((value for value in values if not isinstance(value, int | str)), None)
@@ -253,8 +256,8 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
             f"data.label_column={column} must have words or whole numbers, got {type(other).__name__} ({other!r:.20}): a label is the "
             "name of a class",
         )
-        names = names or own
-        columns.append([own[value] for value in values] if own else values)
+        names = names or class_names
+        columns.append([class_names[value] for value in values] if class_names else values)
     seen = {value for values in columns for value in values}
     unknown = seen - set(names or seen)
     if unknown or len({type(value) for value in seen}) > 1:
@@ -266,7 +269,7 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
 
 
 def _with_numbers(columns: list[list[Any]], tables: Sequence[Any]) -> list[list[Any]]:
-    """The columns, with numbers and truth values for the texts of csv files, unless two texts of a file are one number (01 and 1)."""
+    """The columns, with the texts of csv files converted to numbers or truth values, unless two texts are the same number (01 and 1)."""
     known: list[dict[Any, Any]] = [
         _numbers(values) if table.info.builder_name == "csv" else {} for table, values in zip(tables, columns, strict=True)
     ]
@@ -277,7 +280,7 @@ def _with_numbers(columns: list[list[Any]], tables: Sequence[Any]) -> list[list[
 
 
 def _numbers(values: Iterable[Any]) -> dict[Any, Any]:
-    """What the texts are, if all of them are numbers, or all of them truth values."""
+    """The numbers or truth values that the texts stand for, if all are numbers or all are truth values, else nothing."""
     import pandas
 
     texts = [*{*values}]

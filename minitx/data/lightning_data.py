@@ -1,4 +1,4 @@
-"""Load the data of a run as a ``Task``. Of a ``LightningDataModule`` the data sets and ``collate_fn`` stay, and minitx chooses the rows."""
+"""Load the data of a run as a ``Task``. For a ``LightningDataModule``, its data sets and ``collate_fn`` are used, and minitx chooses the rows."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def overrides(part: Any, base: type, name: str) -> bool:
 
 
 class Collated(Split):
-    """A map-style data set and the function that makes a batch of its rows.
+    """A map-style data set and the function that makes a batch from its rows.
 
-    A batch must be a mapping with ``labels``, or a pair of tensors (``inputs``, ``labels``). Random draws of the data set and of the
-    function, from the generators of Python, NumPy and torch, depend on (seed, step, first row).
+    A batch must be a mapping with ``labels``, or a pair of tensors (``inputs``, ``labels``). If the data set or the function draws from
+    the generators of Python, NumPy or torch, the draws depend on (seed, step, first row).
 
     Raises:
         ConfigError: the loader is not a plain ``DataLoader`` over a map-style data set.
@@ -55,21 +55,21 @@ class Collated(Split):
         place = f"data: {method}"
         require(
             isinstance(loader, DataLoader),
-            f"{place} must return one torch.utils.data.DataLoader, got {type(loader).__name__}. Join several data sets with "
+            f"{place} must return one torch.utils.data.DataLoader, got {type(loader).__name__}: join several data sets with "
             "torch.utils.data.ConcatDataset",
         )
         rows, sampler = loader.dataset, loader.sampler
         is_indexed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, IterableDataset)
         require(
             is_indexed,
-            f"{place} reads {type(rows).__name__} without len() or [i], and minitx chooses the rows of a step by their number",
+            f"{place} reads {type(rows).__name__} without len() or [i], but minitx chooses the rows of a step by their number",
         )
         is_plain = loader.batch_size is not None and type(sampler) in (RandomSampler, SequentialSampler)
         repeats = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(rows))
         chooses = type(sampler if loader.batch_size is not None else loader.batch_sampler).__name__
         require(
             is_plain and not repeats,
-            f"{place} chooses rows by {chooses}, but minitx chooses the rows of a step: repeat or leave out rows in the data set",
+            f"{place} chooses rows by {chooses}, but minitx chooses the rows of a step: repeat or drop rows in the data set",
         )
         changes = [name for name in ("__iter__", "__len__") if overrides(loader, DataLoader, name)]
         require(not changes, f"{place} returns a {type(loader).__name__} with its own {', '.join(changes)}: use collate_fn")
@@ -100,18 +100,18 @@ class Collated(Split):
 
 
 def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
-    """Return a ``LightningDataModule`` as a task, with ``batch_size`` and ``num_workers`` of its training loader.
+    """Convert a ``LightningDataModule`` to a task. Also return ``batch_size`` and ``num_workers`` of its training loader.
 
-    ``prepare_data`` and ``setup`` are called as Lightning calls them. While they run, ``data.trainer.world_size`` is the number of
-    processes. ``teardown`` is not called. The task takes the attributes ``tokenizer`` and ``model_fields``, if there are any.
+    ``prepare_data`` and ``setup`` are called as in Lightning. While they run, ``data.trainer.world_size`` is the number of processes.
+    ``teardown`` is not called. The task gets the attributes ``tokenizer`` and ``model_fields``, if there are any.
 
     Args:
         data: a data module of ``lightning`` or ``pytorch_lightning``.
         world: number of processes of the run.
 
     Raises:
-        ConfigError: ``data`` is another object, its loaders choose rows in a way of their own, it changes batches after the loader,
-            or it has a state that a checkpoint would have to hold.
+        ConfigError: ``data`` is not a ``LightningDataModule``, its loaders use a custom sampler, it changes batches after the loader, or
+            it has a state that a checkpoint would have to store.
     """
     base, name = lightning_base(data, "LightningDataModule"), type(data).__name__
     require(base is not None, f"data must be a Task or a LightningDataModule, got {name}")
@@ -134,9 +134,9 @@ def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
             splits["test"] = Collated(data.test_dataloader(), "test_dataloader")
     finally:
         data.trainer = trainer
-    require(not data.state_dict(), f"data: {name}.state_dict is not empty, and minitx does not save it")
+    require(not data.state_dict(), f"data: {name}.state_dict is not empty, but minitx does not save it")
     if isinstance(loader.sampler, SequentialSampler):
-        log.info("data: minitx shuffles the rows of %s.train_dataloader in spite of shuffle=False", name)
+        log.info("data: minitx shuffles the rows of %s.train_dataloader despite shuffle=False", name)
     fields = dict(getattr(data, "model_fields", {}))
     task = Task(name=name, model_fields=fields, tokenizer=getattr(data, "tokenizer", None), **splits)
     return task, {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
@@ -145,10 +145,10 @@ def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
 def load_task(
     part: Part, *, seed: int = 0, tokenizer: Tokenizer | None = None, trainer: TrainerConfig | None = None
 ) -> tuple[Task, dict[str, int]]:
-    """Return the data of a part as a task, with ``batch_size``, the rows of a step, and ``num_workers``.
+    """Load the data of a part as a task. Also return ``batch_size``, the number of rows of a step, and ``num_workers``.
 
-    A target that names ``batch_size``, ``num_workers``, ``seed`` or ``tokenizer`` gets them. A batch of the training loader of a
-    ``LightningDataModule`` is a micro-batch of one process, as in Lightning.
+    A target with a parameter ``batch_size``, ``num_workers``, ``seed`` or ``tokenizer`` gets its value. A batch of the training loader
+    of a ``LightningDataModule`` is a micro-batch of one process, as in Lightning.
 
     Args:
         tokenizer: a tokenizer to use instead of the one in ``part``, for example the tokenizer of a checkpoint.
@@ -160,9 +160,9 @@ def load_task(
     seed_device(seed)
     if tokenizer is not None and "tokenizer" in part.names:
         part = part.with_(tokenizer=tokenizer)
-    data = part.build(**part.beside, seed=seed)
+    data = part.build(**part.run_values, seed=seed)
     if isinstance(data, Task):
-        return data, dict(part.beside)
+        return data, dict(part.run_values)
     world, accumulate = (trainer.world_size, trainer.accumulate) if trainer is not None else (1, 1)
     task, loading = task_of_loaders(data, world)
     return task, {**loading, "batch_size": loading["batch_size"] * accumulate * world}

@@ -38,8 +38,9 @@ def kv_lookup(*, num_keys: Count = 64, num_values: Count = 16, num_pairs: Count 
 def multi_query_recall(
     *, num_keys: Count = 64, num_values: Count = 16, num_pairs: Count = 16, num_queries: Count = 16, val_size: Count = 1024
 ) -> Task:
-    """T2 (MQAR): keys and values are separate tokens; some of the keys are asked for (Arora et al. 2023, "Zoology",
-    arXiv:2312.04927, §3).
+    """T2 (MQAR): keys and values are separate tokens, and some of the keys are queried.
+
+    Arora et al. 2023, "Zoology", arXiv:2312.04927, §3.
 
     With P pairs and Q queries a row has L = 2P + Q positions: P distinct uniform keys, each followed by its value
     (independent, uniform), then Q of the keys again, distinct and in random order:
@@ -47,9 +48,9 @@ def multi_query_recall(
         input_ids   k_1   v_1   …  k_P   v_P   q_1 … q_Q          keys are 0 … num_keys − 1, values follow them
         labels      −100  −100  …  −100  −100  a_1 … a_Q          a_i is the value of q_i
 
-    A value is one position after its key, so two layers are needed: the first tells each value which key is before it, the
+    A value is one position after its key, so two layers are needed: the first copies the key to the position of its value, and the
     second looks up the key. Unlike in Zoology, values may repeat (a guess is always right with probability 1/num_values), and
-    the queries have no filler tokens between them: a query is 2 to L − 1 positions after its key.
+    there are no filler tokens between queries: a query is 2 to L − 1 positions after its key.
 
     Args:
         num_keys: number of different keys.
@@ -87,7 +88,7 @@ def induction(*, num_tokens: Count = 64, segment_len: Count = 12, max_gap: Natur
         val_size: number of validation rows. They are the same for every seed.
     """
     drawn = segment_len + max_gap
-    require(segment_len > 1, f"data.segment_len={segment_len} must be at least 2: its first token is not asked for")
+    require(segment_len > 1, f"data.segment_len={segment_len} must be at least 2: its first token is not predicted")
     require(drawn <= num_tokens, f"data.num_tokens={num_tokens} must be at least segment_len + max_gap = {drawn}")
     draw = partial(_induction, num_tokens, segment_len, max_gap)
     return _recall("induction", draw, val_size, 1 / num_tokens, vocab_size=num_tokens)
@@ -126,7 +127,7 @@ def _check_pairs(num_pairs: int, num_keys: int) -> None:
 
 
 def _recall(name: str, draw: Callable[..., Batch], val_size: int, chance: float, **fields: int) -> Task:
-    """New rows for each training step, and fixed ones for validation."""
+    """A task with new rows in each training step, and fixed rows for validation."""
     val = draw(val_size, generator(VALIDATION_SEED, "val"))
     return Task(
         name=f"data={name}",
@@ -142,7 +143,7 @@ def _recall(name: str, draw: Callable[..., Batch], val_size: int, chance: float,
 
 
 def _distinct(num_kinds: int, shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
-    """In each row different numbers of 0 … num_kinds − 1, uniform, in random order."""
+    """Distinct numbers of 0 … num_kinds − 1 in each row, uniform and in random order."""
     every = np.broadcast_to(np.arange(num_kinds), (shape[0], num_kinds))
     return random.permuted(every, axis=1)[:, : shape[1]]
 
@@ -176,8 +177,8 @@ def induction_targets(input_ids: Tensor) -> Tensor:
     >>> induction_targets(torch.tensor([[5, 7, 9, 5, 7]])).tolist()
     [[-1, -1, -1, 1, 2]]
     """
-    found = previous_occurrences(input_ids)
-    return torch.where(found < 0, found, found + 1)
+    previous = previous_occurrences(input_ids)
+    return torch.where(previous < 0, previous, previous + 1)
 
 
 def answer_positions(batch: Batch) -> Tensor:
@@ -186,6 +187,6 @@ def answer_positions(batch: Batch) -> Tensor:
     A head with its weight there solves the task. In kv-lookup a value is at the position of its key, otherwise one position
     after it.
     """
-    has_pairs = "token_type_ids" in batch  # a position holds a key and its value
+    has_pairs = "token_type_ids" in batch  # a position contains a key and its value
     positions = previous_occurrences(batch["input_ids"]) if has_pairs else induction_targets(batch["input_ids"])
     return torch.where(batch["labels"] == IGNORED, -1, positions)

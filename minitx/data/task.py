@@ -32,7 +32,7 @@ Draw = Callable[[int], np.random.Generator]
 
 
 KINDS = ("language_model", "masked_lm", "seq2seq", "classify", "tag", "other")
-"""The kinds of tasks. ``tag`` classifies every token, ``other`` is any task that none of these words describes."""
+"""The kinds of tasks. ``tag`` classifies every token, and ``other`` is any further task."""
 
 KEY_MASKS = {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}
 
@@ -43,21 +43,21 @@ PAD = {
     "position_ids": 0,
     **dict.fromkeys(("key_mask", "decoder_key_mask", "attention_mask", "decoder_attention_mask"), 0),  # hidden
 }
-"""Keys with a padding value that is right for every model. Other keys need ``Task.pad`` or ``Task.key_masks``."""
+"""Padding values that are right for every model. Other keys need ``Task.pad`` or ``Task.key_masks``."""
 
 
-def package(name: str, said: str, wanted: str = "", extra: str = "train") -> Any:
-    """Import a module that an extra installs. Raise a ConfigError that names its package if it is missing."""
+def package(name: str, option: str, distribution: str = "", extra: str = "train") -> Any:
+    """Import a module that an extra installs. If it is missing, raise a ConfigError that names the package."""
     try:
         return import_module(name)
     except ImportError:
         hint = f"install minitx with the extra {extra}"
-        raise ConfigError(f"{said} needs the package {wanted or name}: {hint}") from None
+        raise ConfigError(f"{option} needs the package {distribution or name}: {hint}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A data set for training and validation. The loaders of this package return one. A function of yours can return one too.
+    """A data set for training and validation. The functions of this package return a ``Task``, and your own function can, too.
 
     A split is a map-style data set: a list, a torch ``Dataset`` or a ``datasets.Dataset``. ``split[i]`` is a dict of tensors,
     arrays, numbers or lists of numbers. It must contain ``labels``, with −100 at positions that do not count. A split may
@@ -74,22 +74,22 @@ class Task:
     Attributes:
         name: the name of the data in messages, such as ``data=kjv`` or ``data.path=my.txt``.
         kind: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify``, ``tag`` (a label for every token) or ``other``. It
-            decides which metrics an evaluation computes, and which models fit.
-        train, val: the splits. test: a third one, for ``evaluation.test``, or None.
+            determines the metrics of an evaluation, and the models that fit.
+        train, val: the splits. test: a third split, for ``evaluation.test``, or None.
         pad: padding values by key, for rows of different lengths. A key needs an entry here, in ``key_masks`` or in the table
             ``PAD`` (``labels``: −100; ``token_type_ids`` ...). A key of ``key_masks`` without an entry here is padded with 0.
         key_masks: the keys that get a bool mask (True = real), and the names of the masks in the batch.
         bucket: put rows of similar length into the same batch.
-        longest: the number of tokens of the longest row. A model with learned positions must reach it. ``None``: unknown.
+        longest: the number of tokens of the longest row. A model with learned positions needs at least this many. ``None``: unknown.
         tokenizer: the tokenizer of the texts.
         model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
-        left_out: how many rows of each split were left out or cut, and why: sentences by split. A run shows them before
-            the first step, an evaluation after its metrics.
+        left_out: for each split, sentences about rows that were left out or cut, with their number and the reason. A run shows them
+            before the first step, an evaluation after its metrics.
         val_examples: (source text, reference text or label) of the validation rows, in order, if the task has both.
-        test_examples: the same of the rows of ``test``. Without examples, an evaluation has no generated answers.
+        test_examples: the same for the rows of ``test``. Without examples, an evaluation has no generated answers.
         label_names: the names of the labels of a classification.
         baselines: a function that computes the results of simple methods, by name.
-        bits_per: factors from nats per token to bits per ``byte`` and ``character``, of a language model.
+        bits_per: for a language model, factors from nats per token to bits per ``byte`` and ``character``.
         floors: cross-entropies in nats of simple language models (``unigram``, ``bigram``), for comparison.
         recall: whether each row contains its answers.
 
@@ -102,8 +102,8 @@ class Task:
     [[True, True, False], [True, True, True]]
 
     Raises:
-        ConfigError: ``kind`` is another word. When a batch is made: its rows have different keys or shapes, or different lengths of
-            a key that nothing says how to pad.
+        ConfigError: ``kind`` is unknown. When a batch is made: its rows have different keys or shapes, or different lengths of a key
+            without a padding value.
     """
 
     name: str
@@ -131,8 +131,10 @@ class Task:
 
 
 class Split(ABC):
-    """A split that makes whole batches at once. ``lengths`` (N,) are the lengths of the rows, for ``Task.bucket``, and ``key_masks``
-    as in ``Task``, if it makes masks."""
+    """A split that makes whole batches at once.
+
+    ``lengths`` (N,) are the lengths of the rows, for ``Task.bucket``. ``key_masks`` is as in ``Task``, if the split makes masks.
+    """
 
     lengths: np.ndarray
     key_masks: Mapping[str, str] = {}
@@ -158,7 +160,7 @@ class Rows(Split):
     """A map-style data set as a ``Split``. See ``Task``."""
 
     def __init__(self, rows: Any, task: Task) -> None:
-        # not the task: its baselines are lambdas and cannot be pickled
+        # the task is not stored, because its baselines are lambdas and cannot be pickled
         self.rows, self.name, self.pad, self.key_masks = rows, task.name, task.pad, task.key_masks
 
     def __len__(self) -> int:
@@ -209,7 +211,7 @@ class Rows(Split):
             array = np.array(None)
         if array.dtype.kind not in "biuf":
             raise ConfigError(
-                f"{self.name}: {key} must be tensors, numbers or lists of numbers whose shapes differ in the length of lists alone, "
+                f"{self.name}: {key} must be tensors, numbers or lists of numbers whose shapes differ only in the length of lists, "
                 f"got {first!r:.60}"
             )
         if array.dtype.kind in "iu" and array.ndim < 3:
@@ -229,9 +231,9 @@ class Rows(Split):
         if key not in known and len(set(lengths)) > 1:
             mask = KEY_MASKS.get(key, f"{key}_mask")
             raise ConfigError(
-                f"{self.name}: rows have {min(lengths)} to {max(lengths)} values of {key}, and nothing says how to pad them: give "
+                f"{self.name}: rows have {min(lengths)} to {max(lengths)} values of {key}, but no padding value is known: pass "
                 f"Task(key_masks={{{key!r}: {mask!r}}}) if forward has a parameter {mask} (True = real), or Task(pad={{{key!r}: VALUE}}) "
-                "if the model knows padding by this value"
+                "if the model recognises padding by this value"
             )
         return known.get(key, 0)
 
@@ -282,7 +284,7 @@ def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:
     [[5, 6, 7], [8, 0, 0]]
     """
     lengths = np.array([len(row) for row in rows])
-    full = [row for row in rows if len(row)]  # an empty list of Python's is float64, whatever its neighbours are
+    full = [row for row in rows if len(row)]  # an empty Python list would become float64
     together = np.concatenate(full or [np.zeros(0, np.int64)])
     values = np.full((len(rows), max(1, lengths.max())), fill, together.dtype)
     values[np.arange(values.shape[1]) < lengths[:, None]] = together
@@ -328,8 +330,8 @@ def seed_device(seed: int, device: torch.device | None = None) -> None:
     """Seed the generators of Python, NumPy and torch: a user's data and model may draw from any of them.
 
     Args:
-        device: seed this device and the CPU. None: all devices, by ``torch.manual_seed``. Each call of it before CUDA is initialised
-            queues another seeding with a formatted stack trace.
+        device: seed this device and the CPU. None: all devices, by ``torch.manual_seed``. Before CUDA is initialised, each call of that
+            function queues another seeding with a formatted stack trace.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -344,7 +346,7 @@ def seed_device(seed: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
-    """A context that restores the random generators of Python, NumPy and torch, on the CPU and on all devices of this type."""
+    """Restore the random generators of Python, NumPy and torch at the end, on the CPU and on all devices of this type."""
     module: Any = getattr(torch, device.type, None)
     count = module.device_count() if hasattr(module, "get_rng_state") else 0
     python, numpy = random.getstate(), np.random.get_state()
@@ -357,7 +359,7 @@ def kept_generators(device: torch.device) -> Iterator[None]:
 
 
 def num_held_out(count: int, fraction: float) -> int:
-    """Return how many of ``count`` groups are held out for validation: the fraction, but at least one, and never all."""
+    """Return the number of ``count`` groups to hold out for validation: the fraction, but at least one, and never all."""
     return min(max(1, round(fraction * count)), count - 1)
 
 
@@ -369,7 +371,7 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
         fraction: the fraction of groups for validation; see ``num_held_out``.
 
     Returns:
-        The rows of training, in order, and of validation. The latter are shuffled, so that the first rows represent all.
+        The rows of training, in order, and of validation. Validation rows are shuffled, so that the first rows represent all.
 
     Raises:
         ConfigError: there are fewer than two groups, or ``fraction`` is not in (0, 1).
@@ -379,10 +381,12 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
     [0, 1, 2, 3]
     """
     fraction = read(Fraction, fraction, "data.val_fraction")
-    free = sorted(set(groups))
-    require(len(free) > 1, f"data.val_fraction={fraction} leaves a split empty: the data have {len(free)} different rows")
+    distinct = sorted(set(groups))
+    require(
+        len(distinct) > 1, f"data.val_fraction={fraction} leaves a split empty: the data have {len(distinct)} different rows"
+    )
     random = generator(VALIDATION_SEED, "hold_out")
-    chosen = {free[i] for i in random.permutation(len(free))[: num_held_out(len(free), fraction)]}
+    chosen = {distinct[i] for i in random.permutation(len(distinct))[: num_held_out(len(distinct), fraction)]}
     validates = np.array([group in chosen for group in groups])
     return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))
 
@@ -393,17 +397,17 @@ def tokenizer_of(tokenizer: str | Tokenizer, bpe_vocab_size: int, texts: Iterabl
     Args:
         tokenizer: ``char`` (one id per character) or ``bpe`` (byte-level), both learned from the training split (``bpe`` from at
             most 67 million characters of a text file, spread over it); or a ``tokenizer.json``, a folder that contains one, or a
-            name on the Hugging Face hub. From Python also a ``Tokenizer``.
+            name on the Hugging Face hub. In Python, it may be a ``Tokenizer``.
         bpe_vocab_size: largest vocabulary of ``tokenizer=bpe``.
         texts: the texts that ``char`` and ``bpe`` are learned from.
         marks: the marks of a tokenizer that is learned.
     """
-    found = find_tokenizer(tokenizer)
-    return found or train_tokenizer(str(tokenizer), texts, vocab_size=bpe_vocab_size, marks=marks)
+    known = find_tokenizer(tokenizer)
+    return known or train_tokenizer(str(tokenizer), texts, vocab_size=bpe_vocab_size, marks=marks)
 
 
 def key_value_texts(input_ids: Sequence[int], token_type_ids: Sequence[int]) -> list[str]:
-    """Return readable positions: ``key:value``, with values from 1 on as in ``token_type_ids``, or only the key if it has no value.
+    """Return a readable text for each position: ``key:value``, with values from 1 as in ``token_type_ids``, or only the key.
 
     >>> key_value_texts([12, 3, 12], [5, 1, 0])
     ['12:5', '3:1', '12']
@@ -412,7 +416,7 @@ def key_value_texts(input_ids: Sequence[int], token_type_ids: Sequence[int]) -> 
 
 
 def position_texts(task: Task, inputs: Batch) -> dict[str, list[list[str]]]:
-    """Return a text for each position of a batch: its token, or ``KEY:VALUE`` in a recall task. {} if there is neither."""
+    """Return a text for each position of a batch: its token, or ``KEY:VALUE`` in a recall task. {} in other tasks."""
     ids = {axis: inputs[axis] for axis in ("input_ids", "decoder_input_ids") if axis in inputs}
     if task.tokenizer is not None:
         return {axis: [token_texts(task.tokenizer, row) for row in rows.tolist()] for axis, rows in ids.items()}

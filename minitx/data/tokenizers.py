@@ -1,6 +1,6 @@
 """Tokenizers: characters, byte-level BPE, and any ``tokenizer.json``, all through the package ``tokenizers``.
 
-A checkpoint stores its tokenizer as plain data (``to_dict``). ``char`` and ``bpe`` are learnt from the training split only.
+A checkpoint stores its tokenizer as plain data (``to_dict``). ``char`` and ``bpe`` are learned from the training split only.
 A mark is a token that no text contains: ``pad``, ``bos``, ``eos``, ``mask`` or ``cls``.
 """
 
@@ -28,7 +28,7 @@ END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
 UNKNOWN = "<unk>"
 LONGEST_WORD = 100_000
-# the first name is ours, the others are common in published models
+# the first name is ours; the others are common in published models
 NAMES_OF_MARKS = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
     "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
@@ -39,17 +39,19 @@ NAMES_OF_MARKS = {
 
 
 class Tokenizer:
-    """A ``tokenizer.json``. A text never gives a mark or another special token: their names are read as plain characters, and
-    a text is refused where the vocabulary has such a name as a word, as T5's has ``</s>``.
+    """A ``tokenizer.json``. A text never becomes a mark or another special token.
 
-    Padding, truncation and the tokens around a text that the file may ask for are not applied. Batches are encoded on
-    all cores. A character model (``train_tokenizer("char", ...)``) looks its ids up in a table.
+    The names of special tokens in a text are read as plain characters. If the vocabulary has such a name as a word, as T5's has
+    ``</s>``, a text with this name is an error. Padding, truncation and special tokens around a text, which the file may define, are not
+    applied. Batches are encoded on all cores. A character model (``train_tokenizer("char", ...)``) looks its ids up in a table.
 
     Args:
-        serialized: the content of a ``tokenizer.json``, of any model.
+        serialized: the content of a ``tokenizer.json`` with any model.
+        chat_template: a chat template, or None.
+        special_tokens: the texts of special tokens by role, such as ``pad_token``.
 
     Raises:
-        ValueError: ``tokenizers`` cannot read it.
+        ValueError: ``tokenizers`` cannot read ``serialized``.
 
     Attributes:
         vocab_size: V, the largest id plus one.
@@ -66,29 +68,29 @@ class Tokenizer:
         try:
             self._model = tokenizers.Tokenizer.from_str(serialized)
         except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"tokenizers cannot read it: {first_line(error)}") from None
+            raise ValueError(f"tokenizers cannot read the file: {first_line(error)}") from None
         self.chat_template, self.special_tokens = chat_template, dict(special_tokens or {})
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True  # read special tokens in a text as text; the JSON does not store it
         tokens = self._model.get_added_tokens_decoder().items()
         added = {token.content: i for i, token in tokens}
-        found = {mark: [added[name] for name in names if name in added] for mark, names in NAMES_OF_MARKS.items()}
-        self.mark_ids = {mark: ids[0] for mark, ids in found.items() if ids}
+        candidates = {mark: [added[name] for name in names if name in added] for mark, names in NAMES_OF_MARKS.items()}
+        self.mark_ids = {mark: ids[0] for mark, ids in candidates.items() if ids}
         self.end_id: int | None = self._model.token_to_id(END_OF_TEXT)
         self.vocab_size = max(self._model.get_vocab().values(), default=-1) + 1
         unknown = {UNKNOWN, "[UNK]", getattr(self._model.model, "unk_token", None)}
         marks = self.mark_ids.values()
-        self._never = np.zeros(self.vocab_size, dtype=bool)  # whether no text may give this id
+        self._never = np.zeros(self.vocab_size, dtype=bool)  # True for ids that no text may become
         self._never[[i for i, token in tokens if (token.special or i in marks) and token.content not in unknown]] = True
         self.characters = _characters_of(self._model)
         if self.characters is not None:
             codepoints = [ord(character) for character in self.characters]
-            self._table = np.zeros(max(codepoints, default=0) + 2, dtype=np.uint32)  # the last entry stays unknown
+            self._table = np.zeros(max(codepoints, default=0) + 2, dtype=np.uint32)  # the last entry is for unknown characters
             self._table[codepoints] = np.arange(1, len(codepoints) + 1, dtype=np.uint32)
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, str | None, dict[str, str]]]:
-        # a plain copy would lose encode_special_tokens
+        # a pickled tokenizers.Tokenizer would lose encode_special_tokens
         return type(self), (self._model.to_str(), self.chat_template, self.special_tokens)
 
     def encode(self, text: str) -> np.ndarray:
@@ -107,22 +109,22 @@ class Tokenizer:
         if self.characters is not None:
             return [self.encode(text) for text in texts]
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
-        found = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-        for text, ids in zip(texts, found, strict=True):
+        encoded = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        for text, ids in zip(texts, encoded, strict=True):
             if self._never[ids].any():
                 name = self._model.id_to_token(int(ids[self._never[ids]][0]))
                 raise ConfigError(
-                    f"data.tokenizer would read its special token {name} in the text {text!r:.60}: its vocabulary has {name} as a word; "
-                    "remove it from the text, or use another tokenizer"
+                    f"data.tokenizer would read its special token {name} in the text {text!r:.60}, because its vocabulary has {name} as a "
+                    "word: remove it from the text, or use another tokenizer"
                 )
-        return found
+        return encoded
 
     def encode_sections(self, sections: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids (N,) of texts with special tokens between them, and the characters (start, end) of each id in all sections
-        joined, shape (N, 2).
+        """Return the ids (N,) of texts with special tokens between them, and the characters (start, end) of each id, (N, 2).
 
-        The joined text is encoded once, so a tokenizer that begins a text with a space does so once. If a text contains the name of a
-        special token, or a form that the normaliser turns into one (``</S>``), each section is encoded alone and the name stays text.
+        Characters are counted in the joined sections. The joined text is encoded at once, so a tokenizer that begins a text with a space
+        adds only one. If a text contains the name of a special token, or a form that the normaliser turns into one (``</S>``), each
+        section is encoded separately and the name stays text.
 
         Args:
             sections: text, special token, text, and so on to the last text. A text may be "".
@@ -130,34 +132,34 @@ class Tokenizer:
         Raises:
             ConfigError: see ``encode``.
         """
-        given = [self._model.token_to_id(name) for name in sections[1::2]]
+        special = [self._model.token_to_id(name) for name in sections[1::2]]
         if self.characters is None and not any(name in text for text in sections[::2] for name in self._special):
-            found = self._of_whole.encode("".join(sections), add_special_tokens=False)
-            whole = np.array(found.ids, dtype=np.uint32)
-            places, marks = np.array(found.offsets, dtype=np.int64).reshape(-1, 2), self._never[whole]
-            places[marks, 1] = places[marks, 0] + 1  # without white space that it takes from the text behind it (rstrip)
-            if whole[marks].tolist() == [id for id in given if self._never[id]]:
+            encoding = self._of_whole.encode("".join(sections), add_special_tokens=False)
+            whole = np.array(encoding.ids, dtype=np.uint32)
+            places, marks = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), self._never[whole]
+            places[marks, 1] = places[marks, 0] + 1  # without white space after it that belongs to the token (rstrip)
+            if whole[marks].tolist() == [id for id in special if self._never[id]]:
                 return whole, places
-        ids, found_at, before = list[np.ndarray](), list[np.ndarray](), 0
+        ids, spans, before = list[np.ndarray](), list[np.ndarray](), 0
         for i, section in enumerate(sections):
             each: Any = np.arange(len(section))[:, None] + (0, 1)
             if i % 2:
                 each = [(0, len(section))]
             elif self.characters is None:
                 each = self._model.encode(section, add_special_tokens=False).offsets
-            ids.append(np.array(given[i // 2 : i // 2 + 1]) if i % 2 else self.encode(section))
-            found_at.append(before + np.array(each, dtype=np.int64).reshape(-1, 2))
+            ids.append(np.array(special[i // 2 : i // 2 + 1]) if i % 2 else self.encode(section))
+            spans.append(before + np.array(each, dtype=np.int64).reshape(-1, 2))
             before += len(section)
-        return np.concatenate(ids).astype(np.uint32), np.concatenate(found_at)
+        return np.concatenate(ids).astype(np.uint32), np.concatenate(spans)
 
     @functools.cached_property
     def _special(self) -> list[str]:
-        """The names of the tokens that a text has only as text."""
+        """The names of the special tokens."""
         return [token.content for token in self._model.get_added_tokens_decoder().values() if token.special]
 
     @functools.cached_property
     def _of_whole(self) -> tokenizers.Tokenizer:
-        """The model for texts where the name of a special token means that token."""
+        """The model for texts in which the name of a special token stands for the token."""
         return tokenizers.Tokenizer.from_str(self._model.to_str())
 
     def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:
@@ -172,10 +174,10 @@ class Tokenizer:
         return self._model.decode(self._checked(ids), skip_special_tokens=skip_marks)
 
     def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
-        """Return the UTF-8 bytes that each of ``ids`` stands for, marks by their names.
+        """Return the UTF-8 bytes of each of ``ids``. A mark gives the bytes of its name.
 
-        If the vocabulary is not byte-level, the bytes are the text of the piece, with a space for ``▁`` and the byte
-        itself for ``<0xE4>``. An id that no token has is ``<7>``.
+        If the vocabulary is not byte-level, the bytes are the text of the piece, with a space for ``▁`` and the byte itself for
+        ``<0xE4>``. An id without a token, such as 7, gives ``<7>``.
 
         Raises:
             ValueError: an id outside [0, vocab_size).
@@ -198,12 +200,12 @@ class Tokenizer:
         """The id of characters that the tokenizer does not know, or None if it knows all."""
         model = json.loads(self._model.to_str())["model"]
         name = model.get("unk_token")
-        found = model.get("unk_id") if name is None else self._model.token_to_id(name)
-        return None if found in self.mark_ids.values() else found  # an end mark that nothing unknown becomes
+        unknown = model.get("unk_id") if name is None else self._model.token_to_id(name)
+        return None if unknown in self.mark_ids.values() else unknown  # GPT-2 names its end mark, but every byte is known
 
     @functools.cached_property
     def _decoder(self) -> str:
-        """The settings of the decoder, as they stand in the JSON."""
+        """The settings of the decoder in the JSON."""
         return str(json.loads(self._model.to_str())["decoder"])
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
@@ -217,7 +219,7 @@ class Tokenizer:
         self._model.save(str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data. ``from_dict`` makes an equal tokenizer of it."""
+        """Return plain data, from which ``from_dict`` makes an equal tokenizer."""
         optional = {"chat_template": self.chat_template, "special_tokens": self.special_tokens}
         return {
             "kind": "tokenizers",
@@ -227,17 +229,17 @@ class Tokenizer:
 
 
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer that ``to_dict`` described.
+    """Make a tokenizer from the result of ``to_dict``.
 
     Raises:
-        ValueError: ``values`` were not made by ``to_dict``.
+        ValueError: ``values`` is not a result of ``to_dict``.
     """
     if values.get("kind") != "tokenizers":
-        raise ValueError(f"tokenizer kind={values.get('kind')} is not known; tokenizers is wanted")
+        raise ValueError(f"tokenizer kind={values.get('kind')} must be tokenizers")
     return Tokenizer(values["json"], values.get("chat_template"), values.get("special_tokens"))
 
 
-def tell_unknown(unknown: int, tokens: int, source: str) -> None:
+def warn_of_unknown(unknown: int, tokens: int, source: str) -> None:
     """Log the share of training tokens that stand for characters unknown to the tokenizer."""
     if unknown:
         share = f"{unknown / tokens:.2g}"
@@ -245,14 +247,14 @@ def tell_unknown(unknown: int, tokens: int, source: str) -> None:
 
 
 def count_unknown(tokenizer: Tokenizer, rows: Iterable[Any], source: str) -> None:
-    """``tell_unknown`` of rows of ids."""
+    """Call ``warn_of_unknown`` for rows of ids."""
     if tokenizer.unknown_id is not None:
         ids = np.concatenate([np.asarray(row) for row in rows])
-        tell_unknown(int(np.count_nonzero(ids == tokenizer.unknown_id)), len(ids), source)
+        warn_of_unknown(int(np.count_nonzero(ids == tokenizer.unknown_id)), len(ids), source)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 of the tokenizer's plain data: equal fingerprints mean equal ids."""
+    """Return the SHA-256 of the tokenizer's plain data. Equal fingerprints mean equal ids."""
     ids = {name: value for name, value in tokenizer.to_dict().items() if name in ("kind", "json")}
     return hashlib.sha256(json.dumps(ids, sort_keys=True).encode()).hexdigest()
 
@@ -260,18 +262,18 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 def train_tokenizer(kind: str, chunks: Iterable[str], *, vocab_size: int = 0, marks: Sequence[str] = ()) -> Tokenizer:
     """Learn a tokenizer from a text.
 
-    ``char`` has one id a character: 0 for an unknown one, then the sorted characters, then the marks. ``bpe`` is byte-level
-    BPE (Radford et al. 2019, GPT-2, section 2.2): it starts from the 256 bytes, so every text has ids and comes back exactly.
-    It also has the mark ``<|endoftext|>``.
+    ``char`` has one id per character: 0 for unknown characters, then the sorted characters, then the marks. ``bpe`` is byte-level
+    BPE (Radford et al. 2019, GPT-2, section 2.2). It starts from the 256 bytes, so every text can be encoded and decoded exactly. It
+    also has the mark ``<|endoftext|>``.
 
     Args:
         kind: ``char`` or ``bpe``.
-        chunks: the text in parts. ``bpe`` does not join what two chunks contain.
-        vocab_size: the number of ids of ``bpe``, smaller where the text has no more pairs that occur twice; ``char`` ignores it.
-        marks: which marks to add, of ``pad``, ``bos``, ``eos``, ``mask``, ``cls``.
+        chunks: the text in parts. ``bpe`` never merges across two chunks.
+        vocab_size: the number of ids of ``bpe``. It is smaller if no further pair occurs twice in the text. ``char`` ignores it.
+        marks: the marks to add, of ``pad``, ``bos``, ``eos``, ``mask``, ``cls``.
 
     Raises:
-        ConfigError: ``bpe`` would need hours for a word, because the text has no white space.
+        ConfigError: ``bpe`` would take hours for a word, because the text has no white space.
         ValueError: another kind, or a ``vocab_size`` of ``bpe`` too small for the 256 bytes and the marks.
         KeyError: an unknown mark.
 
@@ -282,7 +284,7 @@ def train_tokenizer(kind: str, chunks: Iterable[str], *, vocab_size: int = 0, ma
     'hello'
     """
     if kind not in ("char", "bpe"):
-        raise ValueError(f"kind={kind} is not a kind of tokenizer that can be learnt: char, bpe")
+        raise ValueError(f"kind={kind} must be char or bpe")
     names = [NAMES_OF_MARKS[mark][0] for mark in marks]
     if kind == "bpe":
         return Tokenizer(_byte_pairs(_with_spaces(chunks), vocab_size, [END_OF_TEXT, *names]).to_str())
@@ -290,13 +292,13 @@ def train_tokenizer(kind: str, chunks: Iterable[str], *, vocab_size: int = 0, ma
 
 
 def _with_spaces(chunks: Iterable[str]) -> Iterator[str]:
-    """Yield ``chunks``; refuse a word so long that BPE, which merges within words, would take hours."""
+    """Yield ``chunks``. Refuse a word so long that BPE, which merges within words, would take hours."""
     for chunk in chunks:
         longest = max(map(len, chunk.split()), default=0)
         if longest > LONGEST_WORD:
             raise ConfigError(
-                f"data.tokenizer=bpe cannot learn from a word of {longest} characters, above {LONGEST_WORD}: the text has no white space "
-                "there; use data.tokenizer=char"
+                f"data.tokenizer=bpe cannot learn from a word of more than {LONGEST_WORD} characters, got {longest} without white space: "
+                "use data.tokenizer=char"
             )
         yield chunk
 
@@ -314,7 +316,7 @@ def _byte_pairs(chunks: Iterable[str], vocab_size: int, special: list[str]) -> t
 
 
 def _character_model(characters: Iterable[str], special: Sequence[str]) -> tokenizers.Tokenizer:
-    """Whole words, where every character is a word."""
+    """A model of whole words in which every character is a word."""
     words = [UNKNOWN, *sorted(characters), *special]
     model = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     model.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
@@ -324,7 +326,7 @@ def _character_model(characters: Iterable[str], special: Sequence[str]) -> token
 
 
 def _characters_of(model: tokenizers.Tokenizer) -> str | None:
-    """The sorted characters, if ``_character_model`` makes exactly this model of them; else None."""
+    """The sorted characters if ``_character_model`` makes exactly this model from them, else None."""
     if not isinstance(model.model, models.WordLevel):
         return None
     characters = "".join(sorted(word for word in model.get_vocab() if len(word) == 1))
@@ -333,7 +335,7 @@ def _characters_of(model: tokenizers.Tokenizer) -> str | None:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a ``tokenizer.json``, given as the file or as its folder, and the chat template in that folder.
+    """Load a ``tokenizer.json`` from its path or its folder, with the chat template in that folder.
 
     Raises:
         ConfigError: the file does not exist, or ``tokenizers`` cannot read it.
@@ -343,12 +345,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     settings, template = _settings(file.parent), file.with_name("chat_template.jinja")
     try:
         written = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
-        if isinstance(written, list):  # several, by name
+        if isinstance(written, list):  # several templates, by name
             written = next((each["template"] for each in written if each["name"] == "default"), None)
         known = written if isinstance(written, str) else None
         return Tokenizer(file.read_text(encoding="utf-8"), known, _special_tokens(settings))
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}; a tokenizer.json is wanted") from None
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; it must be a tokenizer.json") from None
     except ValueError as error:
         raise ConfigError(f"{file} is not a tokenizer.json: {first_line(error)}") from None
 
@@ -356,27 +358,26 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def _settings(folder: Path) -> dict[str, Any]:
     """The content of ``tokenizer_config.json``, or nothing."""
     try:
-        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """A token is its text, or a dict with its ``content``."""
+    """The texts of special tokens by role. In the file, a token is its text or a dict with its ``content``."""
     roles = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-    found = {role: settings[role] for role in sorted(roles & settings.keys())}
-    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in found.items()}
+    tokens = {role: settings[role] for role in sorted(roles & settings.keys())}
+    texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()}
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
 def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
-    """Return the tokenizer that ``data.tokenizer`` names, or None for ``char`` and ``bpe``: these are trained on the data.
+    """Return the tokenizer that ``data.tokenizer`` names, or None for ``char`` and ``bpe``, which are trained on the data.
 
     Args:
-        name: ``char``, ``bpe``, a ``tokenizer.json``, a folder that holds one, or a name on the Hugging Face hub. A file
-            from the hub stays in its cache (``HF_HOME``) and is read from there without a network. A ``Tokenizer``
-            is returned unchanged.
+        name: ``char``, ``bpe``, a ``tokenizer.json``, a folder that contains one, or a name on the Hugging Face hub. A file from the hub
+            stays in the hub's cache (``HF_HOME``) and is read from there without a network. A ``Tokenizer`` is returned unchanged.
 
     Raises:
         ConfigError: nothing has this name, or its file cannot be read.
@@ -389,12 +390,12 @@ def find_tokenizer(name: str | Tokenizer) -> Tokenizer | None:
 
     path = Path(name).expanduser()
     try:
-        found = path.is_file() or (path / "tokenizer.json").is_file()
-        return load_tokenizer(path if found else hf_hub_download(name, "tokenizer.json"))
+        is_local = path.is_file() or (path / "tokenizer.json").is_file()
+        return load_tokenizer(path if is_local else hf_hub_download(name, "tokenizer.json"))
     except Exception as error:  # huggingface_hub raises many kinds, with long messages
         raise ConfigError(
-            f"data.tokenizer={name} (experiment=finetune: model.path) must be char, bpe, a tokenizer.json, a folder that holds one, or "
-            f"a name on the Hugging Face hub that can be reached or is in the cache: {first_line(error).partition('. ')[0]}"
+            f"data.tokenizer={name} (experiment=finetune: model.path) must be char, bpe, a tokenizer.json, a folder that contains one, "
+            f"or a name on the Hugging Face hub that can be reached or is in the cache: {first_line(error).partition('. ')[0]}"
         ) from None
 
 
@@ -430,7 +431,7 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     """Return a label for each of ``ids`` as a part of one text, for axes and lists of tokens.
 
     A token that covers only some bytes of a character is labelled with the character and these bytes: ``你·1/3`` or
-    ``你·2-3/3``. A byte that is not UTF-8 there is ``⟨E4⟩``, an unknown character ``<unk>``, a mark its name.
+    ``你·2-3/3``. A byte that is not UTF-8 is labelled ``⟨E4⟩``, an unknown character ``<unk>``, and a mark with its name.
 
     Raises:
         ValueError: an id outside [0, vocab_size).
@@ -463,7 +464,7 @@ def _label(places: Sequence[tuple[str, int, int]]) -> str:
 
 
 def _bytes_of_letters() -> dict[str, int]:
-    """The letters for bytes in a byte-level vocabulary (GPT-2): a printable one is itself, the n-th other is chr(256 + n)."""
+    """The letters for bytes in a byte-level vocabulary (GPT-2). A printable byte is its own letter, the n-th other byte is chr(256 + n)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -472,8 +473,9 @@ def _bytes_of_letters() -> dict[str, int]:
 class TextStream:
     """Decode ids one at a time. Each call returns the new text, without incomplete characters.
 
-    A token of byte-level BPE, or a byte of Llama's vocabulary, may end inside a character. ``decode`` then ends with U+FFFD, one or
-    several, and the stream waits for the next token or ``flush``. (``tokenizers.decoders.DecodeStream`` has no ``flush`` and loses the character.)
+    A token of byte-level BPE, or a byte of Llama's vocabulary, may end inside a character. The result of ``decode`` then ends with one
+    or several U+FFFD, and the stream waits for the next token or ``flush``. (``tokenizers.decoders.DecodeStream`` has no ``flush`` and
+    loses the character.)
 
     Args:
         decode: a function from ids to text, for example ``Tokenizer.decode``.
@@ -485,7 +487,7 @@ class TextStream:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        # decoders treat the beginning of a text differently, so the last whole characters are decoded again
+        # decoders treat the beginning of a text differently, so the last complete ids are decoded again as context
         self._context: list[int] = []
         self._open: list[int] = []
         self._sent = 0

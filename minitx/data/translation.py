@@ -18,7 +18,7 @@ from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 MARKS = ("pad", "bos", "eos")
 LONGEST_DATE = 64
-"""More tokens than any date has."""
+"""A limit that no date reaches, in tokens."""
 
 WIDTHS = ("short", "medium", "long", "full")
 SKELETONS = ("yMd", "yMEd", "yMMMd", "yMMMEd")
@@ -54,28 +54,28 @@ def pairs(
     max_target_len: Count = 128,
     bucket: bool = True,
 ) -> Task:
-    """Sequence to sequence on a table of two columns, or on two text files. One vocabulary for both sides.
+    """Sequence to sequence, from a table with two columns or from two text files. Both sides share one vocabulary.
 
     For a source s_1 … s_n and a target t_1 … t_m a row is
 
         input_ids          s_1 … s_n                key_mask          True where real
         decoder_input_ids  bos t_1 … t_m            decoder_key_mask  True where real
-        labels             t_1 … t_m eos            −100 behind the end
+        labels             t_1 … t_m eos            −100 after the end
 
     Args:
         path, val_path, subset, split, val_split: see ``load_tables``.
         target_path: a text file with the targets of ``path``, line by line; ``null`` if ``path`` has two columns.
         val_target_path: the targets of ``val_path``.
-        test_path: pairs for the test split, as in ``val_path``; ``null``: there is none.
+        test_path: pairs for the test split, as in ``val_path``; ``null``: no test split.
         test_target_path: the targets of ``test_path``.
-        val_fraction: the part of the different sources that is held out for validation.
-        source_column: the column of sources; ``null``: the first column, in csv and tsv files without a row of names.
+        val_fraction: the share of the distinct sources that is held out for validation.
+        source_column: the column of sources; ``null``: the first column. A csv or tsv file must then have no header.
         target_column: the column of targets; ``null``: the second column.
         tokenizer, bpe_vocab_size: see ``tokenizer_of``.
         max_source_len: longest source, in tokens. Longer pairs are left out of training. In validation, all pairs count, and longer
-            sources are cut.
-        max_target_len: longest target, in tokens, with the end mark. Longer pairs are left out of training. In validation, the loss
-            covers the first tokens of a longer target, and answers are compared with all of it.
+            sources are truncated.
+        max_target_len: longest target in tokens, including the end mark. Longer pairs are left out of training. In validation, the loss
+            covers the first tokens of a longer target, and answers are compared with the whole target.
         bucket: put rows of similar length into the same batch.
 
     Raises:
@@ -84,15 +84,15 @@ def pairs(
     for name, source, target in (("val", val_path, val_target_path), ("test", test_path, test_target_path)):
         require(
             (source is not None and target_path is not None) == (target is not None),
-            f"data.{name}_target_path={target} must be given together with {name}_path and target_path, and only then",
+            f"data.{name}_target_path={target} must be set exactly if {name}_path and target_path are set",
         )
     require(
         (source_column is None) == (target_column is None),
-        f"data.source_column={source_column} and data.target_column={target_column} must be given together",
+        f"data.source_column={source_column} and data.target_column={target_column} must be set together",
     )
     require(
         target_path is None or source_column is None,
-        f"data.source_column={source_column} belongs to a table, and data.target_path={target_path} to a file of lines",
+        f"data.source_column={source_column} is for tables, but data.target_path={target_path} is for files of lines: set one of them",
     )
     if target_path is None:
         columns = None if source_column is None else (source_column, str(target_column))
@@ -119,14 +119,14 @@ def dates(
     bucket: bool = True,
     tokenizer: Literal["char"] | Tokenizer = "char",
 ) -> Task:
-    """Sequence to sequence: dates as people write them (Babel) to ISO 8601, in characters. A row is as in ``pairs``.
+    """Sequence to sequence: dates in the formats of many languages (Babel) to ISO 8601, in characters. Rows are as in ``pairs``.
 
     Args:
         locales: languages of the dates. Each source begins with its locale.
         first_year: first year of the dates.
         last_year: last year of the dates.
         train_size: number of training examples. Each is a day, a locale and a pattern.
-        val_size: number of validation examples, with days that training never sees.
+        val_size: number of validation examples. Their days do not occur in training.
         bucket: put rows of similar length into the same batch.
         tokenizer: ``char``: learned from the training split.
 
@@ -174,7 +174,7 @@ def _task(
         bucket=bucket,
         tokenizer=made_by,
         model_fields=fields,
-        left_out={split: [*blank.get(split, ()), *said] for split, said in cut.items() if split in both},
+        left_out={split: [*blank.get(split, ()), *sentences] for split, sentences in cut.items() if split in both},
         val_examples=kept_val,
         test_examples=kept_test,
     )
@@ -183,8 +183,10 @@ def _task(
 def _rows(
     pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: str, *, cut: bool
 ) -> tuple[Pairs, list[dict[str, np.ndarray]], list[str]]:
-    """The pairs with tokens on both sides, as texts and as rows, and sentences for ``Task.left_out``. Longer ones than ``longest`` are
-    cut or left out."""
+    """Return the pairs with tokens on both sides, as texts and as rows, and sentences for ``Task.left_out``.
+
+    Pairs longer than ``longest`` are cut, or left out if ``cut`` is False.
+    """
     bos, eos = ([tokenizer.mark_ids[mark]] for mark in ("bos", "eos"))
     most_source, most_target = longest
     kept, rows, empty, long = [], [], 0, 0
@@ -205,16 +207,17 @@ def _rows(
 
 def _columns(tables: list[Any], columns: tuple[str, str] | None, val_fraction: float, path: str) -> tuple[Both, LeftOut]:
     sides = divided(tables, lambda table: hold_out(_sides_of(table, columns, f"path={path}")[0], val_fraction))
-    found = {split: _of_table(table, columns, path) for split, table in zip(("train", "val"), sides, strict=True)}
-    return {split: kept for split, (kept, _) in found.items()}, {split: said for split, (_, said) in found.items()}
+    results = {split: _of_table(table, columns, path) for split, table in zip(("train", "val"), sides, strict=True)}
+    blank = {split: sentences for split, (_, sentences) in results.items()}
+    return {split: kept for split, (kept, _) in results.items()}, blank
 
 
-def _sides_of(table: Any, columns: tuple[str, str] | None, named: str) -> list[list[str]]:
+def _sides_of(table: Any, columns: tuple[str, str] | None, option: str) -> list[list[str]]:
     """The sources and targets of a table."""
     names = columns or table.column_names[:2]
     require(
         len(names) > 1,
-        f"data.{named} has one column, but two are needed, separated by tabs (in .csv by commas), or data.target_path=FILE with the "
+        f"data.{option} has one column, but two are needed, separated by tabs (in .csv by commas); or set data.target_path=FILE with the "
         "targets",
     )
     return [texts_of(table, name, f"{side}_column") for name, side in zip(names, ("source", "target"), strict=True)]
@@ -225,7 +228,7 @@ def _of_table(table: Any, columns: tuple[str, str] | None, path: str, key: str =
 
 
 def _of_files(key: str, source: str, target: str, **options: Any) -> tuple[Pairs, list[str]]:
-    """The pairs of two files whose lines belong together. Their keys begin with ``key``."""
+    """The pairs of two files whose lines belong together. The names of their options begin with ``key``."""
     files = {f"{key}path": source, f"{key}target_path": target}
     sides = [texts_of(load_table(file, name, kind="text", **options), "text", name) for name, file in files.items()]
     lines = f"{len(sides[1])} lines, but data.{key}path has {len(sides[0])}"
@@ -236,20 +239,20 @@ def _of_files(key: str, source: str, target: str, **options: Any) -> tuple[Pairs
 def _files(
     path: str, target: str, val_path: str | None, val_target: str | None, val_fraction: float, **options: Any
 ) -> tuple[Both, LeftOut]:
-    """The lines of two files that belong together, and of two others that validate, if they are given."""
-    found, said = _of_files("", path, target, **options)
+    """The pairs of two files whose lines belong together, and of two files for validation if there are any."""
+    pairs, blank = _of_files("", path, target, **options)
     if val_path is not None and val_target is not None:
-        val, said_of_val = _of_files("val_", val_path, val_target, **options)
-        return {"train": found, "val": val}, {"train": said, "val": said_of_val}
-    rows = zip(("train", "val"), hold_out([source for source, _ in found], val_fraction), strict=True)
-    before = [f"{each} (before validation was held out)" for each in said]
-    return {split: [found[i] for i in chosen] for split, chosen in rows}, {"train": before, "val": before}
+        val, blank_val = _of_files("val_", val_path, val_target, **options)
+        return {"train": pairs, "val": val}, {"train": blank, "val": blank_val}
+    rows = zip(("train", "val"), hold_out([source for source, _ in pairs], val_fraction), strict=True)
+    before = [f"{sentence} (before validation was held out)" for sentence in blank]
+    return {split: [pairs[i] for i in chosen] for split, chosen in rows}, {"train": before, "val": before}
 
 
 def _without_blanks(sides: Sequence[Sequence[str]], path: str, key: str = "path") -> tuple[Pairs, list[str]]:
-    found = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
-    require(bool(found), f"data.{key}={path} has no pair without a blank side")
-    return found, share_of(len(sides[0]) - len(found), len(sides[0]), "pairs are left out: a side is blank")
+    pairs = [(source, target) for source, target in zip(*sides, strict=True) if source and target]
+    require(bool(pairs), f"data.{key}={path} has no pair without a blank side")
+    return pairs, share_of(len(sides[0]) - len(pairs), len(sides[0]), "pairs are left out: a side is blank")
 
 
 # --- dates
@@ -260,13 +263,13 @@ def date_patterns(locale: Any) -> list[str]:
 
     Years are always written in full, because two digits would be ambiguous.
     """
-    found = [locale.date_formats[width].pattern for width in WIDTHS]
-    found += [locale.datetime_skeletons[name].pattern for name in SKELETONS if name in locale.datetime_skeletons]
-    return sorted({pattern if "yyyy" in pattern else pattern.replace("yy", "y") for pattern in found})
+    patterns = [locale.date_formats[width].pattern for width in WIDTHS]
+    patterns += [locale.datetime_skeletons[name].pattern for name in SKELETONS if name in locale.datetime_skeletons]
+    return sorted({pattern if "yyyy" in pattern else pattern.replace("yy", "y") for pattern in patterns})
 
 
 def write_date(day: datetime.date, tag: str, locale: Any, pattern: str) -> str:
-    """Return a date with its locale in front. The locale tells the order of day and month.
+    """Return a date after its locale, which determines the order of day and month.
 
     >>> from babel import Locale
     >>> write_date(datetime.date(1999, 3, 7), "de", Locale.parse("de"), "d. MMMM y")
@@ -280,7 +283,7 @@ def write_date(day: datetime.date, tag: str, locale: Any, pattern: str) -> str:
 def date_pairs(locales: Sequence[str], years: tuple[int, int], train_size: int, val_size: int) -> tuple[Pairs, Pairs]:
     """Return (source, ISO 8601) pairs of both splits. The days of validation never occur in training.
 
-    Days, locales and patterns are drawn with a constant seed. All days of training are about equally frequent.
+    Days, locales and patterns are drawn with a constant seed. All training days are about equally frequent.
 
     Raises:
         ConfigError: Babel does not know a locale.

@@ -1,7 +1,7 @@
 """Text generation with causal and encoder–decoder models.
 
-``generate`` decodes greedily or by sampling, with the settings of a ``Sampler``. ``beam_search`` returns the most probable of many
-continuations.
+``generate`` decodes greedily or by sampling, with the settings of a ``Sampler``. ``beam_search`` looks for the most probable
+continuation.
 """
 
 from minitx.generation.decoding import beam_search, generate

@@ -38,9 +38,9 @@ def generate(
 
     Args:
         model: a causal model such as ``DecoderLM``, or an encoder–decoder such as ``EncoderDecoder``, in evaluation mode. Your own
-            causal model is called as ``model(input_ids)`` and returns logits (B, L, V). It is called with ``key_mask=`` only if
-            ``key_mask`` was given. If it has a method ``make_cache(capacity)``, it is also called with the result, ``cache=``, and
-            then gets the new ids only. Beam search calls ``cache.reorder(rows)``, as in ``KVCache``.
+            causal model is called as ``model(input_ids)`` and returns logits (B, L, V). ``key_mask=`` is passed only if it is not None.
+            If the model has a method ``make_cache(capacity)``, its result is passed as ``cache=``, and later calls get the new ids
+            only. Beam search calls ``cache.reorder(rows)``, as in ``KVCache``.
         input_ids: int (B, L), the prompts, or the sources of an encoder–decoder.
         sampler: chooses the next id. Default: ``Sampler()``: the most probable id.
         key_mask: bool (B, L), True = real token. Pad prompts on the left.
@@ -48,7 +48,7 @@ def generate(
         max_new_tokens: the largest number of new tokens. Default: 256, or fewer if a learned position table ends earlier.
         stop: ids that end a text. Default: ``config.eos_id``, if there is one.
         context: for a causal model, the largest number of tokens that it sees. When the text becomes longer, only the newer half is
-            kept and read again from position 0. Padding counts: a row that is padded forgets earlier than it would alone. Default: no
+            kept and read again from position 0. Padding counts, so a padded row loses tokens earlier than it would alone. Default: no
             limit.
         generator: for sampling. Each row has its own random numbers, so that it does not depend on the other rows. Default: torch's
             global generator.
@@ -91,7 +91,7 @@ def generate(
         if step + 1 == max_new_tokens or not any(is_open):
             break
         reader.read(tokens)
-    return [to_device(torch.tensor(answer, dtype=torch.long), reader.logits.device) for answer in answers]
+    return [to_device(torch.tensor(answer, dtype=torch.long, device="cpu"), reader.logits.device) for answer in answers]
 
 
 def length_norm(length: int, penalty: float) -> float:
@@ -171,7 +171,7 @@ def beam_search(
         best[:, :length] = torch.where(is_better.unsqueeze(1), ending, best[:, :length])
         best_score, best_length = torch.where(is_better, score, best_score), best_length.masked_fill(is_better, length)
         scores = scores.masked_fill(ends, -math.inf)  # finished texts are not continued
-        # log P never rises, so a text cannot reach more than its present log P, divided by the largest norm of later steps
+        # log P never increases, so the best possible score of a text is its current log P divided by the largest later norm
         ahead = max(length_norm(length + 1, length_penalty), length_norm(max_new_tokens, length_penalty))
         is_over, is_finite = to_host(((best_score >= scores.amax(dim=1) / ahead).all(), reader.is_finite))
         check_finite(bool(is_finite))
@@ -204,10 +204,10 @@ class Reader:
 
     Attributes:
         logits: (B, V), of the next token, in at least float32.
-        is_finite: a bool on the device: whether all logits are finite. Reading it is left to the caller, together with the ids.
+        is_finite: a bool on the device: whether all logits are finite. The caller reads it together with the ids.
         seen: bool (B, V), True for the ids of a text's real tokens.
         stop: the ids that end a text.
-        max_new_tokens: as given, or its default.
+        max_new_tokens: the argument, or its default.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Reader:
         self.capacity = min(length + self.max_new_tokens - 1, context or sys.maxsize)
         self.memory = model.encode(input_ids, key_mask=key_mask) if has_source(model) else None  # type: ignore[operator]
         self.source_mask = key_mask if has_source(model) else None
-        self.ids, self.key_mask = prompt, prompt_mask  # that the model sees
+        self.ids, self.key_mask = prompt, prompt_mask  # the context of the model
         self.logits = self._read_all(context or length)
         real = torch.ones_like(prompt, dtype=torch.long) if prompt_mask is None else prompt_mask.long()
         counts = torch.zeros(self.logits.shape, dtype=torch.long, device=self.logits.device)
@@ -257,16 +257,16 @@ class Reader:
         return self._logits(self.ids, self.key_mask)
 
     def _logits(self, ids: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The logits (B, V) of the last position. Of our models, the head is computed for this position only."""
+        """The logits (B, V) of the last position. In our models, the head is computed for this position only."""
         args: tuple[Tensor | None, ...] = (ids,)
         model, options = self.model, {"cache": self.cache, "key_mask": key_mask}
         if self.memory is not None:
             args, options = (None, ids), {**options, "key_mask": self.source_mask, "memory": self.memory}
-        given = {name: value for name, value in options.items() if value is not None}
+        arguments = {name: value for name, value in options.items() if value is not None}
         if isinstance(model, TransformerModel):
-            last = model.head(model(*args, **given, return_hidden=True)[:, -1])  # type: ignore[operator]
+            last = model.head(model(*args, **arguments, return_hidden=True)[:, -1])  # type: ignore[operator]
         else:
-            logits = model(*args, **given)
+            logits = model(*args, **arguments)
             if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids.shape:
                 got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
                 raise TypeError(f"model must return logits (B, L, V) for input_ids {tuple(ids.shape)}, got {got}")
@@ -311,8 +311,8 @@ def _prompt(
     if key_mask is not None:
         require_bool("key_mask", key_mask)
         if key_mask.shape != input_ids.shape:
-            wanted = f"the shape of input_ids, {tuple(input_ids.shape)}"
-            raise ValueError(f"key_mask must have {wanted}, got {tuple(key_mask.shape)} ({MASKS_PAGE})")
+            expected = f"the shape of input_ids, {tuple(input_ids.shape)}"
+            raise ValueError(f"key_mask must have {expected}, got {tuple(key_mask.shape)} ({MASKS_PAGE})")
     if not has_source(model):
         if decoder_input_ids is not None:
             raise ValueError("decoder_input_ids can only be used with an encoder-decoder; this model has no encode()")
@@ -322,7 +322,7 @@ def _prompt(
     rows, bos_id = len(input_ids), of_config(model, "bos_id")
     if decoder_input_ids is None:
         if bos_id is None:
-            raise ValueError("decoder_input_ids=None needs a bos_id in the config, as the first token of the text")
+            raise ValueError("decoder_input_ids=None needs bos_id in the config, the first token of the text")
         return input_ids.new_full((rows, 1), bos_id), None
     if decoder_input_ids.dim() != 2 or len(decoder_input_ids) != rows or not decoder_input_ids.shape[1]:
         raise ValueError(f"decoder_input_ids must have shape (B, T) = ({rows}, T), got {tuple(decoder_input_ids.shape)}")
@@ -330,14 +330,14 @@ def _prompt(
 
 
 def _fitting(model: nn.Module, length: int, max_new_tokens: int | None, context: int | None) -> int:
-    """Return ``max_new_tokens`` or its default. Raise a ValueError if the position table is too short for it.
+    """Return ``max_new_tokens`` or its default. Raise a ValueError if the position table is too short.
 
     The last new token needs no position, because the model does not read it.
     """
     check_count("max_new_tokens", max_new_tokens)
     check_count("context", context)
     if context is not None and has_source(model):
-        raise ValueError(f"context={context} can only be used with a causal model, not with an encoder-decoder")
+        raise ValueError(f"context={context} cannot be used with an encoder-decoder, only with a causal model")
     max_len = longest_of(model)
     if context is not None:
         if context > max_len:
@@ -366,15 +366,15 @@ def of_config(model: nn.Module, name: str) -> Any:
 
 
 def longest_of(model: nn.Module) -> int:
-    """Return the number of tokens that the model's learned positions reach, ``sys.maxsize`` without learned positions."""
+    """Return the number of tokens that the model's learned positions allow, or ``sys.maxsize`` without learned positions."""
     max_len = of_config(model, "max_len") if of_config(model, "position") == "learned" else None
     return sys.maxsize if max_len is None else max_len
 
 
 def eos_ids(model: nn.Module) -> tuple[int, ...]:
     """Return the ids that end a text according to the model's config."""
-    found = of_config(model, "eos_id")
-    return tuple(found) if isinstance(found, list | tuple) else (() if found is None else (found,))
+    ids = of_config(model, "eos_id")
+    return tuple(ids) if isinstance(ids, list | tuple) else (() if ids is None else (ids,))
 
 
 def has_source(model: nn.Module) -> bool:

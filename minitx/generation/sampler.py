@@ -1,4 +1,4 @@
-"""Choosing the next token: ``Sampler``, and its filters. A filter sets the logits of excluded ids to −inf."""
+"""Choose the next token: ``Sampler`` and its filters. A filter sets the logits of excluded ids to −inf."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from minitx.nn.transfer import to_device, to_host
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """How ``generate`` chooses the next id: the most probable one, or a random one.
+    """The rule by which ``generate`` chooses the next id: the most probable id, or a random id.
 
     The steps are applied in this order: repetition penalty, temperature, top-k, top-p, min-p.
 
     Args:
         temperature: 0 takes the most probable id. Otherwise logits are divided by it and an id is drawn.
         top_k: draw from the k most probable ids. See ``keep_top_k``. None: all.
-        top_p: draw from the most probable ids whose probabilities sum to p. See ``keep_top_p``. None: all.
+        top_p: draw from the most probable ids whose probabilities sum to at least p. See ``keep_top_p``. None: all.
         min_p: draw from ids with at least this share of the largest probability. See ``keep_min_p``. None: all.
         repetition_penalty: a penalty on ids that are already in the text. See ``penalise_repeats``. 1: none.
 
@@ -67,7 +67,10 @@ class Sampler:
     def choose_and_read(
         self, logits: Tensor, seen: Tensor, uniforms: Tensor | None, is_finite: Tensor
     ) -> tuple[Tensor, list[int], bool]:
-        """``choose`` in one wait. Return the ids on the device, the ids as numbers, and whether ``is_finite``, a bool on the device."""
+        """Choose as in ``choose``, but wait for the device only once.
+
+        Return the ids on the device, the ids as numbers, and the value of ``is_finite``, a bool on the device.
+        """
         logits = self.filtered(logits, seen)
         if uniforms is None:
             ids = logits.argmax(-1)
@@ -81,8 +84,8 @@ class Sampler:
 def penalise_repeats(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Lower the logits of ids that are already in the text: x / θ for x > 0, else x · θ.
 
-    Keskar et al. 2019, "CTRL", arXiv:1909.05858, §4.1. The paper always divides, but that would raise negative logits;
-    ``transformers`` multiplies them.
+    Keskar et al. 2019, "CTRL", arXiv:1909.05858, §4.1. The paper always divides, but this would raise negative logits.
+    ``transformers`` also multiplies them.
 
     Args:
         logits: (B, V).
@@ -164,7 +167,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def draw_of(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """``draw`` from probabilities (B, V) on the CPU."""
+    """Draw as in ``draw``, from probabilities (B, V) on the CPU."""
     mass = probs.double().cumsum(dim=-1)
     return torch.searchsorted(mass, (uniforms * mass[:, -1]).unsqueeze(1), right=True).squeeze(1)
 
@@ -177,5 +180,5 @@ def row_uniforms(num_rows: int, length: int, generator: torch.Generator | None =
     """
     device = "cpu" if generator is None else generator.device
     seeds = torch.randint(2**63 - 1, (num_rows,), generator=generator, device=device)
-    own = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
-    return torch.stack([torch.rand(length, dtype=torch.float64, generator=each) for each in own])
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
+    return torch.stack([torch.rand(length, dtype=torch.float64, generator=each, device="cpu") for each in generators])

@@ -1,6 +1,6 @@
-"""Weights and models of others: Hugging Face folders read into our blocks and written back, and adopted Hugging Face models.
+"""Hugging Face models: their weights loaded into our blocks and saved again, and unchanged models with our attention core.
 
-Pickle files and code are never read.
+Pickle files are never loaded, and no code of a model folder runs.
 """
 
 from minitx.interop.adopt import adopt_hf, release_hf

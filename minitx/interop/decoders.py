@@ -75,8 +75,8 @@ def tidy_rope(values: Values, names: Collection[str] = ()) -> Values:
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
             raise ValueError(f"{ROPE}{name}={new[name]!r} contradicts {old[name]!r} in rope_theta or rope_scaling")
-    given = {name.removeprefix(ROPE): values.pop(name) for name in [*values] if name.startswith(ROPE)}  # of overrides
-    stated = {name: value for name, value in {**old, **new, **given}.items() if value is not None}
+    overrides = {name.removeprefix(ROPE): values.pop(name) for name in [*values] if name.startswith(ROPE)}
+    stated = {name: value for name, value in {**old, **new, **overrides}.items() if value is not None}
     rope = {"rope_type": "default", "rope_theta": 10000.0, **stated}
     kind = rope["rope_type"]
     if kind in TURNS:
@@ -110,12 +110,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def by_layer(of_kind: Mapping[str, Any], kinds: Sequence[str]) -> Any:
-    """Return the value of each layer as a list, or one value if all layers have the same."""
+    """Return the value of each layer as a list, or a single value if all layers have the same."""
     unknown = sorted(set(kinds) - set(of_kind))
     if unknown:
         raise UnsupportedError(f"layer_types={unknown} is not supported here, only {', '.join(of_kind)}")
-    found = [of_kind[kind] for kind in kinds]
-    return found[0] if found and found.count(found[0]) == len(found) else found
+    values = [of_kind[kind] for kind in kinds]
+    return values[0] if values and values.count(values[0]) == len(values) else values
 
 
 def untidy_layers(values: Values) -> Values:
@@ -209,8 +209,8 @@ MISTRAL = llama_family("mistral", "MistralForCausalLM", WINDOW, MISTRAL_DEFAULTS
 def tidy_qwen(values: Values, names: Collection[str]) -> Values:
     """Translate the keys of Qwen. With ``use_sliding_window``, the layers from ``max_window_layers`` on have a window."""
     layers, first = values.get("num_hidden_layers", 32), values.pop("max_window_layers", 28)
-    given = values.pop("layer_types", None) or [FULL] * min(first, layers) + [SLIDING] * max(layers - first, 0)
-    kinds = given if values.pop("use_sliding_window", False) else [FULL] * layers
+    listed = values.pop("layer_types", None) or [FULL] * min(first, layers) + [SLIDING] * max(layers - first, 0)
+    kinds = listed if values.pop("use_sliding_window", False) else [FULL] * layers
     window = by_layer({FULL: None, SLIDING: values.get("sliding_window", 4096)}, kinds)
     return tidy_rope({**values, "sliding_window": window})
 
@@ -234,9 +234,9 @@ QWEN3 = llama_family(
     **QWEN,
 )
 
-# --- Gemma 2 and 3 (Gemma Team 2024, arXiv:2408.00118, and 2025, arXiv:2503.19786): norms stand before and after each sublayer and
-# multiply by 1 + weight, embeddings are multiplied by √E, the config gives the score scale, and some layers have a window. Gemma 2
-# soft-caps scores and logits. Gemma 3 has norms on q and k, and another rotary base in layers with a window.
+# --- Gemma 2 and 3 (Gemma Team 2024, arXiv:2408.00118, and 2025, arXiv:2503.19786): there are norms before and after each sublayer,
+# norms multiply by 1 + weight, embeddings are multiplied by √E, the config gives the score scale, and some layers have a window. Gemma
+# 2 soft-caps scores and logits. Gemma 3 has norms on q and k, and another rotary base in layers with a window.
 
 GEMMA_NORMS = {
     "blocks.*.attention_residual.output_norm": "layers.*.post_attention_layernorm",
@@ -262,7 +262,7 @@ def tidy_gemma2(values: Values, names: Collection[str]) -> Values:
 
 
 def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
-    """Translate the keys of Gemma 3. Five of six layers have a window, and these have another rotary base."""
+    """Translate the keys of Gemma 3. Five of six layers have a window, and a different rotary base."""
     values, kinds = _tidy_gemma(values, 6)
     local = {"rope_type": "default", "rope_theta": values.pop("rope_local_base_freq", 10000.0)}
     rope = values.get("rope_parameters") or {}
@@ -271,8 +271,8 @@ def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
     values = tidy_rope({"rope_theta": rope.get("rope_theta", 1e6), **values, "rope_parameters": rope})
     kind = values[ROPE + "rope_type"]
     if SLIDING in kinds and (kind not in ("default", "linear") or local["rope_type"] != "default"):
-        found = f"{ROPE}rope_type={kind!r} with {local['rope_type']!r} in layers with a window"
-        values[FAULTS] = [f"{found} is not supported here, only 'default' or 'linear' with 'default'"]
+        pair = f"{ROPE}rope_type={kind!r} with {local['rope_type']!r} in layers with a window"
+        values[FAULTS] = [f"{pair} is not supported here, only 'default' or 'linear' with 'default'"]
     if kind == "linear":  # in layers without a window only; a factor of 1 changes nothing
         values[ROPE + "factor"] = by_layer({FULL: values[ROPE + "factor"], SLIDING: 1.0}, kinds)
     values[ROPE + "rope_theta"] = by_layer({FULL: values[ROPE + "rope_theta"], SLIDING: local["rope_theta"]}, kinds)
@@ -282,9 +282,9 @@ def tidy_gemma3(values: Values, names: Collection[str]) -> Values:
 def untidy_gemma2(values: Values) -> Values:
     """Write the keys of Gemma 2: the kind of each layer, and the score scale as the number under the root."""
     scale = values["query_pre_attn_scalar"]
-    is_root = isinstance(scale, float) and scale > 1e-6  # `unlike` finds a scale that is not of this form
-    found = {**untidy_layers(values), "query_pre_attn_scalar": round(scale**-2) if is_root else values["head_dim"]}
-    return found | {"sliding_window": found["sliding_window"] or 4096}  # which masks of transformers need in any case
+    is_root = isinstance(scale, float) and scale > 1e-6  # `unlike` finds a scale that does not have this form
+    written = {**untidy_layers(values), "query_pre_attn_scalar": round(scale**-2) if is_root else values["head_dim"]}
+    return written | {"sliding_window": written["sliding_window"] or 4096}  # transformers always needs a number
 
 
 def untidy_gemma3(values: Values) -> Values:

@@ -113,7 +113,7 @@ ROBERTA = _bert_family(
     untidy=untidy_roberta,
 )
 
-# --- ViT (Dosovitskiy et al. 2021): its patch embedding is a convolution, and the kernel is our matrix in another shape
+# --- ViT (Dosovitskiy et al. 2021): its patch embedding is a convolution whose kernel is our matrix in another shape
 
 
 def tidy_vit(values: Values, names: Collection[str]) -> Values:
@@ -161,7 +161,7 @@ VIT = Family(
 
 
 def tidy_t5(values: Values, names: Collection[str]) -> Values:
-    """Find the version: the tied head of v1.0 scales the hidden states, the untied head of v1.1 does not.
+    """Find the version. The tied head of v1.0 scales the hidden states, the untied head of v1.1 does not.
 
     Transformers 5 writes ``tie_word_embeddings: true`` for both, and ``scale_decoder_outputs``. Its head is untied if the file
     contains ``lm_head.weight``.

@@ -1,6 +1,6 @@
-"""The table of a family of models, and the translation of ``config.json`` by it.
+"""The table of a family of models, which translates ``config.json`` and the names of tensors.
 
-A ``Family`` lists which field of ``TransformerConfig`` is which key of ``config.json``, and the name of each tensor. Every key of a
+A ``Family`` maps the fields of ``TransformerConfig`` to keys of ``config.json``, and our tensors to theirs. Every key of a
 ``config.json`` is translated, must have a certain value (``required``), or is ignored because it does not change what the model
 computes. Any other key is an error.
 """
@@ -43,12 +43,12 @@ TEXT = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 TEXT |= {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_token_id"}
 # families whose config in transformers refuses a width that is not a multiple of the number of heads
 WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
-# their names of activations and ours
+# their names of activations, and our names
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
 
 class UnsupportedError(ValueError):
-    """A ``config.json`` has an option that our blocks do not compute."""
+    """A ``config.json`` has an option that our blocks do not support."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Family:
         gated: parts of their tensor names, and the replacements in a model whose feed-forward network has a gate.
         is_transposed: whether the matrices of blocks have shape (in, out), as in ``Conv1D``.
         norm_shift: the weights of our norms minus theirs: 1 for norms that multiply by 1 + weight.
-        shapes: for our names of tensors with another shape there, this shape as a function of the config and of our shape.
+        shapes: our names of tensors with another shape there, and functions from the config and our shape to that shape.
         ignored: patterns of tensors that no model uses.
-        copies: tensors that may repeat another tensor, and the name of that one.
-        renames: parts of tensor names in older files, and the present ones.
-        tidy: prepares the values of ``config.json`` for ``keys``. It also gets the tensor names. What it can read, but our blocks do
-            not compute, it lists under ``FAULTS``.
+        copies: tensors that may repeat another tensor, and the name of the other tensor.
+        renames: parts of tensor names in older files, and the current names.
+        tidy: prepares the values of ``config.json`` for ``keys``. It also gets the tensor names. Options that our blocks do not support
+            are listed under ``FAULTS``.
         untidy: the reverse of ``tidy``.
     """
 
@@ -188,11 +188,11 @@ def _check_rest(family: Family, values: Values) -> list[str]:
     read = {"architectures", "model_type", FAULTS, *family.keys.values()}
     passed, refused = [], [*values.get(FAULTS, ())]
     for name, value in values.items():
-        wanted = family.required.get(name)
-        if name in read or (name in family.required and value in (wanted, None)):
+        required = family.required.get(name)
+        if name in read or (name in family.required and value in (required, None)):
             continue
         if name in family.required:
-            refused.append(f"{name}={value!r} is not supported here, only {wanted!r}")
+            refused.append(f"{name}={value!r} is not supported here, only {required!r}")
         elif not value or any(fnmatchcase(name, pattern) for pattern in HARMLESS):
             passed.append(name)
         else:
@@ -213,8 +213,8 @@ def write_config(family: Family, name: str, config: TransformerConfig, labels: S
     values: Values = {}
     for ours, key in family.keys.items():
         words = family.words.get(key)
-        found = [fields[ours]] if words is None else [word for word, meaning in words.items() if meaning == fields[ours]]
-        values.update((key, word) for word in found[:1])
+        theirs = [fields[ours]] if words is None else [word for word, meaning in words.items() if meaning == fields[ours]]
+        values.update((key, word) for word in theirs[:1])
     count = values.pop("num_labels", None)
     values = family.untidy(values)
     if count is not None and config.head in ("sequence", "token"):
@@ -225,7 +225,7 @@ def write_config(family: Family, name: str, config: TransformerConfig, labels: S
 
 
 class _Unchecked(TransformerConfig):
-    """Fields that need not fit each other."""
+    """A config whose fields are not checked."""
 
     def __post_init__(self) -> None:
         pass
@@ -234,28 +234,28 @@ class _Unchecked(TransformerConfig):
 def unlike(
     family: Family, architecture: Architecture, values: Values, names: Collection[str], config: TransformerConfig
 ) -> dict[str, str]:
-    """Return, by field, what of ``config`` the ``config.json`` ``values`` cannot express."""
+    """Return, by field, the options of ``config`` that the ``values`` of ``config.json`` cannot express."""
     ours, theirs = filled(config), filled(_Unchecked(**_read_fields(family, architecture, values, names)[0]))
     reads_max_len = config.position in ("learned", "rotary") or config.scale == "log_length"
     unread = TRAINING if reads_max_len and config.architecture != "vision" else (*TRAINING, "max_len")
     differing = {name: value for name, value in ours.items() if name not in unread and theirs[name] != value}
-    found = {name: f"{name}={value!r} would be {theirs[name]!r}" for name, value in differing.items()}
+    faults = {name: f"{name}={value!r} would be {theirs[name]!r}" for name, value in differing.items()}
     if family.model_type in WHOLE_HEADS and config.embed_dim % config.num_heads:
-        found["embed_dim"] = f"embed_dim={config.embed_dim} would be a multiple of num_heads={config.num_heads}"
+        faults["embed_dim"] = f"embed_dim={config.embed_dim} would be a multiple of num_heads={config.num_heads}"
     try:
         read_config(family, architecture, values, names)
     except ValueError as error:
-        found["config.json"] = str(error)
-    return found
+        faults["config.json"] = str(error)
+    return faults
 
 
 def filled(config: TransformerConfig) -> Values:
-    """Return the fields, with computed defaults filled in, and with one value where a field has no effect."""
+    """Return the fields with computed defaults filled in. A field without effect gets a fixed value."""
     values = to_dict(config)
     values["num_kv_heads"], values["head_dim"] = config.kv_heads, config.width_per_head
     values["ffn_dim"], values["num_decoder_layers"] = config.ffn_width, config.decoder_layers
     values["qkv_bias"], values["out_bias"] = config.has_qkv_bias, config.has_out_bias
-    values["type_vocab_size"] = config.type_vocab_size or 1  # one type of zeros is none
+    values["type_vocab_size"] = config.type_vocab_size or 1  # one type whose embedding is zero has no effect
     is_lm, is_vision = config.head == "lm", config.architecture == "vision"
     values["pooler"] = config.has_pooler
     values |= {name: values[name] and is_lm for name in ("head_transform", "head_bias")}
@@ -263,6 +263,6 @@ def filled(config: TransformerConfig) -> Values:
     values["vocab_size"] = None if is_vision else config.vocab_size
     if not (config.head == "sequence" or config.has_pooler or is_vision):
         values["pooling"] = "first"
-    if config.rotary_scaling == "llama3":  # transformers needs its numbers of turns
+    if config.rotary_scaling == "llama3":  # transformers needs the numbers of turns
         values["rotary_low"], values["rotary_high"] = RotaryScaling("llama3", 1, 1, config.rotary_low, config.rotary_high).turns
     return values

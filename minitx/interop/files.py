@@ -17,7 +17,7 @@ from minitx.config.schema import stated
 
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# the ends of the names of model classes, the class of transformers that loads each, and its task on the hub
+# the suffixes of model classes, the class of transformers that loads each, and its task on the hub
 AUTO = {
     "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
     "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
@@ -31,7 +31,7 @@ AUTO = {
 
 
 class CanSave(Protocol):
-    """A tokenizer of ``minitx.data`` or of ``tokenizers``."""
+    """A tokenizer that can be saved, such as those in ``minitx.data`` and ``tokenizers``."""
 
     def save(self, path: str) -> None:
         """Write the tokenizer to the file ``path``."""
@@ -53,9 +53,9 @@ def find_folder(name: str | Path) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ImportError(f"{name} is not a folder; to download it from the hub: pip install huggingface_hub") from None
-    wanted = ["config.json", WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER]
+    patterns = ["config.json", WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER]
     try:
-        return Path(snapshot_download(str(name), allow_patterns=wanted))
+        return Path(snapshot_download(str(name), allow_patterns=patterns))
     except Exception as error:  # huggingface_hub raises many kinds, with long messages
         raise FileNotFoundError(
             f"{name} is not a folder, cannot be downloaded from the Hugging Face hub and is not in its cache "
@@ -132,16 +132,16 @@ def write_companions(
 ) -> None:
     """Write the files that accompany ``config.json`` and the weights of a model of class ``name``. See ``save_hf``.
 
-    A model of transformers writes its ``generation_config.json`` itself.
+    Hugging Face models write their own ``generation_config.json``.
     """
-    loader, task = next((found for end, found in AUTO.items() if name.endswith(end)), AUTO["Model"])
+    loader, task = next((entry for suffix, entry in AUTO.items() if name.endswith(suffix)), AUTO["Model"])
     ids = _special_ids(model.config, tokenizer)
     if loader in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM") and not hasattr(model, "generation_config"):
         begins = {f"{role}_token_id": ids[role][0] for role in ("bos", "pad") if ids[role]}
         ends = {"eos_token_id": ids["eos"] if len(ids["eos"]) > 1 else ids["eos"][0]} if ids["eos"] else {}
         start = {"decoder_start_token_id": model.config.bos_id} if loader == "AutoModelForSeq2SeqLM" else {}
         write_json(folder / "generation_config.json", {**begins, **ends, **start})
-    if hasattr(tokenizer, "save_pretrained"):  # of transformers
+    if hasattr(tokenizer, "save_pretrained"):  # a tokenizer of transformers
         tokenizer.save_pretrained(str(folder))
     elif tokenizer is not None:
         tokenizer.save(str(folder / TOKENIZER))
@@ -159,7 +159,7 @@ def _size(config: Any, *names: str) -> Any:
 
 
 def _special_ids(config: Any, tokenizer: Any) -> dict[str, list[int]]:
-    """Return the ids of the special tokens by role, first the config's, then a ``minitx.data`` tokenizer's."""
+    """Return the ids of the special tokens by role: first from the config, then from a ``minitx.data`` tokenizer."""
     marks = getattr(tokenizer, "mark_ids", {})
     ids = {
         role: [_size(config, f"{role}_id", f"{role}_token_id"), marks.get(role)]
@@ -168,17 +168,17 @@ def _special_ids(config: Any, tokenizer: Any) -> dict[str, list[int]]:
     if isinstance(ids["eos"][0], list | tuple):
         ids["eos"] = [*ids["eos"][0], *ids["eos"][1:]]
     ids["eos"].append(getattr(tokenizer, "end_id", None))
-    return {role: list(dict.fromkeys(id for id in found if id is not None)) for role, found in ids.items()}
+    return {role: list(dict.fromkeys(id for id in candidates if id is not None)) for role, candidates in ids.items()}
 
 
 def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mapping[str, list[int]], tokenizer: Any) -> None:
-    """Write ``tokenizer_config.json``. Remove from ``tokenizer.json`` tokens around a text: ``minitx.data`` does not add them."""
+    """Write ``tokenizer_config.json``. Drop the template of special tokens in ``tokenizer.json``: ``minitx.data`` does not add them."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
     made = Tokenizer.from_file(str(folder / TOKENIZER))
     added = {id: token.content for id, token in made.get_added_tokens_decoder().items()}
-    tokens = {f"{role}_token": added[id] for role, found in ids.items() for id in found[:1] if id in added}
+    tokens = {f"{role}_token": added[id] for role, of_role in ids.items() for id in of_role[:1] if id in added}
     if unknown := getattr(made.model, "unk_token", None):
         tokens = {"eos_token": unknown, **tokens, "unk_token": unknown}  # lm-eval needs an eos_token
     # special tokens from the tokenizer's folder, for roles that are still missing
@@ -195,12 +195,14 @@ def _write_tokenizer(folder: Path, loader: str, max_len: int | None, ids: Mappin
     options: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     options |= {} if max_len is None else {"model_max_length": max_len}
     options["model_input_names"] = ["input_ids", "attention_mask"]
-    options["padding_side"] = "left" if loader == "AutoModelForCausalLM" else "right"  # such a model continues the last column
+    options["padding_side"] = (
+        "left" if loader == "AutoModelForCausalLM" else "right"
+    )  # a causal model continues the last column
     write_json(folder / "tokenizer_config.json", {**options, **tokens})
 
 
 def _readme(title: str, model: Any, name: str, task: str, loaders: Mapping[str, str], facts: Mapping[str, Any]) -> str:
-    """Return the text of ``README.md``: the sizes of the model, ``facts``, and how it is loaded."""
+    """Return the text of ``README.md``: the sizes of the model, ``facts``, and how to load it."""
     sizes = {
         "class": name,
         "parameters": f"{model.num_parameters():,}",
@@ -211,8 +213,8 @@ def _readme(title: str, model: Any, name: str, task: str, loaders: Mapping[str, 
         "longest text": _size(model.config, "max_len", "max_position_embeddings"),
         "score scale": _size(model.config, "scale"),
     }
-    cells = {key: str(found).replace("|", "/") for key, found in {**sizes, **facts}.items() if found is not None}
-    rows = [f"| {key.replace('|', '/')} | {found} |" for key, found in cells.items()]
+    cells = {key: str(value).replace("|", "/") for key, value in {**sizes, **facts}.items() if value is not None}
+    rows = [f"| {key.replace('|', '/')} | {value} |" for key, value in cells.items()]
     code = [f"from transformers import {', '.join(loaders.values())}", ""]
     code += [f'{what} = {cls}.from_pretrained("{title}")' for what, cls in loaders.items()]
     head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags:", "- minitx", "---", "", f"# {title}", ""]

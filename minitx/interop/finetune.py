@@ -1,4 +1,4 @@
-"""Hugging Face models to train, measure and compare: from a folder, with our core, another score scale, or LoRA."""
+"""Load Hugging Face models for training and analysis, with our core, another score scale, or LoRA."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TASKS = {
 }
 """The class of transformers for a kind of task (``Task.kind``)."""
 PLACE_OF_ADAPTER = re.compile(r"\.(base_layer|original_module)\.")
-"""What PEFT puts into the name of a weight that has an adapter, or a trained copy."""
+"""The part that PEFT inserts into the name of a weight with an adapter or a trained copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Lora(Config):
             cannot be merged.
         modules_to_save: names of other modules to train. The new head of a classifier is always trained.
         use_rslora: divide by √r instead of r (Kalajdzievski 2023, arXiv:2312.03732).
-        use_dora: learn direction and size apart (Liu et al. 2024, arXiv:2402.09353).
+        use_dora: learn direction and magnitude separately (Liu et al. 2024, arXiv:2402.09353).
     """
 
     r: Count = 8
@@ -76,41 +76,41 @@ def pretrained_hf(
     pad_id: int | None = None,
     tokenizer: Any = None,
 ) -> nn.Module:
-    """Load a Hugging Face model in float32. Only safetensors are read, and no code of the folder runs.
+    """Load a Hugging Face model in float32. Only safetensors files are read, and no code of the folder runs.
 
     The attribute ``stored_node`` of the model is a config node that builds the model again without the folder, with new weights
     (``hf_from_config``). Checkpoints contain it.
 
     Args:
         path: a folder with ``config.json`` and weights, or a name on the hub.
-        task: the kind of task; it decides the head: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``tag``. In a
-            run, the data decide. Default, and for ``other``: the class that ``config.json`` names. A head that the folder does not
+        task: the kind of task, which determines the head: ``language_model``, ``masked_lm``, ``seq2seq``, ``classify`` or ``tag``. In
+            a run, the data decide. Default, and for ``other``: the class that ``config.json`` names. A head that the folder does not
             have is new.
-        adopt: put our attention core under the model (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
+        adopt: run the attention of the model through our core (``adopt_hf``), for probes, the viewer, interventions and ``scale``.
         scale: the score scale of an adopted model, as in ``set_scale``. ``own``: the model's scale.
         fold_scale: multiply the weights of queries and keys so that the model with the new scale starts as the same function.
-        lora: train a low-rank adapter only (Hu et al. 2021, arXiv:2106.09685), by the package ``peft``. A number is the rank r, with
-            ``lora_alpha`` = 2r on all linear layers but the head. ``Lora`` has more of its arguments.
-        attention: how a model that is not adopted computes attention.
+        lora: train only a low-rank adapter (Hu et al. 2021, arXiv:2106.09685), with the package ``peft``. A number is the rank r, with
+            ``lora_alpha`` = 2r on all linear layers but the head. ``Lora`` has more arguments.
+        attention: the attention implementation of a model that is not adopted.
         num_labels: the number of labels, for ``classify`` and ``tag``. In a run, the data decide.
         pad_id: the id of padding in the data, instead of the config's. In a run, the data decide.
         tokenizer: the tokenizer of the data. In a run, the data decide.
 
     Raises:
         ImportError: ``transformers`` or, for ``lora``, ``peft`` is not installed. FileNotFoundError: the folder does not exist.
-        ValueError: ``task`` or ``attention`` is another word; transformers cannot read the folder; weights are missing; the tokenizer
-            is another one than the folder's; ``adopt_hf``, ``set_scale`` or ``fold_scale`` refuses the model.
+        ValueError: ``task`` or ``attention`` is unknown; transformers cannot read the folder; weights are missing; the tokenizer is not
+            the folder's tokenizer; or ``adopt_hf``, ``set_scale`` or ``fold_scale`` refuses the model.
     """
     if scale != "own" and not adopt:
-        raise ValueError(f"scale={scale} needs adopt=true: a model of transformers keeps its own scale")
+        raise ValueError(f"scale={scale} needs adopt=true: otherwise a Hugging Face model keeps its own scale")
     if fold_scale and scale == "own":
-        raise ValueError("fold_scale=true needs another scale than scale=own")
+        raise ValueError("fold_scale=true needs a scale other than scale=own")
     _check_words(task, attention)
     folder = find_folder(path)
     _check_tokenizer(folder, tokenizer)
     model = load_folder(folder, task, **({} if num_labels is None else {"num_labels": num_labels}))
     if pad_id is not None:
-        model.config.pad_token_id = pad_id  # classifiers of decoders find the last token by it
+        model.config.pad_token_id = pad_id  # classifiers built on decoders use it to find the last token
     options = {"task": task, "adopt": adopt, "scale": scale, "lora": lora, "attention": attention}
     return _finished(model, options, fold_scale, logging.WARNING)
 
@@ -125,11 +125,11 @@ def hf_from_config(
     attention: Attention = "sdpa",
     untied: tuple[str, ...] = (),
 ) -> nn.Module:
-    """Build a Hugging Face model with new weights from ``config``, the content of its ``config.json``. Nothing is read.
+    """Build a Hugging Face model with new weights from ``config``, the content of its ``config.json``. No file is read.
 
     Args:
         task, adopt, scale, lora, attention: see ``pretrained_hf``.
-        untied: weights that are not tied, although the config says so (the head of T5 v1.1).
+        untied: weights that are not tied, although the config ties them (the head of T5 v1.1).
 
     Raises:
         ImportError, ValueError: see ``pretrained_hf``.
@@ -138,7 +138,7 @@ def hf_from_config(
     with quiet() as transformers:
         known = transformers.AutoConfig.for_model(**_without_kernels(config))
         kind = _class_for(known, task)
-        model = getattr(kind, "from_config", kind)(known)  # of an Auto class, or the class itself
+        model = getattr(kind, "from_config", kind)(known)  # an Auto class has ``from_config``
     model.set_attn_implementation("eager")
     model = model.float().eval()
     for weight in untied:
@@ -153,7 +153,7 @@ def _check_words(task: str | None, attention: str) -> None:
 
 
 def _finished(model: Any, options: dict[str, Any], fold_scale: bool = False, level: int = logging.INFO) -> nn.Module:
-    """Adopt the model, change its scale, put an adapter around it, and note how to build it again. ``level``: of warnings of PEFT."""
+    """Adopt the model, change its scale, add an adapter, and store how to build it again. PEFT's warnings are logged at ``level``."""
     scale, lora, config = options["scale"], options["lora"], json.loads(model.config.to_json_string())
     ties = model.get_expanded_tied_weights_keys(all_submodels=True).items()
     untied = [name for name, other in ties if model.get_parameter(name) is not model.get_parameter(other)]
@@ -184,7 +184,7 @@ def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:
             model, loading = kind.from_pretrained(
                 folder,
                 dtype="float32",
-                attn_implementation="eager",  # a config may name a kernel of the hub, and that is code
+                attn_implementation="eager",  # a config may name a kernel of the hub, which is code
                 use_safetensors=True,
                 output_loading_info=True,
                 **local,
@@ -193,11 +193,11 @@ def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:
         except Exception as error:  # transformers raises many kinds
             raise ValueError(f"{folder} cannot be read by transformers: {first_line(error)}") from error
     missing = sorted(loading["missing_keys"])
-    new_head = task in ("classify", "tag") and not any(re.search(r"\.\d+\.", name) for name in missing)  # no part of a layer
+    new_head = task in ("classify", "tag") and not any(re.search(r"\.\d+\.", name) for name in missing)  # not part of a layer
     if missing and not new_head:
         raise ValueError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}")
     if missing:
-        log.info("model: weights that %s does not have are new: %s", folder, ", ".join(missing))
+        log.info("model: %s lacks these weights, so they are new: %s", folder, ", ".join(missing))
     return model.eval()
 
 
@@ -207,13 +207,13 @@ def _class_for(config: Any, task: str | None) -> Any:
 
     if task in TASKS:
         return getattr(transformers, TASKS[task])
-    found = getattr(transformers, (config.architectures or ["AutoModel"])[0], None)
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return found if is_model else transformers.AutoModel
+    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], None)
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    return kind if is_model else transformers.AutoModel
 
 
 def _without_kernels(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without the names of attention functions: these may be kernels of the hub, and so code."""
+    """The config without the names of attention functions, because these may be kernels of the hub, which are code."""
     kept = {name: value for name, value in config.items() if "attn_implementation" not in str(name)}  # id2label has numbers
     return {name: _without_kernels(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
@@ -222,7 +222,7 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
     """Refuse the tokenizer of the data if its ids mean other tokens than the folder's."""
     require(
         not isinstance(tokenizer, str),
-        f"model.tokenizer={tokenizer} must be data.tokenizer={tokenizer}: the tokenizer is an option of the data",
+        f"model.tokenizer={tokenizer} cannot be set: the tokenizer is an option of the data, data.tokenizer={tokenizer}",
     )
     if tokenizer is None:
         return
@@ -230,32 +230,32 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
     if not file.is_file():
         log.info("model: %s has no tokenizer.json to compare data.tokenizer with", folder)
         return
-    own, given = (json.loads(text)["model"]["vocab"] for text in (file.read_text("utf-8"), tokenizer.to_dict()["json"]))
-    if own != given:
+    ours, theirs = (json.loads(text)["model"]["vocab"] for text in (tokenizer.to_dict()["json"], file.read_text("utf-8")))
+    if ours != theirs:
         raise ValueError(f"data.tokenizer has other ids than the tokenizer of the model: set data.tokenizer={folder}")
 
 
 def _with_lora(model: Any, lora: Lora, task: str | None, level: int) -> Any:
-    """Put an adapter around the model. Warnings of PEFT are logged at ``level``."""
+    """Add an adapter to the model. Warnings of PEFT are logged at ``level``."""
     try:
         import peft
     except ImportError:
         raise ImportError("lora needs the package peft: pip install peft") from None
-    own = dataclasses.asdict(lora)
-    own["lora_alpha"] = 2 * own["r"] if own["lora_alpha"] is None else own["lora_alpha"]
-    own["modules_to_save"] = list(own["modules_to_save"]) or None
-    kind = {"classify": "SEQ_CLS", "tag": "TOKEN_CLS"}.get(task or "")  # whose new head is trained, too
+    arguments = dataclasses.asdict(lora)
+    arguments["lora_alpha"] = 2 * arguments["r"] if arguments["lora_alpha"] is None else arguments["lora_alpha"]
+    arguments["modules_to_save"] = list(arguments["modules_to_save"]) or None
+    kind = {"classify": "SEQ_CLS", "tag": "TOKEN_CLS"}.get(task or "")  # for these PEFT also trains the new head
     with logging_warnings(level):
-        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **own))
+        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **arguments))
     for names in adapted_ties(adapted):
         if any(not {*tie}.isdisjoint(names) for tie in _ties_without_config(model)):
             raise ValueError(
-                f"model.lora: {type(model).__name__} ties {' and '.join(names)} whatever its config says, and the adapter would change "
-                "a single name: choose other target_modules"
+                f"model.lora: {type(model).__name__} always ties {' and '.join(names)}, but the adapter would change only one of "
+                "them: choose other target_modules"
             )
         log.log(
             level,
-            "model.lora: %s are tied, and the adapter changes a single name: an exported model is untied",
+            "model.lora: %s are tied, and the adapter changes only one of them: an exported model is untied",
             " and ".join(names),
         )
     return adapted
@@ -272,7 +272,7 @@ def logging_warnings(level: int) -> Iterator[None]:
 
 
 def adapted_ties(model: nn.Module) -> list[list[str]]:
-    """Return the names, in the model without adapters, of each tied weight that a PEFT adapter changes under a single name."""
+    """Return the names of each tied weight that a PEFT adapter changes under one name only, as in the model without adapters."""
     ties = [names for names in _names_of_weights(model) if any(PLACE_OF_ADAPTER.search(name) for name in names)]
     return [[PLACE_OF_ADAPTER.sub(".", name.removeprefix("base_model.model.")) for name in names] for names in ties]
 
@@ -295,18 +295,19 @@ def _ties_without_config(model: Any) -> list[list[str]]:
 
 @torch.no_grad()
 def merged(model: Any) -> Any:
-    """Return a model of PEFT with its adapters merged into its weights, in place. Tied weights are untied if an adapter changes a single
-    name.
+    """Merge the adapters of a PEFT model into its weights, in place, and return the model.
+
+    Tied weights are untied if an adapter changes them under one name only.
 
     Raises:
-        ValueError: an adapted layer caps its output. PEFT adds the adapter after the cap, and merging would put it inside.
+        ValueError: an adapted layer has a soft-cap. PEFT adds the adapter after the cap, but merging would add it before.
     """
     for name, module in model.named_modules():
         softcap = getattr(getattr(module, "base_layer", None), "softcap", None)
         if softcap is not None:
             raise ValueError(
-                f"{name} cannot be merged: its adapter is added after the soft-cap of {softcap}, and would be inside of it; train the "
-                "adapter without this layer (target_modules)"
+                f"{name} cannot be merged: its adapter is added after the soft-cap of {softcap}, and would then be added before it; "
+                "train the adapter without this layer (target_modules)"
             )
     if adapted_ties(model):
         _untie(model)
@@ -315,11 +316,11 @@ def merged(model: Any) -> Any:
 
 
 def _untie(model: nn.Module) -> None:
-    """Give each name of a tied weight a separate copy, and set the configs."""
+    """Untie all weights: each name gets a separate copy, and the configs are changed."""
     shared = {model.get_parameter(names[0]) for names in _names_of_weights(model)}
     for module in model.modules():
         if hasattr(module, "base_layer") and not shared.isdisjoint(module.base_layer.parameters()):  # type: ignore[union-attr]
-            module.base_layer = copy.deepcopy(module.base_layer)  # it may also stand elsewhere, without an adapter
+            module.base_layer = copy.deepcopy(module.base_layer)  # it may also be used elsewhere without an adapter
     seen = set[nn.Parameter]()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -330,7 +331,7 @@ def _untie(model: nn.Module) -> None:
 
 
 def set_untied(model: nn.Module) -> None:
-    """Set ``tie_word_embeddings=False`` in the configs of a model of transformers."""
+    """Set ``tie_word_embeddings=False`` in the configs of a Hugging Face model."""
     for module in model.modules():
         if getattr(getattr(module, "config", None), "tie_word_embeddings", False):
             module.config.tie_word_embeddings = False  # type: ignore[union-attr]
@@ -338,7 +339,7 @@ def set_untied(model: nn.Module) -> None:
 
 @contextmanager
 def quiet() -> Iterator[Any]:
-    """A context without progress bars and logs of transformers. It yields the package.
+    """Import transformers and yield the package, without its progress bars and logs.
 
     Raises:
         ImportError: ``transformers`` is not installed.
@@ -346,7 +347,7 @@ def quiet() -> Iterator[Any]:
     try:
         import transformers
     except ImportError:
-        raise ImportError("models of Hugging Face need the package transformers: pip install transformers") from None
+        raise ImportError("Hugging Face models need the package transformers: pip install transformers") from None
     theirs = transformers.logging
     with ExitStack() as after:
         after.callback(theirs.set_verbosity, theirs.get_verbosity())

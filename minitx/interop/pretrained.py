@@ -39,8 +39,8 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: C
 
     Raises:
         TypeError: ``model`` is not a model of ``minitx.nn``.
-        ValueError: the model differs from its config, because a part was removed, added, replaced, quantised or changed (``scale``
-            and ``softcap`` included), or has a hook.
+        ValueError: the model differs from its config, because a part was removed, added, replaced, quantised or changed (including
+            ``scale`` and ``softcap``), or has a hook.
 
     >>> import tempfile
     >>> from minitx.nn import DecoderLM
@@ -57,8 +57,8 @@ def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: C
     config = to_dict(model.config)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(model).items()}
     write_tensors(tensors, folder / WEIGHTS, {"sha256": _digest(tensors, config)})
-    own = {"own_core": True} if model.has_own_core else {}
-    write_json(folder / "config.json", {"format": FORMAT, "format_version": VERSION, "model": config, **own})
+    core = {"own_core": True} if model.has_own_core else {}
+    write_json(folder / "config.json", {"format": FORMAT, "format_version": VERSION, "model": config, **core})
     if tokenizer is not None:
         tokenizer.save(str(folder / TOKENIZER))
 
@@ -71,19 +71,22 @@ def from_pretrained(
     Args:
         folder: a local folder, or a name on the Hugging Face hub, as in ``load_hf``.
         config: the expected config. Default: any.
-        core: a function that builds an attention core, for a model that was built with one. It is not saved.
+        core: the function that builds an attention core, for a model that was built with ``core``. It is not saved in the folder.
 
     Raises:
         FileNotFoundError: the folder, a file in it, or the model on the hub does not exist.
-        ValueError: another format, a file that has changed since it was saved, another config than expected, or ``core`` is missing or has no place.
+        ValueError: another format, a file that has changed since it was saved, a config that is not the expected one, ``core`` is
+            missing, or ``core`` for a model that was built without it.
     """
     folder = find_folder(folder)
     values = read_json(folder / "config.json")
     kind, version = values.get("format"), values.get("format_version")
     if (kind, version) != (FORMAT, VERSION):
         hint = "; for a Hugging Face model, use load_hf" if "model_type" in values else ""
-        wanted = f"format={FORMAT!r} and format_version={VERSION}"
-        raise ValueError(f"{folder}: config.json must have {wanted}, got format={kind!r} and format_version={version!r}{hint}")
+        expected = f"format={FORMAT!r} and format_version={VERSION}"
+        raise ValueError(
+            f"{folder}: config.json must have {expected}, got format={kind!r} and format_version={version!r}{hint}"
+        )
     tensors, metadata = read_tensors(folder / WEIGHTS)
     if "sha256" not in metadata:
         raise ValueError(f"{folder / WEIGHTS} was not saved by save_pretrained: its metadata has no sha256")
@@ -93,52 +96,52 @@ def from_pretrained(
         how = "with core=, a function that builds an attention core: pass it" if core is None else "without core=: leave it out"
         raise ValueError(f"{folder}: the model was built {how}")
     try:
-        found = _config_of(values["model"], core)
+        stored = _config_of(values["model"], core)
     except ConfigError as error:
         raise ValueError(f"{folder}: the config was written by another version of minitx: {error}") from None
-    if config is not None and found != config:
-        ours, theirs = to_dict(config), to_dict(found)
+    if config is not None and stored != config:
+        ours, theirs = to_dict(config), to_dict(stored)
         differing = (f"{name}={theirs[name]}, not {ours[name]}" for name in sorted(ours) if theirs[name] != ours[name])
         raise ValueError(f"{folder} does not have the expected config: {'; '.join(differing)}")
     with torch.random.fork_rng(devices=[]):
-        model = build_model(found, core)
+        model = build_model(stored, core)
     try:
-        model.load_state_dict(tensors, assign=True)  # tied ones have one name there
+        model.load_state_dict(tensors, assign=True)  # tied weights have a single name in the file
     except RuntimeError as error:
         raise ValueError(f"{folder}: the weights do not fit this version of minitx: {first_line(error)}") from None
     return model.eval()
 
 
 def _config_of(values: Mapping[str, Any], core: Core | None) -> TransformerConfig:
-    """The config in a file. A file may name no code: an ``attention`` with ``_target_`` keeps its name, and is ``core``."""
+    """The config in a file. No code that a file names is run: an ``attention`` with ``_target_`` keeps its name and builds ``core``."""
     attention: Any = values.get("attention")
     if is_node(attention):
         if core is None:
-            raise ConfigError(f"attention._target_={attention['_target_']} would run code that a file names")
+            raise ConfigError(f"attention._target_={attention['_target_']} names code, and code that a file names is not run")
         arguments = {name: value for name, value in attention.items() if name != "_target_"}
         values = {**values, "attention": Part("model.attention", attention["_target_"], lambda **_: core(), arguments)}
     return from_dict(TransformerConfig, values)
 
 
 def check_unchanged(model: nn.Module, caller: str) -> None:
-    """Raise an error unless ``model`` has the parts and the settings that its config builds. The reader of a file builds these.
+    """Raise an error unless ``model`` has the parts and settings that its config builds, because loading builds the model from it.
 
     Raises:
         TypeError: ``model`` is not a model of ``minitx.nn``. ValueError: another part or setting. The message names it.
     """
     if not isinstance(model, TransformerModel):
-        hint = "save others with their library"
+        hint = "save other models with their own library"
         if hasattr(model, "merge_and_unload"):
             hint = "merge_and_unload() returns the model"
-            for names in adapted_ties(model):  # PEFT would merge the adapter of one place into the shared weight
-                hint = f"{' and '.join(names)} are one weight, and merging would change all of them, but the adapter changes only one"
+            for names in adapted_ties(model):  # PEFT would merge the adapter of one name into the shared weight
+                hint = f"{' and '.join(names)} are one weight, and merging would change it everywhere, but the adapter changes one name"
         raise TypeError(f"{caller} saves models of minitx.nn, got {type(model).__name__}; {hint}")
     with torch.device("meta"):
-        wanted = build_model(model.config, nn.Identity if model.has_own_core else None)
+        built = build_model(model.config, nn.Identity if model.has_own_core else None)
     parts, faults = _parts(model), {}
-    found, expected = {**_settings(model), **parts}, {**_settings(wanted), **_parts(wanted)}
+    actual, expected = {**_settings(model), **parts}, {**_settings(built), **_parts(built)}
     for name in sorted({*expected, *parts}):
-        ours, theirs = found.get(name, "missing"), expected.get(name, "a part of the config")
+        ours, theirs = actual.get(name, "missing"), expected.get(name, "a part of the config")
         if ours != theirs and not (name.rpartition(".")[2] in TRAINING_ONLY or (model.has_own_core and ".core" in name)):
             faults[name] = f"{name} is {ours}, not {theirs}"
     for name, module in model.named_modules():  # torch has no public list of a module's hooks
@@ -151,7 +154,7 @@ def check_unchanged(model: nn.Module, caller: str) -> None:
 
 
 def _parts(model: nn.Module) -> dict[str, Any]:
-    """The class of each module, or its first name if it has several, and the shape of each parameter. Tied parameters once."""
+    """The class of each module, or the first name of a module with several names, and the shape of each parameter without its ties."""
     first: dict[nn.Module, str] = {}
     classes = {
         name or "the model": f"{type(module).__module__}.{type(module).__name__}"
@@ -163,7 +166,7 @@ def _parts(model: nn.Module) -> dict[str, Any]:
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
-    """The numbers, words and rules among the attributes of each module."""
+    """The numbers, strings, tuples and dataclasses among the attributes of each module."""
     return {
         f"{name}.{key}".removeprefix("."): str(value) if is_dataclass(value) else value
         for name, module in model.named_modules(remove_duplicate=False)
@@ -173,7 +176,7 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 
 
 def _tensors(model: TransformerModel) -> dict[str, Tensor]:
-    """Return the parameters, shared ones once, and the persistent buffers."""
+    """Return the parameters (shared parameters once) and the persistent buffers."""
     once, every = dict(model.named_parameters()), model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in every.items() if name in once or not isinstance(tensor, nn.Parameter)}
 

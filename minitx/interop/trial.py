@@ -1,4 +1,4 @@
-"""Whether a model of transformers answers the same before and after its attention core is exchanged."""
+"""Check that a transformers model gives the same output before and after its attention is replaced."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
 
 LENGTH, TARGET = 9, 5
-"""The numbers of tokens in a made-up row, and in a row of a decoder with an encoder."""
+"""The number of tokens in a made-up row, and in a row for the decoder of an encoder–decoder."""
 
 
 def made_up_inputs(root: Any) -> dict[str, Tensor]:
-    """Return arguments for a call of a model of text or of pictures: two rows, the second one padded on the left, or two pictures.
+    """Return arguments for a call of a text or vision model: two rows, the second padded on the left, or two images.
 
     Raises:
-        ValueError: the model takes something else.
+        ValueError: the model takes other inputs.
     """
     config, generator = root.config, torch.Generator().manual_seed(0)
     if root.main_input_name == "pixel_values" and hasattr(config, "image_size"):
         size = config.image_size if isinstance(config.image_size, tuple | list) else (config.image_size,) * 2
-        pictures = torch.randn(2, config.num_channels, *size, generator=generator)
-        return {"pixel_values": pictures.to(root.device, root.dtype)}
+        images = torch.randn(2, config.num_channels, *size, generator=generator)
+        return {"pixel_values": images.to(root.device, root.dtype)}
     if root.main_input_name != "input_ids":
         raise ValueError(f"no inputs are made up for {root.main_input_name}")
     texts = config.get_text_config()
@@ -49,10 +49,10 @@ def made_up_inputs(root: Any) -> dict[str, Tensor]:
 
 
 class Trial:
-    """A call of a model before its core is exchanged, in evaluation mode. The model is called twice.
+    """A call of a model in evaluation mode, before its attention is replaced. The model is called twice.
 
     Args:
-        inputs: the arguments of the call. Where its tensors are rows of tokens, twins of the rows are added (``later_tokens``).
+        inputs: the arguments of the call. To rows of tokens, copies with other later tokens are added (``later_tokens``).
 
     Raises:
         Exception: whatever the model raises. ValueError: the model returns no finite floats.
@@ -65,47 +65,47 @@ class Trial:
         shapes = {name: value.shape for name, value in inputs.items() if isinstance(value, Tensor)}
         mask = "attention_mask" if "input_ids" == ids in shapes and shapes[ids] == shapes.get("attention_mask") else None
         with settled(model):
-            wanted = None
+            expected = None
             try:
                 twins = later_tokens(inputs, ids, mask)
-                wanted = answer(model, twins.inputs)
+                expected = answer(model, twins.inputs)
                 self.inputs = twins.inputs
-                self.twins = twins if wanted.dim() > 2 and wanted.shape[:2] == self.inputs[ids].shape else None
-            except Exception:  # no tokens, or some cannot be replaced: they stand for pictures
-                wanted = answer(model, inputs)
-            self.finite = wanted.isfinite()
+                self.twins = twins if expected.dim() > 2 and expected.shape[:2] == self.inputs[ids].shape else None
+            except Exception:  # no tokens, or tokens that cannot be replaced because they stand for images
+                expected = answer(model, inputs)
+            self.finite = expected.isfinite()
             if not self.finite.any():
                 raise ValueError("its answer is not finite")
-            if mask is not None and wanted.dim() > 2 and wanted.shape[:2] == self.inputs[mask].shape:
+            if mask is not None and expected.dim() > 2 and expected.shape[:2] == self.inputs[mask].shape:
                 self.counts = self.inputs[mask] != 0
-            self.wanted = wanted.masked_fill(~self.finite, 0.0)
-            self.noise = rounding(self._answer, model, self.inputs, self.wanted, self.counts)
+            self.expected = expected.masked_fill(~self.finite, 0.0)
+            self.noise = rounding(self._answer, model, self.inputs, self.expected, self.counts)
 
     def _answer(self, inputs: Inputs) -> Tensor:
-        """The answer, and 0 where it was not finite (rows that see no key, in some models)."""
-        found = answer(self.model, inputs)
-        return found.masked_fill(~self.finite, 0.0) if found.shape == self.finite.shape else found
+        """The answer, with 0 at entries that were not finite before (in some models, rows that see no key)."""
+        output = answer(self.model, inputs)
+        return output.masked_fill(~self.finite, 0.0) if output.shape == self.finite.shape else output
 
     def difference(self, cores: Mapping[str, nn.Module]) -> tuple[str, list[str]]:
-        """Return what differs now, or nothing; and the names of the ``cores`` that did not run."""
+        """Return a description of what differs now, empty if nothing does, and the names of the ``cores`` that did not run."""
         ran = set[str]()
         with settled(self.model), ExitStack() as hooks:
             for name, core in cores.items():
                 hooks.enter_context(core.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
             try:
-                found = self._answer(self.inputs)
-                gap = compare(found, self.wanted, self.noise, self.counts)
+                output = self._answer(self.inputs)
+                gap = compare(output, self.expected, self.noise, self.counts)
             except Exception as error:
-                return said_by(error), []
-            for seed in (1, 2, 3):  # steps such as the choice of an expert move the answer in some draws only
+                return error_text(error), []
+            for seed in (1, 2, 3):  # discrete steps, such as the choice of an expert, change the answer in some draws only
                 if not gap.is_rounding:
-                    noise = rounding(self._answer, self.model, self.inputs, found, self.counts, seed)
-                    gap = compare(found, self.wanted, max(self.noise, noise), self.counts)
+                    noise = rounding(self._answer, self.model, self.inputs, output, self.counts, seed)
+                    gap = compare(output, self.expected, max(self.noise, noise), self.counts)
         faults = [] if gap.is_rounding else [f"its answer differs by {gap.size:.2g}, and rounding explains {gap.allowed:.2g}"]
-        return "; ".join([*faults, *self._leaks(found)]), [name for name in cores if name not in ran]
+        return "; ".join([*faults, *self._leaks(output)]), [name for name in cores if name not in ran]
 
-    def _leaks(self, found: Tensor) -> Iterator[str]:
-        """Which changes move positions that must be still, and did not move them before."""
+    def _leaks(self, output: Tensor) -> Iterator[str]:
+        """Describe changes of hidden or later tokens that now affect the answer, but did not before."""
         if self.twins is None:
             return
         is_padded = ~self.twins.still[:, :1]
@@ -113,24 +113,24 @@ class Trial:
             still = self.twins.still & rows
             if still.any():
                 before, after = (
-                    compare(out[len(still) :], out[: len(still)], self.noise, still) for out in (self.wanted, found)
+                    compare(out[len(still) :], out[: len(still)], self.noise, still) for out in (self.expected, output)
                 )
                 if before.is_rounding and not after.is_rounding:
                     yield f"{what} it by {after.size:.2g}"
 
 
-def said_by(error: Exception) -> str:
-    """The first line of an error, with its kind where the text may not stand alone."""
+def error_text(error: Exception) -> str:
+    """The first line of an error's message, after its class unless the message explains itself."""
     kind = "" if isinstance(error, ValueError | NotImplementedError) else f"{type(error).__name__}: "
     return kind + first_line(error)
 
 
 def answer(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the logits of a call, or the hidden states of a model without a head."""
-    found = _first_floats(model(**inputs))
-    if found is None:
-        raise ValueError(f"{type(model).__name__} returns no tensor of floats")
-    return found
+    output = _first_floats(model(**inputs))
+    if output is None:
+        raise ValueError(f"{type(model).__name__} returns no floating-point tensor")
+    return output
 
 
 def _first_floats(output: Any) -> Tensor | None:
@@ -146,7 +146,7 @@ def _first_floats(output: Any) -> Tensor | None:
 def settled(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode without gradients, autocast and warnings.
 
-    All random states are restored, and attributes and parts of modules that have changed: a short row lets BigBird change its own.
+    Afterwards all random states are restored, and changed attributes and parts of modules: a short row makes BigBird change itself.
     """
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
     with ExitStack() as after:
@@ -164,7 +164,7 @@ def settled(model: nn.Module) -> Iterator[None]:
             elif device.type != "cpu":
                 after.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
         if "torch._dynamo" in sys.modules:
-            after.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled layer has its old attention
+            after.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled layer would run its old attention
         after.enter_context(evaluating(model))
         after.enter_context(torch.no_grad())
         after.enter_context(warnings.catch_warnings(action="ignore"))

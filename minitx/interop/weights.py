@@ -35,17 +35,17 @@ def load_hf(
     """Load a Hugging Face model: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, BERT, RoBERTa, T5 or ViT.
 
     It reads ``config.json`` and ``model.safetensors`` (or the shards of ``model.safetensors.index.json``), never pickle files or code.
-    ``architectures`` in the config decides the model class. Keys that a family does not know are ignored and logged
-    (``minitx.interop``, level INFO) if they cannot change what the model computes: false, zero, empty or null ones, and names such as
-    labels, dtypes, token ids and dropout rates. Of rotary kinds, ``default``, ``linear``, ``llama3`` and ``yarn`` are supported, not
-    interleaved. Rows of padding that see nothing give another finite answer than in transformers. The model is in evaluation mode.
+    ``architectures`` in the config determines the model class. Unknown keys are ignored and logged (``minitx.interop``, level INFO) if
+    they cannot change what the model computes: if their value is false, zero, empty or null, and names such as labels, dtypes, token
+    ids and dropout rates. The supported rotary kinds are ``default``, ``linear``, ``llama3`` and ``yarn``, without interleaving. Padding
+    rows that see no key have finite outputs that differ from transformers. The model is in evaluation mode.
 
     Args:
         folder: a local folder, or a name on the hub such as ``openai-community/gpt2``. ``huggingface_hub`` downloads it into its
             usual cache. Offline (``HF_HUB_OFFLINE=1``) it is read from the cache.
         dtype: the dtype of the parameters, such as ``torch.bfloat16`` or ``"bfloat16"``. Default: the file's dtype.
-        overrides: values that replace values of ``config.json``; a mapping replaces only the keys that it has. A value that the
-            weights were not trained with gives a wrong model.
+        overrides: values that replace values of ``config.json``. A mapping replaces only the keys that it contains. If the weights were
+            not trained with a value, the model is wrong.
         ignore: names or patterns of tensors in the file to ignore, such as ``"cls.seq_relationship.*"``.
 
     Raises:
@@ -93,18 +93,18 @@ def save_hf(
 ) -> None:
     """Save a model as a Hugging Face folder for ``transformers``, programs built on it, and ``load_hf``.
 
-    The folder contains ``config.json``, ``model.safetensors``, ``README.md`` (a file of this name that exists is kept), for a model
-    that writes text ``generation_config.json``, and with ``tokenizer`` the files that ``AutoTokenizer`` reads. It needs
-    ``huggingface_hub``.
+    The folder contains ``config.json``, ``model.safetensors``, ``README.md`` (an existing file is kept), ``generation_config.json`` for
+    a model that generates text, and with ``tokenizer`` the files that ``AutoTokenizer`` reads. The package ``huggingface_hub`` is
+    required.
 
     Args:
-        model: a model of ``minitx.nn`` that one of the supported families can represent. After ``fold_scale`` it is saved if a
-            family has its scale.
+        model: a model of ``minitx.nn`` that one of the supported families can represent. After ``fold_scale`` it can be saved if a
+            family has the new scale.
         folder: created if it does not exist.
         tokenizer: a tokenizer of ``minitx.data``, ``tokenizers`` or ``transformers``. A tokenizer of ``minitx.data`` adds no tokens
-            to a text, and neither does the saved one, but for a classifier it begins with the class token. A character tokenizer
+            to a text, and the saved tokenizer adds none either, except the class token for a classifier. A character tokenizer
             without marks gets its unknown character as ``eos_token``, because lm-eval needs one; generation does not stop there.
-        chat_template: a template in jinja2 for ``apply_chat_template``, saved with the tokenizer.
+        chat_template: a jinja2 template for ``apply_chat_template``, saved with the tokenizer.
         facts: rows of the table in ``README.md``, for example about the training.
         labels: the names of a classifier's labels, in their order. Default: ``LABEL_0`` and so on.
         model_type: for example ``mistral``. Default: the first family that can represent the model.
@@ -112,18 +112,18 @@ def save_hf(
 
     Raises:
         TypeError: ``model`` is not a model of ``minitx.nn``.
-        ValueError: no family can represent the model. The message names the closest class and all fields that it would change. Or the
-            model differs from its config, as in ``save_pretrained``. Or ``chat_template`` without ``tokenizer``. Or
-            ``labels`` of another number than the model's.
+        ValueError: no family can represent the model (the message names the closest class and all fields that it would change); the
+            model differs from its config, as in ``save_pretrained``; ``chat_template`` without ``tokenizer``; or a number of
+            ``labels`` that is not ``num_labels``.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not supported: one of {', '.join(FAMILIES)}")
     if chat_template is not None and tokenizer is None:
-        raise ValueError("chat_template needs tokenizer: the template is a part of the tokenizer")
+        raise ValueError("chat_template needs tokenizer, because the template is saved with the tokenizer")
     check_unchanged(model, "save_hf")
     if labels and len(labels) != model.config.num_labels:
         raise ValueError(
-            f"labels must be {model.config.num_labels} names, as the model has num_labels, got {len(labels)}: {labels}"
+            f"labels must be {model.config.num_labels} names (the model's num_labels), got {len(labels)}: {labels}"
         )
     lacking: dict[str, dict[str, str]] = {}
     own_core = {"core": "the model's own attention core, core=, would be left out"} if model.has_own_core else {}
@@ -147,20 +147,20 @@ def save_hf(
 
 
 def _with(values: Any, changes: Any) -> Any:
-    """Return ``values`` with ``changes``, also inside of mappings."""
+    """Return ``values`` with ``changes``. Mappings are merged recursively."""
     if not (isinstance(values, Mapping) and isinstance(changes, Mapping)):
         return changes
     return {**values, **{name: _with(values.get(name), value) for name, value in changes.items()}}
 
 
 def _read_files(folder: Path, family: Family, ignored: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors of the folder, by their names without the prefix and without the ignored ones."""
+    """Return the tensors of the folder that are not ignored, by their names without the prefix."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in read_shards(folder):
         plain = name.removeprefix(family.prefix)
         for old, new in family.renames.items():
             plain = plain.replace(old, new)
-        if any(fnmatchcase(one, pattern) for one in (name, plain) for pattern in ignored):
+        if any(fnmatchcase(spelling, pattern) for spelling in (name, plain) for pattern in ignored):
             continue
         if plain in tensors:
             raise ValueError(f"the weights contain {plain} twice, with and without the prefix {family.prefix}")
@@ -201,8 +201,8 @@ def _places(model: TransformerModel, family: Family, architecture: Architecture,
         if key not in table:
             continue
         theirs = table[key].replace("*", layer) + end
-        for plain, found in gated.items():
-            theirs = theirs.replace(plain, found)
+        for plain, replacement in gated.items():
+            theirs = theirs.replace(plain, replacement)
         parts = [ours for ours in table if table[ours] == table[key]]
         is_transposed = family.is_transposed and parameter.dim() == 2 and key.startswith("blocks.")
         shape = (parameter.shape[0] * len(parts), *parameter.shape[1:])
@@ -235,7 +235,7 @@ def _fill(
             hint = " (is the table larger than vocab_size?)" if name == "embeddings.token.weight" else ""
             faults.append(f"{place.name} has shape {shape}, but the config needs {place.shape}{hint}")
         elif not tensors[place.name].is_floating_point():
-            faults.append(f"{place.name} holds {tensors[place.name].dtype}, but weights are floating-point numbers")
+            faults.append(f"{place.name} has dtype {tensors[place.name].dtype}, but weights must be floating-point")
         else:
             tensor = place.view(tensors[place.name]).reshape(parameter.shape)
             tensor = tensor.to(dtype or tensor.dtype).contiguous()

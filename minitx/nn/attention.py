@@ -28,9 +28,9 @@ class DotProductAttention(nn.Module):
 
     A core is any module that maps an ``AttentionCall`` to (B, H, L, Dv), or to ``(output, weights)`` if the call needs weights.
     Set the class attribute ``softmax_weights = True`` if the weights of the core are the softmax that the call describes:
-    ``minitx.analysis.capture`` records such cores. Set it to False to let ``capture`` find a core without such weights outside
-    of ``MultiHeadAttention``. Set ``has_dot_products = True`` if the core uses query and key only in scale
-    · q·k: ``fold_scale`` needs this.
+    ``minitx.analysis.capture`` records such cores. Set it to False if they are not, and ``capture`` still finds the core outside
+    of ``MultiHeadAttention``. Set ``has_dot_products = True`` if the core uses query and key only in scale · q·k:
+    ``fold_scale`` needs this.
 
     Args:
         backend: ``auto``, ``math``, ``sdpa``, ``chunked``, ``flex`` or a registered name. Register your own backend
@@ -50,7 +50,7 @@ class DotProductAttention(nn.Module):
     def __init__(self, *, backend: str = "auto", strict: bool = False) -> None:
         super().__init__()
         if backend not in backend_names():
-            raise ValueError(f"backend={backend!r} is not known; one of {', '.join(backend_names())}")
+            raise ValueError(f"backend={backend!r} must be one of {', '.join(backend_names())}")
         self.backend, self.strict = backend, strict
 
     def forward(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class MultiHeadAttention(nn.Module):
     Args:
         embed_dim: E, the width of queries and of the output.
         num_heads: H.
-        num_kv_heads: Hkv, a divisor of H. Default: H.
+        num_kv_heads: Hkv, a divisor of H. Query head h uses key head ⌊h / (H / Hkv)⌋, as in Llama. Default: H.
         head_dim: D. Default: E / H, if it is a whole number.
         kdim, vdim: the widths of the ``key`` and ``value`` inputs. Default: E.
         bias: whether the four projections have biases. out_bias: whether ``out_proj`` has one. Default: as ``bias``.
@@ -85,7 +85,7 @@ class MultiHeadAttention(nn.Module):
         core: the module that computes attention from an ``AttentionCall``. Default: ``DotProductAttention()``.
 
     Raises:
-        ValueError: widths that do not fit each other. The message names the argument.
+        ValueError: widths that do not match. The message names the argument.
 
     >>> attention = MultiHeadAttention(12, 3, dropout=0.1, core=DotProductAttention(backend="sdpa"))
     >>> attention(torch.randn(2, 5, 12), is_causal=True).shape
@@ -116,7 +116,7 @@ class MultiHeadAttention(nn.Module):
         if embed_dim < 1 or num_heads < 1:
             raise ValueError(f"embed_dim and num_heads must be positive, got {embed_dim} and {num_heads}")
         if head_dim is None and embed_dim % num_heads:
-            raise ValueError(f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}; give head_dim")
+            raise ValueError(f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}; set head_dim")
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
@@ -262,24 +262,24 @@ class MultiHeadAttention(nn.Module):
             for size in ("head_dim", "num_heads", "num_kv_heads"):
                 theirs, ours = getattr(getattr(self, name), size, None), getattr(self, size)
                 if theirs not in (None, ours):
-                    raise ValueError(f"{name} is made for {size}={theirs}, and the layer has {size}={ours}")
+                    raise ValueError(f"{name} has {size}={theirs}, but the layer has {size}={ours}")
 
     def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
         if value is not None and key is None:
-            raise ValueError("value was given without key; give both, or neither for self-attention")
+            raise ValueError("value needs key: pass both, or neither for self-attention")
         if self.rotary is not None and key is not None and key is not query:
             raise ValueError("rotary positions are for self-attention: queries and keys need one position axis")
         key = query if key is None else key
-        given = [("query", query, self.embed_dim)]
+        tensors = [("query", query, self.embed_dim)]
         if key is not query or self.kdim != self.embed_dim:  # else the query was checked above
-            given.append(("key", key, self.kdim))
+            tensors.append(("key", key, self.kdim))
         if value is not None or self.vdim != self.kdim:
-            given.append(("value", key if value is None else value, self.vdim))
-        for name, tensor, width in given:
+            tensors.append(("value", key if value is None else value, self.vdim))
+        for name, tensor, width in tensors:
             refuse_nested(name, tensor)
             if tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[0] != query.shape[0] or not tensor.shape[1]:
-                wanted = f"(batch, length, {width}) with the query's batch size and a length of at least 1"
-                raise ValueError(f"{name} must have shape {wanted}, got {tuple(tensor.shape)}")
+                expected = f"(batch, length, {width}) with the query's batch size and a length of at least 1"
+                raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
         if value is not None and value.shape[1] != key.shape[1]:
             raise ValueError(f"value must have the key's length {key.shape[1]}, got {tuple(value.shape)}")
 
@@ -323,9 +323,9 @@ class MultiHeadAttention(nn.Module):
             batch_first: the option of torch's layer. ``DropInAttention.to_torch`` passes the option of the layer that it replaced.
 
         Raises:
-            ValueError: an option that torch's layer does not have (the message names it); a projection that may compute something
-                else than its weights say (LoRA, pruned, parametrised, with hooks); or projections that are frozen in part, where
-                torch has one parameter.
+            ValueError: an option that torch's layer does not have (the message names it); a projection whose result may depend on
+                more than its weight and bias (LoRA, pruned, parametrised, with hooks); or query, key and value projections of which
+                only some are frozen, because torch joins them in one parameter.
         """
         E, H = self.embed_dim, self.num_heads
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -343,7 +343,7 @@ class MultiHeadAttention(nn.Module):
             type(self.core).__name__: not isinstance(self.core, DotProductAttention),
         }
         if any(lacking.values()):
-            names = ", ".join(name for name, given in lacking.items() if given)
+            names = ", ".join(name for name, is_set in lacking.items() if is_set)
             raise ValueError(f"torch.nn.MultiheadAttention has no {names}")
         sizes = {"kdim": self.k_proj.in_features, "vdim": self.v_proj.in_features, "bias": self.q_proj.bias is not None}
         theirs = nn.MultiheadAttention(E, H, dropout=self.dropout, batch_first=batch_first, **sizes)
@@ -352,7 +352,8 @@ class MultiHeadAttention(nn.Module):
             parts: list[Tensor] = [self.get_parameter(part) for part in TORCH_PARTS[name]]
             if len({part.requires_grad for part in parts}) > 1:
                 raise ValueError(
-                    "q_proj, k_proj and v_proj are frozen in part: in torch.nn.MultiheadAttention they are one parameter"
+                    "only some of q_proj, k_proj and v_proj are frozen, but torch.nn.MultiheadAttention joins them in one "
+                    "parameter: freeze all of them or none"
                 )
             whole.copy_(torch.cat(parts)).requires_grad_(parts[0].requires_grad)
         return theirs

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 MASKS_PAGE = "see docs/attention.md, Masks"
-"""The end of every message about a mask: the table of masks of other libraries."""
+"""Ends every message about a mask. The page has a table of the masks of other libraries."""
 
 
 class Rule:
@@ -82,9 +82,9 @@ class TensorRule(Rule):
         four = self.four[:, :, rows] if self.four.shape[2] > 1 else self.four
         return four[..., keys] if four.shape[3] > 1 else four
 
-    def broadcasts_to(self, wanted: tuple[int, int, int, int]) -> bool:
-        """Return whether the tensor broadcasts to the shape ``wanted``."""
-        return all(have in (1, want) for have, want in zip(self.tensor.shape[::-1], wanted[::-1], strict=False))
+    def broadcasts_to(self, shape: tuple[int, int, int, int]) -> bool:
+        """Return whether the tensor broadcasts to ``shape``."""
+        return all(size in (1, target) for size, target in zip(self.tensor.shape[::-1], shape[::-1], strict=False))
 
 
 def _members(rule: Any) -> tuple[Any, ...] | None:
@@ -161,9 +161,9 @@ class TensorBias(TensorRule, Bias):
         return self.entries(batch, head, row, key, offset)
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        wanted, got = (batch_size, num_heads, num_queries, num_keys), tuple(self.tensor.shape)
-        if len(got) not in (2, 4) or not self.broadcasts_to(wanted):
-            raise ValueError(f"attn_bias of shape {got} must be (L, S) or broadcast to (B, H, L, S) = {wanted}")
+        expected, got = (batch_size, num_heads, num_queries, num_keys), tuple(self.tensor.shape)
+        if len(got) not in (2, 4) or not self.broadcasts_to(expected):
+            raise ValueError(f"attn_bias of shape {got} must be (L, S) or broadcast to (B, H, L, S) = {expected}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +266,7 @@ class T5RelativeBias(nn.Module, Bias):
         weight: a parameter of shape (num_buckets, H), initially zero.
 
     Raises:
-        ValueError: fewer than two buckets a direction, or a ``max_distance`` within the buckets of one distance each.
+        ValueError: fewer than two buckets per direction, or a ``max_distance`` within the buckets that hold one distance each.
 
     >>> bias = T5RelativeBias(2, num_buckets=8, max_distance=16)
     >>> bias().bucket(torch.tensor([-20, -3, -1, 0, 1, 3, 20])).tolist()
@@ -278,8 +278,8 @@ class T5RelativeBias(nn.Module, Bias):
         per_direction = num_buckets // 2 if bidirectional else num_buckets
         if num_heads < 1 or per_direction < 2 or max_distance <= per_direction // 2:
             raise ValueError(
-                "T5RelativeBias needs num_heads >= 1, at least two buckets for each direction, and max_distance above half of "
-                f"those; got num_heads={num_heads}, num_buckets={num_buckets}, max_distance={max_distance}"
+                "T5RelativeBias needs num_heads >= 1, at least two buckets per direction, and max_distance above half the buckets "
+                f"of a direction; got num_heads={num_heads}, num_buckets={num_buckets}, max_distance={max_distance}"
             )
         self.max_distance, self.bidirectional = max_distance, bidirectional
         self.weight = nn.Parameter(torch.zeros(num_buckets, num_heads))
@@ -289,7 +289,7 @@ class T5RelativeBias(nn.Module, Bias):
         nn.init.zeros_(self.weight)
 
     def forward(self) -> RelativeBuckets:
-        """Return the rule with the present table. Sharded parameters are gathered by hooks on ``forward``."""
+        """Return the rule with the current table. Sharded parameters are gathered by hooks on ``forward``."""
         return RelativeBuckets(self.weight, self.max_distance, self.bidirectional)
 
     def value(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, offset: int) -> Tensor:

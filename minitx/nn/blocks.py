@@ -105,7 +105,7 @@ class Residual(nn.Module):
             raise ValueError(f"norm_position={norm_position!r} must be one of {', '.join(NORM_POSITIONS)}")
         if isinstance(norm, nn.Module):
             raise TypeError(
-                f"norm builds one norm, such as lambda: nn.LayerNorm(E), and a {type(norm).__name__} is one already"
+                f"norm must be a function that builds a norm, such as lambda: nn.LayerNorm(E), got a {type(norm).__name__}"
             )
         self.norm_position, self.residual_scale = norm_position, residual_scale
         self.norm_first = norm_position in ("pre", "sandwich")
@@ -115,7 +115,7 @@ class Residual(nn.Module):
         self.branch = None if branch is None else branch()
 
     def finish(self, out: Tensor) -> Tensor:
-        """Return a sublayer's contribution to the residual stream: norm' of ``sandwich``, dropout, ``branch``."""
+        """Return a sublayer's contribution to the residual stream: after norm' of ``sandwich``, dropout and ``branch``."""
         if self.output_norm is not None:
             out = self.output_norm(out)
         if self.dropout is not None:
@@ -214,18 +214,18 @@ class Block(nn.Module):
             raise ValueError(f"this block {state}; got memory={'None' if memory is None else 'a tensor'}")
         if self.causal and not (isinstance(attn_mask, Mask) and attn_mask.is_causality):
             attn_mask = intersect(Causal(), attn_mask)
-        options = _given(attn_mask=attn_mask, position_ids=position_ids, attn_bias=attn_bias, cache=cache)
-        cross = {} if memory is None else _given(key=memory, attn_mask=as_mask(memory_mask, "memory_mask"), cache=cache)
+        options = _without_none(attn_mask=attn_mask, position_ids=position_ids, attn_bias=attn_bias, cache=cache)
+        cross = {} if memory is None else _without_none(key=memory, attn_mask=as_mask(memory_mask, "memory_mask"), cache=cache)
         sublayers: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
             (self.attention_residual, self.attention, options),
             (self.cross_residual, self.cross_attention, cross),
             (self.feedforward_residual, self.feedforward, {}),
         )
-        for residual, sublayer, given in sublayers:  # each as in Residual.forward, without its frames on the way to the kernel
+        for residual, sublayer, arguments in sublayers:  # as in Residual.forward, but with fewer stack frames
             if residual is None:
                 continue
             h = residual.norm(x) if residual.norm_first else x
-            out = sublayer(h, **given)
+            out = sublayer(h, **arguments)
             if isinstance(out, tuple) and sublayer is not self.feedforward:
                 out = out[0]  # an attention may also return its weights
             if self.parallel and residual is self.attention_residual:
@@ -235,16 +235,16 @@ class Block(nn.Module):
         return x
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _without_none(**options: Any) -> dict[str, Any]:
     return {name: option for name, option in options.items() if option is not None}
 
 
 def is_block(module: nn.Module) -> bool:
     """Return whether a module is a layer whose output is the residual stream: a ``Block``, or a module with ``is_block = True``.
 
-    The attribute may be one of the class or of the module. ``adopt_hf`` sets it on the layers of a Hugging Face model.
+    The attribute may be set on the class or on the module. ``adopt_hf`` sets it on the layers of a Hugging Face model.
     """
-    # not getattr(module, ...): wrappers lend the attributes of the wrapped module
+    # not getattr(module, ...): wrappers forward it to the module that they wrap
     is_block = vars(module).get("is_block", getattr(type(module), "is_block", False))
     return isinstance(module, Block) or is_block is True
 

@@ -25,7 +25,7 @@ class LayerCache:
 
     Args:
         capacity: the largest number of positions.
-        window: how many keys a query sees, its own included. None: all.
+        window: the number of keys that a query sees, including its own. None: all.
 
     Raises:
         ValueError: a capacity or window below 1; more positions than ``capacity``; a change of batch size, number of heads,
@@ -50,7 +50,7 @@ class LayerCache:
 
     @property
     def num_kept(self) -> int:
-        """How many of the earlier positions the next query can see."""
+        """The number of earlier positions that the next query can see."""
         return self.length if self.window is None else min(self.length, self.window - 1)
 
     @property
@@ -174,7 +174,7 @@ class KVCache:
         _check_count("num_layers", num_layers, "layers")
         self.layers: tuple[LayerCache, ...] = tuple(LayerCache(capacity) for _ in range(num_layers))
         self.capacity, self.length = capacity, 0
-        self.key_mask: Tensor | None = None  # (B, length), or longer after a pass that failed; None where nothing is padding
+        self.key_mask: Tensor | None = None  # (B, length), or longer after a failed pass; None without padding
         self.document_ids: Tensor | None = None
 
     def join(self, ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -184,11 +184,11 @@ class KVCache:
         """
         check_room(self.length, ids.shape[1], self.capacity)
         for layer in self.layers:
-            layer.length = self.length  # a pass that failed may have advanced some of them
+            layer.length = self.length  # a failed pass may have advanced some layers
             layer.memory = layer.memory if self.length else None
-        for name, given in (("key_mask", key_mask), ("document_ids", document_ids)):
-            if given is not None and given.shape != ids.shape:
-                raise ValueError(f"{name} must describe the new tokens, (B, L) = {tuple(ids.shape)}, got {tuple(given.shape)}")
+        for name, tensor in (("key_mask", key_mask), ("document_ids", document_ids)):
+            if tensor is not None and tensor.shape != ids.shape:
+                raise ValueError(f"{name} must describe the new tokens, (B, L) = {tuple(ids.shape)}, got {tuple(tensor.shape)}")
         if self.length and (document_ids is None) != (self.document_ids is None):
             raise ValueError(
                 "document_ids must be given for all tokens or for none; the earlier tokens in the cache differ from these"
@@ -204,7 +204,7 @@ class KVCache:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all keys of all layers are kept in order, so that masks of the caller may refer to their positions."""
+        """Whether all layers keep all keys in order, so that the caller's masks may refer to their positions."""
         return all(layer.window is None for layer in self.layers)
 
     def advance(self, num_new: int) -> None:
@@ -224,9 +224,9 @@ def _rows(pair: Pair | None, rows: Tensor) -> Pair | None:
     return None if pair is None else (pair[0].index_select(0, rows), pair[1].index_select(0, rows))
 
 
-def _check_count(name: str, number: int, of: str) -> None:
+def _check_count(name: str, number: int, unit: str) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"{name} must be a positive whole number of {of}, got {number!r}")
+        raise ValueError(f"{name} must be a positive whole number of {unit}, got {number!r}")
 
 
 def check_room(length: int, num_new: int, capacity: int) -> None:

@@ -16,14 +16,14 @@ from minitx.nn.masks import Causal, Dense, Mask, Padding, hides_later, intersect
 
 READS = ("device", "dim", "dtype", "is_meta", "ndim", "numel", "shape", "size")
 WRITES = ("add_", "clamp_", "copy_", "div_", "erfinv_", "fill_", "mul_", "normal_", "sub_", "uniform_", "zero_")
-"""What the functions of ``torch.nn.init`` read of a tensor, and how they write to it."""
-APART = "DropInAttention holds in_proj_weight and in_proj_bias in parts, in attention.q_proj, k_proj and v_proj. Use these"
+"""The attributes that functions of ``torch.nn.init`` read, and the methods that they call to write."""
+APART = "DropInAttention splits in_proj_weight and in_proj_bias into attention.q_proj, k_proj and v_proj. Use these"
 
 
 class JoinedProjections:
-    """Torch's ``in_proj_weight`` or ``in_proj_bias``, for code that initialises it. What is written goes to the three projections.
+    """Torch's ``in_proj_weight`` or ``in_proj_bias``, for code that initialises it. Writes go to the three projections.
 
-    It isn't a tensor: torch's fused path refuses whatever has a ``__torch_function__``.
+    It isn't a tensor: torch's fused path refuses any object with a ``__torch_function__``.
     """
 
     __slots__ = ("parts",)  # requires_grad = False is an error
@@ -68,14 +68,14 @@ class DropInAttention(nn.Module):
     ``MultiHeadAttention``. Its results differ from torch's in two points. The weights are those before dropout. A query without
     a visible key gives zero before ``out_proj``, where torch gives NaN.
 
-    The parameters are new ones: torch has one ``in_proj_weight``, and this layer has three matrices. **Build the optimizer after
+    The parameters are new: torch has one ``in_proj_weight``, and this layer has three matrices. **Build the optimizer after
     the replacement**, because an optimizer that was built before keeps the parameters of the old layer and never trains the new
     ones. The same holds for an exponential moving average and for gradient hooks on parameters. ``load_state_dict`` also takes
     the state dict of torch's layer, so checkpoints of the old model load. ``swap_attention`` replaces every layer of a model.
 
-    Masks become rules: a key padding mask, bool or float, is a ``Padding``, and a causal ``attn_mask`` is a ``Causal``. Other numbers of a
-    float mask are a bias. Off the CPU, the layer does not wait to read the values of a mask: there, every float mask is a bias, too,
-    and ``attn_mask`` is never a ``Causal``.
+    Masks become rules: a key padding mask, bool or float, becomes a ``Padding``, and a causal ``attn_mask`` a ``Causal``. The finite
+    numbers of a float mask become a bias. Off the CPU, the layer does not wait to read the values of a mask: every float mask is also
+    a bias there, and ``attn_mask`` never becomes a ``Causal``.
 
     Args:
         theirs: the layer to replace. Its training mode, dtype and device are kept.
@@ -120,7 +120,7 @@ class DropInAttention(nn.Module):
         self.register_load_state_dict_pre_hook(_translate)  # type: ignore[no-untyped-call]
 
     def _joined(self, name: str) -> JoinedProjections | None:
-        """The parameter ``name`` of torch's layer, or None where torch has none: without biases, or for inputs of other widths."""
+        """The parameter ``name`` of torch's layer, or None if torch has none: without biases, or for inputs of other widths."""
         ours, kind = self.attention, name.rpartition("_")[2]
         if (kind == "bias" and ours.q_proj.bias is None) or (kind == "weight" and not ours.embed_dim == ours.kdim == ours.vdim):
             return None
@@ -146,7 +146,7 @@ class DropInAttention(nn.Module):
         Args:
             query, key, value: (B, L or S, width), or (L or S, B, width) without ``batch_first``. Unbatched: (L or S, width).
             key_padding_mask: (B, S), or (S,) if unbatched. Bool with True = hidden, or float to add to the scores. A key
-                that it hides is padding. Statistics leave out the same position as a query.
+                that it hides is padding. Statistics also leave out the query at that position.
             need_weights: also return the weights.
             attn_mask: (L, S) or (B · H, L, S). Bool with True = hidden, or float to add to the scores.
             average_attn_weights: return the mean of the weights over heads, (B, L, S), instead of (B, H, L, S).
@@ -182,7 +182,7 @@ class DropInAttention(nn.Module):
     def _constraints(
         self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor
     ) -> tuple[Mask | None, Tensor | None]:
-        """Convert torch's two masks to a ``Mask``, and what else float masks add to a bias."""
+        """Convert torch's two masks to a ``Mask`` and a bias. The bias is the sum of float masks that do more than hide keys."""
         B, L, S, H = query.shape[0], query.shape[1], key.shape[1], self.attention.num_heads
         rules: list[Mask | None] = []
         biases: list[Tensor | None] = []
@@ -195,8 +195,8 @@ class DropInAttention(nn.Module):
             biases.append(None if bias is None else bias[:, None, None])  # (B, S) -> (B, 1, 1, S)
         if attn_mask is not None:
             if tuple(attn_mask.shape) not in ((L, S), (B * H, L, S)):
-                wanted = f"(L, S) = {(L, S)} or (B * H, L, S) = {(B * H, L, S)}"
-                raise ValueError(f"attn_mask must have shape {wanted}, got {tuple(attn_mask.shape)} ({MASKS_PAGE})")
+                expected = f"(L, S) = {(L, S)} or (B * H, L, S) = {(B * H, L, S)}"
+                raise ValueError(f"attn_mask must have shape {expected}, got {tuple(attn_mask.shape)} ({MASKS_PAGE})")
             attn_mask = attn_mask.unflatten(0, (B, H)) if attn_mask.dim() == 3 else attn_mask[None, None]  # to (B, H, L, S)
             visible, bias = _visible("attn_mask", attn_mask)
             biases.append(bias)
@@ -211,14 +211,14 @@ class DropInAttention(nn.Module):
 def _visible(name: str, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return which keys torch's ``mask`` leaves visible, and the mask as a bias unless it only hides keys.
 
-    A mask with a gradient is a bias, and so is a mask of floats whose values cannot be read at no cost.
+    A float mask is also a bias if it requires grad, or if its values cannot be read at no cost.
     """
     if mask.dtype == torch.bool:
         return ~mask, None
     if not mask.is_floating_point():
         advice = f"use .bool() where 1 means hidden, and {name} == 0 where 1 means visible"
-        wanted = f"{name} must be bool (True = hidden) or float (added to the scores)"
-        raise TypeError(f"{wanted}, got {mask.dtype}: {advice} ({MASKS_PAGE})")
+        requirement = f"{name} must be bool (True = hidden) or float (added to the scores)"
+        raise TypeError(f"{requirement}, got {mask.dtype}: {advice} ({MASKS_PAGE})")
     visible = mask != -torch.inf
     only_hides = can_look(mask) and not mask.requires_grad and not mask.masked_fill(~visible, 0.0).any()
     return visible, None if only_hides else mask
@@ -231,7 +231,7 @@ def _rule_of(visible: Tensor, batch_size: int) -> Mask | None:
     causal = Causal() if hides_later(visible) else None
     plain = real[:, None, None]
     if causal is not None:
-        plain = plain & torch.ones(L, S, dtype=torch.bool).tril(S - L)
+        plain = plain & torch.ones(L, S, dtype=torch.bool, device=visible.device).tril(S - L)
     if not torch.equal(visible, plain.expand_as(visible)):
         return intersect(causal, Dense(visible))
     return intersect(causal, None if real.all() else Padding(real.expand(batch_size, -1)))
@@ -271,7 +271,7 @@ def swap_attention(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         owner = layers.get(name.removesuffix(".out_proj"), module)
         for parameter in module.parameters(recurse=False):
             other = owners.setdefault(parameter, owner)
-            if other is not owner and any(isinstance(one, nn.MultiheadAttention) for one in (owner, other)):
+            if other is not owner and any(isinstance(holder, nn.MultiheadAttention) for holder in (owner, other)):
                 raise ValueError(
                     f"cannot swap the attention: {name} shares a parameter with another module, and a copy would not share it"
                 )

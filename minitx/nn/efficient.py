@@ -1,8 +1,8 @@
-"""Other kinds of attention than scaled dot-product attention.
+"""Attention other than scaled dot-product attention.
 
 Each class is a core of ``MultiHeadAttention``: ``MultiHeadAttention(E, H, core=LinearAttention())``. Linear attention, Performer and
-Linformer cost less than L × S. ``approximation_error`` measures how far they are from exact attention. Additive attention costs more
-and is an older baseline.
+Linformer cost less than L × S. ``approximation_error`` measures their error against exact attention. Additive attention is an older
+baseline that costs more.
 
 Sliding windows and block-sparse patterns are masks (``SlidingWindow``, ``BlockSparse``). The ``chunked`` backend skips the tiles that
 they hide.
@@ -49,8 +49,8 @@ class EfficientAttention(nn.Module):
         Raises:
             ValueError: an option or a mask that the core does not support.
         """
-        given = {name: getattr(call, name) is not None for name in ("attn_bias", "softcap", "sinks")}
-        self.refuse(**given, dropout=call.dropout_p > 0.0, need_weights=call.need_weights)
+        options = {name: getattr(call, name) is not None for name in ("attn_bias", "softcap", "sinks")}
+        self.refuse(**options, dropout=call.dropout_p > 0.0, need_weights=call.need_weights)
         dtype = torch.promote_types(call.query.dtype, torch.float32)
         with full_precision(call.query.device):
             wide = replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype))
@@ -63,10 +63,10 @@ class EfficientAttention(nn.Module):
         """Compute the output (B, H, L, Dv) from tensors in at least float32."""
         raise NotImplementedError(f"{type(self).__name__} must define attend()")
 
-    def refuse(self, **wanted: bool) -> None:
-        """Raise a ValueError if one of the wanted options is not supported. ``MultiHeadAttention`` calls this in its constructor."""
-        for option, is_wanted in wanted.items():
-            if is_wanted and option in self.refusals:
+    def refuse(self, **options: bool) -> None:
+        """Raise a ValueError if an option is True and not supported. ``MultiHeadAttention`` calls this in its constructor."""
+        for option, is_used in options.items():
+            if is_used and option in self.refusals:
                 raise ValueError(f"{type(self).__name__} does not support {option}: {self.refusals[option]}")
 
     def causal_and_padding(self, mask: Mask | None) -> tuple[bool, Tensor | None]:
@@ -188,7 +188,7 @@ class AdditiveAttention(nn.Module):
 
 
 def _widened(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return ``layer(x)`` with its parameters in the dtype of x. It is called, so that what wraps it acts (LoRA, pruning, int8)."""
+    """Return ``layer(x)`` with its parameters in the dtype of x. The layer itself is called, so LoRA, pruning and int8 take effect."""
     wide = {name: parameter.to(x.dtype) for name, parameter in layer.named_parameters() if parameter.dtype != x.dtype}
     return torch.func.functional_call(layer, wide, (x,)) if wide else layer(x)
 
@@ -201,8 +201,8 @@ class LinformerAttention(EfficientAttention):
     S may not exceed ``max_len``, and a shorter S uses the first S columns.
 
     Soft-cap and sinks act on the scores of slots, dropout on the weights of slots. The only supported mask is ``Padding``: padded
-    keys and values are set to zero before mixing. Padding at the end therefore does not change the output.
-    Other masks, ``attn_bias`` and ``need_weights`` are not supported, because a slot mixes all positions.
+    keys and values are set to zero before mixing. Padding at the end therefore does not change the output. Other masks,
+    ``attn_bias`` and ``need_weights`` are not supported, because a slot mixes all positions.
 
     Cost: (L + S) · k · (D + Dv) multiplications, and L · k stored scores. It is linear in the length.
 
@@ -269,9 +269,9 @@ class KernelisedAttention(EfficientAttention):
     §3.2–3.3 (eqs. 4–12). Subclasses define ``log_features``, the logarithms of φ.
 
     exp is taken relative to the largest feature of each position, so that large queries or keys do not overflow. The factor cancels in
-    the quotient. The output is zero for a query without a visible key, and for one whose sum of weights is below √tiny (1e-19 in
-    float32) of the largest possible. In causal attention, the factor of a row depends on keys up to that row only, so later tokens
-    never change the output of earlier ones.
+    the quotient. The output is zero for a query without a visible key, and for a query whose relative sum of weights is below √tiny
+    (1e-19 in float32). In causal attention, the factor of a row depends only on the keys up to that row, so later tokens never change
+    earlier outputs.
 
     Args:
         chunk_size: the number of positions that causal attention computes at a time. It does not change the result.
@@ -336,13 +336,13 @@ class KernelisedAttention(EfficientAttention):
         # split once, because each slice in the loop would have a gradient as long as the sequence
         chunks = [x[:, :, before:].split(self.chunk_size, dim=2) for x in (phi_k, value, peak, highest)]
         rows = []
-        for q, k, v, own, high in zip(phi_q.split(self.chunk_size, dim=3), *chunks, strict=True):
+        for q, k, v, peaks, high in zip(phi_q.split(self.chunk_size, dim=3), *chunks, strict=True):
             future = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool, device=k.device).triu(1)
-            factor = (own.unsqueeze(-2) - high.unsqueeze(-1)).exp().masked_fill(future, 0.0)  # (B, Hkv, c, c)
+            factor = (peaks.unsqueeze(-2) - high.unsqueeze(-1)).exp().masked_fill(future, 0.0)  # (B, Hkv, c, c)
             near = (q @ k.unsqueeze(2).transpose(-1, -2) * factor.unsqueeze(2)) @ v.unsqueeze(2)
             rows.append(near + _apply_state(q, state) * (top - high).exp()[:, :, None, :, None])
             now = high[..., -1:]
-            gained = (k * (own - now).exp().unsqueeze(-1)).transpose(-1, -2) @ v
+            gained = (k * (peaks - now).exp().unsqueeze(-1)).transpose(-1, -2) @ v
             state, top = state * (top - now).exp().unsqueeze(-1) + gained, now
         if kept is not None:
             kept.write(phi_q.shape[3], (state, top))
@@ -368,7 +368,7 @@ class LinearAttention(KernelisedAttention):
     """Linear attention: o_i = Σ_j φ(c q_i)·φ(k_j) v_j / Σ_j φ(c q_i)·φ(k_j) with φ(x) = elu(x) + 1.
 
     Katharopoulos et al. 2020, arXiv:2006.16236, §3.2, eq. 7. This is another similarity, not an approximation of softmax attention.
-    The paper has no scale: use ``scale="unscaled"`` for c = 1. Any finite c works, also a negative one.
+    The paper has no scale: use ``scale="unscaled"`` for c = 1. Any finite c works, including negative values.
 
     It supports ``Causal``, ``Padding`` and both together, grouped heads, Dv ≠ D and cross-attention. It does not support other masks,
     ``attn_bias``, ``sinks``, ``need_weights``, dropout or soft-cap.
@@ -414,7 +414,7 @@ class PerformerAttention(KernelisedAttention):
 
     Args:
         head_dim: D.
-        num_features: m. Default: D · ln D, rounded up, the order of the paper's Theorem 4.
+        num_features: m. Default: D · ln D, rounded up (the order in the paper's Theorem 4).
         orthogonal: draw ω in blocks of D orthogonal vectors. This lowers the variance of the estimate.
         generator: for the draw. Default: torch's global generator.
         chunk_size: as in ``LinearAttention``.
@@ -423,7 +423,7 @@ class PerformerAttention(KernelisedAttention):
         projection: ω for all heads, (m, D): a persistent buffer that is not trained.
 
     Raises:
-        ValueError: an option that is not supported, a size below 1, or a query of another width than ``head_dim``.
+        ValueError: an option that is not supported, a size below 1, or a query whose width is not ``head_dim``.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention = MultiHeadAttention(12, 3, core=PerformerAttention(head_dim=4, num_features=32))
@@ -512,9 +512,9 @@ def build_core(
     >>> build_core("performer", head_dim=4, max_len=8, num_features=32)
     PerformerAttention(4, num_features=32, orthogonal=True, chunk_size=64)
     """
-    for name, given, taker in (("num_features", num_features, "performer"), ("num_slots", num_slots, "linformer")):
-        if given is not None and kind != taker:
-            raise ValueError(f"{name}={given} is an option of attention={taker!r} only, got attention={kind!r}")
+    for name, count, taker in (("num_features", num_features, "performer"), ("num_slots", num_slots, "linformer")):
+        if count is not None and kind != taker:
+            raise ValueError(f"{name}={count} is an option of attention={taker!r} only, got attention={kind!r}")
     if kind == "additive":
         return AdditiveAttention(head_dim)
     if kind == "linear":

@@ -209,8 +209,8 @@ class AttentionCall:
                 )
         (B, H, _, D), (_, Hkv, S, _) = query.shape, key.shape
         if key.shape[0] != B or key.shape[-1] != D or H % Hkv:
-            wanted = f"(B, Hkv, S, D) with B = {B}, D = {D} and Hkv dividing {H}"
-            raise ValueError(f"key must have shape {wanted}, as query has, got {tuple(key.shape)}")
+            expected = f"(B, Hkv, S, D) with B = {B}, D = {D} and Hkv dividing {H}"
+            raise ValueError(f"key must have shape {expected}, as query has, got {tuple(key.shape)}")
         if value.shape[:3] != key.shape[:3]:
             raise ValueError(f"value must have the key's (B, Hkv, S) = {(B, Hkv, S)}, got {tuple(value.shape)}")
         if sinks is not None and (not sinks.is_floating_point() or tuple(sinks.shape) != (H,)):
@@ -237,8 +237,8 @@ def make_call(
     Raises:
         ValueError: shapes, devices or numbers that do not fit. TypeError: dtypes or kinds that do not fit.
     """
-    given = (("query", query), ("key", key), ("value", value), *((("sinks", sinks),) if sinks is not None else ()))
-    for name, tensor in given:
+    tensors = (("query", query), ("key", key), ("value", value), *((("sinks", sinks),) if sinks is not None else ()))
+    for name, tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):

@@ -94,8 +94,8 @@ def init_weights(
 
     Each matrix is one draw from the generator: first attention, feed-forward networks and learned positions in the order of
     ``model.modules()``, then the other modules. Two models that differ only by a factor, such as a fold or the score scale, therefore
-    start from the same draws. Biases are zero unless the scheme initialises them. Norms,
-    gains and learned scales are reset. A tied embedding is initialised once, as a head.
+    start from the same draws. Biases are zero unless the scheme initialises them. Norms, gains and learned scales are reset. A tied
+    embedding is initialised once, as a head.
 
     Args:
         model: any module. Layers of this package get their role; other linear layers and embeddings are initialised too.
@@ -127,7 +127,7 @@ def init_weights(
         if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module.weight, nn.Parameter):
             where = f"{name}.weight".lstrip(".")
             raise ValueError(
-                f"{where} is computed from other parameters: wrap the layer after the model is made and initialised"
+                f"{where} is computed from other parameters: wrap the layer after the model is built and initialised"
             )
     draw = _Drawer(SCHEMES[scheme], num_layers, gains or {}, generator)
     for module in model.modules():
@@ -170,9 +170,9 @@ class _Drawer:
     def layer(self, module: nn.Linear | nn.Embedding | None, role: str, factor: float = 1.0, head_dim: int = 1) -> None:
         """Initialise a projection with its bias or a table, and multiply them by ``factor``.
 
-        The fan-in of a table is its width, as of a head that is tied to it.
+        The fan-in of a table is its width, as for a tied head.
         """
-        if module is None:
+        if module is None or module.weight.is_meta:  # without numbers; torch takes longer for such a draw than for a real one
             return
         fan_out, fan_in = module.weight.shape
         sizes, gain = Sizes(fan_in, fan_out, head_dim, self.num_layers), self.gains.get(role, 1.0)
@@ -180,12 +180,11 @@ class _Drawer:
         if module.weight not in self.drawn:
             std = self.scheme.roles.get(role, self.scheme.weight)
             _fill(module.weight, std(sizes), self.scheme.uniform and role != "embedding", self.generator)
-            module.weight.mul_(
-                factor * gain
-            )  # after the draw, so that folded and unfolded models differ by exactly this factor
+            # after the draw, so that folded and unfolded models differ by exactly this factor
+            module.weight.mul_(factor * gain)
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
-        if bias is not None and bias not in self.drawn:  # even if the weight is a table's
+        if bias is not None and bias not in self.drawn:  # even if the weight was drawn with a tied table
             _fill(bias, self.scheme.bias(sizes) * factor * gain if self.scheme.bias else 0.0, True, self.generator)
         self.drawn |= {module.weight} if bias is None else {module.weight, bias}
 

@@ -129,7 +129,7 @@ def build_head(config: TransformerConfig, token: nn.Embedding | None = None) -> 
     """Build the head of ``config.head``. An ``lm`` head may be soft-capped, and may share its weight with the ``token`` table.
 
     Raises:
-        ValueError: the head needs ``num_labels``, and it is missing.
+        ValueError: the head needs ``num_labels``, but it is None.
     """
     E, V = config.embed_dim, config.vocab_size
     if config.head == "none":
@@ -173,7 +173,7 @@ def build_rotary(config: TransformerConfig, layer: int = 0) -> Rotary:
 
 
 def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
-    """Build the position bias on the scores, one for all layers as in T5. None without one."""
+    """Build the position bias on the scores, shared by all layers as in T5, or return None."""
     if config.position == "alibi":
         return ALiBi(config.num_heads)
     if config.position != "t5":

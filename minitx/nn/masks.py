@@ -116,8 +116,8 @@ class Mask(Rule):
 
         The layers of a model share a mask and the results computed from it. For each kind, only the latest result is kept,
         until a tensor of the mask is changed in place. Nothing is kept under ``torch.compile``: a key with symbolic lengths would
-        bind the graph to one length. Nothing is kept inside of torch.func, whose tensors end with the transform, or if changes
-        cannot be seen: inference tensors have no count of their changes, and fields of unknown types may hide tensors.
+        bind the graph to one length. Nothing is kept inside of torch.func, because its tensors end with the transform. Nothing is
+        kept if changes cannot be detected: inference tensors do not count them, and fields of unknown types may hide tensors.
         """
         if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
             return build(*arguments)
@@ -240,8 +240,8 @@ class Padding(Mask):
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if tuple(self.key_mask.shape) != (batch_size, num_keys):
-            wanted = f"(B, S) = {(batch_size, num_keys)}"
-            raise ValueError(f"key_mask must have shape {wanted}, got {tuple(self.key_mask.shape)} ({MASKS_PAGE})")
+            expected = f"(B, S) = {(batch_size, num_keys)}"
+            raise ValueError(f"key_mask must have shape {expected}, got {tuple(self.key_mask.shape)} ({MASKS_PAGE})")
 
     def size(self) -> tuple[int, int]:
         return self.key_mask.shape[1], self.key_mask.shape[1]
@@ -272,7 +272,7 @@ class Documents(Mask):
         return self.ids[batch, row + offset] == self.ids[batch, key]
 
     def tile_map(self, rows: Tensor, keys: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """A tile is empty if the id ranges of its queries and keys do not overlap, and whole if it has one id only."""
+        """A tile is empty if the id ranges of its queries and keys do not overlap, and whole if it has a single id."""
         (low, high), (first, last) = _extremes(self.ids, rows + offset), _extremes(self.ids, keys)  # (B, R), (B, C)
         low, high, first, last = low.unsqueeze(2), high.unsqueeze(2), first.unsqueeze(1), last.unsqueeze(1)
         whole = (low == high) & (first == last) & (low == first)
@@ -348,10 +348,10 @@ class Dense(TensorRule, Mask):
         return _pooled(cells.all(0), rows, keys, torch.all, True), ~_pooled(cells.any(0), rows, keys, torch.any, False)
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        wanted = (batch_size, num_heads, num_queries, num_keys)
-        if not self.broadcasts_to(wanted):
+        expected = (batch_size, num_heads, num_queries, num_keys)
+        if not self.broadcasts_to(expected):
             got = tuple(self.tensor.shape)
-            raise ValueError(f"attn_mask of shape {got} does not broadcast to (B, H, L, S) = {wanted} ({MASKS_PAGE})")
+            raise ValueError(f"attn_mask of shape {got} does not broadcast to (B, H, L, S) = {expected} ({MASKS_PAGE})")
 
     def size(self) -> tuple[int, int]:
         return self.tensor.shape[-2], self.tensor.shape[-1]
@@ -411,10 +411,10 @@ class BlockSparse(Mask):
         return self.block_size
 
     def check(self, batch_size: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        wanted, got = -(-num_keys // self.block_size), tuple(self.pattern.shape)
-        if got[-1] != wanted or got[:-2] not in ((), (num_heads,)) or num_queries > num_keys:
+        num_blocks, got = -(-num_keys // self.block_size), tuple(self.pattern.shape)
+        if got[-1] != num_blocks or got[:-2] not in ((), (num_heads,)) or num_queries > num_keys:
             raise ValueError(
-                f"pattern must have shape ({wanted}, {wanted}) or ({num_heads}, {wanted}, {wanted}) for {num_keys} keys in blocks of "
+                f"pattern must have shape ({num_blocks}, {num_blocks}) or ({num_heads}, {num_blocks}, {num_blocks}) for {num_keys} keys in blocks of "
                 f"{self.block_size}, with L <= S; got {got} and L = {num_queries}"
             )
 
@@ -432,7 +432,7 @@ class Combined(Mask):
 
     def __post_init__(self) -> None:
         both = self.join is operator.and_
-        # an intersection is causal or sparse where one member is, a union is sparse where all are, and never causal
+        # an intersection is causal or sparse if one member is; a union is sparse if all members are, and never causal
         object.__setattr__(self, "is_causality", both and any(member.is_causality for member in self.members))
         object.__setattr__(self, "is_sparse", (any if both else all)(member.is_sparse for member in self.members))
 
@@ -454,7 +454,7 @@ class Combined(Mask):
         return self._joined([member.tile_map(rows, keys, offset) for member in self.members])
 
     def _joined(self, verdicts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-        """An intersection is whole where all members are, and empty where one member is. A union is the reverse."""
+        """An intersection is whole if all members are whole, and empty if one member is empty. A union is the reverse."""
         opposite = operator.or_ if self.join is operator.and_ else operator.and_
         return reduce(self.join, [whole for whole, _ in verdicts]), reduce(opposite, [empty for _, empty in verdicts])
 
@@ -511,22 +511,23 @@ def _extremes(ids: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def require_bool(name: str, tensor: Any) -> None:
-    """Raise a TypeError unless ``tensor`` is a bool tensor. The message tells how to convert a mask of another dtype.
+    """Raise a TypeError unless ``tensor`` is a bool tensor. The message explains how to convert a mask of another dtype.
 
     Args:
-        name: the argument: ``key_mask``, ``decoder_key_mask``, ``key_padding_mask``, ``pattern``, or one for a mask of queries and keys.
+        name: the argument: ``key_mask``, ``decoder_key_mask``, ``key_padding_mask``, ``pattern``, or another name for a mask of
+            queries and keys.
     """
     if isinstance(tensor, Tensor) and tensor.dtype == torch.bool:
         return
     meaning = "hidden" if name == "key_padding_mask" else "real token" if name.endswith("key_mask") else "may attend"
-    wanted = f"{name} must be a bool tensor (True = {meaning})"
+    requirement = f"{name} must be a bool tensor (True = {meaning})"
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{wanted}, got {type(tensor).__name__} ({MASKS_PAGE})")
+        raise TypeError(f"{requirement}, got {type(tensor).__name__} ({MASKS_PAGE})")
     advice = f"convert 0 and 1 by .bool() (1 = {meaning})"
     if tensor.is_floating_point() and name != "pattern":
         advice += f", and 0 and -inf by {name} {'!=' if meaning == 'hidden' else '=='} 0"
         advice += "; pass additive values as attn_bias" if meaning == "may attend" else ""
-    raise TypeError(f"{wanted}, got {tensor.dtype}: {advice} ({MASKS_PAGE})")
+    raise TypeError(f"{requirement}, got {tensor.dtype}: {advice} ({MASKS_PAGE})")
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
@@ -545,7 +546,7 @@ def _as_rule(mask: Tensor | Mask) -> Mask:
 
 
 def as_mask(attn_mask: Tensor | Mask | None, name: str = "attn_mask") -> Mask | None:
-    """Convert ``attn_mask`` to a ``Mask``. A bool tensor becomes a ``Dense``; another dtype raises a TypeError, with the argument's ``name``."""
+    """Convert ``attn_mask`` to a ``Mask``. A bool tensor becomes a ``Dense``. Another dtype raises a TypeError that names ``name``."""
     if attn_mask is not None and not isinstance(attn_mask, Mask) and name != "attn_mask":
         _check_dense(name, attn_mask)
     return None if attn_mask is None else _as_rule(attn_mask)
@@ -561,9 +562,9 @@ def intersect(*masks: Tensor | Mask | None) -> Mask | None:
     x .
     . x
     """
-    given = [mask for mask in map(as_mask, masks) if mask is not None]
-    parts = _distinct(part for mask in given for part in mask.parts())
-    for mask in given:
+    present = [mask for mask in map(as_mask, masks) if mask is not None]
+    parts = _distinct(part for mask in present for part in mask.parts())
+    for mask in present:
         if len(_distinct(mask.parts())) == len(parts):
             return mask
     return And(tuple(parts)) if parts else None
@@ -598,13 +599,13 @@ def simplify(mask: Mask | None, num_queries: int, num_keys: int) -> Mask | None:
 
 
 def _lengths(mask: Mask) -> list[Mask]:
-    """The masks whose intersection says which keys belong to the sequence up to a query."""
+    """The masks whose intersection shows the keys that belong to the sequence up to a query."""
     if not isinstance(mask, Combined):
         return [mask] if mask.is_causality or isinstance(mask, Padding | Documents) else []
     lengths = [_lengths(member) for member in mask.members]
     if isinstance(mask, And):
-        return [length for own in lengths for length in own]
-    members = (And(tuple(own)) if own else member for own, member in zip(lengths, mask.members, strict=True))
+        return [length for parts in lengths for length in parts]
+    members = (And(tuple(parts)) if parts else member for parts, member in zip(lengths, mask.members, strict=True))
     return [Or(tuple(members))] if any(lengths) else []
 
 
@@ -630,7 +631,7 @@ def real_key_counts(
 
 
 def hides_later(visible: Tensor) -> bool:
-    """Return whether no query sees a later position in a bool mask (..., L, S), True = may attend. It reads the values.
+    """Return whether a bool mask (..., L, S), True = may attend, hides every later position. This reads the values.
 
     A mask that is the same for all queries, such as padding, is not causal.
 

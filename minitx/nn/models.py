@@ -25,8 +25,8 @@ from minitx.nn.positions import Rotary, Rotation, position_ids_from
 __all__ = ["MODELS", "DecoderLM", "Encoder", "EncoderDecoder", "TransformerModel", "VisionTransformer", "build_model"]
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.device == other.device and not one.is_meta and torch.equal(one, other))
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return first is second or (first.device == second.device and not first.is_meta and torch.equal(first, second))
 
 
 class Shared(NamedTuple):
@@ -47,7 +47,7 @@ class TransformerModel(nn.Module):
         core: a function that builds the attention core of a layer, instead of ``config.attention``.
 
     Raises:
-        ValueError: a model of another architecture than ``config.architecture``.
+        ValueError: ``config.architecture`` is not the architecture of the class.
     """
 
     embeddings: Any  # a module whose type depends on the model
@@ -65,10 +65,10 @@ class TransformerModel(nn.Module):
     ) -> None:
         super().__init__()
         if self.architecture not in (None, config.architecture):
-            name, wanted = type(self).__name__, self.architecture
-            raise ValueError(f"{name} needs a config with architecture={wanted!r}, got {config.architecture!r}")
+            name, expected = type(self).__name__, self.architecture
+            raise ValueError(f"{name} needs a config with architecture={expected!r}, got {config.architecture!r}")
         self.config, self.causal, self.embeddings = config, causal, embeddings
-        self.has_own_core = core is not None or not isinstance(config.attention, str)  # a file cannot say which
+        self.has_own_core = core is not None or not isinstance(config.attention, str)  # a file cannot name the core
         num_layers = config.decoder_layers if causal else config.num_layers
         self.blocks = nn.ModuleList(
             build_block(config, layer, num_layers, causal=causal, cross=cross, core=core) for layer in range(num_layers)
@@ -83,14 +83,14 @@ class TransformerModel(nn.Module):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def _ties(self) -> list[list[str]]:
-        """The names of every parameter that has several: a tied head, a table that two stacks share."""
+        """The names of each parameter that has several names: a tied head, or a table that two stacks share."""
         names = defaultdict(list)
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names[id(parameter)].append(name)
         return [shared for shared in names.values() if len(shared) > 1]
 
     def _apply(self, *args: Any, **options: Any) -> Any:
-        """Stay tied where torch makes a new parameter for each name, as ``to_empty`` does."""
+        """Keep parameters tied if torch makes a new parameter for each name, as ``to_empty`` does."""
         ties = self._ties()
         super()._apply(*args, **options)  # type: ignore[no-untyped-call]
         for first, *others in ties:
@@ -99,13 +99,13 @@ class TransformerModel(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        """Stay tied after ``load_state_dict(assign=True)``, unless the names have different values."""
+        """Keep parameters tied after ``load_state_dict(assign=True)``, unless the names have different values."""
         for shared in self._ties() if local_metadata.get("assign_to_params_buffers") else ():
             names = [prefix + name for name in shared]
-            given = [state_dict[name] for name in names if name in state_dict]
-            if given and all(_equal(given[0], other) for other in given[1:]):
-                # torch then sets requires_grad as in the model's parameter
-                state_dict.update(dict.fromkeys(names, nn.Parameter(given[0], requires_grad=False)))
+            values = [state_dict[name] for name in names if name in state_dict]
+            if values and all(_equal(values[0], other) for other in values[1:]):
+                # torch then copies requires_grad from the model's parameter
+                state_dict.update(dict.fromkeys(names, nn.Parameter(values[0], requires_grad=False)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def make_cache(self, capacity: int) -> KVCache:
@@ -127,13 +127,13 @@ class TransformerModel(nn.Module):
         return cache
 
     def _init_weights(self, generator: torch.Generator | None, part: nn.Module | None = None) -> None:
-        """Initialise ``part``, by default all of the model, for the depth of this stack of blocks."""
+        """Initialise ``part``, by default the whole model, for the depth of this stack of blocks."""
         config, gains = self.config, init_gains(self.config, decoder=self.causal)
         options = {"fold": config.init_fold, "num_layers": len(self.blocks), "gains": gains}
         init_weights(self if part is None else part, config.init, **options, generator=generator)  # type: ignore[arg-type]
 
     def forward(self, input_ids: Tensor, **options: Any) -> Any:
-        """Return hidden states (B, L, E) for token ids (B, L). ``_embed`` takes the ``options``."""
+        """Return hidden states (B, L, E) for token ids (B, L). The ``options`` go to ``_embed``."""
         return self._run(*self._embed(input_ids, **options))
 
     def _embed(
@@ -155,7 +155,7 @@ class TransformerModel(nn.Module):
             raise TypeError(
                 f"cache must be a KVCache, with one LayerCache for each layer, got a {kind}: use model.make_cache(capacity)"
             )
-        if key_mask is not None:  # before a cache keeps it
+        if key_mask is not None:  # before a cache stores it
             require_bool(name.replace("input_ids", "key_mask"), key_mask)
         past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
         if cache is not None and len(cache.layers) != len(self.blocks):
@@ -169,7 +169,7 @@ class TransformerModel(nn.Module):
         if cache is not None and mask is not None and not cache.keeps_all:
             raise ValueError("mask needs a cache that keeps all keys: use KVCache(capacity, num_layers)")
         masks = self._masks(as_mask(mask, "mask"), key_mask, document_ids, cache, L)
-        if masks[0] is not None and cache is None:  # before key_mask and document_ids are used for positions
+        if masks[0] is not None and cache is None:  # before positions are computed from key_mask and document_ids
             masks[0].check(input_ids.shape[0], self.config.num_heads, L, L)
         if position_ids is None:
             position_ids = position_ids_from(key_mask, document_ids, past + L, input_ids.device)[:, past:]
@@ -181,25 +181,25 @@ class TransformerModel(nn.Module):
     ) -> list[Mask | None]:
         """Return each layer's complete mask. Layers with the same window, and with caches of the same window, share one object."""
         causal = Causal() if self.causal and not (mask is not None and mask.is_causality) else None
-        found: dict[tuple[int | None, int | None], Mask | None] = {}
+        by_kind: dict[tuple[int | None, int | None], Mask | None] = {}
         masks = []
         for layer, window in enumerate(self.windows):
             kind = window, None if cache is None else cache.layers[layer].window  # no length: a graph would fix it
-            if kind not in found:
+            if kind not in by_kind:
                 rules: list[Mask | None] = [causal, None if window is None else SlidingWindow(window)]
-                for rule, given in ((Padding, key_mask), (Documents, document_ids)):
-                    if given is not None and cache is not None:  # of the keys that the layer reads
-                        given = given[:, given.shape[1] - cache.layers[layer].num_kept - num_new :]
-                    rules.append(None if given is None else rule(given))
-                found[kind] = intersect(*rules, mask)
-            masks.append(found[kind])
+                for rule, tensor in ((Padding, key_mask), (Documents, document_ids)):
+                    if tensor is not None and cache is not None:  # only the keys that the layer reads
+                        tensor = tensor[:, tensor.shape[1] - cache.layers[layer].num_kept - num_new :]
+                    rules.append(None if tensor is None else rule(tensor))
+                by_kind[kind] = intersect(*rules, mask)
+            masks.append(by_kind[kind])
         return masks
 
     def _positions(self, position_ids: Tensor, x: Tensor) -> list[Tensor | Rotation | None]:
         """Return each layer's positions. Rotary layers of the same sizes share their angles; layers of a subclass do not."""
         if self.config.position != "rotary":
             return [position_ids] * len(self.blocks)
-        found: dict[Any, Rotation] = {}
+        by_kind: dict[Any, Rotation] = {}
         positions: list[Tensor | Rotation | None] = []
         for block in self.blocks:
             rotary = getattr(block.attention, "rotary", None)
@@ -207,9 +207,9 @@ class TransformerModel(nn.Module):
                 positions.append(position_ids)
                 continue
             kind = (rotary.head_dim, rotary.base, rotary.scaling) if type(rotary) is Rotary else rotary
-            if kind not in found:
-                found[kind] = rotary.rotation(position_ids, x.shape[0], x.shape[1], x.dtype)
-            positions.append(found[kind])
+            if kind not in by_kind:
+                by_kind[kind] = rotary.rotation(position_ids, x.shape[0], x.shape[1], x.dtype)
+            positions.append(by_kind[kind])
         return positions
 
     def _run(self, x: Tensor, shared: Shared | None = None, *, cache: KVCache | None = None, **cross: Any) -> Tensor:
@@ -242,7 +242,7 @@ class TransformerModel(nn.Module):
 
 
 def _counted(tensor: Tensor | None) -> Tensor | None:
-    """A copy of an inference tensor. torch counts its changes, so the layers can share results that a mask remembers."""
+    """Copy an inference tensor. torch counts changes of the copy, so a mask can remember results for all layers."""
     if tensor is None or torch.compiler.is_compiling() or not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
@@ -260,7 +260,7 @@ class DecoderLM(TransformerModel):
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: ``vocab_size`` is missing, or ``architecture`` is another.
+        ValueError: ``vocab_size`` is missing, or ``architecture`` is not ``decoder``.
 
     >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
     >>> model(torch.tensor([[1, 2, 3, 5, 7]])).shape
@@ -331,7 +331,7 @@ class Encoder(TransformerModel):
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: ``vocab_size`` or ``num_labels`` is missing, or ``architecture`` is another.
+        ValueError: ``vocab_size`` or ``num_labels`` is missing, or ``architecture`` is not ``encoder``.
 
     >>> options = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
     >>> model = Encoder(TransformerConfig(architecture="encoder", head="sequence", num_labels=5, **options))
@@ -410,7 +410,7 @@ class VisionTransformer(TransformerModel):
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: ``image_size``, ``num_channels`` or ``num_labels`` is missing, or ``architecture`` is another.
+        ValueError: ``image_size``, ``num_channels`` or ``num_labels`` is missing, or ``architecture`` is not ``vision``.
 
     >>> sizes = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
     >>> config = TransformerConfig(architecture="vision", head="sequence", embed_dim=12, num_heads=3, num_layers=2, **sizes)
@@ -512,7 +512,7 @@ class EncoderDecoder(TransformerModel):
         generator: for the initial weights. Default: torch's global generator.
 
     Raises:
-        ValueError: ``vocab_size`` is missing, or ``architecture`` is another.
+        ValueError: ``vocab_size`` is missing, or ``architecture`` is not ``encoder_decoder``.
 
     >>> options = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2}
     >>> model = EncoderDecoder(TransformerConfig(architecture="encoder_decoder", **options))
@@ -531,7 +531,7 @@ class EncoderDecoder(TransformerModel):
         self.head = build_head(config, source.token)
         self.encoder = encoder
         self._init_weights(generator)
-        encoder._init_weights(generator, encoder.blocks)  # another depth and other gains of DeepNorm
+        encoder._init_weights(generator, encoder.blocks)  # the encoder has its own depth and gains (DeepNorm)
 
     def forward(  # type: ignore[override]
         self,
@@ -561,15 +561,15 @@ class EncoderDecoder(TransformerModel):
             Logits (B, L, V), or hidden states (B, L, E).
 
         Raises:
-            ValueError: both ``input_ids`` and ``memory`` are missing, or as in ``DecoderLM``.
+            ValueError: ``input_ids`` and ``memory`` are both None, or as in ``DecoderLM``.
         """
         if memory is None:
             if input_ids is None:
                 raise ValueError("input_ids=None: an encoder-decoder needs input_ids, or memory from encode()")
             memory = self.encoder(input_ids, key_mask=key_mask)
         if memory.dim() != 3 or memory.shape[0] != decoder_input_ids.shape[0]:
-            wanted = f"(B, S, E) = ({decoder_input_ids.shape[0]}, S, {self.config.embed_dim})"
-            raise ValueError(f"memory must have shape {wanted}, got {tuple(memory.shape)}")
+            expected = f"(B, S, E) = ({decoder_input_ids.shape[0]}, S, {self.config.embed_dim})"
+            raise ValueError(f"memory must have shape {expected}, got {tuple(memory.shape)}")
         options = {"key_mask": decoder_key_mask, "mask": mask, "cache": cache, "name": "decoder_input_ids"}
         x, shared = self._embed(decoder_input_ids, **options)  # type: ignore[arg-type]
         memory_mask = None if key_mask is None else Padding(key_mask)

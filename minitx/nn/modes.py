@@ -12,7 +12,7 @@ from torch import nn
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put ``model`` into evaluation mode (no dropout), and restore the mode of each submodule afterwards.
 
-    ``model.train()`` would not do: it would also change submodules that were in evaluation mode before.
+    ``model.train()`` would not be enough: it would also change submodules that were in evaluation mode before.
 
     >>> model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5).eval())
     >>> with evaluating(model):

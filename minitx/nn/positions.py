@@ -20,7 +20,7 @@ class SinusoidalPositions(nn.Module):
 
     Args:
         embed_dim: E.
-        base: the wavelengths grow from 2π to base · 2π positions.
+        base: the wavelengths grow from 2π to 2π · base positions.
 
     >>> SinusoidalPositions(4)(torch.tensor([0])).tolist()
     [[0.0, 1.0, 0.0, 1.0]]
@@ -85,8 +85,8 @@ class RotaryScaling:
         high: pairs with more turns are kept. None: the default of the kind.
 
     Raises:
-        ValueError: an unknown kind, a factor below 1, a missing or non-positive length, or a ``low`` that is not positive or above
-            ``high``.
+        ValueError: an unknown kind, a factor below 1, a missing or non-positive length, a ``low`` that is not positive, or a ``low``
+            above ``high``.
 
     >>> RotaryScaling("linear", factor=2.0).factor
     2.0
@@ -111,7 +111,7 @@ class RotaryScaling:
 
     @property
     def turns(self) -> tuple[float, float]:
-        """``low`` and ``high``, by default the kind's."""
+        """``low`` and ``high``, or the defaults of the kind."""
         high = 4.0 if self.kind == "llama3" else 32.0
         return 1.0 if self.low is None else self.low, high if self.high is None else self.high
 
@@ -234,7 +234,7 @@ def check_range(name: str, ids: Tensor, size: int) -> None:
 
 
 def num_rows(table: nn.Module) -> int:
-    """Return the number of rows of an embedding table, even inside PEFT adapters, which hide its sizes."""
+    """Return the number of rows of an embedding table. PEFT adapters around it hide its sizes."""
     return next(module.num_embeddings for module in table.modules() if hasattr(module, "num_embeddings"))  # type: ignore[return-value]
 
 

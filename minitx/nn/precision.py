@@ -9,14 +9,14 @@ import torch
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast. It does nothing on devices without autocast (``meta``)."""
+    """Return a context that disables autocast. It does nothing on devices that have no autocast (``meta``)."""
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
 @cache
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point type of a device, for sums: float64, or float32 where it cannot add in float64 (Apple's GPU).
+    """Return the widest floating-point type of a device, for sums: float64, or float32 if the device cannot add in float64 (Apple's GPU).
 
     >>> widest_float(torch.device("cpu"))
     torch.float64

@@ -96,8 +96,8 @@ class ScoreScale(nn.Module):
     @property
     def multiplier(self) -> float | None:
         """The number that multiplies q·k, or None if it depends on the head or the query."""
-        is_own = type(self).forward is not ScoreScale.forward  # a subclass may compute another scale
-        return None if self._fixed is None or is_own else self._fixed * self.factor
+        is_overridden = type(self).forward is not ScoreScale.forward  # a subclass may compute another scale
+        return None if self._fixed is None or is_overridden else self._fixed * self.factor
 
     @property
     def needs_counts(self) -> bool:
@@ -131,25 +131,23 @@ def fold_scale(
     √|c/c'|. Then c' q'·k' = c q·k. The model's config is updated.
 
     In a model that ``minitx.interop.adopt_hf`` adopted, queries and keys are multiplied in the same way, in the projections or norms
-    that make them. One call of the model finds these. Where a layer has no weights that make its keys and nothing else, the queries
-    take the whole factor c/c', and a warning says so. ``release_hf`` undoes the fold. A folder that ``save_pretrained`` of
-    transformers writes does not hold the scale: call ``release_hf`` before.
+    that make them. One call of the model finds these. If no weights of a layer make its keys alone, the queries take the whole factor
+    c/c', with a warning. ``release_hf`` undoes the fold. ``save_pretrained`` of transformers does not store the scale: call
+    ``release_hf`` first.
 
     Args:
-        model: any module that contains ``MultiHeadAttention`` or adopted attention. It is changed in place and returned. Give the
-            whole model: the config does not change if only a part is given.
+        model: any module that contains ``MultiHeadAttention`` or adopted attention. It is changed in place and returned. Pass the
+            whole model: from a part, neither the model's config nor other uses of a projection can be seen.
         to: the new scale: ``inv_sqrt``, ``unscaled``, ``inv``, ``head_dim^p`` or a number.
         factor: the new ``scale_factor``.
-        inputs: the arguments of the call of an adopted model. Default: some token ids or a random picture.
-
-    Give it the whole model: uses of a projection outside of ``model`` cannot be seen.
+        inputs: the arguments of the call of an adopted model. Default: some token ids or a random image.
 
     Raises:
         ValueError: the model has no attention; the old or the new scale is 0 or has no fixed multiplier (``learned``,
             ``log_length``); a layer has QK-norm (it would undo the change); a core computes no dot products; W_Q or W_K is not a
             plain ``nn.Linear`` (a subclass, quantised, parametrised, with LoRA or hooks); or another layer uses the same weight
-            and needs another factor (``v_proj``, an embedding). Of adopted models: no single projection or norm makes the queries
-            and nothing else (LoRA, quantised weights), or the queries are clipped. The model is then unchanged.
+            and needs another factor (``v_proj``, an embedding). In adopted models: no single projection or norm makes the queries
+            alone (LoRA, quantised weights), or the queries are clipped. The model is then unchanged.
 
     >>> from minitx.nn import MultiHeadAttention
     >>> attention, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
@@ -160,7 +158,9 @@ def fold_scale(
     layers, new = _new_scales(model, to, factor)
     if adopted := _adopted_cores(model):
         if layers:
-            raise ValueError(f"{type(model).__name__} contains adopted attention and attention of minitx: fold each part alone")
+            raise ValueError(
+                f"{type(model).__name__} contains adopted attention and attention of minitx: fold each part separately"
+            )
         next(iter(adopted.values())).fold_scale(model, to, factor, inputs)
         return model
     if not layers:
@@ -182,7 +182,7 @@ def fold_scale(
                     )
     for name, parameter in model.named_parameters(remove_duplicate=False):
         is_folded = name.rpartition(".")[0] in folded
-        if any(overlap(memory_of(parameter), of) and not (is_folded and memory_of(parameter) == of) for of in shares):
+        if any(overlap(memory_of(parameter), other) and not (is_folded and memory_of(parameter) == other) for other in shares):
             raise ValueError(f"cannot fold the scale: {name} is also the weight of a q_proj or k_proj, or a part of it")
     for parameter, share in shares.values():
         parameter.mul_(share)
@@ -253,7 +253,7 @@ def _replace_scales(
 
 
 def _why_not_fold(layer: nn.Module, new: ScoreScale) -> str | None:
-    """The reason why an attention layer cannot have the scale ``new`` instead, or None."""
+    """The reason why the scale of an attention layer cannot be folded into ``new``, or None."""
     projections: Any = (layer.q_proj, layer.k_proj)
     old: Any = layer.scale
     faults = [fault for projection in projections if (fault := not_plain(projection, nn.Linear, ("weight", "bias")))]
@@ -269,7 +269,7 @@ def _why_not_fold(layer: nn.Module, new: ScoreScale) -> str | None:
 
 
 def not_plain(module: nn.Module, kind: type[nn.Module], parameters: Collection[str]) -> str | None:
-    """Return why ``module`` may compute something else than a ``kind`` with these parameters, or None."""
+    """Return why ``module`` may compute something other than a ``kind`` with these parameters, or None."""
     name = f"{type(module).__module__}.{type(module).__name__}"
     others = sorted({parameter for parameter, _ in module.named_parameters()} - set(parameters))
     if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
@@ -281,12 +281,12 @@ def not_plain(module: nn.Module, kind: type[nn.Module], parameters: Collection[s
 
 
 def memory_of(parameter: Tensor) -> tuple[int, int]:
-    """Where a tensor begins and ends in memory. Without memory (meta, DTensor), a range that no other tensor has."""
+    """The memory range of a tensor. A tensor without memory (meta, DTensor) gets a unique range."""
     steps = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
     start = parameter.data_ptr()
     return (start, start + (steps + 1) * parameter.element_size()) if start else (-id(parameter), 1 - id(parameter))
 
 
-def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+def overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
     """Whether two ranges of ``memory_of`` have a byte in common."""
-    return one[0] < other[1] and other[0] < one[1]
+    return first[0] < second[1] and second[0] < first[1]

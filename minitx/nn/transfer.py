@@ -15,7 +15,7 @@ Tree = TypeVar("Tree")
 def to_host(tree: Tree) -> Tree:
     """Return a tree of dicts, lists and tuples with its tensors on the CPU, bit for bit.
 
-    The tensors of a device travel in one copy, so the host waits once. Tensors on the CPU and other values are returned unchanged.
+    The tensors of a device are copied together, so the host waits once. Tensors on the CPU and other values are returned unchanged.
 
     >>> to_host({"loss": torch.tensor(0.5), "step": 3})
     {'loss': tensor(0.5000), 'step': 3}
@@ -50,7 +50,7 @@ def _copies(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     joined = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in ordered]).cpu()
     sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in ordered]
     for tensor, piece in zip(ordered, joined.split(sizes), strict=True):
-        # cloned, because a file of a piece would hold all of them
+        # cloned, because saving a piece would save the whole storage
         yield tensor, piece.view(tensor.dtype).view(tensor.shape).clone()
 
 
@@ -61,5 +61,6 @@ def is_pinned_for(device: torch.device) -> bool:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on ``device``. The host does not wait, if memory can be page-locked for the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if is_pinned_for(device) else tensor.to(device)
+    """Return a tensor on ``device``. The host does not wait for a copy from the CPU, if memory can be page-locked for the device."""
+    is_pinned = tensor.device.type == "cpu" and is_pinned_for(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if is_pinned else tensor.to(device)

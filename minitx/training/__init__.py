@@ -1,4 +1,4 @@
-"""Training. This file imports only the standard library."""
+"""Training of models. This file imports only the standard library."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 def rank() -> int:
-    """Return the rank of this process in the run, from the environment. It is 0 for a single process."""
+    """Return the rank of this process, from environment variables; 0 for a single process."""
     return int(next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0"))
 
 
 @contextmanager
 def kept_environment(*names: str) -> Iterator[None]:
-    """A context that restores these environment variables."""
+    """A context that restores the environment variables ``names`` at its end."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Callbacks of a run: rows of ``metrics.csv``, progress, samples, checkpoints, and stopping on a signal or by a metric."""
+"""Callbacks of a run: rows of ``metrics.csv``, progress, samples, checkpoints, and stopping by a signal or a metric."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 class StepCallback(L.Callback):
     """Call ``on_step`` after each optimizer step, with the number of updates so far.
 
-    On an accelerator, a callback that writes something about a step calls ``module.raise_if_nonfinite()`` first, in all processes: the
-    update of this step may have been skipped.
+    On an accelerator, the update of this step may have been skipped. A callback that writes results of a step must therefore
+    first call ``module.raise_if_nonfinite()``, in all processes.
     """
 
     _steps_before = 0
@@ -57,32 +57,33 @@ class StepCallback(L.Callback):
             self.on_step(trainer, module, trainer.global_step, batch)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        """Called after update ``step``, counted from 1."""
+        """Handle update ``step``, counted from 1."""
         raise NotImplementedError
 
 
 class StepLog(StepCallback):
-    """Log a row of ``metrics.csv`` every ``log_every`` steps. On accelerators nothing else waits for the device during training.
+    """Log a row of ``metrics.csv`` every ``log_every`` steps. On accelerators, training waits for the device only here.
 
-    ``lr`` is the rate of ``optimizer.lr``, without the factor of a rule. ``tokens`` are targets. ``tokens_per_second`` and ``mfu`` cover
-    the steps since the last row, without validation. ``mfu`` is this device's share of the training FLOPs (``train_flops``, padding
-    included) divided by its peak. Frozen weights count as if they were trained (LoRA), although a step computes no gradients of them.
+    ``lr`` is the current learning rate of parameters without a rule. ``tokens`` is the number of targets so far.
+    ``tokens_per_second`` and ``mfu`` cover the steps since the last row, without validation. ``mfu`` is the number of training
+    FLOPs of this device (``train_flops``, padding included) per second, divided by its peak. Frozen weights are counted as if
+    they were trained, although their gradients are not computed (LoRA).
 
     Args:
-        log_every: steps between rows. The first and the last step always have one, even if a run is stopped early.
-        model: the config of one of our models, for ``mfu``. None for a user's model: no ``mfu``.
-        peak: the device's peak in TFLOP/s. None: from ``PEAK_TFLOPS`` by the device's name. If it is unknown, there is no
-            ``mfu``.
+        log_every: steps between rows. The first and the last step always have a row, even if a run is stopped early.
+        model: the config of one of our models, for ``mfu``. None: ``mfu`` is not logged.
+        peak: the peak speed of the device in TFLOP/s. None: taken from ``PEAK_TFLOPS`` by the name of the device; if it is
+            unknown, ``mfu`` is not logged.
     """
 
     def __init__(self, log_every: int, model: TransformerConfig | None = None, peak: float | None = None) -> None:
         self.log_every, self.model, self.peak = log_every, model, peak
-        self.row: dict[str, float] = {}  # the last one, for progress
+        self.row: dict[str, float] = {}  # the last row, for progress
         self.unit = "tokens"
-        self.tokens: Any = 0  # a device tensor between rows: steps differ in their number of targets
+        self.tokens: Any = 0  # on the device between rows, because the number of targets differs between steps
         self.started = self._mark = self._paused = 0.0
         self._flops, self._lr, self._tokens_then = 0.0, 0.0, 0
-        self._open: int | None = None  # the last step, if it has no row
+        self._open: int | None = None  # the last step, if it has no row yet
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": int(self.tokens)}
@@ -122,7 +123,7 @@ class StepLog(StepCallback):
         sums = summed(trainer, module)
         sums, bad_step, tokens, grad_norm = to_host(
             (sums, module.latch.step, self.tokens, module.grad_norm)
-        )  # the row's only wait
+        )  # the only wait for the device
         if module.device.type != "cpu":
             module.latch.note(int(bad_step))
             module.raise_if_nonfinite()
@@ -147,8 +148,8 @@ class StepLog(StepCallback):
 
     def on_validation_start(self, trainer: L.Trainer, module: Any) -> None:
         self._paused = time.perf_counter()
-        if self._open is not None:  # a monitor must not depend on which steps have a row
-            _publish(trainer, _named(summed(trainer, module).unbind(), trainer, module))  # stays on the device: no wait
+        if self._open is not None:  # monitored metrics must not depend on log_every
+            _publish(trainer, _named(summed(trainer, module).unbind(), trainer, module))  # on the device, without a wait
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._mark += time.perf_counter() - self._paused
@@ -160,7 +161,7 @@ class StepLog(StepCallback):
 
 
 def _publish(trainer: L.Trainer, values: Mapping[str, Any]) -> None:
-    """Show metrics to other callbacks, such as EarlyStopping. Lightning would handle logged metrics in each later step."""
+    """Make metrics visible to other callbacks, such as EarlyStopping, without the cost of ``self.log`` in every later step."""
     kind = torch.get_default_dtype()
     trainer.callback_metrics.update({name: torch.as_tensor(value, dtype=kind) for name, value in values.items()})
 
@@ -177,51 +178,55 @@ def batch_flops(model: TransformerConfig, batch: dict[str, Tensor]) -> float:
 
 
 def step_means(trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
-    """Return ``train_loss``, ``train_accuracy`` (if the objective counts right answers) and the means of its other sums.
+    """Return ``train_loss``, ``train_accuracy`` (if the objective counts correct answers) and the means of other sums.
 
-    The means are over the whole step on all processes. This is a collective and waits for the device.
+    The means are over the whole step, on all processes. This is a collective operation, and waits for the device.
     """
     return means_of(summed(trainer, module), trainer, module)
 
 
 def summed(trainer: L.Trainer, module: TrainingModule) -> Tensor:
-    """Return loss, targets and the other sums of the step over all processes, on the device. This is a collective."""
+    """Return loss, targets and the other sums of the step over all processes, on the device. This is a collective operation."""
     wide = widest_float(module.device)
-    device, own = torch.as_tensor(module.step_loss).device, [module.step_loss, module.step_targets, *module.step_sums.values()]
-    values = torch.stack([torch.as_tensor(value, device=device).to(wide) for value in own])
+    device, local = (
+        torch.as_tensor(module.step_loss).device,
+        [module.step_loss, module.step_targets, *module.step_sums.values()],
+    )
+    values = torch.stack([torch.as_tensor(value, device=device).to(wide) for value in local])
     return sum_over_rows(trainer, values)
 
 
 def means_of(sums: Tensor, trainer: L.Trainer, module: TrainingModule) -> dict[str, float]:
-    """Return the means of a step from ``summed``. This waits for the device, unless the sums are on the CPU."""
+    """Return the means of a step from the result of ``summed``. This waits for the device, unless the sums are on the CPU."""
     return _named(sums.tolist(), trainer, module)
 
 
 def _named(sums: Sequence[Any], trainer: L.Trainer, module: TrainingModule) -> dict[str, Any]:
-    """The means of a step by name, as numbers or as 0-d tensors."""
+    """Return the means of a step by name, as numbers or as 0-d tensors."""
     loss, targets, *others = sums
-    targets = targets / trainer.world_size  # each process knows the number of all
+    targets = targets / trainer.world_size  # every process has added the global number
     targets = targets.clamp(min=1) if isinstance(targets, Tensor) else max(targets, 1)
     names = ("accuracy" if name == "correct" else name for name in module.step_sums)
     return {"train_loss": loss, **{f"train_{name}": value / targets for name, value in zip(names, others, strict=True)}}
 
 
 class StopAt(StepCallback):
-    """End the run when a training metric has reached a value. The run is then validated and saved like any finished run.
+    """End the run when a training metric reaches a value. The run is then validated and saved like any finished run.
 
-    The metric is read at every step, also between log points. On an accelerator this waits for the device.
+    The metric is read at every step, even between log points. On an accelerator, this waits for the device.
 
     Args:
-        metric: ``train_accuracy`` (must rise to ``value``) or ``train_loss`` (must fall to it).
+        metric: ``train_accuracy`` (must rise to ``value``) or ``train_loss`` (must fall to ``value``).
         value: the target for the mean of the metric over the last ``window`` steps.
-        window: the number of steps to average. The run cannot end earlier.
-        extra_steps: further steps after the value is reached.
+        window: the number of steps to average. The run does not end before step ``window``.
+        extra_steps: number of further steps after the value is reached.
 
     Attributes:
         reached: the step at which the value was reached, or None.
 
     Raises:
-        ConfigError: another metric; or in training, if the metric is ``train_accuracy`` and the objective counts no right answers.
+        ConfigError: ``metric`` is another word; or in training, the objective does not count correct answers for
+            ``train_accuracy``.
     """
 
     def __init__(self, metric: str, value: float, window: int = 1, extra_steps: int = 0) -> None:
@@ -237,12 +242,14 @@ class StopAt(StepCallback):
         self.reached, self._last = state_dict["reached"], list(state_dict["last"])
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._stop_if_over(trainer)  # the checkpoint may be of a run that ended here
+        self._stop_if_over(trainer)  # the checkpoint may come from a run that StopAt ended here
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         value = step_means(trainer, module).get(self.metric)
         if value is None:
-            raise ConfigError("trainer.stop_at.metric=train_accuracy: the objective counts no right answers; use train_loss")
+            raise ConfigError(
+                "trainer.stop_at.metric=train_accuracy: the objective does not count correct answers; use train_loss"
+            )
         self._last = [*self._last, value][-self.window :]
         mean = math.fsum(self._last) / len(self._last)
         enough = mean <= self.value if self.metric == "train_loss" else mean >= self.value
@@ -257,14 +264,16 @@ class StopAt(StepCallback):
 
 
 def check_processes(trainer: L.Trainer) -> None:
-    """Check conditions that are known only when all processes run.
+    """Check conditions that can be checked only once all processes run.
 
     Raises:
         ConfigError: the precision differs between machines, or averaged weights are used with a sharded model.
     """
-    own = str(trainer.precision)
-    if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(own) != own, all=False):
-        raise ConfigError(f"trainer.precision={own} differs between the machines of this run; set trainer.precision=32-true")
+    precision = str(trainer.precision)
+    if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(precision) != precision, all=False):
+        raise ConfigError(
+            f"trainer.precision={precision} differs between the machines of this run: set trainer.precision=32-true"
+        )
     check_averages(trainer.callbacks, is_sharded=isinstance(trainer.strategy, Sharded))  # type: ignore[attr-defined]
 
 
@@ -275,17 +284,17 @@ def check_averages(callbacks: Sequence[L.Callback], *, is_sharded: bool) -> None
 
 
 class Averages(L.Callback):
-    """Place averaged weights on the device of training, and keep their precision. It must come before the callbacks of the average.
+    """Move averaged weights to the training device, and preserve their precision. Must come before callbacks that average weights.
 
-    Lightning copies the model before it moves it, and on the CPU the average would cost a download of all weights in every step. An
-    average with its own ``device`` stays there. To validate the average, Lightning swaps it with the weights of the model. With
-    ``bf16-true`` that rounds it to 16 bits, so the average is copied before each validation and put back after it.
+    Lightning copies the model while it is on the CPU; an average there would cost a transfer of all weights in every step. An
+    average with its own ``device`` is not moved. To validate the average, Lightning swaps it with the weights of the model.
+    With ``bf16-true`` this rounds the average to 16 bits, so it is copied before each validation and restored afterwards.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[Tensor, Tensor]] = []
 
-    # the average and the argument ``device`` have no public name; lightning is bounded in pyproject.toml
+    # the average and its device have no public attribute; pyproject.toml bounds the version of lightning
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for callback in _averaging(trainer.callbacks):  # type: ignore[attr-defined]
             if callback._device is None and callback._average_model is not None:
@@ -316,7 +325,7 @@ def _averaging(callbacks: Sequence[L.Callback]) -> list[WeightAveraging]:
 
 
 class PlainProgress(StepCallback):
-    """Print a line every few seconds if the output is not a terminal: step, the figures of a bar, steps per second, time left."""
+    """Print a line every few seconds if the output is not a terminal: step, loss, speed and remaining time."""
 
     def __init__(self, every_seconds: float = 5.0) -> None:
         self.every_seconds = every_seconds
@@ -332,39 +341,41 @@ class PlainProgress(StepCallback):
         if figures and trainer.is_global_zero and (now - self.last >= self.every_seconds or step == steps):
             self.last = now
             rate = (step - self.first_step) / max(now - self.started, 1e-9)
-            said = "  ".join(f"{name} {value}" for name, value in figures.items())
+            text = "  ".join(f"{name} {value}" for name, value in figures.items())
             left = timedelta(seconds=round((steps - step) / rate)) if step <= steps < math.inf else "unknown time"
-            log.info("step %d/%s  %s  %.1f steps/s  %s left", step, steps, said, rate, left)
+            log.info("step %d/%s  %s  %.1f steps/s  %s left", step, steps, text, rate, left)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        found = trainer.callback_metrics
+        metrics = trainer.callback_metrics
         names = {"val_loss": "loss", "val_accuracy": "accuracy"}
-        figures = {word: f"{float(found[name]):.4f}" for name, word in names.items() if name in found} or figures_of(trainer)
-        said = "  ".join(f"{name} {value}" for name, value in figures.items())
-        if said and trainer.is_global_zero and not trainer.sanity_checking:
-            log.info("step %d/%s  validation %s", trainer.global_step, trainer.estimated_stepping_batches, said)
+        figures = {word: f"{float(metrics[name]):.4f}" for name, word in names.items() if name in metrics} or figures_of(
+            trainer
+        )
+        text = "  ".join(f"{name} {value}" for name, value in figures.items())
+        if text and trainer.is_global_zero and not trainer.sanity_checking:
+            log.info("step %d/%s  validation %s", trainer.global_step, trainer.estimated_stepping_batches, text)
 
 
 class BarProgress(TQDMProgressBar):
-    """Lightning's progress bar with ``figures_of`` the run."""
+    """Lightning's progress bar, showing the result of ``figures_of``."""
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         return figures_of(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         super().on_train_epoch_start(trainer)
-        self.train_progress_bar.initial = trainer.fit_loop.batch_idx + 1  # of a resumed run, whose rate counts from there
+        self.train_progress_bar.initial = trainer.fit_loop.batch_idx + 1  # the rate of a resumed run counts from here
 
 
 def figures_of(trainer: L.Trainer) -> dict[str, str]:
-    """Return loss and tokens (or rows) per second from the last row of ``metrics.csv``, without waiting for the device."""
-    steps = next(each for each in trainer.callbacks if isinstance(each, StepLog))  # type: ignore[attr-defined]
-    row = steps.row
-    return {"loss": f"{row['train_loss']:.4f}", f"{steps.unit}/s": f"{row['tokens_per_second']:.0f}"} if row else {}
+    """Return the loss and the tokens (or rows) per second in the last row of ``metrics.csv``, without waiting for the device."""
+    step_log = next(callback for callback in trainer.callbacks if isinstance(callback, StepLog))  # type: ignore[attr-defined]
+    row = step_log.row
+    return {"loss": f"{row['train_loss']:.4f}", f"{step_log.unit}/s": f"{row['tokens_per_second']:.0f}"} if row else {}
 
 
 def progress() -> L.Callback:
-    """Return a bar for a terminal, and plain lines for other outputs."""
+    """Return a progress bar for a terminal, and plain lines for other outputs."""
     return BarProgress(refresh_rate=10) if sys.stderr.isatty() else PlainProgress()
 
 
@@ -372,7 +383,7 @@ def progress() -> L.Callback:
 
 
 class StoppedError(Exception):
-    """The run was stopped by a signal, after writing its checkpoint (none with ``trainer.ckpt_every=0``)."""
+    """A signal stopped the run, after its checkpoint was written (unless ``trainer.ckpt_every=0``)."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
@@ -382,18 +393,18 @@ class StoppedError(Exception):
 class LastCheckpoint(StepCallback, Checkpoint):
     """Write ``last.ckpt`` at intervals, at the end, and on SIGINT or SIGTERM. After a signal, raise ``StoppedError``.
 
-    A step and its validation are finished before a checkpoint is written. A second signal stops the run at once. This class is
-    a ``Checkpoint``, because Lightning calls those after all other callbacks: everything that belongs to the step is then
-    logged and in the checkpoint. Each process has its own signals and clock. Several processes agree on them with a small
-    collective every ``log_every`` steps and after each validation.
+    A step and its validation are finished before a checkpoint is written. A second signal stops the run immediately. This class
+    is a ``Checkpoint`` because Lightning calls those after all other callbacks, so that all results of the step are logged and
+    in the checkpoint. Each process receives its own signals and has its own clock. Several processes agree by a small
+    collective operation every ``log_every`` steps and after each validation.
 
-    At step ``max_steps`` it sets ``trainer.should_stop``, so that Lightning validates inside ``fit``. ``best.ckpt`` and all
-    other callbacks then see the last validation too.
+    At step ``max_steps``, ``trainer.should_stop`` is set, so that Lightning validates within ``fit``. ``best.ckpt`` and all
+    other callbacks then include the last validation.
 
     Args:
         folder: the folder of checkpoints.
-        options: ``ckpt_every``, ``ckpt_minutes`` and ``log_every`` are read. With ``ckpt_every=0`` no checkpoint is written, but
-            signals still stop the run.
+        options: options of the trainer: ``ckpt_every``, ``ckpt_minutes`` and ``log_every``. With ``ckpt_every=0``, no
+            checkpoint is written, but signals still stop the run.
         state: plain data to store in every checkpoint of the run (``stored_state``).
     """
 
@@ -411,7 +422,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()  # once more after a signal: Lightning has put our handlers back since
+        self._restore()  # again after a signal, because Lightning has reinstalled our handlers
         self._previous = {}
 
     def _restore(self) -> None:
@@ -430,7 +441,9 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         stops = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
-        self._patience = {each: each.patience for each in stops}  # a checkpoint would restore the patience of its run
+        self._patience = {
+            each: each.patience for each in stops
+        }  # keep the config's patience: loading a checkpoint restores the old one
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.saved_at = time.monotonic()
@@ -442,12 +455,12 @@ class LastCheckpoint(StepCallback, Checkpoint):
                 remedy = "raise its patience or remove it" if by_patience else "remove it"
                 log.warning("EarlyStopping already ended this run: %s to resume. %s", remedy, callback.stopping_reason_message)
         if self._previous and self._received is None:
-            self._install()  # replaces Lightning's handler: it would start a collective in the middle of another
+            self._install()  # replaces Lightning's handler, because it could start a collective operation during another
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         if step >= trainer.max_steps:
             trainer.should_stop = True
-        if not is_validated_after(trainer, step):  # else after the validation
+        if not is_validated_after(trainer, step):  # otherwise after the validation
             self._save_or_stop(trainer, agree=step % self.agree_every == 0 or trainer.world_size == 1)
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -468,7 +481,7 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self.path is not None and self.saved_step != trainer.global_step:
-            self._save(trainer, self.path)  # a run that ended without a validation
+            self._save(trainer, self.path)  # the run ended without a validation
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["minitx"] = dict(self.state)
@@ -479,60 +492,60 @@ class LastCheckpoint(StepCallback, Checkpoint):
 
 
 def may_end(trainer: L.Trainer) -> bool:
-    """Return whether Lightning would end the run now if ``trainer.should_stop`` is set: ``trainer.extra.min_steps`` may delay it."""
+    """Return whether Lightning would end the run now if ``trainer.should_stop`` is set. ``trainer.extra.min_steps`` delays the end."""
     return trainer.global_step >= (trainer.min_steps or 0)
 
 
 def is_validated_after(trainer: L.Trainer, step: int) -> bool:
-    """Return whether Lightning validates after ``step``. The data of a task have one epoch, so that steps alone decide."""
+    """Return whether Lightning validates after ``step``. This depends on steps alone, because the data of a task has one epoch."""
     due = step * trainer.accumulate_grad_batches % trainer.val_check_interval == 0
     return trainer.enable_validation and (due or (trainer.should_stop and may_end(trainer)))
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. A subclass, because Lightning stores the state by class."""
+    """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. A class of its own, because Lightning stores state by class."""
 
     def __init__(self, folder: Path, monitor: str = "val_loss", mode: str = "min") -> None:
         options: dict[str, Any] = {"monitor": monitor, "mode": mode, "save_on_train_epoch_end": False}
         super().__init__(dirpath=folder, filename="best", enable_version_counter=False, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from the best value so far, even if the folder was moved or copied. In a new folder ``best.ckpt`` begins anew."""
-        here, before = Path(str(self.dirpath)) / "best.ckpt", state_dict["best_model_path"]
-        if before and here.is_file():
-            score = {"best_k_models": {str(here): state_dict["best_model_score"]}, "kth_best_model_path": str(here)}
-            super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(here)})
-        elif before:
-            log.warning("best.ckpt begins anew in this folder: the best one so far, %s, is not here", before)
+        """Restore the best value so far, even if the folder was moved or copied. In another folder, ``best.ckpt`` starts anew."""
+        path, stored_path = Path(str(self.dirpath)) / "best.ckpt", state_dict["best_model_path"]
+        if stored_path and path.is_file():
+            score = {"best_k_models": {str(path): state_dict["best_model_score"]}, "kth_best_model_path": str(path)}
+            super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(path)})
+        elif stored_path:
+            log.warning("best.ckpt starts anew in this folder: the best checkpoint so far is %s", stored_path)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.monitor in trainer.callback_metrics or trainer.sanity_checking:
             super().on_validation_end(trainer, pl_module)
         else:
             names = ", ".join(trainer.callback_metrics) or "none"
-            log.warning("no best.ckpt: trainer.monitor=%s is not logged; logged metrics: %s", self.monitor, names)
+            log.warning("best.ckpt is not written: trainer.monitor=%s is not logged; logged are: %s", self.monitor, names)
 
 
 # --- samples
 
 
 class Samples(StepCallback):
-    """Let the model continue some prompts at regular steps. An encoder–decoder answers them.
+    """Generate continuations of some prompts at regular steps; an encoder–decoder generates answers.
 
-    The texts go to the log, to ``samples.jsonl`` in the run's folder (one JSON object for each prompt: ``step``, ``prompt``,
-    ``text``), and to every logger with ``log_text`` (wandb), as a table. The run itself does not change: random numbers come
-    from a separate generator, seeded by (``seed``, step).
+    The texts are written to the log, to ``samples.jsonl`` in the run's folder (a JSON object with ``step``, ``prompt`` and
+    ``text`` for each prompt), and to every logger with ``log_text`` (wandb), as a table. Samples do not change the run: random
+    numbers come from a separate generator, seeded with (``seed``, step).
 
     Args:
         folder: the run's folder.
         tokenizer: the tokenizer of the data.
-        options: how often (there are also samples at the last step), the prompts, and how they are continued.
+        options: the interval (there are also samples at the last step), the prompts, and options of the generation.
         seed: the seed of the random numbers.
-        format: the chat template; a prompt is then a user's message. None: a prompt is a text.
+        format: the chat template, for prompts that are messages of a user; None: prompts are texts to continue.
 
     Raises:
-        ConfigError: at the start of training, if the model writes no text or is sharded over devices, or if there are no
-            prompts, or a prompt that the tokenizer cannot encode.
+        ConfigError: at the start of training: the model does not generate text or is sharded, there are no prompts, or the
+            tokenizer cannot encode a prompt.
     """
 
     def __init__(
@@ -584,7 +597,7 @@ class Samples(StepCallback):
         prompts = self.options.prompts
         require(
             bool(prompts) and all(prompts),
-            f"callbacks.samples.prompts={list(prompts)} must be texts to continue, none of them empty",
+            f"callbacks.samples.prompts={list(prompts)} must be a list of texts, none of them empty",
         )
         if kind == "encoder_decoder" and config.position == "learned" and self.options.max_new_tokens > config.max_len:
             raise ConfigError(

@@ -1,8 +1,8 @@
-"""Checkpoints. Writing never loses the previous one. Reading rejects damaged files and never executes code.
+"""Checkpoints. Writing never loses the previous checkpoint. Reading rejects damaged files, and never executes code.
 
-A checkpoint is torch's zip file. It is written under another name, synced to the disk and then renamed, so that ``last.ckpt`` is
-always complete: the old one or the new one. A zip file holds a CRC-32 of each record. torch does not check it; ``read_checkpoint``
-does.
+A checkpoint is a zip file of ``torch.save``. It is written under another name, synced to disk and then renamed, so that
+``last.ckpt`` is always a complete checkpoint, the old or the new one. A zip file contains a CRC-32 of each record. torch does
+not check it, but ``read_checkpoint`` does.
 
 A checkpoint contains the model, its tokenizer and its config. ``load_model`` reads them.
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
 from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, is_node, to_dict
-from minitx.config.part import GIVEN, differences, import_modules
+from minitx.config.part import FROM_PYTHON, differences, import_modules
 from minitx.config.schema import defaults, first_line, read, require
 from minitx.config.training import MODEL, Data, Model
 from minitx.config.training import Objective as ObjectivePart
@@ -48,17 +48,17 @@ Network = TypeVar("Network", bound=nn.Module)
 # --- writing and reading
 
 FORMAT = 1
-"""The format that this version writes. It reads this and all earlier formats."""
+"""The format that this version writes. This version reads this format and all earlier ones."""
 
 _PART = ".part"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written. The previous one is intact."""
+    """A checkpoint could not be written. The previous checkpoint is intact."""
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write ``checkpoint`` to ``path``. Until it is complete, ``path`` holds the previous one.
+    """Write ``checkpoint`` to ``path``. Until it is complete, ``path`` is the previous checkpoint.
 
     Raises:
         CheckpointError: the disk is full, or the folder cannot be written.
@@ -71,40 +71,40 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-        _sync(part.parent)  # the name, too, must reach the disk
-    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a write that failed
+        _sync(part.parent)  # the new name must be on disk, too
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if writing fails
         cause = next((e for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), None)
         reason = cause.strerror if cause is not None else first_line(error)
         part.unlink(missing_ok=True)
-        kept = "; an earlier one is intact" if Path(path).exists() else ""
-        raise CheckpointError(f"checkpoint {path} could not be written: {reason}{kept}") from error
+        note = "; the previous checkpoint is intact" if Path(path).exists() else ""
+        raise CheckpointError(f"checkpoint {path} could not be written: {reason}{note}") from error
 
 
 def clean_up(folder: Path) -> None:
-    """Remove the incomplete files of a killed run from its folder of checkpoints."""
+    """Remove incomplete files that a killed run left in its folder of checkpoints."""
     for part in folder.glob(f"*{_PART}"):
         part.unlink()
 
 
-def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go on from") -> dict[str, Any]:
-    """Read the content of a checkpoint to the CPU. Nothing in it is executed.
+def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "resume from") -> dict[str, Any]:
+    """Read the content of a checkpoint to the CPU, without executing code in it.
 
     Args:
-        key, verb: for the message: the key that names the checkpoint, and the caller's purpose.
+        key, verb: for messages: the key that names the checkpoint, and the purpose of reading it.
 
     Raises:
-        ConfigError: the file does not exist, is not a checkpoint of minitx, is damaged, or is from a newer version. The message
-            also names the newest intact checkpoint in the folder.
+        ConfigError: the file does not exist, is not a checkpoint of minitx, is damaged, or was written by a newer version. The
+            message also names the newest intact checkpoint in the folder.
     """
     path = Path(path)
     if os.path.isdir(path):
         offer = _offer(path / "x.ckpt", key, verb) or _offer(path / "checkpoints" / "x.ckpt", key, verb)
-        raise ConfigError(f"{key}={path} is a folder{offer.replace(' beside it', ' in it') or ' without a checkpoint'}")
-    if not os.path.isfile(path):  # also False for a name that is too long
-        raise ConfigError(f"{key}={path} is not a file that exists{_offer(path, key, verb)}")
+        raise ConfigError(f"{key}={path} is a folder{offer.replace(' in this folder', ' in it') or ' without a checkpoint'}")
+    if not os.path.isfile(path):  # False even for a name that is too long
+        raise ConfigError(f"{key}={path} does not exist{_offer(path, key, verb)}")
     try:
         return _read(path)
-    except Exception as error:  # torch raises many kinds for a damaged or foreign file
+    except Exception as error:  # damaged and foreign files raise many types of error
         raise ConfigError(
             f"{key}={path} cannot be read as a checkpoint of minitx: {first_line(error)}{_offer(path, key, verb)}"
         ) from None
@@ -113,33 +113,35 @@ def read_checkpoint(path: str | Path, *, key: str = "ckpt_path", verb: str = "go
 def _read(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         _check_records(file)
-        try:  # the open file, not ``path``: a run may have put another file there meanwhile
-            found = torch.load(f"/dev/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises many kinds
+        try:  # load the open file, because a run may have replaced ``path`` in the meantime
+            checkpoint = torch.load(f"/dev/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises many types of error
             reason = first_line(error).partition(". ")[0]
-            raise ConfigError(f"another program wrote it, or it is damaged ({reason})") from None
-    state = found.get("minitx") if isinstance(found, Mapping) else None
-    if not isinstance(state, Mapping) or not isinstance(written := state.get("format"), int):
+            raise ConfigError(f"it is damaged, or another program wrote it ({reason})") from None
+    state = checkpoint.get("minitx") if isinstance(checkpoint, Mapping) else None
+    if not isinstance(state, Mapping) or not isinstance(format := state.get("format"), int):
         raise ConfigError("another program wrote it: it has no minitx.format")
-    require(written <= FORMAT, f"a newer minitx wrote it (format {written}, this one reads up to {FORMAT}): update minitx")
-    require(is_node(state.get("model")), "an unreleased minitx before 0.1 wrote it, which this one does not read: train again")
-    return dict(found)
+    require(format <= FORMAT, f"a newer minitx wrote it (format {format}, this version reads up to {FORMAT}): update minitx")
+    require(
+        is_node(state.get("model")), "a version of minitx before 0.1 wrote it, and its format is not supported: train again"
+    )
+    return dict(checkpoint)
 
 
 def _check_records(file: BinaryIO) -> None:
-    """Compare each record of a zip file with its CRC-32, one MB at a time.
+    """Check the CRC-32 of each record of a zip file, without loading the whole file.
 
     Raises:
-        ConfigError: a record differs, or the file is not a whole zip file.
+        ConfigError: a record does not match, or the file is not a complete zip file.
     """
     start = file.read(4)
     require(bool(start), "it is empty")
     try:
         with zipfile.ZipFile(file) as records:
-            # torch skips a record that is marked as a folder, and returns uninitialised memory
+            # torch does not read records that are marked as folders, and returns uninitialised memory for them
             folders = [record.filename for record in records.infolist() if record.external_attr & 0x10]
             damaged = records.testzip()
-    except Exception:  # a damaged directory raises many kinds
+    except Exception:  # a damaged directory raises many types of error
         is_zip = b"PK\3\4".startswith(start)
         raise ConfigError(
             "it is cut short or damaged" if is_zip else "another program wrote it: it is not a zip file"
@@ -149,12 +151,12 @@ def _check_records(file: BinaryIO) -> None:
 
 
 def _offer(path: Path, key: str, verb: str) -> str:
-    """Return advice for a bad ``path``: the newest whole checkpoint in its folder, if there is one."""
+    """Return advice for a message about ``path``: the newest intact checkpoint in its folder, or an empty string."""
     files = filter(Path.is_file, path.parent.glob("*.ckpt"))
-    for found in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
-        with suppress(Exception):  # of a damaged or foreign file
-            _read(found)
-            return f"; {verb} the newest whole one beside it with {key}={found}"
+    for file in sorted(files, key=lambda p: p.stat().st_mtime, reverse=True):
+        with suppress(Exception):  # damaged and foreign files are skipped
+            _read(file)
+            return f"; {verb} the newest intact checkpoint in this folder with {key}={file}"
     return ""
 
 
@@ -167,7 +169,7 @@ def _sync(path: Path) -> None:
 
 
 def stored_state(config: RunConfig, task: Task, net: Net) -> dict[str, Any]:
-    """Return the plain data about a run that every checkpoint holds: its config, its model, its tokenizer and the names of its labels."""
+    """Return the plain data that every checkpoint of a run contains: config, model, tokenizer and names of labels."""
     tokenizer = task.tokenizer
     return {
         "config": to_dict(config),
@@ -179,7 +181,7 @@ def stored_state(config: RunConfig, task: Task, net: Net) -> dict[str, Any]:
 
 
 def network_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights of the network in a checkpoint's content, by their names in the network."""
+    """Return the weights of the network in the content of a checkpoint, by their names in the network."""
     prefix, state = "network.", checkpoint["state_dict"].items()
     return {name.removeprefix(prefix): weight for name, weight in state if name.startswith(prefix)}
 
@@ -188,36 +190,38 @@ def load_weights(network: nn.Module, weights: Mapping[str, Any]) -> None:
     """Load every weight of ``network``.
 
     Raises:
-        RuntimeError: a tensor is missing, unexpected or of another shape. ValueError: the network shares a tensor between two names
-            that have different values in ``weights``, so one would be lost.
+        RuntimeError: a tensor is missing, unexpected or of another shape.
+        ValueError: two names share a tensor in the network, but have different values in ``weights``.
     """
     network.load_state_dict(weights)
-    first: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor) or name not in weights:  # extra state, and names that the network translates
+        if not isinstance(tensor, Tensor) or name not in weights:  # extra state, and names that load_state_dict converts
             continue
-        other, kind = first.setdefault(id(tensor), name), tensor.dtype
-        if other != name and not torch.allclose(weights[other].to(kind), weights[name].to(kind), 0, 0, equal_nan=True):
-            raise ValueError(f"{other} and {name} are one tensor of the model, and two different ones among the weights")
+        first_name, kind = names.setdefault(id(tensor), name), tensor.dtype
+        if first_name != name and not torch.allclose(
+            weights[first_name].to(kind), weights[name].to(kind), 0, 0, equal_nan=True
+        ):
+            raise ValueError(f"{first_name} and {name} share a tensor in the model, but differ in the weights")
 
 
 def check_free(folder: Path, ckpt_path: str | None) -> None:
-    """Check, in the first process, that a run replaces no other.
+    """Check, in the process of rank 0, that a run does not overwrite another run.
 
     Raises:
-        ConfigError: the folder holds a run, and ``ckpt_path`` is not a file in it.
+        ConfigError: the folder contains a run, and ``ckpt_path`` is not a file in it.
     """
     if rank() or not (folder / "metrics.csv").exists():
         return
     if ckpt_path is None or (ckpt_path != "last" and not _is_in(folder, ckpt_path)):
-        other = "" if ckpt_path is None else f", which ckpt_path={ckpt_path} does not belong to"
+        other = "" if ckpt_path is None else f", and ckpt_path={ckpt_path} is not a checkpoint of that run"
         raise ConfigError(
-            f"output_dir={folder} holds a run already{other}; continue it with ckpt_path=last, or choose another folder"
+            f"output_dir={folder} already contains a run{other}: resume it with ckpt_path=last, or choose another folder"
         )
 
 
 def _is_in(folder: Path, path: str) -> bool:
-    """Whether a path leads into the folder of a run. ``checkpoints`` or a file there may be a link to another disk."""
+    """Whether a path is in the folder of a run. ``checkpoints`` or a file in it may be a link to another disk."""
     homes, places = (folder, folder / "checkpoints"), (Path(path), Path(path).parent)
     return any(place.resolve().is_relative_to(home.resolve()) for home in homes for place in places)
 
@@ -230,10 +234,10 @@ Start = tuple[dict[str, Any], dict[str, Any] | None, Tokenizer | None]
 def load_start(init_from: InitFrom) -> Start:
     """Load (weights by name, the model's config as plain data, tokenizer) from a checkpoint, a folder or a name on the hub.
 
-    The config is None for other people's models. The latest result is cached, because a run needs it twice.
+    The config is None if the model is not one of ours. The latest result is cached, because a run needs it twice.
 
     Raises:
-        ConfigError: nothing can be read there. The message names ``init_from.path``.
+        ConfigError: the weights cannot be loaded. The message names ``init_from.path``.
     """
     return _load_start(str(init_from.path), json.dumps(to_dict(init_from.overrides)), init_from.ignore)
 
@@ -253,7 +257,7 @@ def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
     require(not place.is_dir(), f"init_from.path={path} is a folder without config.json")
     require(
         not (json.loads(overrides) or ignore),
-        f"init_from.overrides and init_from.ignore belong to a Hugging Face folder, not to {path}",
+        f"init_from.overrides and init_from.ignore are only for a Hugging Face folder, but init_from.path={path} is not one",
     )
     checkpoint = read_checkpoint(place, key="init_from.path", verb="start from")
     state = checkpoint["minitx"]
@@ -268,7 +272,10 @@ def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple
 
     try:
         ours = read_json(folder / "config.json").get("format") == "minitx"
-        require(not (ours and (overrides or ignore)), "init_from.overrides and init_from.ignore are for a Hugging Face folder")
+        require(
+            not (ours and (overrides or ignore)),
+            f"init_from.overrides and init_from.ignore are only for a Hugging Face folder, but init_from.path={path} is not one",
+        )
         model = from_pretrained(folder) if ours else load_hf(folder, overrides=overrides, ignore=ignore)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
@@ -277,27 +284,27 @@ def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple
 
 
 def tokenizer_of(init_from: InitFrom, data: Part) -> Tokenizer | None:
-    """Return the tokenizer of the weights to start from. It is None without ``init_from.path``, and where none is stored there.
+    """Return the tokenizer that is stored with the weights of ``init_from.path``, or None.
 
     Raises:
-        ConfigError: none is stored there, and ``data.tokenizer`` is a new one.
+        ConfigError: no tokenizer is stored there, and ``data.tokenizer`` would train a new one.
     """
     if init_from.path is None:
         return None
-    tokenizer, asked = load_start(init_from)[2], data.get("tokenizer")
-    if tokenizer is None and asked in ("char", "bpe"):
+    tokenizer, kind = load_start(init_from)[2], data.get("tokenizer")
+    if tokenizer is None and kind in ("char", "bpe"):
         raise ConfigError(
-            f"data.tokenizer={asked} would be a new tokenizer, whose ids the weights of init_from.path={init_from.path} do "
-            "not know, and none is stored with them: data.tokenizer must name the file or folder of theirs"
+            f"data.tokenizer={kind} would be a new tokenizer, but the weights of init_from.path={init_from.path} were trained "
+            "with another one: data.tokenizer must name its file or folder, because it is not stored with the weights"
         )
     return tokenizer
 
 
 def stored_shape(init_from: InitFrom, trust: bool = True) -> dict[str, Any]:
-    """Return the fields of the model's config in a checkpoint or folder, or {} for other people's models.
+    """Return the fields of the model's config in a checkpoint or folder, or {} if the model is not one of ours.
 
     Raises:
-        ConfigError: without ``trust``, they name a class that a checkpoint may not name.
+        ConfigError: without ``trust``, the fields name a class that is not trusted.
     """
     shape = dict(load_start(init_from)[1] or {})
     if not trust:
@@ -306,107 +313,116 @@ def stored_shape(init_from: InitFrom, trust: bool = True) -> dict[str, Any]:
 
 
 def check_scale_of(init_from: InitFrom, model: TransformerConfig) -> None:
-    """Raise a ConfigError if the score scale differs from the weights' and is not folded. Log that ``model.init_fold`` has no effect.
+    """Check the scale against the stored one, and log that ``model.init_fold`` has no effect.
 
     Raises:
-        ConfigError: ``scale`` or ``scale_factor`` differs.
+        ConfigError: ``scale`` or ``scale_factor`` differs, and ``init_from.fold_scale`` is off.
     """
     stored, path = stored_shape(init_from), init_from.path
     for name in ("scale", "scale_factor"):
         if not init_from.fold_scale and stored and stored.get(name, getattr(model, name)) != getattr(model, name):
             raise ConfigError(
-                f"model.{name}={getattr(model, name)} differs from {stored[name]}, with which the weights of init_from.path={path} "
-                "were trained: another scale is another function, unless init_from.fold_scale=true"
+                f"model.{name}={getattr(model, name)} differs from {stored[name]}, the value of the weights of init_from.path={path}, "
+                "and would change the function: use that value, or set init_from.fold_scale=true"
             )
     if model.init_fold is not None:
         log.info("model.init_fold=%s is ignored: the weights come from init_from.path=%s", model.init_fold, path)
 
 
 def start_from(init_from: InitFrom, network: Network) -> Network:
-    """Load the weights of ``init_from.path``, if it is set, into ``network``, and return it. With ``fold_scale``, fold a different score scale into them.
+    """Load the weights of ``init_from.path``, if it is set, into ``network``, and return the network.
+
+    With ``fold_scale``, a different scale is folded into the weights.
 
     Raises:
         ConfigError: a tensor is missing, unexpected or of another shape (torch's message names it), or the scale differs and is
-            not or cannot be folded.
+            not, or cannot be, folded.
     """
     if init_from.path is None:
         return network
-    wanted = Net.of(network).config
-    if wanted is not None:
-        check_scale_of(init_from, wanted)
+    config = Net.of(network).config
+    if config is not None:
+        check_scale_of(init_from, config)
     try:
         weights, shape, _ = load_start(init_from)
         load_weights(network, weights)
-        if init_from.fold_scale and shape is not None and wanted is not None:
-            set_scale(network, shape["scale"], factor=shape["scale_factor"])  # the scale of the weights, then the wanted scale
-            fold_scale(network, wanted.scale, factor=wanted.scale_factor)
+        if init_from.fold_scale and shape is not None and config is not None:
+            set_scale(
+                network, shape["scale"], factor=shape["scale_factor"]
+            )  # first the scale of the weights, then the config's
+            fold_scale(network, config.scale, factor=config.scale_factor)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"init_from.path={init_from.path} does not fit the model: {first_line(error)}") from error
+        raise ConfigError(f"init_from.path={init_from.path} does not match the model: {first_line(error)}") from error
     finally:
-        _load_start.cache_clear()  # the weights are not kept twice
+        _load_start.cache_clear()  # free the second copy of the weights
     return network
 
 
 def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
-    """Return the step at which ``ckpt_path`` resumes, or 0 without it. Nothing in the checkpoint is executed.
+    """Return the step at which ``ckpt_path`` resumes, or 0 if it is None. Code in the checkpoint is not executed.
 
     Raises:
-        ConfigError: the file does not exist, is not a checkpoint of minitx, is beyond ``trainer.max_steps``, or is of another
-            model, optimizer or schedule, or of another number of steps (``check_length``). The message names what differs.
+        ConfigError: the file does not exist, is not a checkpoint of minitx, is beyond ``trainer.max_steps``, or was written
+            with another model, optimizer, schedule or number of steps (``check_length``). The message names the differences.
     """
     if config.ckpt_path is None:
         return 0
     checkpoint, named = read_checkpoint(config.ckpt_path), f"ckpt_path={config.ckpt_path}"
     stored = checkpoint["minitx"]
-    saved, wanted = stored["config"], state["config"]
-    usual = defaults(TransformerConfig) if stored["model"]["_target_"] == MODEL else {}
-    other = "; ".join(differences({**usual, **stored["model"]}, state["model"], "model"))
-    require(not other, f"{named} holds another model than the config asks for: {other}")
+    saved, current = stored["config"], state["config"]
+    model_defaults = defaults(TransformerConfig) if stored["model"]["_target_"] == MODEL else {}
+    changed_model = "; ".join(differences({**model_defaults, **stored["model"]}, state["model"], "model"))
+    require(not changed_model, f"{named} contains another model than the config: {changed_model}")
     for name, part in {"optimizer": config.optimizer, "schedule": config.schedule}.items():
-        changed = "; ".join(part.differences(saved[name]))  # its state in the checkpoint would win over the config
+        changed = "; ".join(part.differences(saved[name]))  # the state in the checkpoint would override the config
         require(
             not changed,
-            f"{named} goes on with its own {name}, and the config asks for another: {changed}"
-            ". Leave it as it was, or start a new run from the weights with init_from.path",
+            f"{named} was trained with another {name}: {changed}. "
+            "Resume with the old values, or start a new run from the weights with init_from.path",
         )
-    lambdas = ["lr_lambdas" in each for each in checkpoint["lr_schedulers"]]
-    if not all(lambdas):  # the state of a LambdaLR has no number of steps
+    lambdas = ["lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]]
+    if not all(lambdas):  # the state of a LambdaLR does not contain a number of steps
         check_length(config, saved["trainer"])
-    known = [tokenizers.from_dict(each["tokenizer"]) for each in (stored, state) if each["tokenizer"]]
-    if len({*map(tokenizers.fingerprint, known)}) > 1:  # as many ids may stand for other text
+    tokenizers_of_both = [tokenizers.from_dict(entry["tokenizer"]) for entry in (stored, state) if entry["tokenizer"]]
+    if len({*map(tokenizers.fingerprint, tokenizers_of_both)}) > 1:  # ids may have other meanings, even if the size is the same
         raise ConfigError(
-            f"{named} was trained with another tokenizer than the data have now. Go on with the data of the run, "
-            "or start a new run from the weights with init_from.path, which brings the tokenizer"
+            f"{named} was trained with another tokenizer. Resume with the old data, "
+            "or start a new run from the weights and their tokenizer with init_from.path"
         )
-    others = [f"seed {saved['seed']} != {wanted['seed']}"] if saved["seed"] != wanted["seed"] else []
+    other_changes = [f"seed {saved['seed']} != {current['seed']}"] if saved["seed"] != current["seed"] else []
     changes = config.data.differences(saved["data"])
-    others += [change for change in changes if not change.startswith(("data.cache_dir ", "data.num_workers "))]
-    if others:
-        said = "%s goes on with another seed or other data, so rows may come twice or not at all: %s"
-        log.warning(said, named, "; ".join(others))
-    step, most = int(checkpoint["global_step"]), config.trainer.max_steps
-    require(most is None or step <= most, f"{named} is of step {step}, after trainer.max_steps={most}")
+    other_changes += [change for change in changes if not change.startswith(("data.cache_dir ", "data.num_workers "))]
+    if other_changes:
+        log.warning(
+            "%s resumes with another seed or other data, so rows may be repeated or skipped: %s",
+            named,
+            "; ".join(other_changes),
+        )
+    step, max_steps = int(checkpoint["global_step"]), config.trainer.max_steps
+    require(max_steps is None or step <= max_steps, f"{named} is at step {step}, beyond trainer.max_steps={max_steps}")
     return step
 
 
 def check_length(config: RunConfig, saved: Mapping[str, Any]) -> None:
-    """Refuse to resume with another number of steps if the schedule's state in the checkpoint may contain the old number.
+    """Refuse to resume with another number of steps if the state of the schedule may depend on the old number.
 
     Raises:
-        ConfigError: ``trainer.max_steps`` or ``max_epochs`` is another, and the target of the schedule gets the number of steps.
+        ConfigError: ``trainer.max_steps`` or ``max_epochs`` has changed, and the schedule is built with the number of steps.
     """
     takes_steps = "max_steps" in config.schedule.names - {*config.schedule.arguments}
     for name in ("max_steps", "max_epochs") if takes_steps else ():
-        said = f"ckpt_path={config.ckpt_path} goes on with its own schedule, which is that of trainer.{name}={saved[name]}"
-        advice = "leave it as it was, or start a new run from the weights with init_from.path"
-        require(saved[name] == getattr(config.trainer, name), f"{said}: {advice}")
+        require(
+            saved[name] == getattr(config.trainer, name),
+            f"ckpt_path={config.ckpt_path} was trained with a schedule for trainer.{name}={saved[name]}. "
+            "Resume with the old value, or start a new run from the weights with init_from.path",
+        )
 
 
-# --- building the contents of a checkpoint again
+# --- rebuilding the contents of a checkpoint
 
 
 HINTS: dict[str, Any] = {"model": Model, "data": Data, "objective": ObjectivePart}
-"""The parts of a stored config that can be built again."""
+"""The parts of a stored config that can be rebuilt."""
 
 
 @dataclasses.dataclass
@@ -415,8 +431,8 @@ class Stored:
 
     Attributes:
         state: the plain data that the run stored: ``config``, ``model`` and ``tokenizer``.
-        nodes: the nodes of ``data`` and ``objective``, with changes.
-        untrusted: those that come from the checkpoint. They may name only classes of torch and minitx.
+        nodes: the nodes of ``model``, ``data`` and ``objective``, with the changes of ``load_stored``.
+        untrusted: names of the nodes that come from the checkpoint. These nodes may name only classes of torch and minitx.
     """
 
     path: str
@@ -429,22 +445,22 @@ class Stored:
 
     @property
     def net(self) -> Net:
-        """The network, as training knows it."""
+        """The network as a ``Net``."""
         return Net.of(self.network)
 
     def part(self, name: str) -> Part:
-        """Return ``model``, ``data`` or ``objective``. Nothing is imported for it before it is trusted.
+        """Return the part ``model``, ``data`` or ``objective``. Its modules are imported only after its node is trusted.
 
         Raises:
-            ConfigError: it was given from Python, is not trusted, or does not exist.
+            ConfigError: the part was an object from Python, is not trusted, or does not exist.
         """
         if name in self._parts:
             return self._parts[name]
         node = self.nodes[name]
-        if node.get("_target_") == GIVEN:
+        if node.get("_target_") == FROM_PYTHON:
             raise ConfigError(
-                f"ckpt_path={self.path} was trained with {name} given from Python, which no checkpoint holds: give evaluate.py "
-                f"{name}._target_=MODULE.NAME (the viewer reads text=TEXT), or call evaluate() from Python"
+                f"ckpt_path={self.path} was trained with {name} passed from Python, and a checkpoint cannot contain it: pass "
+                f"{name}._target_=MODULE.NAME to evaluate.py (text=TEXT to the viewer), or call evaluate() from Python"
             )
         if name in self.untrusted:
             check_trusted(node, name)
@@ -455,12 +471,12 @@ class Stored:
         """Load the data of the run.
 
         Raises:
-            ConfigError: the data do not exist, or no longer fit the model's vocabulary or its learned positions.
+            ConfigError: the data does not exist, or no longer matches the vocabulary or the learned positions of the model.
         """
         task, _ = load_task(self.part("data"), seed=self.state["config"]["seed"], tokenizer=self.tokenizer)
         net = self.net
         if net.vocab_size is not None and task.model_fields.get("vocab_size", 0) > net.vocab_size:
-            raise ConfigError(f"ckpt_path={self.path} was trained on other data than {task.name} is now")
+            raise ConfigError(f"ckpt_path={self.path} was trained on other data: {task.name} has more tokens than the model")
         if net.config is not None:
             net.config.check_length(task.longest or 0)
         return task
@@ -478,14 +494,15 @@ def load_stored(
     changes: Mapping[str, Any] | None = None,
     model_only: bool = False,
 ) -> Stored:
-    """Read a checkpoint and build its model. Nothing in it is executed without ``trust``.
+    """Read a checkpoint and build its model. Without ``trust``, code that the checkpoint names is not executed.
 
     Args:
-        model: a network for the weights, instead of the network that the checkpoint names.
-        trust: build any ``_target_`` of the checkpoint, and import its ``imports``. Otherwise only classes of ``torch.nn``,
-            ``torch.optim`` and a list of minitx are allowed.
-        changes: nodes that replace stored ones (``model``, ``data``, ``objective``), or keys of ``data``. They need no trust.
-        model_only: check data and objective only when they are built.
+        model: a network to load the weights into. Default: the network that the checkpoint names.
+        trust: build any ``_target_`` of the checkpoint, and import its ``imports``. Otherwise only classes of ``torch.nn`` and
+            ``torch.optim``, and some of minitx, are allowed (``trust.check_trusted``).
+        changes: nodes of ``model``, ``data`` and ``objective`` that replace the stored ones, or single keys of them. They are
+            trusted.
+        model_only: check the nodes of data and objective only when they are built.
 
     Raises:
         ConfigError: the file does not exist or is not a checkpoint of minitx, a target is not trusted, or the model cannot be
@@ -495,13 +512,13 @@ def load_stored(
     state = checkpoint["minitx"]
     nodes, untrusted = {name: dict(state["config"][name]) for name in HINTS} | {"model": dict(state["model"])}, set()
     for name in HINTS:
-        change, is_given = (changes or {}).get(name) or {}, nodes[name].get("_target_") == GIVEN
-        if "_target_" in change or (is_given and change):
+        change, is_object = (changes or {}).get(name) or {}, nodes[name].get("_target_") == FROM_PYTHON
+        if "_target_" in change or (is_object and change):
             nodes[name] = dict(change)
             continue
-        if not trust and not is_given:
+        if not trust and not is_object:
             untrusted.add(name)
-            nodes[name].pop("cache_dir", None)  # a checkpoint does not say where files are written
+            nodes[name].pop("cache_dir", None)  # a checkpoint must not determine where files are written
         nodes[name].update(change)
     stored = Stored(str(path), nn.Identity(), None, state, nodes, frozenset(untrusted))
     for name in untrusted - ({"data", "objective"} if model_only else set()) - ({"model"} if model is not None else set()):
@@ -513,8 +530,8 @@ def load_stored(
         load_weights(network, network_weights(checkpoint))
     except ConfigError:
         raise
-    except Exception as error:  # an unknown field, weights of other shapes, a tokenizer of another kind
-        raise ConfigError(f"ckpt_path={path} holds a model that cannot be built: {first_line(error)}") from error
+    except Exception as error:  # for example an unknown field, or weights of another shape
+        raise ConfigError(f"ckpt_path={path} contains a model that cannot be built: {first_line(error)}") from error
     stored.network = network.eval()
     return stored
 
@@ -525,21 +542,21 @@ def load_model(
     """Load a checkpoint: the trained network in evaluation mode on the CPU, its tokenizer (or None), and the stored plain data.
 
     Args:
-        model: a network for the weights. Default: the network that the checkpoint names.
-        trust: whether to build any code that the checkpoint names.
+        model: a network to load the weights into. Default: the network that the checkpoint names.
+        trust: whether to execute any code that the checkpoint names.
 
     Raises:
         ConfigError: see ``load_stored``.
     """
-    found = load_stored(path, model=model, trust=trust, model_only=True)
-    return found.network, found.tokenizer, found.state
+    stored = load_stored(path, model=model, trust=trust, model_only=True)
+    return stored.network, stored.tokenizer, stored.state
 
 
 def place(model: Network, device: str) -> Network:
-    """Move ``model`` to ``device``, a name of torch or ``auto``, the device that training takes (``device_of``).
+    """Move ``model`` to ``device``: a name of torch, or ``auto`` for the device that training uses (``device_of``).
 
     Raises:
-        ConfigError: the name or the device does not exist.
+        ConfigError: there is no such device.
     """
     try:
         return model.to(device_of() if device == "auto" else torch.device(device))

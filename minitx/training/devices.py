@@ -1,4 +1,4 @@
-"""The devices of a run: what this machine has, faster products on CPUs, and sums over several processes. Lightning is not imported."""
+"""The devices of a run: hardware of this machine, faster products on CPUs, and sums over processes. Lightning is not imported."""
 
 from __future__ import annotations
 
@@ -47,49 +47,52 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
 }
-"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name. The first match counts."""
+"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device name. The first match is used."""
 
 
 def check_count(options: TrainerConfig) -> None:
-    """Check that this machine has the devices.
+    """Check that this machine has the devices of the config.
 
     Raises:
-        ConfigError: nobody has registered the accelerator, there are fewer devices than required, or the device has no float64 and
-            ``trainer.precision`` is ``64-true``.
+        ConfigError: the accelerator is not registered, there are fewer devices than required, or ``trainer.precision`` is
+            ``64-true`` and the device does not support float64.
     """
-    asked = options.accelerator
-    if asked in _BUILT_IN:
-        found, most = count_devices(asked, torch.cuda.device_count(), torch.backends.mps.is_available())
+    accelerator = options.accelerator
+    if accelerator in _BUILT_IN:
+        count, limit = count_devices(accelerator, torch.cuda.device_count(), torch.backends.mps.is_available())
     else:
-        registered = _registered(asked)
-        found = most = registered.auto_device_count() if registered.is_available() else 0
-    kind = "GPUs" if asked in _BUILT_IN else f"devices of {asked}"
+        registered = _registered(accelerator)
+        count = limit = registered.auto_device_count() if registered.is_available() else 0
+    kind = "GPUs" if accelerator in _BUILT_IN else f"devices of {accelerator}"
     require(
-        options.devices <= most,
-        f"trainer.accelerator={asked} with trainer.devices={options.devices}: this machine has {found} usable {kind}; "
-        "trainer.accelerator=cpu runs as many processes on the CPU",
+        options.devices <= limit,
+        f"trainer.accelerator={accelerator} with trainer.devices={options.devices}: this machine has {count} usable {kind}; "
+        "to run the processes on the CPU, set trainer.accelerator=cpu",
     )
-    device = device_of(asked)
+    device = device_of(accelerator)
     if options.precision == "64-true" and widest_float(device) != torch.float64:
-        raise ConfigError(f"trainer.precision=64-true: {device_name(device)} has no float64; set trainer.accelerator=cpu")
+        raise ConfigError(
+            f"trainer.precision=64-true: {device_name(device)} does not support float64: set trainer.accelerator=cpu"
+        )
 
 
 def count_devices(accelerator: str, num_cuda: int, has_mps: bool) -> tuple[int, float]:
-    """Return the GPUs of a machine that ``trainer.accelerator`` takes, and the largest ``trainer.devices`` there.
+    """Return the number of GPUs that ``trainer.accelerator`` can use, and the upper limit of ``trainer.devices``.
 
     Args:
         accelerator: ``auto``, ``cpu``, ``gpu`` or ``mps``.
-        num_cuda: CUDA's devices. has_mps: whether Apple's GPU is there.
+        num_cuda: number of CUDA devices.
+        has_mps: whether the machine has an Apple GPU.
 
     >>> count_devices("gpu", 2, False), count_devices("auto", 0, False), count_devices("cpu", 2, False)
     ((2, 2), (0, 1), (2, inf))
     """
-    found = int(has_mps) if accelerator == "mps" else num_cuda or int(has_mps)
-    return found, {"cpu": math.inf, "auto": max(found, 1)}.get(accelerator, found)
+    count = int(has_mps) if accelerator == "mps" else num_cuda or int(has_mps)
+    return count, {"cpu": math.inf, "auto": max(count, 1)}.get(accelerator, count)
 
 
 def kind_of_device(accelerator: str, num_cuda: int, has_mps: bool) -> str:
-    """Return the kind of device that a run takes on a machine, in Lightning's order. For the arguments, see ``count_devices``.
+    """Return the type of device that a run uses, in Lightning's order of preference. For the arguments, see ``count_devices``.
 
     >>> [kind_of_device("auto", num_cuda, has_mps) for num_cuda, has_mps in ((0, False), (1, False), (1, True))]
     ['cpu', 'cuda', 'mps']
@@ -100,11 +103,11 @@ def kind_of_device(accelerator: str, num_cuda: int, has_mps: bool) -> str:
 
 
 def device_of(accelerator: str = "auto") -> torch.device:
-    """Return the first device that ``trainer.accelerator`` takes on this machine. Programs with ``device=auto`` take the same device.
+    """Return the first device for ``trainer.accelerator`` on this machine. Programs with ``device=auto`` use the same device.
 
     Args:
-        accelerator: ``auto`` takes Apple's GPU, else CUDA, else the CPU, in Lightning's order. Names other than ``cpu``, ``gpu`` and
-            ``mps`` are looked up in Lightning's registry of accelerators.
+        accelerator: ``auto`` is an Apple GPU, else CUDA, else the CPU, in Lightning's order. Names other than ``cpu``, ``gpu``
+            and ``mps`` are looked up in Lightning's registry of accelerators.
     """
     if accelerator not in _BUILT_IN:
         registered = _registered(accelerator)
@@ -116,15 +119,21 @@ def device_of(accelerator: str = "auto") -> torch.device:
 _BUILT_IN = ("auto", "cpu", "gpu", "mps")
 
 _OF_LIGHTNING = ("cpu", "cuda", "mps", "tpu")
-"""What Lightning itself registers. ``gpu`` is the name of CUDA here, and TPUs need a strategy of their own."""
+"""Accelerators that Lightning itself registers. Here ``gpu`` stands for CUDA. TPUs are not supported, because they need their own strategy."""
+
+
+def check_accelerator(accelerator: str) -> None:
+    """Check a value of ``trainer.accelerator``. This machine need not have such a device.
+
+    Raises:
+        ConfigError: nobody has registered an accelerator of this name.
+    """
+    if accelerator not in _BUILT_IN:
+        _registered(accelerator)
 
 
 def _registered(accelerator: str) -> Any:
-    """Return an accelerator that a plugin has registered with Lightning.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """Return an accelerator that a plugin has registered with Lightning."""
     from lightning.pytorch.accelerators import AcceleratorRegistry
 
     names = AcceleratorRegistry.available_accelerators() - {*_OF_LIGHTNING}
@@ -136,11 +145,11 @@ def _registered(accelerator: str) -> Any:
 def cpu_precision(precision: str) -> str:
     """Return the precision to use on this CPU for ``trainer.precision``.
 
-    bfloat16 is used if the processor has instructions for it (AMX, AVX-512 BF16, or Arm's). On others torch emulates it, many
-    times slower than float32. float32 then replaces it, and a line of the log says so. Nothing is timed, so equal processors
-    give equal results.
+    bfloat16 is used if the processor has instructions for it (AMX, AVX-512 BF16, or Arm's). On other processors torch emulates
+    it, which is many times slower than float32, so float32 is used instead, with a line in the log. The choice does not depend
+    on timings: equal processors give equal results.
     """
-    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # newer than torch 2.10
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # missing in torch 2.10
     if not precision.startswith("bf16") or any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
         return precision
     log.info("trainer.precision=%s runs as 32-true: this CPU has no instructions for bfloat16", precision)
@@ -148,22 +157,30 @@ def cpu_precision(precision: str) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, such as ``NVIDIA H100 PCIe``, or its type (``CPU``, ``MPS``) where torch knows no name."""
+    """Return the name of a device, such as ``NVIDIA H100 PCIe``, or its type (``CPU``, ``MPS``) if torch has no name for it."""
     get_name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return get_name(device) if get_name else device.type.upper()
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Return the device's dense bfloat16 peak in TFLOP/s from ``PEAK_TFLOPS``, or None if it is unknown, as on a CPU."""
-    name = device_name(device)
+    """Return the dense bfloat16 peak of a device in TFLOP/s from ``PEAK_TFLOPS``, or None if it is unknown, as for a CPU."""
+    return peak_of(device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """Return ``peak_tflops`` of a device with this name.
+
+    >>> peak_of("NVIDIA H100 PCIe"), peak_of("NVIDIA H100 80GB HBM3"), peak_of("CPU")
+    (756.0, 989.0, None)
+    """
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def memory_mb(device: torch.device) -> float:
     """Return the largest memory use of this process so far, in MiB.
 
-    On a device whose torch module counts allocations (CUDA, XPU) this is the memory of tensors, on Apple's GPU the present memory of
-    the driver, elsewhere the resident set of the process.
+    On devices whose torch module counts allocations (CUDA, XPU), this is the peak memory of tensors; on an Apple GPU, the
+    current memory of the driver; elsewhere, the peak resident set size of the process.
     """
     module: Any = getattr(torch, device.type, None)
     if hasattr(module, "max_memory_allocated"):
@@ -173,56 +190,60 @@ def memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-# --- CPUs: faster matrix products on processors of AMD, and memory that is kept for the next step
+# --- CPUs: faster matrix products on AMD processors, and reuse of freed memory
 
 LARGE = 2**21
-"""Products of at least so many multiplications go to oneDNN; the call of a smaller one costs more than it saves."""
+"""Products with at least this number of multiplications use oneDNN. For smaller products, the overhead exceeds the gain."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 _setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
-_library = torch.library.Library("aten", "IMPL")
-
 _active = False
+
+_library: torch.library.Library | None = None
+"""The functions around torch's kernels, while there are any. Each costs a small product 2 µs."""
 
 
 @contextmanager
-def onednn_products(wanted: bool = True) -> Iterator[bool]:
-    """While this lasts, oneDNN computes large float32 matrix products on AMD processors with AVX-512. Yields whether it does.
+def onednn_products(enabled: bool = True) -> Iterator[bool]:
+    """A context that lets oneDNN compute large float32 matrix products on AMD processors with AVX-512. Yields whether it does.
 
-    torch computes float32 products on a CPU with Intel's MKL, and MKL uses only AVX2 on AMD processors. oneDNN, also a part of torch,
-    uses AVX-512. It is about twice as fast on Zen 5, and a tenth faster on Zen 4 (512 bits in two halves;
-    ``docs/dev/decisions.md`` has the figures). The results differ from MKL's by rounding. Nothing changes on other processors, for other types, after the block, or where
-    ``torch.backends.mkldnn.matmul.fp32_precision`` was set.
+    On a CPU, torch computes float32 products with Intel's MKL. On AMD processors, MKL uses only AVX2. oneDNN is also part of
+    torch, and uses AVX-512. It is about twice as fast on Zen 5, and a tenth faster on Zen 4 (``docs/dev/decisions.md`` has the
+    numbers). The results differ from MKL's by rounding. On other processors, for other dtypes, or if
+    ``torch.backends.mkldnn.matmul.fp32_precision`` is set, this context has no effect.
 
-    torch calls oneDNN for float32 products only while that setting is ``bf16``; this *allows* rounding to bfloat16. No processor
-    without AMX does so; one product is compared with float64 before the first use. The setting holds for one product at a time,
-    because attention on a CPU is slower under it.
+    torch calls oneDNN for float32 products only if this setting is ``bf16``. This *allows* rounding to bfloat16. Processors
+    without AMX do not round; one product is compared with float64 before the first use. The setting is changed for one product
+    at a time, because it slows down attention on a CPU.
 
     Args:
-        wanted: False to use torch's own kernels while this lasts, inside a run, say.
+        enabled: whether to use oneDNN. False restores torch's own kernels within another such context.
 
     >>> with onednn_products() as faster:
     ...     product = torch.randn(128, 128) @ torch.randn(128, 128)
     """
-    global _active
-    before, _active = _active, wanted and _is_faster() and _setting.fp32_precision == "none"
-    if _active:
-        _replace_kernels()
+    global _active, _library
+    before, _active = _active, enabled and _is_faster() and _setting.fp32_precision == "none"
+    replaces = _active and _library is None
+    if replaces:
+        _library = _replaced_kernels()
     try:
         yield _active
     finally:
         _active = before
+        if replaces:
+            _library = None  # the last reference: torch's own kernels are back
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let glibc keep up to 1 GiB of freed memory in this process, and return whether it will.
+    """Let glibc keep up to 1 GiB of freed memory in this process, and return whether this succeeded.
 
-    By default glibc returns large blocks to the system as soon as they are free. A training step frees and takes the same blocks
-    again, and the system has to clear each page of them: a sixth of a small model's step. Blocks of 32 MiB and more are given
-    back as before. Nothing changes where the C library is another one. ``man 3 mallopt`` describes both settings.
+    By default, glibc returns large blocks to the system as soon as they are freed. Each training step allocates the same blocks
+    again, and the system clears their pages. In a small model, this takes a sixth of a step. Blocks of 32 MiB and more are
+    still returned. Other C libraries are not changed. ``man 3 mallopt`` describes both settings.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -232,7 +253,7 @@ def keep_freed_memory() -> bool:
 
 @cache
 def _is_faster() -> bool:
-    """Whether MKL is slow on this processor, and oneDNN is as exact."""
+    """Whether MKL is slow on this processor, and oneDNN is equally accurate."""
     cpuinfo = Path("/proc/cpuinfo")
     is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(errors="replace")
     has_parts = torch.backends.mkldnn.is_available() and hasattr(torch.library, "get_kernel")
@@ -240,7 +261,7 @@ def _is_faster() -> bool:
 
 
 def _is_exact() -> bool:
-    """Whether oneDNN keeps float32 where it is allowed to use bfloat16."""
+    """Whether oneDNN computes in float32 even if it is allowed to use bfloat16."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(128, 128, generator=generator) for _ in range(2))
     exact = left.double() @ right.double()
@@ -258,16 +279,18 @@ def _onednn() -> Iterator[None]:
         _setting.fp32_precision = "none"
 
 
-@cache
-def _replace_kernels() -> None:
+def _replaced_kernels() -> torch.library.Library:
+    """Replace torch's kernels for as long as the result is referred to."""
+    library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a kernel is replaced
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that a kernel is replaced
         for name, first in {"mm": 0, "mm.out": 0, "addmm": 1, "addmm.out": 1}.items():
-            _replace_kernel(name, first)
+            _replace_kernel(library, name, first)
+    return library
 
 
-def _replace_kernel(name: str, first: int) -> None:
-    """Put a function around torch's kernel. Its factors are the arguments ``first`` and ``first + 1``."""
+def _replace_kernel(library: torch.library.Library, name: str, first: int) -> None:
+    """Wrap a kernel of torch. ``first`` and ``first + 1`` are the indices of the two factors among its arguments."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def product(keys: Any, *args: Any, **options: Any) -> Any:
@@ -281,21 +304,22 @@ def _replace_kernel(name: str, first: int) -> None:
         finally:
             _setting.fp32_precision = "none"
 
-    _library.impl(name, product, "CPU", with_keyset=True)
+    library.impl(name, product, "CPU", with_keyset=True)
 
 
 @contextmanager
-def flush_denormal(wanted: bool = True) -> Iterator[None]:
-    """A context where this processor takes float32 numbers below 1.2e-38 for 0. The setting is restored afterwards.
+def flush_denormal(enabled: bool = True) -> Iterator[None]:
+    """A context that makes this processor round float32 numbers below 1.2e-38 to 0. The setting is restored afterwards.
 
-    Such numbers are slow: some processors take a hundred cycles for each. A softmax that is nearly one-hot makes many of them in
-    its backward pass. Nothing changes on a GPU, or on a processor that cannot do it (``torch.set_flush_denormal``).
+    Such numbers are slow: some processors need a hundred cycles for each. A softmax that is nearly one-hot produces many of
+    them in its backward pass. There is no effect on a GPU, or on a processor that does not support it
+    (``torch.set_flush_denormal``).
 
     >>> with flush_denormal():
     ...     print(torch.tensor(1e-39) * 1)
     tensor(0.)
     """
-    changed = wanted and bool(torch.tensor([1e-39]) * 1 != 0) and torch.set_flush_denormal(True)
+    changed = enabled and bool(torch.tensor([1e-39]) * 1 != 0) and torch.set_flush_denormal(True)
     try:
         yield
     finally:
@@ -305,11 +329,11 @@ def flush_denormal(wanted: bool = True) -> Iterator[None]:
 
 @contextmanager
 def machine(options: TrainerConfig) -> Iterator[None]:
-    """A context that checks the devices of a run and sets this process up for them.
+    """A context that checks the devices of a run and configures this process for them.
 
-    It restores the settings that a run changes for the whole process: threads, the choice of kernels, random generators, and
-    environment variables. Two settings stay: ``keep_freed_memory``, and Lightning's variables for the processes of several
-    devices, because these processes live until the program ends.
+    At its end, it restores the settings that a run changes for the whole process: threads, the choice of kernels, random
+    generators and environment variables. Two settings are not restored: ``keep_freed_memory``, and Lightning's variables for
+    the processes of several devices, because these processes live until the program ends.
 
     Raises:
         ConfigError: see ``check_count``.
@@ -329,7 +353,7 @@ def machine(options: TrainerConfig) -> Iterator[None]:
                 yield
         finally:
             torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(is_exact, warn_only=warn_only)  # Lightning's trainer sets it, and the next
+            torch.use_deterministic_algorithms(is_exact, warn_only=warn_only)  # Lightning's Trainer sets this and the next
             torch.backends.cudnn.benchmark = benchmark
 
 
@@ -344,13 +368,13 @@ def sum_over_rows(trainer: L.Trainer, value: Tensor) -> Tensor:
     """Return the sum of a value over the rows of all processes, on every process."""
     if trainer.world_size == 1:
         return value
-    total = value.clone()  # trainer.strategy.reduce has a barrier before it, at which the host waits for the device
+    total = value.clone()  # not trainer.strategy.reduce, whose barrier makes the host wait for the device
     torch.distributed.all_reduce(total)
     return total
 
 
 def parallelize(network: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module]) -> None:
-    """Shard ``layers``, inner ones first, and the rest of ``network`` in place by FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
+    """Shard ``layers``, innermost first, and then the rest of ``network``, in place, with FSDP2 (Zhao et al. 2023, arXiv:2304.11277)."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in layers:
@@ -359,13 +383,13 @@ def parallelize(network: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module
 
 
 def set_gradient_sync(network: nn.Module, enabled: bool) -> None:
-    """Make FSDP reduce gradients only after the last micro-batch of a step, like DDP. Its default is after every backward pass."""
+    """Make FSDP reduce gradients only after the last micro-batch of a step, as in DDP, instead of after every backward pass."""
     if set_sync := getattr(network, "set_requires_gradient_sync", None):  # an FSDPModule
         set_sync(enabled)
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether it is a ``DTensor``. Its class is not asked for: importing it takes a second, which an evaluation need not wait."""
+    """Return whether a tensor is a ``DTensor``. The class is not imported, because that takes a second."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -384,6 +408,6 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def whole_state(network: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict with whole tensors on the CPU. This is a collective: all ranks must call it."""
+    """Return the state dict with unsharded tensors on the CPU. This is a collective operation: all ranks must call it."""
     state = network.state_dict().items()
     return {name: _whole(tensor).cpu() for name, tensor in state}

@@ -1,7 +1,7 @@
 """Evaluate a trained model on its task: metrics with 95 % intervals, baselines, and some answers.
 
-The interval of a mean over rows is the interval of a ratio of sums, by the delta method (Cochran 1977, "Sampling Techniques", §6.3). A
-share has Wilson's interval (1927, *JASA* 22, 209–212). BLEU and chrF have a bootstrap over rows (Koehn 2004, EMNLP).
+A mean over rows is a ratio of sums, and its interval comes from the delta method (Cochran 1977, "Sampling Techniques", §6.3). A
+share has Wilson's interval (1927, *JASA* 22, 209–212). BLEU and chrF are bootstrapped over rows (Koehn 2004, EMNLP).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Z95 = 1.959963984540054
-_NO_LABEL = f"data: no label of the rows counts: all are {IGNORED}"
+_NO_LABEL = f"data: there is nothing to evaluate: all labels are {IGNORED}"
 
 KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
 """The kinds of tasks with their own metrics."""
@@ -52,7 +52,7 @@ KINDS = ("language_model", "masked_lm", "classify", "seq2seq")
 
 @dataclass(frozen=True)
 class Metric:
-    """A number with its 95 % interval, or None where the rows give none. ``count`` is the number of things in the mean: ``unit``."""
+    """A mean with its 95 % interval (None if there are too few rows), over ``count`` labels, rows or other units (``unit``)."""
 
     value: float
     low: float | None
@@ -69,7 +69,7 @@ class Evaluation:
         signatures: how sacrebleu computed BLEU and chrF, by metric (Post 2018, arXiv:1804.08771).
         rows: the number of rows in the metrics.
         of_rows: the number of rows of the split.
-        left_out: how many rows of the data are not among these, or are cut, and why.
+        left_out: sentences on how many rows of the data are left out of the split or truncated, and why.
     """
 
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -81,12 +81,12 @@ class Evaluation:
     left_out: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return readable lines: one for each number, the number of rows, one for each sentence of ``left_out``, then the answers."""
+        """Return lines to print: each number, the number of rows, the sentences of ``left_out``, and the answers."""
         width = max(map(len, ["rows", *self.metrics, *self.baselines]))
         out = [f"{name:{width}}  {m.value:.4f}  ({_interval(m)}{m.count:,} {m.unit})" for name, m in self.metrics.items()]
         out += [f"{name:{width}}  {value:.4f}" for name, value in self.baselines.items()]
         out.append(f"{'rows':{width}}  {self.rows:,}" + (f" of {self.of_rows:,}" if self.rows < self.of_rows else ""))
-        out += [f"{'':{width}}  {said}" for said in self.left_out]
+        out += [f"{'':{width}}  {sentence}" for sentence in self.left_out]
         out += [f"{'':{width}}  {name} of sacrebleu: {signature}" for name, signature in self.signatures.items()]
         for example in self.examples:
             out += ["", *(f"  {part:7} {text}" for part, text in example.items())]
@@ -103,9 +103,7 @@ def _interval(metric: Metric) -> str:
 
 
 def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
-    """Return Σ sums / Σ counts over rows (N,), with its interval. The sampling unit is a row.
-
-    One row has no interval.
+    """Return Σ sums / Σ counts over rows (N,), with its interval. The sampling unit is a row. A single row has no interval.
 
     >>> ratio_interval(torch.tensor([2.0, 4.0]), torch.tensor([2, 2])).value
     1.5
@@ -122,7 +120,7 @@ def ratio_interval(sums: Tensor, counts: Tensor) -> Metric:
 
 
 def accuracy_interval(right: Tensor, counts: Tensor) -> Metric:
-    """Return the share of right answers, with Wilson's interval if each row has one label, else ``ratio_interval`` from 0 to 1.
+    """Return the share of correct answers, with Wilson's interval if each row has one label, else with ``ratio_interval`` clipped to [0, 1].
 
     >>> accuracy_interval(torch.tensor([0, 0, 1]), torch.tensor([2, 2, 2])).low
     0.0
@@ -130,10 +128,10 @@ def accuracy_interval(right: Tensor, counts: Tensor) -> Metric:
     0.625
     """
     one_each = bool((counts == 1).all())
-    found = share_interval(float(right.sum()), len(right)) if one_each else ratio_interval(right, counts)
-    if found.low is None or found.high is None:
-        return found
-    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
+    metric = share_interval(float(right.sum()), len(right)) if one_each else ratio_interval(right, counts)
+    if metric.low is None or metric.high is None:
+        return metric
+    return replace(metric, low=max(metric.low, 0.0), high=min(metric.high, 1.0))
 
 
 def share_interval(hits: float, trials: int) -> Metric:
@@ -159,27 +157,27 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate ``network`` on a split of ``data``, with the metrics of its task.
 
-    * ``language_model``: loss in nats, and bits per byte and per character if these are known.
-    * ``masked_lm``: perplexity and accuracy over masked tokens.
+    * ``language_model``: loss in nats, next-token accuracy, and bits per byte and per character if these are known.
+    * ``masked_lm``: perplexity and accuracy on masked tokens.
     * ``classify``: accuracy.
-    * ``seq2seq``: exact matches, chrF and BLEU of generated answers and of copying the source.
-    * other tasks: the means of the objective's sums. The objective is called for every row. A network that
-      does not return one output for each row gets no intervals.
+    * ``seq2seq``: exact matches, chrF and BLEU of generated answers, and the same for copies of the source.
+    * other tasks: the means of the objective's sums. The objective is called for every row. There are no intervals if the
+      network does not return one output per row.
 
-    The network runs in evaluation mode. Its mode is restored.
+    The network runs in evaluation mode; its mode is restored afterwards.
 
     Args:
         data: the data.
         objective: the objective of the run. Default: cross-entropy.
-        batch_size: rows at once.
-        split: ``val`` or ``test``. Baselines of tasks without generated answers belong to ``val`` alone.
+        batch_size: number of rows in a batch.
+        split: ``val`` or ``test``. Baselines of tasks without generated answers exist only for ``val``.
 
     Raises:
         ConfigError: ``data`` is neither a ``Task`` nor a ``LightningDataModule``, or has no test split.
     """
     options, objective = options or EvaluationConfig(), objective or CrossEntropy()
     task = data if isinstance(data, Task) else task_of_loaders(data)[0]
-    require(split == "val" or task.test is not None, f"split={split}: the data have no test split")
+    require(split == "val" or task.test is not None, f"split={split}: the data has no test split")
     source = ValSource(as_split(task, split), batch_size=batch_size)
     baselines = task.baselines if split == "val" else dict
     count, net = min(options.num_rows or source.num_rows, source.num_rows), Net.of(network)
@@ -191,15 +189,15 @@ def evaluate(
             return Evaluation(_of_sums(net, source, options, objective), dict(baselines()), **rows)
         nll, counts, right = _losses(net, source, options)
         if task.kind == "seq2seq":
-            found = _of_answers(network, task, split, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
-            return replace(found, **rows)
-        rows["left_out"] += share_of(count - len(counts), count, "rows are left out: none of their labels counts")
+            evaluation = _of_answers(network, task, split, source, options, ratio_interval(nll, counts), 2 * int(counts.max()))
+            return replace(evaluation, **rows)
+        rows["left_out"] += share_of(count - len(counts), count, f"rows are left out: all of their labels are {IGNORED}")
         return Evaluation(_of_labels(task, nll, counts, right), baselines(), **{**rows, "rows": len(counts)})
 
 
 @contextmanager
 def objective_on(device: torch.device, objective: Objective) -> Iterator[None]:
-    """A context that moves the tensors of an objective, such as class weights, to ``device``, and moves them back at its end."""
+    """A context that moves the tensors of an objective, such as class weights, to ``device``, and back at its end."""
     module = objective if isinstance(objective, nn.Module) else nn.Module()
     before = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     module.to(device)
@@ -215,7 +213,7 @@ def _device_of(network: nn.Module) -> torch.device:
 
 
 def _batches(net: Net, source: ValSource, options: EvaluationConfig) -> Iterator[Batch]:
-    """Validation batches on the network's device, ``num_rows`` rows at most."""
+    """Yield validation batches on the device of the network, with at most ``num_rows`` rows in total."""
     device, left = _device_of(net.network), options.num_rows or math.inf
     for step in range(len(source)):
         batch = source[Address(step)]
@@ -229,8 +227,8 @@ def _batches(net: Net, source: ValSource, options: EvaluationConfig) -> Iterator
 
 
 def _of_sums(net: Net, source: ValSource, options: EvaluationConfig, objective: Objective) -> dict[str, Metric]:
-    """The mean of every sum that the objective gives."""
-    found, counts = defaultdict[str, list[Tensor]](list), list[Tensor]()
+    """Return the mean of every sum that the objective returns."""
+    sums_by_name, counts = defaultdict[str, list[Tensor]](list), list[Tensor]()
     by_row = True
     for batch in _batches(net, source, options):
         logits, size = net(batch), len(batch["labels"])
@@ -239,11 +237,11 @@ def _of_sums(net: Net, source: ValSource, options: EvaluationConfig, objective: 
             sums = checked_sums(objective(logits[rows], select_rows(batch, rows)))
             sums["loss"] = sums.pop("nll", sums["loss"])
             for name, value in sums.items():
-                found[name].append(value.cpu().double())
+                sums_by_name[name].append(value.cpu().double())
             counts.append(num_targets(batch["labels"][rows]).cpu())
     units = torch.stack(counts) if by_row else torch.stack(counts).sum(0, keepdim=True)
     metrics = {}
-    for name, values in found.items():
+    for name, values in sums_by_name.items():
         column, is_count = torch.stack(values), name == "correct"
         interval = accuracy_interval if is_count else ratio_interval
         metrics["accuracy" if is_count else name] = interval(column if by_row else column.sum(0, keepdim=True), units)
@@ -251,7 +249,7 @@ def _of_sums(net: Net, source: ValSource, options: EvaluationConfig, objective: 
 
 
 def _losses(net: Net, source: ValSource, options: EvaluationConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """For every row: -Σ ln p, the number of labels, and of labels with the highest logit."""
+    """Return for every row: -Σ ln p, the number of labels, and the number of correct labels."""
     columns = list[tuple[Tensor, Tensor, Tensor]]()
     for batch in _batches(net, source, options):
         labels = batch["labels"].view(len(batch["labels"]), -1)
@@ -263,13 +261,13 @@ def _losses(net: Net, source: ValSource, options: EvaluationConfig) -> tuple[Ten
         # float64 on the CPU: Apple's GPU has none
         columns.append((nll.cpu().double().sum(-1), counted.sum(-1).cpu(), right.sum(-1).cpu()))
     nll, counts, right = (torch.cat(column) for column in zip(*columns, strict=True))
-    real = counts > 0  # rows that only fill a batch up
+    real = counts > 0  # without rows that only fill up a batch
     require(bool(real.any()), _NO_LABEL)
     return nll[real], counts[real], right[real]
 
 
 def _of_labels(task: Task, nll: Tensor, counts: Tensor, right: Tensor) -> dict[str, Metric]:
-    """The metrics of a task that labels judge."""
+    """Return the metrics of a task that is evaluated by its labels."""
     loss, accuracy = ratio_interval(nll, counts), accuracy_interval(right, counts)
     if task.kind == "classify":
         return {"accuracy": accuracy}
@@ -289,21 +287,21 @@ def _of_answers(
     pairs = examples[: len(answers)]
     sources, references = [source for source, _ in pairs], [str(reference) for _, reference in pairs]
     hits = [answer == reference for answer, reference in zip(answers, references, strict=True)]
-    found = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
-    found.baselines["copy_exact_match"] = sum(source == target for source, target in examples) / max(len(examples), 1)
+    evaluation = Evaluation({"exact_match": share_interval(sum(hits), len(hits))})
+    evaluation.baselines["copy_exact_match"] = sum(source == target for source, target in examples) / max(len(examples), 1)
     for name, metric in _text_metrics().items():
-        found.metrics[name] = _corpus_score(metric, answers, references)
-        found.baselines[f"{name}_of_copying"] = float(metric.corpus_score(sources, [references]).score)
-        found.signatures[name] = str(metric.get_signature())
-    found.metrics["loss"] = loss
+        evaluation.metrics[name] = _corpus_score(metric, answers, references)
+        evaluation.baselines[f"{name}_of_copying"] = float(metric.corpus_score(sources, [references]).score)
+        evaluation.signatures[name] = str(metric.get_signature())
+    evaluation.metrics["loss"] = loss
     wrong = [i for i, hit in enumerate(hits) if not hit]
     for i in (wrong + [i for i, hit in enumerate(hits) if hit])[: options.num_shown]:
-        found.examples.append({"source": sources[i], "answer": answers[i], "right": references[i]})
-    return found
+        evaluation.examples.append({"source": sources[i], "answer": answers[i], "right": references[i]})
+    return evaluation
 
 
 def _answers(network: nn.Module, task: Task, source: ValSource, options: EvaluationConfig, longest: int) -> Iterator[str]:
-    """What the network writes for every validation row, as text."""
+    """Yield the generated answer to every validation row, as text."""
     assert task.tokenizer is not None
     answer_to = generate if options.num_beams == 1 else partial(beam_search, num_beams=options.num_beams)
     longest = min(longest, longest_of(network))
@@ -319,10 +317,10 @@ def _text_metrics() -> dict[str, Any]:
 
 
 def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str], draws: int = 1000) -> Metric:
-    """sacrebleu's score of the corpus, and percentiles of the scores of resampled corpora.
+    """Return sacrebleu's score of the corpus, with percentiles of the scores of resampled corpora.
 
-    Its own bootstrap (``n_bootstrap``) fails where a resampled score is zero, so its counts are resampled here: a score
-    is a function of their sum over rows.
+    sacrebleu's own bootstrap (``n_bootstrap``) fails if a resampled score is zero. A score is a function of counts summed over
+    rows, so the rows of these counts are resampled here.
     """
     counts = torch.tensor(metric._extract_corpus_statistics(list(answers), [list(references)]), dtype=torch.float64)
     chosen = torch.randint(len(counts), (draws, len(counts)), generator=torch.Generator().manual_seed(0))
@@ -335,23 +333,23 @@ def _corpus_score(metric: Any, answers: Sequence[str], references: Sequence[str]
     return Metric(score(counts.sum(0)), low, high, len(answers), "rows")
 
 
-def report(found: Evaluation, folder: Path, split: str = "val") -> None:
-    """Write an evaluation to the log and to ``evaluation.json``, or to ``evaluation_test.json``."""
+def report(evaluation: Evaluation, folder: Path, split: str = "val") -> None:
+    """Write an evaluation to the log, and to ``evaluation.json`` (``val``) or ``evaluation_test.json`` (``test``)."""
     from minitx.training.metrics_csv import naming
 
     path = folder / ("evaluation.json" if split == "val" else f"evaluation_{split}.json")
     with naming(path):
-        path.write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    for line in found.lines():
+        path.write_text(json.dumps(evaluation.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for line in evaluation.lines():
         log.info("%s", line)
 
 
 # --- after training
 
 
-def check_test(which: str | None, task: Task) -> None:
-    """Raise a ConfigError if ``evaluation.test`` is set, and the data have no test split."""
-    require(which is None or task.test is not None, f"evaluation.test={which}: the data have no test split")
+def check_test(weights: str | None, task: Task) -> None:
+    """Raise a ConfigError if ``evaluation.test`` is set but the data has no test split."""
+    require(weights is None or task.test is not None, f"evaluation.test={weights}: the data has no test split")
 
 
 def evaluate_splits(
@@ -362,13 +360,13 @@ def evaluate_splits(
     folder: Path,
     node: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Evaluate the finished network as ``options`` ask, and return the metrics that were logged at the end of the run.
+    """Evaluate the trained network according to ``options``, and return the last logged metrics, including those of the test split.
 
     Args:
-        node: the node that builds the network again, if it is sharded.
+        node: the node that rebuilds the network, if it is sharded.
 
     Raises:
-        ConfigError: the best weights are to be tested, and there are none.
+        ConfigError: ``evaluation.test=best``, but there is no best.ckpt.
     """
     from lightning.pytorch.callbacks import WeightAveraging
 
@@ -381,45 +379,48 @@ def evaluate_splits(
             evaluation = partial(evaluate, network, data.task, options, module.objective, batch_size=rows, split=split)
             report(evaluate_on(trainer.strategy.root_device, network, evaluation), folder, split)
 
-    if options.at_end:  # before the test: it may load the best weights
+    if options.at_end:  # first, because the test may load the best weights
         print_metrics("val")
     if options.test is not None:
         best = folder / "checkpoints" / "best.ckpt" if options.test == "best" else None
-        said = f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={module.options.monitor} was never logged"
-        require(best is None or best.exists(), said)  # without a validation, or none was left of the run that goes on
+        require(
+            best is None or best.exists(),
+            f"evaluation.test=best: there is no best.ckpt, because trainer.monitor={module.options.monitor} was never logged",
+        )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging):  # it would load the trained weights instead of the averaged weights
-                callback._average_model = None  # has no public name; lightning is bounded in pyproject.toml
+            if isinstance(callback, WeightAveraging):  # it would test the trained weights instead of the average
+                callback._average_model = None  # no public attribute; pyproject.toml bounds the version of lightning
         trainer.test(module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False)
-        found, whole = dict(trainer.callback_metrics), len(as_split(data.task, "test"))
-        rows = min(whole, sum(map(int, trainer.num_test_batches)) * data.val_batch_size(trainer.world_size))
-        numbers = "  ".join(f"{name} {float(value):.4f}" for name, value in found.items())
-        log.info("test  %s  (%s rows)", numbers, f"{rows:,}" if rows == whole else f"{rows:,} of {whole:,}")
-        metrics |= found
+        tested, total = dict(trainer.callback_metrics), len(as_split(data.task, "test"))
+        rows = min(total, sum(map(int, trainer.num_test_batches)) * data.val_batch_size(trainer.world_size))
+        numbers = "  ".join(f"{name} {float(value):.4f}" for name, value in tested.items())
+        log.info("test  %s  (%s rows)", numbers, f"{rows:,}" if rows == total else f"{rows:,} of {total:,}")
+        metrics |= tested
         if options.at_end:
             print_metrics("test")
     return metrics
 
 
 def evaluate_on(device: torch.device, network: nn.Module, evaluation: Callable[[], Evaluation]) -> Evaluation:
-    """Return ``evaluation()`` with ``network`` on ``device``, or on the CPU if the device runs out of memory. The network ends on the CPU.
+    """Return ``evaluation()``, computed with ``network`` on ``device``, or on the CPU if the device runs out of memory.
 
-    Lightning has moved the network to the CPU after training. A sharded network is evaluated as a whole copy. It may not fit on the device.
+    Lightning moves the network to the CPU after training, and this function returns it there. A sharded network is evaluated as
+    an unsharded copy, and this copy may not fit on the device.
     """
     try:
         network.to(device)
         return evaluation()
     except torch.OutOfMemoryError:
-        log.warning("evaluation: %s has too little memory for the whole model, so it is evaluated on the CPU", device)
+        log.warning("evaluation: %s has too little memory for the unsharded model: it is evaluated on the CPU", device)
     finally:
         network.cpu()
     return evaluation()
 
 
 def unsharded(module: TrainingModule, node: Mapping[str, Any]) -> nn.Module:
-    """Return the network with whole weights. With ``trainer.strategy=sharded`` it is a copy on the CPU, made by all processes together."""
+    """Return the network with unsharded weights. With ``trainer.strategy=sharded``, this is a copy on the CPU and a collective operation."""
     if module.options.strategy != "sharded":
         return module.network
-    weights, whole = whole_state(module.network), network_of(read(Model, node, "model"))
-    in_own_dtype(whole.to(next(iter(weights.values())).dtype)).load_state_dict(weights)
-    return whole
+    weights, network = whole_state(module.network), network_of(read(Model, node, "model"))
+    in_own_dtype(network.to(next(iter(weights.values())).dtype)).load_state_dict(weights)
+    return network

@@ -1,4 +1,4 @@
-"""The folder of a run, the lines before its first step, its result, and the extras of wandb. For ``metrics.csv``, see ``metrics_csv``."""
+"""The folder of a run, the summary before its first step, its result, and uploads to wandb. For ``metrics.csv``, see ``metrics_csv``."""
 
 from __future__ import annotations
 
@@ -31,43 +31,44 @@ from minitx.training.module import TrainingModule
 
 @contextmanager
 def run_folder(folder: Path, files: Mapping[str, str]) -> Iterator[None]:
-    """A context that makes the run's folder with its text files, and copies the log of each process to ``logs/rank_N.log``.
+    """A context that creates the run's folder and its text files, and copies the log of each process to ``logs/rank_N.log``.
 
-    An error before the first step removes the new folder. The traceback of an error is written to the log file only.
+    If an error occurs before the first step, a new folder is removed. The traceback of an error is written only to the log
+    file.
 
     Raises:
         ConfigError: the folder cannot be created or written.
     """
-    made = [] if rank() else _make(folder, files)
+    new_folders = [] if rank() else _create(folder, files)
     try:
         with _log_to(folder / "logs" / f"rank_{rank()}.log"):
             yield
     except ConfigError:
         if not (folder / "metrics.csv").exists() or not read_metrics(folder / "metrics.csv"):
-            for each in made:
-                with suppress(OSError):  # a folder above that others use by now
-                    shutil.rmtree(each) if each == folder else each.rmdir()
+            for new_folder in new_folders:
+                with suppress(OSError):  # others already use a parent folder
+                    shutil.rmtree(new_folder) if new_folder == folder else new_folder.rmdir()
         raise
 
 
-def _make(folder: Path, files: Mapping[str, str]) -> list[Path]:
-    """Make the folder and its files; the folders that were not there, the innermost first."""
+def _create(folder: Path, files: Mapping[str, str]) -> list[Path]:
+    """Create the folder and its files, and return the folders that did not exist before, innermost first."""
     try:
-        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         clean_up(folder / "checkpoints")
         for name, text in files.items():
-            new = folder / f"{name}.new"  # a crash or a full disk leaves the old file or the new one
+            new = folder / f"{name}.new"  # after a crash or on a full disk, the old or the new file remains
             new.write_text(text, encoding="utf-8")
             new.replace(folder / name)
     except OSError as error:
         raise ConfigError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-    return made
+    return new_folders
 
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Say nothing of a full disk here: the run stops when a metric or a checkpoint cannot be written."""
+        """Ignore a full disk here: the run stops when a metric or a checkpoint cannot be written."""
 
 
 @contextmanager
@@ -88,15 +89,18 @@ def _log_to(path: Path) -> Iterator[None]:
             handler.close()
 
 
-# --- the lines before the first step
+# --- the summary before the first step
 
 
 def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part, folder: Path) -> str:
     """Return the lines to log before the first step: model, device, data, training, steps and folder.
 
     Args:
-        trainer: the run's trainer. module: the run's module, with the unsharded model. data: the run's data. folder: the run's folder.
-        optimizer, schedule: these parts of the run.
+        trainer: the trainer of the run.
+        module: the module of the run, with the unsharded model.
+        data: the data of the run.
+        optimizer, schedule: the parts of the config.
+        folder: the folder of the run.
     """
     options, tokenizer = module.options, data.task.tokenizer
     every = f"every {options.val_every:,}" if options.val_every else "at the end"
@@ -104,7 +108,7 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, optimi
         "model": module.net.describe(),
         "device": describe_device(trainer),
         "data": describe_data(data, options.val_batches),
-        **{f"  {split}": "; ".join(said) for split, said in data.task.left_out.items() if said},
+        **{f"  {split}": "; ".join(sentences) for split, sentences in data.task.left_out.items() if sentences},
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
         "training": describe_training(module, data, optimizer, schedule),
         "steps": f"{options.max_steps:,}, validation {every}",
@@ -114,7 +118,7 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, optimi
 
 
 def describe_training(module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part) -> str:
-    """Return the objective with the divisor of its sum, the optimizer with its exclusions, the schedule and the clipping."""
+    """Return the objective with the divisor of its sum, the optimizer with its frozen weights, the schedule and the clipping."""
     objective, clip = module.objective, module.options.clip
     loss = getattr(objective, "loss", getattr(objective, "func", objective))  # a loss of torch, or a partial function
     divisor = f"sum / {'rows' if unit_of(data.probe_batch(1)['labels']) == 'rows' else 'labels'} of a step"
@@ -124,35 +128,35 @@ def describe_training(module: TrainingModule, data: DataModule, optimizer: Part,
 
 
 def describe_part(part: Part) -> str:
-    """Return the last name of the target of a part, its arguments that are words or numbers other than 0, and the weights that its rules freeze.
+    """Return the last name of the target of a part, its nonzero numbers and strings, and the weights that its rules freeze.
 
     >>> from minitx.config.part import Takes
     >>> describe_part(Part.of({"_target_": "torch.optim.SGD", "lr": 0.1}, "optimizer", Takes(first=1)))
     'SGD, lr 0.1'
     """
     plain = part.plain()
-    shown = {name: value for name, value in plain.items() if name[0] != "_" and value and not isinstance(value, bool)}
-    words = [f"{name} {value:g}" for name, value in shown.items() if isinstance(value, int | float)]
-    words += [f"{name} {value}" for name, value in shown.items() if isinstance(value, str)]
+    values = {name: value for name, value in plain.items() if name[0] != "_" and value and not isinstance(value, bool)}
+    words = [f"{name} {value:g}" for name, value in values.items() if isinstance(value, int | float)]
+    words += [f"{name} {value}" for name, value in values.items() if isinstance(value, str)]
     words += [f"without {rule['match']}" for rule in plain.get("rules", ()) if not rule.get("trainable", True)]
     return ", ".join([part.name.rpartition(".")[2], *words])
 
 
 def describe_data(data: DataModule, val_batches: int | None = None) -> str:
-    """Return the name and the sizes of a task, and how many rows a validation reads."""
+    """Return the name and the sizes of a task, and the number of rows in a validation."""
     rows = f"{len(data.task.train):,} rows" if hasattr(data.task.train, "__len__") else "new examples at every step"
     parts = f" in {data.accumulate} parts" if data.accumulate > 1 else ""
-    whole = data.val_source().num_rows
-    read = min(whole, (val_batches or whole) * data.val_batch_size(1))
-    validated = f"{whole:,}" if read == whole else f"the first {read:,} of {whole:,}"
+    total = data.val_source().num_rows
+    read = min(total, (val_batches or total) * data.val_batch_size(1))
+    validated = f"{total:,}" if read == total else f"the first {read:,} of {total:,}"
     return f"{data.task.name}: {rows}, {validated} to validate; {data.batch_size} a step{parts}"
 
 
 def describe_device(trainer: L.Trainer) -> str:
-    """Return the processes, the kind of device, the precision and the strategy of a run.
+    """Return the processes, the device, the precision and the strategy of a run, and a warning if the CPU is busy.
 
-    Threads of one step wait for each other at every product. If another program has one of their cores, each waits for its turn
-    there: with 2 threads on 2 busy cores, ``kv_lookup`` was 70 times slower than with 1. The line therefore tells it.
+    The threads of a step wait for each other at every product. If another program occupies one of their cores, all of them
+    wait: with 2 threads on 2 busy cores, ``kv_lookup`` was 70 times slower than with 1 thread.
     """
     device = trainer.strategy.root_device
     count = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
@@ -168,7 +172,7 @@ def describe_device(trainer: L.Trainer) -> str:
 
 
 def unit_of(labels: Tensor) -> str:
-    """Return the unit of a batch's targets: ``rows`` if a row has one label, ``labels`` if labels are not whole numbers, else ``tokens``."""
+    """Return the unit of a batch's targets: ``rows`` if a row has one label, ``labels`` if labels are floating-point, else ``tokens``."""
     if labels.dim() < 2:
         return "rows"
     return "labels" if labels.is_floating_point() else "tokens"
@@ -188,26 +192,28 @@ def summarise(
     """Return the result of a run as plain data without NaN.
 
     ==================  =====================================================================================
-    ``steps``           updates made in all; of a run that was not finite, those before that step
-    ``nonfinite_step``  the step whose loss or gradient was not finite, or None
-    ``train_loss``      of the last step that has a row in ``metrics.csv``
-    ``val_loss, val_accuracy``  of the last validation; None where there was none, or the run was not finite
-    ``floors``          losses to compare with, in nats, by name
-    ``num_parameters``  of the network
-    ``metrics``         the last value of every column of ``metrics.csv``, and of every other metric that was logged
+    ``steps``           number of updates; in a non-finite run, number of updates before the first non-finite step
+    ``nonfinite_step``  the first step whose loss or gradient was not finite, or None
+    ``train_loss``      the loss in the last row of ``metrics.csv``
+    ``val_loss, val_accuracy``  results of the last validation; None without a validation, or in a non-finite run
+    ``floors``          losses of simple baselines, in nats, by name
+    ``num_parameters``  number of parameters of the network
+    ``metrics``         the last value of every column of ``metrics.csv``, and of every other logged metric
     ==================  =====================================================================================
     """
     rows, last = read_metrics(folder / "metrics.csv"), {name: float(value) for name, value in metrics.items()}
     for row in rows:
         last |= {name: value for name, value in row.items() if value is not None and name != "step"}
-    found = {name: finite(value) for name, value in last.items() if nonfinite_step is None or not name.startswith("val_")}
+    finite_metrics = {
+        name: finite(value) for name, value in last.items() if nonfinite_step is None or not name.startswith("val_")
+    }
     return {
         "steps": steps if nonfinite_step is None else nonfinite_step - 1,
         "nonfinite_step": nonfinite_step,
-        **{name: found.get(name) for name in ("train_loss", "val_loss", "val_accuracy")},
+        **{name: finite_metrics.get(name) for name in ("train_loss", "val_loss", "val_accuracy")},
         "floors": dict(floors),
         "num_parameters": sum(p.numel() for p in network.parameters()),
-        "metrics": found,
+        "metrics": finite_metrics,
     }
 
 
@@ -215,16 +221,16 @@ def summarise(
 
 
 class WandbExtras(L.Callback):
-    """Send config, command and commit to trackers, and to wandb after training the probe's figure, the viewer and a checkpoint.
+    """Send config, command and commit to trackers. After training, upload the probe's figure, the viewer and a checkpoint to wandb.
 
-    Curves, system metrics and samples come from the loggers themselves, ``WandbLogger`` or ``MLFlowLogger``.
+    Curves, system metrics and samples are sent by the loggers themselves, ``WandbLogger`` or ``MLFlowLogger``.
 
     Args:
-        config: plain data, shown as the run's config.
-        folder: the run's folder. The command is read from its ``command.txt``.
-        viewer: send the attention viewer's page of the first recorded row (``callbacks.probe.weights_every``), and a picture of
-            all heads for each recorded step.
-        checkpoint: ``last`` or ``best``: send that checkpoint as an artifact. None: send none.
+        config: the config of the run as plain data.
+        folder: the folder of the run. The command is read from its ``command.txt``.
+        viewer: upload the page of the attention viewer for the first recorded row (``callbacks.probe.weights_every``), and a
+            figure of all heads for each recorded step.
+        checkpoint: ``last`` or ``best``: upload this checkpoint as an artifact; None: upload none.
 
     Raises:
         ConfigError: ``checkpoint`` is another word.
@@ -267,15 +273,15 @@ class WandbExtras(L.Callback):
 
 
 def _wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:
-    """Those of the process that writes."""
+    """Return the wandb loggers on rank 0, and [] on other ranks."""
     return [logger for logger in trainer.loggers if trainer.is_global_zero and isinstance(logger, WandbLogger)]
 
 
 def git_commit(folder: Path | None = None) -> str | None:
-    """Return the commit of ``folder`` from ``git describe``, with ``-dirty`` for uncommitted changes. None outside of git.
+    """Return the commit of ``folder`` from ``git describe``, with ``-dirty`` for uncommitted changes; None outside of a repository.
 
     Args:
-        folder: the folder. Default: the current one.
+        folder: a folder in the repository. Default: the current folder.
     """
     try:
         command = ["git", "describe", "--always", "--dirty", "--tags"]
@@ -286,9 +292,9 @@ def git_commit(folder: Path | None = None) -> str | None:
 
 @contextmanager
 def finish_wandb() -> Iterator[None]:
-    """A context that finishes wandb's run with the exit code of the program: 0, 2 (a mistake in the config), 3, or a signal's exit code.
+    """A context that finishes the wandb run with the exit code of the program: 0, 2 (invalid config), 3 (failed), or 128 + signal.
 
-    A run that the caller has open before is left open.
+    A run that was open before is left open.
     """
     before, code = _wandb_run(), 3
     try:

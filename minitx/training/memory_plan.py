@@ -1,8 +1,8 @@
-"""The plan of a run: what each of its processes will hold of parameters, gradients and optimizer states.
+"""The memory plan of a run: the size of parameters, gradients and optimizer states in each of its processes.
 
-Nothing is looked up in a table, and none of the devices is needed. The network of the run is copied without its numbers, to torch's
-device ``meta``. With sharding, the first process takes its part of it, in a process group that sends nothing. The optimizer of the run
-then makes two steps, and the tensors are counted.
+The sizes are counted, and this machine need not have the devices. The network of the run is copied without its numbers, to
+torch's device ``meta``. With sharding, it is sharded as on rank 0, in a fake process group that sends nothing. Then the
+optimizer of the run makes two steps, and the bytes of all tensors are summed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from minitx.training.optimizers import build_optimizer, check_strategy
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes that a process holds from its first step to its last. With sharding, the first process holds the most, and the plan is its.
+    """Number of bytes that a process holds during training. With sharding, these are the numbers of rank 0, the largest of all ranks.
 
     Attributes:
         parameters: the parameters, trained or frozen.
-        buffers: the buffers, whole on every process.
+        buffers: the buffers. They are not sharded.
         gradients: the gradients of the trained parameters.
         optimizer_states: the states of the optimizer.
-        averaged_weights: the copies of callbacks that average the weights.
+        averaged_weights: the copies that weight-averaging callbacks keep.
     """
 
     parameters: int
@@ -48,11 +48,11 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """The sum."""
+        """The total number of bytes."""
         return sum(vars(self).values())
 
     def table(self) -> str:
-        """Return the rows that are not zero, and their sum.
+        """Return a table of the nonzero sizes and their sum.
 
         >>> print(Plan(2**30, 0, 2**29, 2**31, 0).table())
         parameters          1,073,741,824 bytes       1.00 GiB
@@ -70,25 +70,25 @@ def _in_units(size: int) -> str:
 
 
 def make_plan(config: RunConfig, network: nn.Module, callbacks: Sequence[L.Callback] = ()) -> Plan:
-    """Return the plan of a run.
+    """Return the memory plan of a run.
 
     Args:
         config: the config of the run.
         network: the network of the run. It is copied without its numbers.
-        callbacks: callbacks of the run. Those of Lightning that average weights keep a copy of them.
+        callbacks: the callbacks of the run. Lightning's ``WeightAveraging`` keeps a copy of the weights.
 
     Raises:
-        ConfigError: the layers that FSDP shards are not known, or the optimizer cannot be built or takes no step.
+        ConfigError: the layers that FSDP shards are unknown, or the optimizer cannot be built or cannot make a step.
     """
     options, network = config.trainer, without_numbers(network)
-    # Lightning copies the network before it converts it
+    # Lightning copies the network before converting it
     copies = [AveragedModel(network) for callback in callbacks if isinstance(callback, WeightAveraging)]
     if precision_of(options) == "bf16-true":
         network.to(torch.bfloat16)
     if options.strategy != "sharded":
         return _plan_of(network, config, copies)
     layers = Net.of(network).layers(options.shard)
-    with imagined_processes(options.world_size) as mesh:
+    with fake_processes(options.world_size) as mesh:
         parallelize(network, mesh, layers)
         return _plan_of(network, config, copies)
 
@@ -107,15 +107,16 @@ def _plan_of(network: nn.Module, config: RunConfig, copies: Sequence[nn.Module])
 def optimizer_states(network: nn.Module, part: Part, strategy: str) -> list[Tensor]:
     """Return the tensors in the states of an optimizer after two steps. ``network`` is on the device ``meta``.
 
-    An optimizer that reads a number (Adafactor the norm of a weight) gets numbers, in the part of this process alone.
+    Some optimizers read numbers (Adafactor reads the norm of a weight). For these, the shard of this process is moved to the
+    CPU.
 
     Raises:
-        ConfigError: the optimizer cannot be built, or cannot train with ``strategy``; or its states grow from step to step.
+        ConfigError: the optimizer cannot be built, cannot train with ``strategy``, or has states that grow from step to step.
     """
     try:
         states = _states(network, part, strategy)
     except RuntimeError:
-        network.zero_grad(set_to_none=True)  # on another device than the weights will be
+        network.zero_grad(set_to_none=True)  # on the device of the old weights
         network.to_empty(device="cpu")
         for parameter in network.parameters():
             nn.init.zeros_(parameter)
@@ -123,20 +124,21 @@ def optimizer_states(network: nn.Module, part: Part, strategy: str) -> list[Tens
             states = _states(network, part, strategy)
         except RuntimeError as error:
             where = f"with trainer.strategy={strategy}"
-            raise ConfigError(f"optimizer: {part.name} makes no step {where}: {first_line(error)}") from error
+            raise ConfigError(f"optimizer: {part.name} cannot make a step {where}: {first_line(error)}") from error
     first, second = states
     require(
-        size_of(first) == size_of(second), f"optimizer: the states of {part.name} grow from step to step: they have no plan"
+        size_of(first) == size_of(second),
+        f"optimizer: the states of {part.name} grow from step to step, so trainer.plan=true cannot count them",
     )
     return second
 
 
 def _states(network: nn.Module, part: Part, strategy: str) -> list[list[Tensor]]:
-    """The tensors in the states of an optimizer after the first step and after the second."""
+    """Return the tensors in the states of an optimizer after the first and after the second step."""
     optimizer = build_optimizer(part, network, head_dim=Net.of(network).head_dim)
     check_strategy(optimizer, strategy)
     for group in optimizer.param_groups:
-        if group.get("fused"):  # a fused kernel has the same states, and needs a real device
+        if group.get("fused"):  # not fused: the states are the same, but a fused kernel needs a real device
             group["fused"] = False
     trained, loss = [parameter for parameter in network.parameters() if parameter.requires_grad], torch.zeros(())
 
@@ -168,12 +170,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of this process's parts of ``tensors``, each tensor once."""
+    """Return the number of bytes of this process's shards of ``tensors``, counting each tensor once."""
     return sum(part.nbytes for part in local_parts(list({id(tensor): tensor for tensor in tensors}.values())))
 
 
 def precision_of(options: TrainerConfig) -> str:
-    """Return the precision that a run has on its devices. This machine need not have them."""
+    """Return the precision of a run on its devices. This machine need not have them."""
     on_cpu = options.accelerator == "cpu" or (options.accelerator == "auto" and device_of().type == "cpu")
     return cpu_precision(options.precision) if on_cpu else options.precision
 
@@ -181,14 +183,14 @@ def precision_of(options: TrainerConfig) -> str:
 def build_without_numbers(config: RunConfig, data: DataModule) -> nn.Module:
     """Return the network of a run on the device ``meta``.
 
-    A network that reads its own numbers or files while it is built is built on the CPU, and copied without its numbers.
+    A network that cannot be built on ``meta``, because its constructor reads numbers or files, is built on the CPU and copied.
 
     Raises:
-        ConfigError: the model cannot be built, or does not fit the data.
+        ConfigError: the model cannot be built, or does not match the data.
     """
     part, precision = config.model, config.trainer.precision
-    if part.is_given:  # the object is not changed
-        part = Part.given(without_numbers(part.build()), "model")
+    if part.is_object:  # do not change the object of the user
+        part = Part.of_object(without_numbers(part.build()), "model")
     try:
         with torch.device("meta"):
             network = build_network(part, data, precision=precision, seed=config.seed)
@@ -198,7 +200,7 @@ def build_without_numbers(config: RunConfig, data: DataModule) -> nn.Module:
 
 
 def without_numbers(network: nn.Module) -> nn.Module:
-    """Return a copy of a network whose parameters and buffers are on the device ``meta``. Nothing of their size is copied.
+    """Return a copy of a network whose parameters and buffers are on the device ``meta``, without copying their numbers.
 
     >>> copied = without_numbers(nn.Linear(2, 3))
     >>> copied.weight.device, copied.weight.shape, copied.weight.requires_grad
@@ -211,17 +213,17 @@ def without_numbers(network: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def imagined_processes(count: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """A context that makes this process one of ``count``. The others do not exist: nothing is sent, so sums over processes are wrong.
+def fake_processes(count: int, rank: int = 0) -> Iterator[DeviceMesh]:
+    """A context that makes this process rank ``rank`` of ``count``. The other ranks do not exist, so sums over processes are wrong.
 
     Raises:
-        ConfigError: this process belongs to a group of processes already.
+        ConfigError: this process already has a process group.
     """
-    # torch has no public name for this group. FSDP needs a group to shard.
+    # FSDP needs a process group; torch has no public name for the fake one
     import torch.testing._internal.distributed.fake_pg
 
     is_free = not torch.distributed.is_initialized()
-    require(is_free, "trainer.plan=true needs a program that has no torch.distributed process group")
+    require(is_free, "trainer.plan=true does not work in a process that already has a torch.distributed process group")
     torch.distributed.init_process_group("fake", rank=rank, world_size=count, store=torch.distributed.HashStore())
     try:
         yield init_device_mesh("cpu", (count,), mesh_dim_names=("data_parallel",))

@@ -1,4 +1,4 @@
-"""``metrics.csv`` and its columns, and the files of JSON lines of a run. ``StepLog`` in ``callbacks`` computes the rows."""
+"""``metrics.csv``, its columns, and the JSON Lines files of a run. ``callbacks.StepLog`` computes the rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OF_THE_MACHINE = frozenset(("seconds", "tokens_per_second", "memory_mb", "mfu"))
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A context that adds ``path`` to an ``OSError``: the error of a full disk names no file."""
+    """A context that adds ``path`` to an ``OSError`` without a file name, such as the error of a full disk."""
     try:
         yield
     except OSError as error:
@@ -33,19 +33,19 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class MetricsFile(Logger):
-    """Writes the columns of ``COLUMNS``. Training and validation values of one step share a row.
+    """Write the columns of ``COLUMNS``. Training and validation values of a step share a row.
 
-    ``step`` is the number of updates. ``train_loss`` is the loss of that update, and ``val_loss`` is measured after it.
-    ``seconds`` count from the start of this process. Floats can be read back bit by bit. Each call writes the file, so that the
-    last row is on disk when it returns. Only the first process writes.
+    ``step`` is the number of updates. ``train_loss`` is the loss of this update, and ``val_loss`` is measured after it.
+    ``seconds`` is the time since training started in this process. Floats are written exactly. The last row is on disk when
+    ``log_metrics`` returns. Only rank 0 writes.
 
     Metrics with other names (from ``self.log`` or other callbacks) do not start a row. Their latest values are written with the
     next row, in additional columns at the end.
 
     Args:
         path: the file.
-        start_step: rows after this step are removed. They were written after the checkpoint that the run resumes from.
-        columns: the columns that start a row. None: any metric does, at the step that Lightning gives.
+        start_step: remove the rows after this step. They were written after the checkpoint that the run resumes from.
+        columns: the columns that start a row. None: all metrics start a row, at the step that Lightning passes.
     """
 
     def __init__(self, path: Path, start_step: int = 0, columns: Sequence[str] | None = COLUMNS) -> None:
@@ -61,7 +61,7 @@ class MetricsFile(Logger):
 
     @property
     def name(self) -> str:
-        return ""  # Lightning puts it into the path of checkpoints without a folder of their own
+        return ""  # Lightning uses it in the path of checkpoints without a ``dirpath``
 
     @property
     def version(self) -> str:
@@ -72,12 +72,12 @@ class MetricsFile(Logger):
         return str(self.path.parent)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: ``config.yaml`` holds the config."""
+        """Do nothing, because ``config.yaml`` contains the config."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add values to the row of ``step``: the last row or a new one."""
-        # Lightning adds its own count of epochs: it counts in the process, not in the data
+        """Add values to the row of ``step``. It is the last row or a new row."""
+        # drop Lightning's epoch: it counts from the start of the process, not of the data
         metrics = {name: value for name, value in metrics.items() if name != "epoch"}
         if self._starts is not None and not metrics.keys() & set(self._starts):
             self._others.update({name: float(value) for name, value in metrics.items()})
@@ -86,7 +86,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write metrics that have no row yet into the last one."""
+        """Write metrics that have no row yet into the last row."""
         if self._others and self._row:
             self._add({}, self._row["step"])
 
@@ -101,18 +101,18 @@ class MetricsFile(Logger):
                 file.seek(self._offset)
                 file.truncate()
                 self._writer(file).writerow(self._row)
-        else:  # a new name: its column is added to the whole file
+        else:  # a new name adds a column to the whole file
             self._write([*(row for row in read_metrics(self.path) if row["step"] != step), self._row])
 
     def _write(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write the whole file; the last of ``rows`` becomes the open row."""
+        """Write the whole file. The last of ``rows`` can still be extended."""
         self._columns = list(dict.fromkeys(name for row in [dict.fromkeys(self._columns), *rows] for name in row))
-        new = self.path.with_suffix(".new")  # a crash leaves the old file or the new one
+        new = self.path.with_suffix(".new")  # after a crash, the old or the new file remains
         with naming(self.path), new.open("w", encoding="utf-8", newline="") as file:
             self._writer(file).writeheader()
             self._writer(file).writerows(rows[:-1])
             file.flush()
-            self._offset = file.tell()  # where the last row begins
+            self._offset = file.tell()  # the position of the last row
             self._writer(file).writerows(rows[-1:])
         new.replace(self.path)
         self._row = dict(rows[-1]) if rows else {}
@@ -122,33 +122,33 @@ class MetricsFile(Logger):
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Read the rows of a metrics file. An empty cell is None. An incomplete last line, written during a crash, is left out."""
+    """Read the rows of a metrics file. An empty cell is None. An incomplete last line, after a crash, is skipped."""
     with Path(path).open(newline="", encoding="utf-8") as file:
         rows: Iterable[dict[str, str]] = list(csv.DictReader(line for line in file if line.endswith("\n")))
-    whole = ("step", "tokens")
+    integers = ("step", "tokens")
     return [
-        {name: None if text == "" else int(text) if name in whole else float(text) for name, text in row.items()}
+        {name: None if text == "" else int(text) if name in integers else float(text) for name, text in row.items()}
         for row in rows
     ]
 
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
-    """Read a file of JSON lines, or return [] if there is none. An incomplete last line, written during a crash, is left out."""
+    """Read a JSON Lines file; [] if it does not exist. An incomplete last line, after a crash, is skipped."""
     if not (path := Path(path)).exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def add_records(path: Path, *records: Mapping[str, Any]) -> None:
-    """Append records to a file of JSON lines."""
+    """Append records to a JSON Lines file."""
     with naming(path), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def drop_records(path: Path, step: int) -> None:
-    """Remove the records after ``step``, at which a run resumes. At step 0, remove all."""
+    """Remove the records after ``step``, at which a run resumes. If ``step`` is 0, remove all records."""
     kept = [record for record in read_records(path) if record["step"] <= step > 0]
-    new = path.with_suffix(".new")  # a crash leaves the old file or the new one
+    new = path.with_suffix(".new")  # after a crash, the old or the new file remains
     new.unlink(missing_ok=True)
     if kept:
         add_records(new, *kept)
@@ -158,17 +158,17 @@ def drop_records(path: Path, step: int) -> None:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value, or None if it is missing or not finite, because JSON has no NaN."""
+    """Return the value, or None if it is not finite, because JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def over_heads(value: Any) -> Any:
-    """Return the mean over heads if there is one value per head, else the value itself."""
+    """Return the mean over heads if ``value`` is a list with one value per head, else ``value``."""
     return mean(value) if isinstance(value, list) else value
 
 
 def read_probes(path: Path | str) -> list[dict[str, Any]]:
-    """Read the records of a probe file, averaged over heads (``read_records`` keeps each head). Without a file, return []."""
+    """Read the records of a probe file, averaged over heads (``read_records`` keeps the heads); [] if it does not exist."""
     return [
         {**record, "layers": [{key: over_heads(value) for key, value in layer.items()} for layer in record["layers"]]}
         for record in read_records(path)

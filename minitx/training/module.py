@@ -1,8 +1,9 @@
 """The LightningModule of a run: a network, an objective, an optimizer and a schedule.
 
-The loss that Lightning gets is Σ · world · accumulate / tokens. The tokens of the *whole* optimizer step are known before its
-first backward pass. Lightning divides by ``accumulate``, and DDP and FSDP average over the ``world`` processes. However a step
-is split, its gradient is the gradient of Σ / tokens.
+``training_step`` returns Σ · world · accumulate / tokens to Lightning, where Σ is the objective's sum over a micro-batch, and
+``tokens`` is the number of targets of the whole optimizer step, known before its first backward pass. Lightning divides by
+``accumulate``, and DDP and FSDP average over the ``world`` processes. The gradient of a step is therefore the gradient of Σ /
+tokens, however the step is split.
 """
 
 from __future__ import annotations
@@ -48,37 +49,38 @@ log = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient was not finite in update ``step`` (counted from 0). This update was not made."""
+    """The loss or the gradient was not finite in step ``step``, counted from 0. The update of this step was skipped."""
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
-        super().__init__(step, loss, grad_norm)  # the plain arguments, so that processes can pickle it
+        super().__init__(step, loss, grad_norm)  # the arguments as they are, so that the error can be pickled
         self.step, self.loss, self.grad_norm = step, loss, grad_norm
 
     def __str__(self) -> str:
         return (
             f"loss or gradient is not finite in step {self.step + 1} (loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}); "
-            "the update was not made. Lower optimizer.lr, set trainer.clip, or let on_nonfinite=record end such runs"
+            "the update was skipped. Lower optimizer.lr, set trainer.clip, or set on_nonfinite=record"
         )
 
 
 class TrainingModule(L.LightningModule):
-    """Trains ``network`` on batches of tensors.
+    """Train ``network`` on batches of tensors.
 
     Args:
-        network: a module that returns logits, or an object with ``logits``. It gets the keys of the batch that are parameters
-            of its ``forward``.
-        objective: a function of (logits, batch) that returns a sum over the targets, or sums by name.
-        make_optimizer: a function from the network to the optimizer. make_schedule: a function from the optimizer and the number
-            of steps to the schedule. It is stepped once per update, or with ``ReduceLROnPlateau`` after each validation.
-        options: ``clip``, ``compile``, ``shard`` and ``monitor`` are read. Clipping is done here, because Lightning does not allow it
-            with bf16 and a fused optimizer. Network and objective are compiled as one function, and ``network`` itself stays
-            uncompiled, for probes and checkpoints. ``ReduceLROnPlateau`` gets ``monitor``.
-        seed: the seed of random draws. In each step the generators are seeded by (seed, step, micro-batch, rank).
+        network: a module that returns logits, or an object with ``logits``. It is called with those keys of the batch that are
+            parameters of its ``forward``.
+        objective: a function of (logits, batch) that returns a sum over the targets, or several sums by name.
+        make_optimizer: a function from the network to the optimizer.
+        make_schedule: a function from (optimizer, number of steps) to the schedule. The schedule is stepped once per update,
+            or, if it is a ``ReduceLROnPlateau``, after each validation with the value of ``options.monitor``.
+        options: options of the trainer: ``clip``, ``compile``, ``shard`` and ``monitor``. The module clips gradients itself,
+            because Lightning does not support clipping with bf16 and a fused optimizer. Network and objective are compiled as
+            one function, and ``network`` itself stays uncompiled, for probes and checkpoints.
+        seed: the seed of random draws. In each step, the generators are seeded with (seed, step, micro-batch, rank).
 
     Attributes:
-        step_loss: this process's part of the mean loss of the step.
-        step_sums: the objective's other sums of the step.
-        step_targets: the number of targets of the step on all processes.
+        step_loss: the contribution of this process to the mean loss of the step.
+        step_sums: the other sums of the objective in this step.
+        step_targets: the number of targets of the step, on all processes.
         grad_norm: the gradient norm of the whole model, before clipping.
     """
 
@@ -104,9 +106,9 @@ class TrainingModule(L.LightningModule):
         self.step_sums: Sums = {}
         self.step_targets: Tensor | int = 0
         self.grad_norm: Tensor | float = 0.0
-        self._micro = 0  # micro-batches of this step so far
+        self._micro = 0  # number of micro-batches of this step so far
         self._validation: Sums = {}
-        self._said_dropped = False
+        self._has_reported_dropped = False
         self._resumed: dict[str, Any] | None = None  # the checkpoint, until training starts
 
     def configure_model(self) -> None:
@@ -118,11 +120,11 @@ class TrainingModule(L.LightningModule):
         steps = self.trainer.estimated_stepping_batches
         if not 0 < steps < math.inf:
             raise ConfigError(f"trainer.max_epochs={self.trainer.max_epochs} needs data with a length: set trainer.max_steps")
-        # callbacks count in steps, even if the run ends after epochs
+        # callbacks read the number of steps, even if epochs limit the run
         self.trainer.fit_loop.epoch_loop.max_steps = int(steps)
         schedule = self.make_schedule(optimizer, int(steps))
         if isinstance(schedule, ReduceLROnPlateau):
-            # stepped after a validation, before its checkpoint: Lightning's turn never comes
+            # never stepped by Lightning: on_validation_epoch_end does it, before the checkpoint of this step is written
             never = {"interval": "epoch", "frequency": sys.maxsize, "monitor": self.options.monitor}
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **never}}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -132,35 +134,35 @@ class TrainingModule(L.LightningModule):
         return self.net(batch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.net.check(batch)  # here, where reading a mask does not wait for the device
+        self.net.check(batch)  # before the transfer, so that reading a mask does not wait for the device
         return batch
 
     def on_train_start(self) -> None:
-        # a resumed run may have another number of steps, and its optimizer comes with the next rate of the old schedule
-        for schedule in [one.scheduler for one in self.trainer.lr_scheduler_configs]:
+        # a resumed run may have another number of steps, but the optimizer was loaded with a rate of the old schedule
+        for schedule in [entry.scheduler for entry in self.trainer.lr_scheduler_configs]:
             if isinstance(schedule, LambdaLR):
                 for group, base, factor in zip(
                     schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
                 ):
                     group["lr"] = base * factor(schedule.last_epoch)
         if self._resumed is not None:
-            # state_dict is the average, if there is one, in float32 also under bf16-true
+            # with averaging, state_dict contains the average, in float32 even with bf16-true
             weights = self._resumed.get("current_model_state", self._resumed["state_dict"])
             saved = {name: weight.dtype for name, weight in network_weights({"state_dict": weights}).items()}
             dtypes = {parameter: saved.get(name) for name, parameter in self.network.named_parameters()}
             for optimizer, state in zip(self.trainer.optimizers, self._resumed["optimizer_states"], strict=True):
                 keep_dtypes(optimizer, state, dtypes)
             self._resumed = None
-        for optimizer in self.trainer.optimizers:  # a checkpoint may be of another device, with another kernel
+        for optimizer in self.trainer.optimizers:  # a checkpoint from another device may name another kernel
             for group in optimizer.param_groups if "fused" in optimizer.defaults else ():
                 group["fused"] = optimizer.defaults["fused"]
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        # a mask that is not passed hides nothing, or ``check`` refuses it
+        # not masks: ``check`` refuses a mask that hides tokens and is not passed
         dropped = [name for name in self.net.dropped(batch) if name not in (*MASKS, *MASKS.values())]
-        if dropped and not self._said_dropped:
-            log.info("model: %s.forward does not take %s of a batch", self.net.kind, ", ".join(dropped))
-        self._said_dropped = True
+        if dropped and not self._has_reported_dropped:
+            log.info("model: %s.forward does not use %s of the batch", self.net.kind, ", ".join(dropped))
+        self._has_reported_dropped = True
 
     def sums(self, batch: Batch) -> Sums:
         """Return the objective's sums over a batch."""
@@ -177,21 +179,21 @@ class TrainingModule(L.LightningModule):
         set_gradient_sync(self.network, (batch_idx + 1) % accumulate == 0)
         seed_device(hash_seed(self.seed, self.global_step, micro, rank), self.device)
         sums = self.sums(batch)
-        whole = batch["num_targets"]  # of the whole step, over all micro-batches and processes
-        share = sums["loss"] / whole.clamp(min=1)  # this micro-batch's part of the mean loss
+        targets = batch["num_targets"]  # number of targets of the step, over all micro-batches and processes
+        share = sums["loss"] / targets.clamp(min=1)  # the contribution of this micro-batch to the mean loss
         others = {name: value.detach() for name, value in sums.items() if name not in ("loss", "nll")}
         if micro:
             self.step_loss = self.step_loss + share.detach()
             self.step_sums = {name: value + self.step_sums[name] for name, value in others.items()}
         else:
-            self.step_loss, self.step_sums, self.step_targets = share.detach(), others, whole
+            self.step_loss, self.step_sums, self.step_targets = share.detach(), others, targets
         return share * world * accumulate
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._micro = 0
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.grad_norm = total_norm(gradients)
-        # the loss of several ranks is theirs alone: all must come to the same answer, so it is looked at where it is summed
+        # all ranks must agree, but step_loss is local: with several ranks, check only the global gradient norm
         alone = self.trainer.world_size == 1
         self.latch.check(optimizer, self.grad_norm + self.step_loss if alone else self.grad_norm, self.global_step)
         if self.options.clip is not None:
@@ -203,43 +205,44 @@ class TrainingModule(L.LightningModule):
     def raise_if_nonfinite(self) -> None:
         """Raise ``NonFiniteError`` if the latch is set.
 
-        On accelerators with such an optimizer it is read only at log points, before a validation, and by callbacks before they write
-        something about a step: the steps since the first bad one made no update. Otherwise it is read at every step.
+        On accelerators, with an optimizer that supports ``found_inf``, the latch is read only at log points, before validations
+        and checkpoints, and by callbacks that report on a step; all updates after the first bad step are skipped. Otherwise it
+        is read at every step.
         """
         step = self.latch.first_bad_step()
         if step is not None:
             raise NonFiniteError(step, float(self.step_loss), float(self.grad_norm))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.raise_if_nonfinite()  # the earlier checkpoint stays
+        self.raise_if_nonfinite()  # keep the previous checkpoint
 
     def on_validation_start(self) -> None:
         self.raise_if_nonfinite()
-        if isinstance(self.trainer.strategy, Sharded):  # as DDP does: each process has batch-norm statistics of its rows
+        if isinstance(self.trainer.strategy, Sharded):  # as in DDP: batch-norm statistics differ between processes
             for buffer in self.network.buffers():
                 torch.distributed.broadcast(buffer, src=0)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         sums = self.sums(batch)
         count = num_targets(batch["labels"])
-        found = {**sums, "loss": sums.get("nll", sums["loss"]), "count": count}
-        for name, value in found.items():  # any objective may count the row that fills up a process without rows
-            own = torch.where(count > 0, value, 0).to(widest_float(self.device))
-            self._validation[name] = own + self._validation.get(name, 0)
+        totals = {**sums, "loss": sums.get("nll", sums["loss"]), "count": count}
+        for name, value in totals.items():  # the filler row of a process without rows must not count
+            counted = torch.where(count > 0, value, 0).to(widest_float(self.device))
+            self._validation[name] = counted + self._validation.get(name, 0)
 
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
         means, monitor = self._log_means("val"), self.options.monitor
-        known = {**self.trainer.callback_metrics, **means}
-        for schedule in [one.scheduler for one in self.trainer.lr_scheduler_configs]:
+        logged = {**self.trainer.callback_metrics, **means}
+        for schedule in [entry.scheduler for entry in self.trainer.lr_scheduler_configs]:
             if not isinstance(schedule, ReduceLROnPlateau) or self.trainer.sanity_checking:
                 continue
             require(
-                monitor in known,
-                f"trainer.monitor={monitor} is not logged, and the schedule needs it; there are {', '.join(known)}",
+                monitor in logged,
+                f"trainer.monitor={monitor} is not logged, but the schedule needs it; logged are: {', '.join(logged)}",
             )
-            schedule.step(float(known[monitor]))
+            schedule.step(float(logged[monitor]))
 
     def on_test_epoch_end(self) -> None:
         self._log_means("test")
@@ -251,14 +254,14 @@ class TrainingModule(L.LightningModule):
         self._validation = {}
         count = totals.pop("count")
         if not count:
-            log.warning("no label of the %s rows counts: all are %d, so they have no loss", split, IGNORED)
+            log.warning("the %s rows have no loss: all labels are %d", split, IGNORED)
         means = {f"{split}_{'accuracy' if name == 'correct' else name}": value / count for name, value in totals.items()}
-        # StepLog writes the validation's, at the right step
+        # StepLog logs the validation metrics, at the right step
         self.log_dict(means, rank_zero_only=True, logger=split == "test")
         return means
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Count the micro-batches up to the step of the checkpoint as this run does: ``trainer.accumulate`` may have changed."""
+        """Recompute the number of past micro-batches, because ``trainer.accumulate`` may have changed."""
         self._resumed = checkpoint
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
@@ -267,17 +270,18 @@ class TrainingModule(L.LightningModule):
 
 
 class Latch:
-    """Store the first non-finite step on the device, and skip all updates from then on.
+    """Store the first non-finite step on the device, and skip all updates from this step on.
 
-    ``step`` is the first non-finite step, counted from 0, or -1. After each ``check``, it is read at most once.
+    ``step`` is the first non-finite step, counted from 0, or -1. It is copied from the device at most once after each
+    ``check``.
 
-    Fused optimizers skip an update if ``optimizer.found_inf`` is 1, so neither the check nor the skip waits for the host. For an
-    optimizer without ``found_inf`` (most that are not fused), the host checks at every step.
+    Fused optimizers skip an update if ``optimizer.found_inf`` is 1, so neither the check nor the skip waits for the host. For
+    an optimizer without ``found_inf`` (most optimizers that are not fused), the host checks at every step.
     """
 
     def __init__(self) -> None:
         self.step: Tensor | int = -1
-        self._read: int | None = None  # its value at the last check
+        self._read: int | None = None  # the value of ``step`` on the host, if it was read since the last check
 
     def check(self, optimizer: torch.optim.Optimizer, value: Tensor, step: int) -> None:
         """Set the latch if ``value`` is not finite."""
@@ -285,15 +289,15 @@ class Latch:
         if not isinstance(self.step, Tensor):
             self.step = torch.full_like(bad_now, -1, dtype=torch.long)
         self.step, self._read = torch.where(bad_now & (self.step < 0), step, self.step), None
-        if skips_on_device(optimizer):  # others refuse it, and the host stops them in time
+        if skips_on_device(optimizer):  # other optimizers do not support it, and the host checks before their update
             optimizer.found_inf = (self.step >= 0).float()  # type: ignore[attr-defined]
 
     def note(self, step: int) -> None:
-        """Take note of ``step`` as somebody has read it together with other numbers."""
+        """Set the value on the host, if a caller has read ``step`` together with other numbers."""
         self._read = step
 
     def first_bad_step(self) -> int | None:
-        """Return the first non-finite step (counted from 0), or None. This waits for the device, unless it was read before."""
+        """Return the first non-finite step (counted from 0), or None. This waits for the device unless the value is known."""
         self._read = int(self.step) if self._read is None else self._read
         return None if self._read < 0 else self._read
 
@@ -303,7 +307,7 @@ def hash_seed(*numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
 
 
-# --- building it
+# --- building the module
 
 
 def build_module(
@@ -318,7 +322,7 @@ def build_module(
     """Return a ``TrainingModule`` with network, objective, optimizer and schedule.
 
     Raises:
-        ConfigError: the model cannot run, or the objective or the optimizer rules do not fit it.
+        ConfigError: the model cannot be called with the data, or the objective or an optimizer rule does not match the model.
     """
     seed_device(seed)
     net, sums, row = Net.of(network), build_objective(objective), data.probe_batch(1)
@@ -330,16 +334,16 @@ def build_module(
     def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:
         return schedule.build(optimizer, max_steps=steps)
 
-    first = make_optimizer(network)  # their errors come before the run has a folder
-    make_schedule(first, options.max_steps or sys.maxsize)
-    check_strategy(first, options.strategy)
+    trial = make_optimizer(network)  # raises errors before the run creates its folder
+    make_schedule(trial, options.max_steps or sys.maxsize)
+    check_strategy(trial, options.strategy)
     net.check(row, data.task.key_masks.values())
     net.check_documents(row)
     return TrainingModule(network, sums, make_optimizer, make_schedule, options, seed)
 
 
 def check_labels(task: Task) -> None:
-    """Check the labels of rows in a list, before training: torch would find a wrong label only in its step, and a GPU would not name it.
+    """Check the labels of data in lists before training. torch would report a wrong label only when it is used, and not by name on a GPU.
 
     Raises:
         ConfigError: a label is not a class of the task.
@@ -358,13 +362,13 @@ def check_labels(task: Task) -> None:
             )
 
 
-# --- checkpoints, and sharding it
+# --- checkpoints and sharding
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes and reads Lightning's checkpoints with ``read_checkpoint`` and ``write_checkpoint``: complete or not at all, and without code."""
+    """Read and write Lightning's checkpoints atomically, and without pickled code (``read_checkpoint``, ``write_checkpoint``)."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         write_checkpoint(checkpoint, path)
@@ -377,10 +381,10 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 class Sharded(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2. It writes one whole checkpoint. A run on one device can read it, and the reverse.
+    """Lightning's strategy for FSDP2, with one unsharded checkpoint that a run on one device can also read and write.
 
-    The optimizer's states are numbered in the order of the parameter groups, as in torch. Lightning uses the order of the
-    module. With several groups the two orders differ, and the moments would go to the wrong parameters.
+    As in torch, optimizer states are numbered in the order of the parameter groups. Lightning numbers them in the order of the
+    module's parameters. With several groups the orders differ, and moments would be assigned to the wrong parameters.
     """
 
     def __init__(self, num_processes: int) -> None:
@@ -389,7 +393,7 @@ class Sharded(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         assert self.model is not None
         state = get_optimizer_state_dict(self.model, _plain(optimizer), options=_WHOLE)
-        return by_number(state) if state else state  # only the first process has it
+        return by_number(state) if state else state  # empty except on rank 0
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint into the sharded model and optimizers."""
@@ -398,7 +402,7 @@ class Sharded(ModelParallelStrategy):
         whole = StateDictOptions(full_state_dict=True)
         load_whole(self.model, checkpoint["state_dict"])
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if not state["state"]:  # SGD without momentum: torch looks for the device of a tensor
+            if not state["state"]:  # SGD without momentum: set_optimizer_state_dict fails without tensors
                 for group, stored in zip(_plain(optimizer).param_groups, state["param_groups"], strict=True):
                     group.update({name: value for name, value in stored.items() if name != "params"})
                 continue
@@ -408,12 +412,12 @@ class Sharded(ModelParallelStrategy):
 
 
 def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer's state from parameter names to numbers, as in torch: counted through the groups, from 0."""
+    """Convert an optimizer's state from parameter names to numbers, counted from 0 through the groups as in torch."""
     return _renamed(state, {name: number for number, name in enumerate(_parameters(state["param_groups"]))})
 
 
 def by_name(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The inverse of ``by_number``. ``groups`` contain the names."""
+    """Convert an optimizer's state from numbers to the parameter names in ``groups``. The inverse of ``by_number``."""
     return _renamed(state, dict(zip(_parameters(state["param_groups"]), _parameters(groups), strict=True)))
 
 
@@ -421,22 +425,22 @@ def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
-    groups = [{**group, "params": [new[old] for old in group["params"]]} for group in state["param_groups"]]
-    return {"state": {new[old]: moments for old, moments in state["state"].items()}, "param_groups": groups}
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    groups = [{**group, "params": [names[old] for old in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[old]: moments for old, moments in state["state"].items()}, "param_groups": groups}
 
 
 def keep_dtypes(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtypes: Mapping[nn.Parameter, torch.dtype | None]
 ) -> None:
-    """Give the state of ``optimizer`` the dtypes that were saved.
+    """Restore the saved dtypes of the state of ``optimizer``.
 
-    ``Optimizer.load_state_dict`` casts every tensor except ``step`` to the dtype of its parameter. It would round the float32 number
-    ``mu_product`` of ``NAdam`` to bfloat16, and the resumed run would differ.
+    ``Optimizer.load_state_dict`` casts every tensor except ``step`` to the dtype of its parameter. For example, it would round
+    ``mu_product`` of ``NAdam`` from float32 to bfloat16, and the resumed run would differ.
 
     Args:
         saved: the saved state.
-        dtypes: the dtype that each parameter had then. A tensor in that dtype follows its parameter, as in torch.
+        dtypes: the dtype of each parameter when the state was saved. A state tensor with that dtype is cast as in torch.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):
@@ -453,11 +457,15 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def load_whole(network: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load whole tensors: each process takes its part of every tensor. ``state`` is the same on all processes. This is the inverse of ``whole_state``."""
-    for name, own in network.state_dict().items():  # torch's set_model_state_dict passes over parameters that two modules share
-        own.copy_(part_of(state[name].to(own.device, own.dtype), own))
+    """Load unsharded tensors (the same on all processes). Each process copies its shard. The inverse of ``whole_state``."""
+    for name, local in network.state_dict().items():  # torch's set_model_state_dict skips shared parameters
+        local.copy_(part_of(state[name].to(local.device, local.dtype), local))
 
 
-def part_of(whole: Tensor, own: Tensor) -> Tensor:
-    """Return this process's part of ``whole``, sharded as ``own`` is."""
-    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None) if isinstance(own, DTensor) else whole
+def part_of(whole: Tensor, local: Tensor) -> Tensor:
+    """Return this process's shard of ``whole``, with the sharding of ``local``."""
+    return (
+        distribute_tensor(whole, local.device_mesh, local.placements, src_data_rank=None)
+        if isinstance(local, DTensor)
+        else whole
+    )

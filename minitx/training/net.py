@@ -1,7 +1,7 @@
-"""Any network as one kind of thing: ``Net.of`` chooses once among our models, transformers models and any other module.
+"""One interface to any network: ``Net.of`` wraps our models, models of transformers, and any other module.
 
-A ``Net`` calls its network with a batch, and knows its title, its sizes, its node for a checkpoint, the module that writes text, its
-layers and its head. ``build_network`` builds the network of a run.
+A ``Net`` calls its network with a batch, and provides its title, sizes, node for a checkpoint, text-generating module, layers
+and head. ``build_network`` builds the network of a run.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MASKS = {"key_mask": "attention_mask", "decoder_key_mask": "decoder_attention_mask"}
-"""Our names of masks, and transformers' names. Values of transformers' masks are 0 and 1."""
+"""Names of masks: ours, and those in transformers, where masks contain 0 and 1."""
 
 
 class Net:
-    """A network that gets the keys of a batch that are parameters of its ``forward``.
+    """A network that is called with those keys of a batch that are parameters of its ``forward``.
 
-    * ``inputs`` goes to the first parameter if no other key of the batch is called like it.
-    * With ``**kwargs``, the keys of their annotation ``Unpack[...]`` count, too. Other keys are not passed.
-    * ``key_mask`` goes to a parameter ``attention_mask`` if ``forward`` has no parameter ``key_mask``, and ``decoder_key_mask`` to
-      ``decoder_attention_mask``, as 0 and 1.
+    * ``inputs`` is passed as the first parameter, unless the batch has a key with that parameter's name.
+    * For ``**kwargs``, the keys of the annotation ``Unpack[...]`` count as parameters. Other keys are not passed.
+    * If ``forward`` has no parameter ``key_mask``, the mask is passed as ``attention_mask`` with values 0 and 1. The same holds
+      for ``decoder_key_mask`` and ``decoder_attention_mask``.
 
     Args:
-        network: the network that is called.
-        model: the model inside the wrappers of ``torch.compile`` and PEFT. Its ``forward`` decides the keys.
+        network: the network to call.
+        model: the model inside the wrappers of ``torch.compile`` and PEFT. Its ``forward`` determines the keys.
 
     Attributes:
-        config: the config of one of our models, or None.
-        head_dim: the width of its heads; 1 where it is unknown.
-        kind: the name of the class of the model.
+        config: the config, if the model is ours; else None.
+        head_dim: the width of its heads; 1 if unknown.
+        kind: the class name of the model.
     """
 
     config: TransformerConfig | None = None
@@ -56,30 +56,32 @@ class Net:
 
     @staticmethod
     def of(network: nn.Module) -> Net:
-        """Return the net of a network of any kind."""
+        """Return the ``Net`` for a network of any kind."""
         model = _inside(network)
         if isinstance(getattr(model, "config", None), TransformerConfig):
             return Ours(network, model)
-        # transformers is not imported for the question
+        # checked by name, without importing transformers
         is_theirs = any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
         return (OfTransformers if is_theirs else Net)(network, model)
 
     def __init__(self, network: nn.Module, model: Any) -> None:
         self.network, self.model, self.kind = network, model, type(model).__name__
         parameters = list(inspect.signature(model.forward).parameters.values())
-        named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        unpacked = [keys for one in parameters if one.kind is one.VAR_KEYWORD for keys in get_args(one.annotation)]
-        self.names = [one.name for one in named] + [name for keys in unpacked for name in getattr(keys, "__annotations__", ())]
-        self.needed = [one.name for one in named if one.default is one.empty]
+        named = [param for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)]
+        unpacked = [keys for param in parameters if param.kind is param.VAR_KEYWORD for keys in get_args(param.annotation)]
+        self.names = [param.name for param in named] + [
+            name for keys in unpacked for name in getattr(keys, "__annotations__", ())
+        ]
+        self.needed = [param.name for param in named if param.default is param.empty]
 
-    # --- calling it
+    # --- calling the network
 
     def __call__(self, batch: Batch) -> Tensor:
         """Return the logits of a batch."""
         return self._logits(self.network(**self.inputs(batch)))
 
     def _logits(self, output: Any) -> Tensor:
-        """The output of the network, or its attribute or key ``logits``."""
+        """Return the output of the network, or its attribute or key ``logits``."""
         logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
         if not isinstance(logits, Tensor):
             kind = type(output).__name__
@@ -87,7 +89,7 @@ class Net:
         return logits
 
     def _key_of(self, name: str, batch: Batch) -> str | None:
-        """The key of the batch for a parameter, if it has one."""
+        """Return the key of the batch for a parameter, or None."""
         mask = next((key for key, theirs in MASKS.items() if theirs == name and key not in self.names), None)
         first = INPUTS if name == self.names[0] else None
         return next((key for key in (name, mask, first) if key in batch), None)
@@ -96,87 +98,88 @@ class Net:
         """Return the arguments of the network for ``batch``.
 
         Raises:
-            ConfigError: ``forward`` requires a key that the batch does not have, or names none of its keys.
+            ConfigError: ``forward`` requires a key that the batch does not have, or no parameter of it matches a key.
         """
         keys = {name: key for name in self.names if (key := self._key_of(name, batch)) is not None}
         missing = [name for name in self.needed if name not in keys]
         if missing or not keys:
-            keys_of_batch = f"the batch has: {', '.join(batch)}"
+            advice = f"name the parameters of forward after the keys of the batch: {', '.join(without_targets(batch))}"
             if missing:
-                raise ConfigError(f"model: {self.kind}.forward needs {missing[0]}; {keys_of_batch}")
-            raise ConfigError(f"model: no parameter of {self.kind}.forward matches a key of the batch; {keys_of_batch}")
+                raise ConfigError(f"model: {self.kind}.forward needs {missing[0]}, but the batch has no such key; {advice}")
+            raise ConfigError(f"model: no parameter of {self.kind}.forward matches a key of the batch; {advice}")
         return {name: batch[key].long() if key in MASKS and key != name else batch[key] for name, key in keys.items()}
 
     def dropped(self, batch: Batch) -> list[str]:
-        """Return the inputs of ``batch`` that the network does not get."""
+        """Return the names of inputs in ``batch`` that are not passed to the network."""
         taken = {self._key_of(name, batch) for name in self.names}
         return [name for name in without_targets(batch) if name not in taken]
 
     def check(self, batch: Batch, masks: Iterable[str] = ()) -> None:
-        """Refuse a batch with padding or several documents in a row if the network is not told of them.
+        """Refuse a batch whose padding or document boundaries are not passed to the network.
 
         Args:
-            masks: the names of the masks in ``Task.key_masks``. ``forward`` must have a parameter for a name that the user chose.
+            masks: the names of the masks in ``Task.key_masks``. ``forward`` must have a parameter for a name that the user
+                chose.
 
         Raises:
-            ConfigError: a mask that hides a token, ``document_ids`` that differ within a row, or a mask with a name that the user
-                chose are not passed.
+            ConfigError: a mask that hides a token, a mask with a name that the user chose, or ``document_ids`` that differ
+                within a row are not passed.
         """
         known = (*MASKS, *MASKS.values())
         for name in self.dropped(batch):
             if (name in known and not batch[name].all()) or (name in masks and name not in known):
                 raise ConfigError(
-                    f"model: {self.kind}.forward does not name {name}{f' or {MASKS[name]}' if name in MASKS else ''}, so it would read "
-                    "padding as data. Name it in forward, or give Task(key_masks={}, pad=...) if the model knows padding by its value"
+                    f"model: {self.kind}.forward has no parameter {name}{f' or {MASKS[name]}' if name in MASKS else ''}, so it would read "
+                    "padding as data. Add the parameter, or set Task(key_masks={}, pad=...) if the model recognizes padding by its value"
                 )
             ids = batch[name]
             if name == "document_ids" and ((ids != ids[:, :1]) & (ids >= 0)).any():
                 raise ConfigError(
-                    f"model: {self.kind}.forward does not name document_ids, so attention would cross the documents of a row. "
-                    "Set data.packing=false, which puts one document into a row"
+                    f"model: {self.kind}.forward has no parameter document_ids, so attention would cross the documents of a row. "
+                    "Set data.packing=false to put one document into a row"
                 )
 
     def check_documents(self, batch: Batch) -> None:
-        """Refuse a network that gets documents of a batch in a form that does not separate them."""
+        """Refuse a network whose attention does not separate the documents of a row, although it receives their boundaries."""
 
-    # --- its sizes
+    # --- sizes
 
     @property
     def shape(self) -> TransformerConfig:
-        """The config. A network that is not ours is treated as a decoder of any length."""
+        """The config of one of our models. Other networks are treated as decoders of any length."""
         return self.config or TransformerConfig(max_len=2**31)
 
     @property
     def vocab_size(self) -> int | None:
-        """The number of tokens, if its config states it."""
+        """The vocabulary size in the model's config, or None."""
         return stated(getattr(self.model, "config", None), "vocab_size", int)
 
     def check_sizes(self, fields: Mapping[str, Any]) -> None:
-        """Refuse a network that is smaller than the data, and log unused parts of it.
+        """Refuse a network that is too small for the data, and log sizes that are larger than needed.
 
         Args:
-            fields: the fields that the data decide, such as ``vocab_size`` and ``num_labels``.
+            fields: the fields that the data determines, such as ``vocab_size`` and ``num_labels``.
 
         Raises:
             ConfigError: its vocabulary or number of labels is smaller than the data's.
         """
         self._check_size("the vocabulary", self.vocab_size, fields.get("vocab_size"))
 
-    def _check_size(self, what: str, known: int | None, wanted: int | None) -> None:
-        if known and wanted and known < wanted:
-            raise ConfigError(f"model: {what} of {self.kind}, {known:,}, is smaller than that of the data, {wanted:,}")
-        if known and wanted and known > wanted:
-            log.info("model: %s of %s, %s, is larger than that of the data, %s", what, self.kind, f"{known:,}", f"{wanted:,}")
+    def _check_size(self, name: str, size: int | None, needed: int | None) -> None:
+        if size and needed and size < needed:
+            raise ConfigError(f"model: {name} of {self.kind}, {size:,}, is smaller than the data needs, {needed:,}")
+        if size and needed and size > needed:
+            log.info("model: %s of %s, %s, is larger than the data needs, %s", name, self.kind, f"{size:,}", f"{needed:,}")
 
-    # --- its names and parts
+    # --- names and parts
 
     @property
     def title(self) -> str:
-        """The title of a picture of it."""
+        """The title for figures of this network."""
         return self.kind
 
     def describe(self) -> str:
-        """Return the class and the number of parameters, and for our models their sizes.
+        """Return the class, the number of parameters and, for our models, the sizes.
 
         >>> Net.of(nn.Linear(2, 3)).describe()
         'Linear, 9 parameters'
@@ -187,24 +190,27 @@ class Net:
 
     @property
     def stored_node(self) -> Mapping[str, Any] | None:
-        """The node that builds the network again, if the network has it as an attribute."""
+        """The node that rebuilds the network, if the network stores it as an attribute; else None."""
         node = getattr(self.network, "stored_node", None)
         return node if isinstance(node, Mapping) else None
 
     def node(self, part: Part, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the node of the network in a checkpoint: its stored node; the node of ``part``, with the fields that the data decided; or,
-        for an object from Python, its class."""
+        """Return the node of the network for a checkpoint.
+
+        This is the stored node if there is one. Otherwise it is the node of ``part`` with the fields that the data determined,
+        or, for an object from Python, the name of its class.
+        """
         if self.stored_node is not None:
             return dict(self.stored_node)
-        if part.is_given:
+        if part.is_object:
             return {"_target_": f"{type(self.network).__module__}.{type(self.network).__qualname__}"}
         return {**{name: value for name, value in fields.items() if name in part.names}, **part.plain()}
 
     def layers(self, classes: Sequence[str] = ()) -> list[nn.Module]:
-        """Return the modules that FSDP shards one by one, inner ones first: modules of ``classes``, or the layers of the network.
+        """Return the modules that FSDP shards one by one, innermost first: modules of ``classes``, by default the layers of the network.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: there are no such modules.
         """
 
         def is_layer(module: nn.Module) -> bool:
@@ -214,35 +220,36 @@ class Net:
 
         layers = [module for module in self.network.modules() if is_layer(module)]
         if missing := sorted(set(classes) - {type(module).__name__ for module in layers}):
-            raise ConfigError(f"trainer.shard={missing[0]} is the class of no module of {type(self.network).__name__}")
+            raise ConfigError(f"trainer.shard={missing[0]} is not the class of any module of {type(self.network).__name__}")
         if not layers:
             raise ConfigError(
-                f"trainer.strategy=sharded does not know the layers of {type(self.network).__name__}: name their classes, trainer.shard=[CLASS]"
+                f"trainer.strategy=sharded does not know the layers of {type(self.network).__name__}: set trainer.shard=[CLASS]"
             )
         return layers[::-1]
 
     @property
     def head(self) -> nn.Module | None:
-        """The language-model head, through which hidden states become logits, of one of our models."""
+        """The head of one of our language models. It maps hidden states to logits. None for other networks."""
         return None
 
     def writer(self, vocab_size: int, path: str) -> nn.Module:
-        """Return a module for ``generate``: ids (B, L) in, logits (B, L, V) out.
+        """Return a module for ``generate``, from ids (B, L) to logits (B, L, V).
 
         Args:
-            vocab_size: number of tokens of the tokenizer. path: the path of the checkpoint, for messages.
+            vocab_size: number of tokens of the tokenizer.
+            path: the path of the checkpoint, for messages.
         """
         return _Writer(self, vocab_size, path).eval()
 
     def show_attention(self) -> None:
-        """Put our attention core under a model of transformers, in place, so that its attention can be recorded."""
+        """Replace the attention core of a model of transformers by ours, in place, so that attention can be recorded."""
 
     def train(self) -> list[str]:
-        """Put the network into training mode, and return the names of the parts that stay in evaluation mode.
+        """Put the network into training mode, and return the names of the modules that stay in evaluation mode.
 
-        ``from_pretrained`` of transformers returns models in evaluation mode, without dropout. A part in evaluation mode stays in it
-        if all of its parameters are frozen, or if it is a single layer, such as a batch norm, of a part in training mode. An
-        adapter of PEFT freezes its model, so there the frozen parts train.
+        ``from_pretrained`` of transformers returns models in evaluation mode, without dropout. A module in evaluation mode
+        stays in it if all of its parameters are frozen, or if it is a single layer, such as a batch norm, inside a module in
+        training mode. PEFT freezes the whole model, so with PEFT all modules are put into training mode.
         """
         kept: list[str] = []
 
@@ -297,9 +304,9 @@ class Ours(Net):
 class OfTransformers(Net):
     """A model of transformers.
 
-    It gets no ``labels``, because it would compute its own loss, and ``use_cache=False``. If it takes ``position_ids``, it gets
-    ``document_ids`` as positions that start again with each document, and no ``attention_mask``: its own mask then separates the
-    documents (padding counts as a document).
+    ``labels`` are not passed, because the model would compute its own loss, and ``use_cache`` is False. If ``forward`` has a
+    parameter ``position_ids``, ``document_ids`` are passed as positions that restart with each document, without
+    ``attention_mask``: the model then separates the documents itself (padding counts as a document).
     """
 
     def __init__(self, network: nn.Module, model: Any) -> None:
@@ -322,18 +329,18 @@ class OfTransformers(Net):
 
     @torch.no_grad()
     def check_documents(self, batch: Batch) -> None:
-        """Check on a few tokens of the first row that a token of one document does not change the logits of another."""
+        """Check on a few tokens of the first row that tokens of one document do not change the logits of another."""
         if not self.packs or "document_ids" not in batch:
             return
         ids = batch["input_ids"][:1, :8].to(next(self.network.parameters()).device)
         documents = (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] // 2).long()[None]
-        other = torch.where(documents == 0, (ids + 1) % (ids.max() + 2), ids)
+        changed = torch.where(documents == 0, (ids + 1) % (ids.max() + 2), ids)
         with evaluating(self.network):
-            one, two = (self({"input_ids": each, "document_ids": documents})[documents == 1] for each in (ids, other))
-        if not torch.allclose(one, two, rtol=1e-4, atol=1e-4 * float(one.abs().max())):
+            first, second = (self({"input_ids": each, "document_ids": documents})[documents == 1] for each in (ids, changed))
+        if not torch.allclose(first, second, rtol=1e-4, atol=1e-4 * float(first.abs().max())):
             raise ConfigError(
-                f"model: attention of {self.kind} crosses the documents of a row, which its positions do not separate. "
-                "Set data.packing=false, which puts one document into a row"
+                f"model: attention of {self.kind} crosses the documents of a row, although their positions restart. "
+                "Set data.packing=false to put one document into a row"
             )
 
     def check_sizes(self, fields: Mapping[str, Any]) -> None:
@@ -341,7 +348,7 @@ class OfTransformers(Net):
         config = self.model.config
         self._check_size("the number of labels", stated(config, "num_labels", int), fields.get("num_labels"))
         if stated(config, "output_router_logits", bool) is not None:
-            log.info("model: %s is a mixture of experts, and its router loss is not part of the objective", self.kind)
+            log.info("model: %s is a mixture of experts; its router loss is not part of the objective", self.kind)
 
     def show_attention(self) -> None:
         from minitx.analysis.capture import attention_cores
@@ -352,10 +359,10 @@ class OfTransformers(Net):
 
 
 class _Writer(nn.Module):
-    """A model that is not ours, for ``generate``. It ends a text as transformers would.
+    """Adapts a model that is not ours to ``generate``. A text ends at the same tokens as in transformers.
 
     Raises:
-        ConfigError: in a call, if the model does not return logits (B, L, V) for ``input_ids``.
+        ConfigError: when called, if the model does not return logits (B, L, V) for ``input_ids``.
     """
 
     def __init__(self, net: Net, vocab_size: int, path: str) -> None:
@@ -363,20 +370,20 @@ class _Writer(nn.Module):
         self.network, self.net, self.path = net.network, net, path
         ends = stated(getattr(net.model, "generation_config", None), "eos_token_id")
         known = [id for id in (ends if isinstance(ends, list) else [ends]) if id in range(vocab_size)]
-        self.config = SimpleNamespace(eos_id=known)  # GPT-2's config names 50256 for every vocabulary
+        self.config = SimpleNamespace(eos_id=known)  # GPT-2's config has 50256 for every vocabulary
 
     def forward(self, input_ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
         logits = self.net({"input_ids": input_ids})
         if logits.shape[:-1] != input_ids.shape:
             shapes = f"{tuple(logits.shape)} for input_ids of {tuple(input_ids.shape)}"
-            raise ConfigError(f"ckpt_path={self.path}: to write text a model must give logits (B, L, V), got {shapes}")
+            raise ConfigError(f"ckpt_path={self.path}: generating text needs logits (B, L, V), got {shapes}")
         return logits
 
 
 def _inside(network: Any) -> Any:
-    """The model inside the wrappers of ``torch.compile`` and PEFT. The wrappers pass on all arguments."""
+    """Return the model inside the wrappers of ``torch.compile`` and PEFT. The wrappers pass on all arguments."""
     while True:
-        inner = dict(network.named_children()).get("_orig_mod")  # so the state_dict of a compiled module names it
+        inner = dict(network.named_children()).get("_orig_mod")  # the name in the state_dict of a compiled module
         if inner is None and hasattr(network, "get_base_model"):
             inner = network.get_base_model()
         if inner is None:
@@ -385,7 +392,7 @@ def _inside(network: Any) -> Any:
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:
-    """Return the position of each token in its document, (B, L), from the numbers of the documents.
+    """Return the position of each token within its document, (B, L), for document ids (B, L).
 
     >>> positions_in_documents(torch.tensor([[4, 4, 4, 5, 5, -1]]))
     tensor([[0, 1, 2, 0, 1, 0]])
@@ -397,7 +404,7 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
 
 # --- building the network of a run
 
-# the architecture and the head that a task needs
+# possible (architecture, head) for each kind of task
 _MODELS_OF = {
     "language_model": (("decoder", "lm"),),
     "masked_lm": (("encoder", "lm"),),
@@ -411,30 +418,30 @@ def build_network(part: Part, data: DataModule, *, precision: str = "32-true", s
     """Return the network of a run. Its weights depend only on the seed.
 
     Raises:
-        ConfigError: the model cannot be built, does not fit the data, or is a LightningModule with its own training step.
+        ConfigError: the model cannot be built, does not match the data, or is a LightningModule with its own training step.
     """
     seed_device(seed)
     model = network_of(part, data)
     base = lightning_base(model, "LightningModule")
     if base is not None and overrides(model, base, "training_step"):
         raise ConfigError(
-            f"model: {type(model).__name__} is a LightningModule with a training_step of its own, which minitx does not call: "
-            "train it with Lightning's Trainer and import blocks of minitx into it, or give its network as model"
+            f"model: {type(model).__name__} is a LightningModule with its own training_step, but minitx does not call it: "
+            "train it with Lightning's Trainer and import blocks of minitx, or pass its network as model"
         )
     net = Net.of(model)
     net.check_sizes(decided_fields(data.task))
     if parts := net.train():
-        log.info("model: in evaluation mode, as given: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
+        log.info("model: stays in evaluation mode: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
     if precision == "64-true":
-        model.double()  # Lightning would, after it has loaded a checkpoint into float32
+        model.double()  # Lightning does this only after loading a checkpoint in float32
     return in_own_dtype(model) if precision in ("64-true", "bf16-true") else model
 
 
 def network_of(part: Part, data: DataModule | None = None) -> nn.Module:
-    """Build the network of a part, with the fields that the data decide if ``data`` is given.
+    """Build the network of a part. If ``data`` is not None, it determines some of the fields.
 
     Raises:
-        ConfigError: the model cannot be built, does not fit the data, or is not a ``torch.nn.Module``.
+        ConfigError: the model cannot be built, does not match the data, or is not a ``torch.nn.Module``.
     """
     offered: dict[str, Any] = {}
     if data is not None and isinstance(part.fields, TransformerConfig):
@@ -442,12 +449,14 @@ def network_of(part: Part, data: DataModule | None = None) -> nn.Module:
     elif data is not None:
         offered = {**decided_fields(data.task), "task": data.task.kind, "tokenizer": data.task.tokenizer}
     model = part.build(**offered)
-    require(isinstance(model, nn.Module), f"model._target_={part.name} must give a torch.nn.Module, got {type(model).__name__}")
+    require(
+        isinstance(model, nn.Module), f"model._target_={part.name} must return a torch.nn.Module, got {type(model).__name__}"
+    )
     return model
 
 
 def decided_fields(task: Task) -> dict[str, Any]:
-    """Return the fields of a model that the data decide, under common names such as ``num_classes``."""
+    """Return the fields of a model that the data determines, under common names such as ``num_classes``."""
     fields = dict(task.model_fields)
     for name, other in (("num_labels", "num_classes"), ("num_classes", "num_labels")):
         if name in fields:
@@ -456,55 +465,57 @@ def decided_fields(task: Task) -> dict[str, Any]:
 
 
 def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
-    """Return the config of one of our models with the fields that the data decide: vocabulary, labels, images, special ids.
+    """Return the config of one of our models with the fields that the data determines: vocabulary, labels, images, special ids.
 
     Raises:
-        ConfigError: the model is for another task or too small for the data, or there are fewer rows than in a batch.
+        ConfigError: the model is for another task or too small for the data, or the data has fewer rows than a batch.
     """
     fields = decided_fields(data.task)
     fields.pop("num_classes", None)
     data.check_batch()
     _check_kind(model, data.task, fields)
     model.check_length(max(data.task.longest or 0, *(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))))
-    found = {}
+    changes = {}
     known = [field.name for field in dataclasses.fields(model)]
     for name, value in fields.items():
         if name not in known:
             raise ConfigError(
-                f"data decides model.{name}={value}, but a model has no such field{nearest(name, known, 'model.')}"
+                f"the data sets model.{name}={value}, but a model has no such field{nearest(name, known, 'model.')}"
             )
-        given = getattr(model, name)
-        if given and not name.endswith("_id") and (given < value if name == "vocab_size" else given != value):
-            what = {"vocab_size": "the vocabulary"}.get(name, name)
-            how = "is smaller than" if name == "vocab_size" else "differs from"
-            raise ConfigError(f"model.{name}={given} {how} {what} of the data, {value}")
-        found[name] = value if given is None or (given == 0 and not name.endswith("_id")) else given
-        if name == "eos_id" and given is not None:  # the end mark of the rows ends a text, even if the weights have another
-            ends = dict.fromkeys(id for ids in (given, value) for id in (ids if isinstance(ids, tuple | list) else [ids]))
-            found[name] = tuple(ends) if len(ends) > 1 else value
-    return dataclasses.replace(model, **found)
+        current = getattr(model, name)
+        if current and not name.endswith("_id") and (current < value if name == "vocab_size" else current != value):
+            label = {"vocab_size": "the vocabulary"}.get(name, name)
+            relation = "is smaller than" if name == "vocab_size" else "differs from"
+            raise ConfigError(f"model.{name}={current} {relation} {label} of the data, {value}")
+        changes[name] = value if current is None or (current == 0 and not name.endswith("_id")) else current
+        if name == "eos_id" and current is not None:  # the end token of the data ends a text, in addition to the model's
+            ends = dict.fromkeys(id for ids in (current, value) for id in (ids if isinstance(ids, tuple | list) else [ids]))
+            changes[name] = tuple(ends) if len(ends) > 1 else value
+    return dataclasses.replace(model, **changes)
 
 
 def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any]) -> None:
-    """Refuse a model for another kind of task. A task of another kind than ours takes any."""
+    """Refuse a model for another kind of task. A kind of task that is not ours accepts any model."""
     if task.kind not in _MODELS_OF:
         return
     kinds = [kind for kind in _MODELS_OF[task.kind] if (kind[0] == "vision") == ("image_size" in fields)]
-    own = model.architecture, model.head
-    given, *wanted = (f"model.architecture={kind} with model.head={head}" for kind, head in (own, *kinds))
-    require(own in kinds, f"{given} does not fit {task.name}, which needs {' or '.join(wanted)}")
+    pair = model.architecture, model.head
+    actual, *possible = (f"model.architecture={kind} with model.head={head}" for kind, head in (pair, *kinds))
+    require(pair in kinds, f"{actual} does not fit {task.name}: it needs {' or '.join(possible)}")
 
 
 def in_own_dtype(network: nn.Module) -> nn.Module:
-    """Let a network convert its inputs, such as pixels, to the dtype of its weights, and return it: Lightning converts only the batches of
-    its loops."""
+    """Make a network convert floating-point inputs, such as pixels, to the dtype of its weights, and return it.
+
+    Lightning converts only the batches of its own loops.
+    """
     network.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
     return network
 
 
 def _to_own_dtype(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the inputs of a network, with numbers in the dtype of its largest weight: a norm may keep another."""
-    # sorted, because torch.compile traces no max with a key; empty for a network without such weights
+    """Return the inputs of a network, floating-point ones in the dtype of its largest weight. Norms may have another dtype."""
+    # sorted, because torch.compile cannot trace max with a key; empty for a network without floating-point weights
     largest = sorted((weight for weight in module.parameters() if weight.is_floating_point()), key=torch.Tensor.numel)[-1:]
     numbers = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     return args, {**inputs, **{name: x.to(weight.dtype) for weight in largest for name, x in numbers.items()}}

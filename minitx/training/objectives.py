@@ -1,4 +1,4 @@
-"""Objectives: functions of logits and a batch that return *sums*. The caller divides by the number of targets of the whole step."""
+"""Objectives: functions of (logits, batch) that return *sums*. The caller divides by the number of targets of the whole step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from minitx.training.net import Net
 log = logging.getLogger(__name__)
 
 Sums = dict[str, Tensor]
-"""0-d sums over the counted targets: ``loss``, optionally ``correct`` (right answers) and ``nll`` (the loss of validation, if
-it differs from ``loss``). Others are logged as means."""
+"""0-d sums over the counted targets: ``loss``, and optionally ``correct`` (number of correct answers) and ``nll`` (the
+validation loss, if it differs from ``loss``). Further sums are logged as means."""
 
 Objective = Callable[[Tensor, Batch], Tensor | Sums]
 
@@ -31,10 +31,11 @@ class CrossEntropy:
     The run divides by the number of labels of a whole optimizer step.
 
     Args:
-        label_smoothing: share of the target probability that is spread over all classes (ε of Szegedy et al. 2016, arXiv:1512.00567, §7).
-        chunk_tokens: compute logits for this many tokens at a time to save memory (for example 1024), with head=lm; null: for
-            all.
-        count_correct: count right answers in training steps, for train_accuracy.
+        label_smoothing: share of the target probability that is spread evenly over all classes (ε of Szegedy et al. 2016,
+            arXiv:1512.00567, §7).
+        chunk_tokens: with head=lm, compute logits for this many tokens at a time (for example 1024) to save memory; null: for
+            all at once.
+        count_correct: count correct answers in training steps, for train_accuracy.
     """
 
     def __init__(self, label_smoothing: Share = 0.0, chunk_tokens: Count | None = None, count_correct: bool = True) -> None:
@@ -45,7 +46,7 @@ class CrossEntropy:
         return cross_entropy(logits, batch["labels"], label_smoothing=self.label_smoothing, count_correct=count)
 
     def of_hidden(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Sums:
-        """Return the sums, given the input of a linear head and the head's parameters."""
+        """Return the sums for the input of a linear head and the parameters of the head."""
         assert self.chunk_tokens is not None
         options: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "label_smoothing": self.label_smoothing}
         return chunked_cross_entropy(hidden, weight, bias, batch["labels"], **options)
@@ -55,12 +56,13 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
     """Return -Σ ln softmax(logits)[label] over the labels that are not -100, in at least float32.
 
     Args:
-        logits: (..., V). labels: int (...), -100 where a position does not count.
-        label_smoothing: see ``CrossEntropy``. count_correct: also return ``correct``, the number of labels with the highest
-            logit.
+        logits: (..., V).
+        labels: int (...), -100 at positions that do not count.
+        label_smoothing: see ``CrossEntropy``.
+        count_correct: also return ``correct``, the number of labels with the highest logit.
 
     Raises:
-        ConfigError: the shapes do not fit, for example logits of every token and labels of whole texts; or a label is not a class.
+        ConfigError: the shapes do not match, for example logits per token but labels per text; or a label is not a class.
 
     >>> sums = cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, -100]]))
     >>> round(float(sums["loss"]) / 2, 4)  # ln 4
@@ -73,13 +75,13 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
         )
     flat, targets = logits.flatten(0, -2), labels.flatten()
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    said = f"labels must be classes from 0 to {flat.shape[-1] - 1}, or {IGNORED} where they do not count"
+    rule = f"labels must be classes from 0 to {flat.shape[-1] - 1}, or {IGNORED} where they do not count"
     if targets.dtype == torch.bool or targets.is_floating_point():
-        raise ConfigError(f"{said}: got {targets.dtype}".replace("torch.", ""))
+        raise ConfigError(f"{rule}: got {targets.dtype}".replace("torch.", ""))
     try:
         nll = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
-    except IndexError as error:  # of a CPU; a GPU would stop without a word about labels
-        raise ConfigError(f"{said}: {error}") from None
+    except IndexError as error:  # only on a CPU; a GPU stops with an error that does not mention labels
+        raise ConfigError(f"{rule}: {error}") from None
     sums = {"loss": nll, "nll": nll.detach()}
     if label_smoothing:
         sums["loss"] = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
@@ -99,23 +101,25 @@ def chunked_cross_entropy(
 ) -> Sums:
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with the logits of only ``chunk_tokens`` tokens in memory.
 
-    For T tokens and a vocabulary of V, the usual loss keeps T x V logits for the backward pass. In a small model these are most
-    of the memory. Here the gradient of a chunk is computed in the forward pass, and its logits Z are then freed:
+    For T tokens and a vocabulary of V, the usual loss keeps T x V logits for the backward pass. In a small model, they take
+    most of the memory. Here the gradient of each chunk is computed in the forward pass, and its logits Z are then freed:
 
         dZ = softmax(Z) - (1 - ε) onehot(label) - ε / V    dhidden = dZ W    dW = Σ dZᵀ hidden    dbias = Σ dZ
 
-    The backward pass only multiplies by the gradient of the loss. The number of operations is the same as usual, and so are the
-    results, except for rounding. dW is summed in at least float32. See Wijmans et al. 2024, "Cut your losses in
-    large-vocabulary language models", arXiv:2411.09009, §3, here without its kernel. It is not twice differentiable.
+    The backward pass only multiplies by the gradient of the loss. The number of operations and, up to rounding, the results are
+    the same as usual. dW is summed in at least float32. The loss is not twice differentiable. The method is described in
+    Wijmans et al. 2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009, §3; their kernel is not used.
 
     Args:
-        hidden: float (..., E), the input of the head. weight: (V, E), possibly a tied table. bias: (V,) or None.
-        labels: int (...), -100 where a position does not count.
-        chunk_tokens: the number of tokens in a chunk. Memory: 2 to 3 x ``chunk_tokens`` x V numbers.
+        hidden: float (..., E), the input of the head.
+        weight: (V, E), possibly tied to the embeddings.
+        bias: (V,) or None.
+        labels: int (...), -100 at positions that do not count.
+        chunk_tokens: the number of tokens in a chunk. A chunk needs memory for 2 to 3 x ``chunk_tokens`` x V numbers.
         label_smoothing: ε, as in ``cross_entropy``.
 
     Raises:
-        ValueError: ``chunk_tokens`` below 1, shapes that do not fit, or (as ConfigError) a label that is not a class.
+        ValueError: ``chunk_tokens`` is below 1, shapes do not match, or (as ConfigError) a label is not a class.
 
     >>> hidden, weight = torch.randn(2, 3, 5), torch.randn(7, 5)
     >>> labels = torch.tensor([[0, 1, -100], [2, 3, 6]])
@@ -127,17 +131,17 @@ def chunked_cross_entropy(
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
     if hidden.shape[:-1] != labels.shape or weight.shape[1:] != hidden.shape[-1:]:
         raise ValueError(
-            f"hidden must be (..., E) beside labels (...) and weight (V, E), got {tuple(hidden.shape)}, "
+            f"hidden must have shape (..., E), labels (...) and weight (V, E), got {tuple(hidden.shape)}, "
             f"{tuple(labels.shape)} and {tuple(weight.shape)}"
         )
     flat, targets = hidden.flatten(0, -2), labels.flatten()
-    wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (flat, weight, bias)]
-    loss, nll, correct = _LinearCrossEntropy.apply(flat, weight, bias, targets, chunk_tokens, label_smoothing, wanted)
+    needs_grad = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (flat, weight, bias)]
+    loss, nll, correct = _LinearCrossEntropy.apply(flat, weight, bias, targets, chunk_tokens, label_smoothing, needs_grad)
     return {"loss": loss, "nll": nll, "correct": correct}
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """(loss, nll, correct) of ``chunked_cross_entropy``, with the gradients that are ``wanted`` made on the way."""
+    """Return (loss, nll, correct) of ``chunked_cross_entropy``, and compute the gradients that ``needs_grad`` selects."""
 
     @staticmethod
     def forward(
@@ -148,16 +152,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         chunk_tokens: int,
         smoothing: float,
-        wanted: list[bool],
+        needs_grad: list[bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = hidden.device.type
         narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         wide = torch.promote_types(narrow, torch.float32)
-        w, b = weight.to(narrow), None if bias is None else bias.to(narrow)  # once: autocast would for every chunk
+        w, b = weight.to(narrow), None if bias is None else bias.to(narrow)  # cast once; autocast would cast for every chunk
         loss, nll, correct = hidden.new_zeros((), dtype=wide), hidden.new_zeros((), dtype=wide), labels.new_zeros(())
         grads = [
-            torch.zeros_like(x, dtype=dtype) if want and x is not None else None
-            for x, want, dtype in zip((hidden, weight, bias), wanted, (hidden.dtype, wide, wide), strict=True)
+            torch.zeros_like(x, dtype=dtype) if needed and x is not None else None
+            for x, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, wide, wide), strict=True)
         ]
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), chunk_tokens):
@@ -166,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = F.linear(h, w, b).to(wide)  # (chunk, V)
                 sums = cross_entropy(logits, target, label_smoothing=smoothing)
                 loss, nll, correct = loss + sums["loss"], nll + sums["nll"], correct + sums["correct"]
-                if any(wanted):
+                if any(needs_grad):
                     _add_gradients(grads, _gradient(logits, target, smoothing).to(narrow), h, w, part)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.save_for_backward(*grads)
@@ -175,16 +179,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: results of the forward pass would count as constant
+        if torch.is_grad_enabled():  # create_graph=True would treat the stored gradients as constants
             raise RuntimeError("the chunked cross-entropy is not twice differentiable; objective.chunk_tokens=null is")
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        # multiplied in the loss's precision: 1 / tokens, rounded to bfloat16, would be off by up to 1/256 for all alike
-        found = [None if g is None else (g.to(d_loss.dtype) * d_loss).to(dtype) for g, dtype in pairs]
-        return *found, None, None, None, None
+        # multiply in the precision of the loss: 1 / tokens rounded to bfloat16 would scale all gradients with an error of up to 1/256
+        gradients = [None if g is None else (g.to(d_loss.dtype) * d_loss).to(dtype) for g, dtype in pairs]
+        return *gradients, None, None, None, None
 
 
 def _gradient(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """d loss / d logits of a chunk; 0 where a position does not count."""
+    """Return d loss / d logits of a chunk; 0 at positions that do not count."""
     hit = target.clamp(min=0).unsqueeze(-1)
     d_logits = logits.softmax(-1).sub_(smoothing / logits.shape[-1])
     d_logits.scatter_add_(-1, hit, torch.full_like(hit, smoothing - 1.0, dtype=d_logits.dtype))
@@ -192,13 +196,13 @@ def _gradient(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
 
 
 def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:
-    """Add a chunk's gradients: to its rows of d_hidden, and to all of d_weight and d_bias."""
+    """Add the gradients of a chunk to its rows of d_hidden, and to d_weight and d_bias."""
     d_hidden, d_weight, d_bias = grads
     if d_hidden is not None:
         d_hidden[part] = d_logits @ weight
     if d_weight is not None:
         if d_weight.dtype == d_logits.dtype:
-            torch.addmm(d_weight, d_logits.mT, hidden, out=d_weight)  # without another (V, E)
+            torch.addmm(d_weight, d_logits.mT, hidden, out=d_weight)  # without a temporary (V, E)
         else:
             d_weight += d_logits.mT @ hidden
     if d_bias is not None:
@@ -208,46 +212,47 @@ def _add_gradients(grads: list[Tensor | None], d_logits: Tensor, hidden: Tensor,
 def build_objective(part: Part) -> Objective:
     """Build the objective of a part.
 
-    A torch loss with ``reduction="sum"`` is called with (logits, labels); a loss over classes gets shapes (targets, classes) and (targets,).
+    A torch loss with ``reduction="sum"`` is called with (logits, labels). A loss over classes is called with shapes (targets,
+    classes) and (targets,).
 
     Raises:
-        ConfigError: the target cannot be built, the loss averages, ignores another label than -100, or has weights that are to be
-            trained.
+        ConfigError: the target cannot be built, or the loss averages, ignores a label other than -100, or has trainable
+            weights.
     """
-    found = part.build_function(2)
-    kind = type(found).__name__
-    require(callable(found), f"objective={kind} must be callable: (logits, batch) to a sum over the targets")
-    if not isinstance(found, nn.Module):
-        return found
-    for name, parameter in found.named_parameters():
+    objective = part.build_function(2)
+    kind = type(objective).__name__
+    require(callable(objective), f"objective={kind} must be callable with (logits, batch), and return a sum over the targets")
+    if not isinstance(objective, nn.Module):
+        return objective
+    for name, parameter in objective.named_parameters():
         require(
             not parameter.requires_grad,
-            f"objective: {kind} has a weight {name}, which no optimizer trains: put it into the model",
+            f"objective: {kind} has a weight {name}, but no optimizer trains it: move it into the model",
         )
-    if not type(found).__module__.startswith("torch.nn."):
-        return found
-    reduction, ignored = getattr(found, "reduction", None), getattr(found, "ignore_index", IGNORED)
+    if not type(objective).__module__.startswith("torch.nn."):
+        return objective
+    reduction, ignored = getattr(objective, "reduction", None), getattr(objective, "ignore_index", IGNORED)
     require(
         reduction == "sum",
-        f"objective.reduction={reduction} must be sum: minitx divides by the targets of the whole step, over all devices",
+        f"objective.reduction={reduction} must be sum: minitx divides by the number of targets of the whole step, on all devices",
     )
     require(
         ignored == IGNORED,
-        f"objective.ignore_index={ignored} must be {IGNORED}: labels of {IGNORED} are those that do not count",
+        f"objective.ignore_index={ignored} must be {IGNORED}, the label of positions that do not count",
     )
-    return TorchLoss(found)
+    return TorchLoss(objective)
 
 
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 
 
 class TorchLoss(nn.Module):
-    """A loss of torch as an objective."""
+    """An objective that calls a loss of torch."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
         self.loss = loss
-        if not isinstance(loss, _OF_CLASSES):  # one number per label; labels of -100 do not count
+        if not isinstance(loss, _OF_CLASSES):  # one loss per label, so that labels of -100 can be masked
             self.loss = copy(loss)
             self.loss.reduction = "none"
 
@@ -255,65 +260,66 @@ class TorchLoss(nn.Module):
         """Return the loss of (logits, labels), over the labels that are not -100.
 
         Raises:
-            ConfigError: a loss over classes gets something else than one row of logits for each label, another loss logits in
-                another shape than the labels; or the loss has one number for several labels.
+            ConfigError: the shapes of logits and labels do not match the kind of loss, or the loss returns one number for
+                several labels.
         """
         labels, name = batch["labels"], type(self.loss).__name__
         shapes = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
         if isinstance(self.loss, _OF_CLASSES):
             require(
                 logits.shape[:-1] == labels.shape,
-                f"objective: {name} needs classes as labels (no probabilities), and logits with one more axis at the end, the classes, "
-                f"but got {shapes}",
+                f"objective: {name} needs classes as labels (not probabilities), and logits with one more axis at the end for the classes; "
+                f"got {shapes}",
             )
             return {"loss": self.loss(logits.flatten(0, -2), labels.flatten())}
         require(
             logits.shape == labels.shape,
-            f"objective: {name} compares each logit with its label, so the model must return logits in the shape of the labels, but got "
-            f"{shapes}",
+            f"objective: {name} compares each logit with its label, so the logits must have the shape of the labels; got {shapes}",
         )
         ignored = labels == IGNORED
-        each = self.loss(logits, labels.masked_fill(ignored, 0))
+        losses = self.loss(logits, labels.masked_fill(ignored, 0))
         require(
-            each.shape == labels.shape,
-            f"objective: {name} has one number for several labels, and minitx divides by the number of labels: use a function that sums "
-            "over labels",
+            losses.shape == labels.shape,
+            f"objective: {name} returns one number for several labels, but minitx divides by the number of labels: use a function that "
+            "sums over labels",
         )
-        return {"loss": each.masked_fill(ignored, 0.0).sum()}
+        return {"loss": losses.masked_fill(ignored, 0.0).sum()}
 
 
 @torch.no_grad()
-def checked_sums(found: Tensor | Mapping[str, Tensor]) -> Sums:
-    """Return the result of an objective as sums by name.
+def checked_sums(result: Tensor | Mapping[str, Tensor]) -> Sums:
+    """Return the result of an objective as a dict of sums.
 
     Raises:
         ConfigError: ``loss`` is missing, or a value is not a 0-d tensor.
     """
-    sums = dict(found) if isinstance(found, Mapping) else {"loss": found}
+    sums = dict(result) if isinstance(result, Mapping) else {"loss": result}
     wrong = [name for name, value in sums.items() if not isinstance(value, Tensor) or value.dim()]
     if "loss" not in sums or wrong:
-        what = f"{wrong[0]} is {_said(sums[wrong[0]])}" if wrong else f"got {', '.join(sums) or 'nothing'}"
-        raise ConfigError(f"objective must return a 0-d tensor, or a mapping of them with loss among them: {what}")
+        fault = f"{wrong[0]} is {_describe(sums[wrong[0]])}" if wrong else f"got {', '.join(sums) or 'nothing'}"
+        raise ConfigError(
+            f"objective must return a 0-d tensor, or a mapping from names to 0-d tensors that includes loss: {fault}"
+        )
     return sums
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_head(objective: CrossEntropy, net: Net) -> None:
-    """Raise a ConfigError for ``chunk_tokens`` unless the head is a single linear map.
+    """Check that the head is a single linear map if ``chunk_tokens`` is set.
 
     Raises:
-        ConfigError: the head is not ``lm``, or has another layer.
+        ConfigError: the head is not ``lm``, or has further layers.
     """
     if objective.chunk_tokens is None:
         return
     kind, head = net.config.head if net.config is not None else "none", net.head
     softcap = getattr(head, "softcap", None)
     more = "model.head_transform=True" if softcap is None else f"model.logit_softcap={softcap}"
-    found = f"model.head={kind}" + (f" with {more}" if kind == "lm" else "")
+    actual = f"model.head={kind}" + (f" with {more}" if kind == "lm" else "")
     require(
         isinstance(head, nn.Linear) and softcap is None,
-        f"objective.chunk_tokens={objective.chunk_tokens} needs model.head=lm that is one linear map, got {found}: set it to null",
+        f"objective.chunk_tokens={objective.chunk_tokens} needs model.head=lm with a single linear map, got {actual}: set it to null",
     )

@@ -1,4 +1,4 @@
-"""Optimizers and schedules: ours are functions whose arguments are their keys; any optimizer of torch or of the user is built, too."""
+"""Optimizers and schedules. The arguments of each function are its keys in a config. Other optimizers can be used as well."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def sgd(
 
     Args:
         lr: see ``adamw``.
-        momentum: share of the earlier updates; 0: none.
+        momentum: share of the previous updates that is added; 0: none.
         weight_decay, rules, head_dim: see ``adamw``. The factor ``eps`` of a rule has no effect.
     """
     groups = parameter_groups(network, lr=lr, weight_decay=weight_decay, rules=rules, head_dim=head_dim)
-    # the fused kernel takes no shards, and computes half precision wrongly on a CPU (torch 2.13)
+    # the fused kernel does not support shards, and is wrong in half precision on a CPU (torch 2.13)
     is_plain = any(is_sharded(p) or (p.device.type == "cpu" and p.dtype.itemsize < 4) for p in network.parameters())
     groups = [{name: value for name, value in group.items() if name != "eps"} for group in groups]
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=not is_plain)
@@ -81,7 +81,7 @@ def muon(
     rules: Rules = (),
     head_dim: int = 1,
 ) -> Muon:
-    """``Muon`` for the matrices of linear layers, AdamW for tables, layers named ``head`` and vectors. See ``matrix_names``.
+    """``Muon`` for the matrices of linear layers (see ``matrix_names``), and AdamW for embeddings, layers named ``head`` and vectors.
 
     Args:
         lr: the peak learning rate of all other parameters.
@@ -91,14 +91,14 @@ def muon(
         weight_decay, betas, eps, rules, head_dim: see ``adamw``.
 
     Raises:
-        ConfigError: no parameter is a matrix for Muon; or as ``parameter_groups``.
+        ConfigError: no parameter is a matrix for Muon; or see ``parameter_groups``.
     """
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "rules": rules, "head_dim": head_dim}
     groups = parameter_groups(network, matrix_lr=matrix_lr, **options)
     trained = [p for group in groups if "matrix" in group for p in group["params"] if p.requires_grad]  # type: ignore[attr-defined]
     require(
         bool(trained),
-        f"optimizer=muon needs a torch.nn.Linear to train beside heads, and {type(network).__name__} has none: use optimizer=adamw",
+        f"optimizer=muon needs a trainable torch.nn.Linear other than heads, but {type(network).__name__} has none: use optimizer=adamw",
     )
     optimizer = Muon(groups, betas=betas, momentum=momentum, steps=ns_steps)
     optimizer.defaults["lr"] = lr
@@ -115,13 +115,13 @@ def parameter_groups(
     rules: Rules = (),
     head_dim: int = 1,
 ) -> list[dict[str, object]]:
-    """Return groups of parameters with the same lr, weight decay and eps, and with ``matrix_lr`` the same update rule (``matrix``).
+    """Return groups of parameters with equal lr, weight decay and eps and, if ``matrix_lr`` is set, equal update rule (``matrix``).
 
-    Weight decay is not applied to vectors (biases, norms, gains). The first of ``rules`` whose ``match`` is found in a parameter's
-    name applies to it. ``trainable: false`` freezes it (``requires_grad`` becomes False).
+    Weight decay is not applied to vectors (biases, norms, gains). The first of ``rules`` whose ``match`` is found in a
+    parameter's name applies. ``trainable: false`` freezes the parameter (``requires_grad`` becomes False).
 
     Args:
-        matrix_lr: the lr of matrices for Muon; None: no parameter is one.
+        matrix_lr: the lr of matrices for Muon; None: Muon is not used.
         head_dim: d_k, for factors such as ``head_dim^p``.
 
     Raises:
@@ -160,7 +160,7 @@ def _factor(rule: ParameterRule, key: str, path: str, head_dim: int) -> float:
 
 
 def build_optimizer(part: Part, network: nn.Module, head_dim: int = 1) -> torch.optim.Optimizer:
-    """Build the optimizer of a part. A target that names ``network`` gets the network, any other the trainable parameters.
+    """Build the optimizer of a part. Its first argument is the network if the target has a parameter ``network``, else the trainable parameters.
 
     Raises:
         ConfigError: the target cannot be built, or does not return a ``torch.optim.Optimizer``.
@@ -169,7 +169,7 @@ def build_optimizer(part: Part, network: nn.Module, head_dim: int = 1) -> torch.
     optimizer = part.build(network if "network" in part.names else trained, head_dim=head_dim)
     require(
         isinstance(optimizer, torch.optim.Optimizer),
-        f"optimizer._target_={part.name} must give a torch.optim.Optimizer, got {type(optimizer).__name__}",
+        f"optimizer._target_={part.name} must return a torch.optim.Optimizer, got {type(optimizer).__name__}",
     )
     return optimizer
 
@@ -177,11 +177,13 @@ def build_optimizer(part: Part, network: nn.Module, head_dim: int = 1) -> torch.
 def check_strategy(optimizer: torch.optim.Optimizer, strategy: str) -> None:
     """Raise a ConfigError for an optimizer that cannot train with ``trainer.strategy``."""
     if isinstance(optimizer, Muon) and strategy == "sharded":
-        raise ConfigError("optimizer=muon needs whole matrices, which trainer.strategy=sharded cuts: use trainer.strategy=ddp")
+        raise ConfigError(
+            "optimizer=muon needs whole matrices, but trainer.strategy=sharded shards them: use trainer.strategy=ddp"
+        )
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` supports ``found_inf``: it skips updates after a non-finite step without waiting for the host."""
+    """Return whether ``optimizer`` supports ``found_inf``, and so can skip updates without waiting for the host."""
     return bool(optimizer.defaults.get("fused"))
 
 
@@ -199,11 +201,11 @@ Warmup = Annotated[
 
 
 def constant(optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Warmup = 0) -> LambdaLR:
-    """The peak rate to the end, after a linear warm-up (step + 1) / ``warmup_steps``.
+    """A constant learning rate after a linear warm-up (step + 1) / ``warmup_steps``.
 
     Args:
         max_steps: the number of steps; the run passes it.
-        warmup_steps: steps of a linear rise from zero; below 1: a share of all steps.
+        warmup_steps: number of steps of a linear rise from zero; below 1: a share of all steps.
     """
     return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0)
 
@@ -211,7 +213,7 @@ def constant(optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: 
 def linear(
     optimizer: torch.optim.Optimizer, max_steps: int, *, warmup_steps: Warmup = 0, final_lr: NotNegative = 0.1
 ) -> LambdaLR:
-    """A straight line from the peak to f = ``final_lr``: 1 - (1 - f) t, while t runs from 0 to 1 after the warm-up.
+    """A linear decay from the peak to f = ``final_lr``: 1 - (1 - f) t, where t runs from 0 to 1 after the warm-up.
 
     Args:
         max_steps, warmup_steps: see ``constant``.
@@ -246,19 +248,19 @@ def trapezoid(
     final_lr: NotNegative = 0.1,
     decay_fraction: DecayFraction = 0.2,
 ) -> LambdaLR:
-    """Flat, then a straight fall to ``final_lr`` (warm-up, stable, decay: WSD; Hu et al. 2024, arXiv:2404.06395).
+    """A constant learning rate, then a linear decay to ``final_lr`` (warm-up, stable, decay: WSD; Hu et al. 2024, arXiv:2404.06395).
 
     Args:
         max_steps, warmup_steps: see ``constant``.
         final_lr: see ``linear``.
-        decay_fraction: share of the run, at its end, over which the learning rate falls.
+        decay_fraction: share of the steps, at the end, during which the learning rate decays.
     """
     start = max(warmup_of(warmup_steps, max_steps), max_steps - round(decay_fraction * max_steps))
     return _after_warmup(optimizer, max_steps, warmup_steps, lambda t: 1.0 - (1.0 - final_lr) * t, start)
 
 
 def warmup_of(steps: float, max_steps: int) -> int:
-    """Return the number of warm-up steps: ``steps``, or below 1 that share of ``max_steps``, rounded.
+    """Return the number of warm-up steps: ``steps``, or, if it is below 1, this share of ``max_steps``, rounded.
 
     >>> warmup_of(100, 2000), warmup_of(0.1, 2000), warmup_of(0.1, 3)
     (100, 200, 0)
@@ -269,11 +271,11 @@ def warmup_of(steps: float, max_steps: int) -> int:
 def _after_warmup(
     optimizer: torch.optim.Optimizer, max_steps: int, steps: float, curve: Callable[[float], float], start: int | None = None
 ) -> LambdaLR:
-    """The factor (step + 1) / warmup, then ``curve`` of t; t runs from 0 to 1 between the steps ``start`` and ``max_steps``."""
+    """Return a schedule: (step + 1) / warmup, then ``curve(t)``, where t runs from 0 at step ``start`` to 1 at ``max_steps``."""
     warmup = warmup_of(steps, max_steps)
     require(
         warmup <= max_steps,
-        f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={max_steps}; 0.1 is a tenth of them",
+        f"schedule.warmup_steps={warmup} must not exceed trainer.max_steps={max_steps}; a value below 1 is a share of them",
     )
     first = warmup if start is None else start
 
@@ -291,9 +293,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def matrix_names(network: nn.Module) -> set[str]:
-    """Return the names of the parameters for Muon: the weights of ``torch.nn.Linear``, unless the name of the layer ends with ``head``.
+    """Return the names of the parameters for Muon: weights of ``torch.nn.Linear`` layers, unless the layer's name ends with ``head``.
 
-    AdamW updates a parametrised layer: its weight is not a parameter.
+    Layers with ``torch.nn.utils.parametrize`` are updated by AdamW, because their weight is not a parameter.
     """
     names = set()
     for name, module in network.named_modules():
@@ -305,10 +307,10 @@ def matrix_names(network: nn.Module) -> set[str]:
 def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
     """Return approximately U Vᵀ for each matrix U S Vᵀ, or for each matrix of a stack (N, rows, cols), by Newton–Schulz iteration.
 
-    X ← aX + b(XXᵀ)X + c(XXᵀ)²X, ``steps`` times. The singular values are then between about 0.7 and 1.2. This trains as well
-    as 1 (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"). Matrices of the same shape, or of its
-    transpose, are stacked to save time for small matrices. The computation is in bfloat16 on a GPU, and in the matrices'
-    dtype elsewhere.
+    X ← aX + b(XXᵀ)X + c(XXᵀ)²X, ``steps`` times. The singular values are then between about 0.7 and 1.2. This trains as well as
+    exactly 1 (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"). Matrices of the same shape up to
+    transposition are stacked to save time for small matrices. The computation is in bfloat16 on a GPU, and in the dtype of the
+    matrices elsewhere.
 
     >>> matrices = torch.randn(2, 30, 7, generator=torch.Generator().manual_seed(0))
     >>> values = torch.linalg.svdvals(orthogonalise([matrices])[0])
@@ -330,12 +332,12 @@ def orthogonalise(matrices: Sequence[Tensor], steps: int = 5) -> list[Tensor]:
 
 
 def product_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of Newton–Schulz products on a kind of device: bfloat16 on CUDA (fast there), else the matrices' dtype."""
+    """Return the dtype of Newton–Schulz products: bfloat16 on CUDA, where it is fast, else the dtype of the matrices."""
     return torch.bfloat16 if device == "cuda" else dtype
 
 
 def _newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """``orthogonalise`` of a stack (N, rows, cols) with rows ≤ cols."""
+    """Orthogonalise a stack (N, rows, cols) with rows ≤ cols."""
     a, b, c = COEFFICIENTS
     x = matrices.to(product_dtype(matrices.device.type, matrices.dtype))
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
@@ -349,15 +351,17 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum for matrices, and fused AdamW for the rest.
 
     For a matrix W of r rows and c columns with gradient g: M ← μM + (1 − μ)g; W ← W − lr · (decay · W + √max(1, r/c) ·
-    orthogonalise((1 − μ)g + μM)). This is ``torch.optim.Muon`` with its default adjustment, but equal shapes are stacked into
-    one product. AdamW is part of the same optimizer, so that both have one schedule, one checkpoint and one latch.
+    orthogonalise((1 − μ)g + μM)). This equals ``torch.optim.Muon`` with its default adjustment, but matrices of equal shape
+    are stacked into one product. AdamW is part of the same optimizer, so that both share a schedule, a checkpoint and a latch.
 
     Args:
         groups: parameter groups with ``lr``, ``weight_decay`` and ``eps``. Groups with ``matrix=True`` contain matrices, or
             stacks of them (N, r, c).
-        betas: the betas of AdamW. momentum: μ. steps: Newton–Schulz iterations.
+        betas: the betas of AdamW.
+        momentum: μ.
+        steps: number of Newton–Schulz iterations.
 
-    As in torch's fused optimizers, no step is made if the tensor ``found_inf`` is 1.
+    As in torch's fused optimizers, the update is skipped if the tensor ``found_inf`` is 1.
     """
 
     found_inf: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Attention statistics of a fixed validation batch during training. They do not change the run."""
+"""Attention statistics on a fixed validation batch during training, without any effect on the run."""
 
 from __future__ import annotations
 
@@ -44,30 +44,29 @@ _PARTS = 4  # of the probe batch, for the signal-to-noise ratio
 class Probe(StepCallback):
     """Write one JSON line per probed step to ``probes.jsonl``, with statistics of every attention layer.
 
-    Probes run before update 0, after updates 1, 2, 4, 8, … and every ``every`` steps, in eval mode and float32, on the plain
-    module. No random number is drawn and no state of the run changes. In addition to ``attention_statistics``, each by head, a
-    layer's record contains
+    Probes run before the first update, after updates 1, 2, 4, 8, … and every ``every`` steps, in evaluation mode and float32, on the
+    uncompiled module. They draw no random numbers and do not change the state of the run. In addition to ``attention_statistics`` for
+    each head, the record of a layer contains
 
     ==================  =====================================================================================
-    ``argmax_retention``  share of rows with the same favourite key as at step 0 (by head)
-    ``logit_step``      RMS of z after this update minus z before it (by head); none at step 0
-    ``token_cosine``    mean cosine of two different tokens after the layer's block: rank collapse
-    ``grad_q, grad_k, grad_v``  ‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ in the step that is being made
-    ``grad_query_rms, grad_query_median``  of ‖dL/dq_i‖ on the probe batch, L summed over its targets
-    ``grad_query_histogram``  of the same: rows by log10 of the norm, see ``gradient_statistics``
-    ``snr_q, snr_k, snr_v``  signal over noise of the probe's gradients in four parts, see ``gradient_statistics``
+    ``argmax_retention``  share of rows with the same most attended key as at step 0 (for each head)
+    ``logit_step``      RMS of the change of the scores z by this update (for each head); not at step 0
+    ``token_cosine``    mean cosine of two different tokens after the layer's block, a measure of rank collapse
+    ``grad_q, grad_k, grad_v``  ‖∇W_Q‖, ‖∇W_K‖, ‖∇W_V‖ of the training step
+    ``grad_query_rms, grad_query_median``  RMS and median of ‖dL/dq_i‖ on the probe batch, with L summed over targets
+    ``grad_query_histogram``  histogram of log10 ‖dL/dq_i‖, see ``gradient_statistics``
+    ``snr_q, snr_k, snr_v``  signal-to-noise ratio of gradients in four parts of the batch, see ``gradient_statistics``
     ==================  =====================================================================================
 
-    Every ``weights_every`` steps, ``attention/step_N.safetensors`` keeps the weights on the first ``weights_rows`` rows, and
-    the model's answers there.
-    Layer means of some statistics go to the run's loggers as ``attention/LAYER/NAME``. ``grad_q``, ``grad_k`` and ``grad_v`` need
-    W_Q, W_K and W_V to be three matrices.
+    Every ``weights_every`` steps, the attention weights on the first ``weights_rows`` rows, and the model's answers there, are saved to
+    ``attention/step_N.safetensors``. Layer means of some statistics are sent to the run's loggers as ``attention/LAYER/NAME``.
+    ``grad_q``, ``grad_k`` and ``grad_v`` are only computed if W_Q, W_K and W_V are three matrices.
 
     Args:
         folder: the run's folder.
         batch: the validation batch.
-        texts: a function that returns the texts of the tokens of each axis of the batch (see ``Snapshot``). Default: numbers.
-        asked: a function that returns the questions of the batch, or None.
+        texts: a function that returns the texts of the tokens on each axis of the batch (see ``Snapshot``). Default: numbers.
+        asked: a function that returns the questions to show for a batch (``questions_of``), or None.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Probe(StepCallback):
         self._first_favourites: dict[str, Tensor] | None = None
         self._gradients: dict[str, dict[str, Any]] = {}
         self._before: dict[str, Look] = {}
-        self._batch_there: Batch | None = None  # the batch on the device
+        self._batch_there: Batch | None = None  # the batch on the device of the model
 
     def state_dict(self) -> dict[str, Any]:
         return {"first_favourites": self._first_favourites}
@@ -94,7 +93,7 @@ class Probe(StepCallback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         require(
             bool(attention_cores(module.network)),
-            "callbacks.probe.every: the model has no attention with weights to look at; set it to 0, or model.adopt=true for model=hf",
+            "callbacks.probe.every: the model has no attention weights to record: set it to 0, or set model.adopt=true for model=hf",
         )
         if trainer.is_global_zero:
             drop_records(self.path, trainer.global_step)
@@ -109,7 +108,7 @@ class Probe(StepCallback):
         step = trainer.global_step
         if step == 0 or self.due(step + 1):
             self._gradients = gradient_norms(module.network)
-        if step == 0:  # gradients at initialisation belong to step 0, before its update
+        if step == 0:  # gradients at initialisation are recorded as step 0, before the update
             self._write(trainer, module, 0)
         elif self.due(step + 1) and not self._before:
             self._before, _ = self._look(module, statistics=False)
@@ -128,7 +127,7 @@ class Probe(StepCallback):
         for name in looks.keys() & self._before.keys():
             before, after = self._before[name].call, looks[name].call
             sums[name]["logit_step"] = logit_step_sums(before, after, looks[name].real_queries)
-        sums, norms = to_host((sums, self._gradients))  # the layers' only copy
+        sums, norms = to_host((sums, self._gradients))  # one copy for all layers
         layers = {name: _statistics_of(sums[name], look) for name, look in looks.items()}
         self._retention(layers)
         gradients = gradient_statistics(module.network, self._parts(module), lambda part: self._loss(module, part))
@@ -146,7 +145,7 @@ class Probe(StepCallback):
 
     @torch.no_grad()
     def _look(self, module: TrainingModule, *, statistics: bool) -> tuple[dict[str, Look], dict[str, Tensor]]:
-        """Return every core's call, and for ``statistics`` the outputs of the blocks, by name."""
+        """Return the call of every core by name and, with ``statistics``, the outputs of the blocks by name."""
         network, device = module.network, module.device
         hidden: dict[str, Tensor] = {}
         with evaluating(network), watch(network, _kept) as seen, full_precision(device), ExitStack() as hooks:
@@ -173,13 +172,13 @@ class Probe(StepCallback):
         return self._batch_there
 
     def _parts(self, module: TrainingModule) -> list[Batch]:
-        """The probe batch in up to four parts of whole rows."""
-        whole = {name: tensor for name, tensor in self._on(module.device).items() if name != "num_targets"}
-        parts = {name: tensor.chunk(_PARTS) for name, tensor in whole.items()}
+        """Return the probe batch in up to four parts of whole rows."""
+        tensors = {name: tensor for name, tensor in self._on(module.device).items() if name != "num_targets"}
+        parts = {name: tensor.chunk(_PARTS) for name, tensor in tensors.items()}
         return [{name: pieces[i] for name, pieces in parts.items()} for i in range(len(parts["labels"]))]
 
     def _loss(self, module: TrainingModule, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The summed loss of a part, and the queries that count: those with a target, where targets stand at queries."""
+        """Return the summed loss of a part, and a mask of queries with a target if there is a target per query."""
         loss = checked_sums(module.objective(module.net(part), part))["loss"]
         axis = TARGET if TARGET in part else SOURCE
         has_target = axis in part and part["labels"].shape == part[axis].shape
@@ -201,26 +200,28 @@ class Probe(StepCallback):
             {name: tensor[: self.options.weights_rows] for name, tensor in batch.items() if tensor.dim()}
             for batch in (self.batch, self._on(module.device))
         )
-        told: dict[str, Any] = {"tokens": self.texts(module.net.inputs(rows)), "asked": self.asked(rows)}
-        snapshot = take_snapshot(module.network, module.net.inputs(rows_there), step=step, title=module.net.title, **told)
+        descriptions: dict[str, Any] = {"tokens": self.texts(module.net.inputs(rows)), "asked": self.asked(rows)}
+        snapshot = take_snapshot(
+            module.network, module.net.inputs(rows_there), step=step, title=module.net.title, **descriptions
+        )
         with naming(self.folder / "attention"):
             write_snapshot(snapshot, self.folder / "attention")
 
 
 def _kept(look: Look) -> Look:
-    """A copy of the call: a bias may be a table, and the next update changes it in place."""
+    """Return a copy of the call, because the next update may change a bias table in place."""
     return replace(look, call=replace(look.call, attn_bias=copy.deepcopy(look.call.attn_bias)))
 
 
 def _sums_of(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the sums of one core's call, on the device. ``hidden`` are the blocks' outputs, by name."""
+    """Return the sums of the call of a core, on the device. ``hidden`` are the outputs of blocks by name."""
     sums: dict[str, Any] = {"statistics": statistic_sums(look.call, look.real_queries)}
     block = next((tokens for block, tokens in hidden.items() if name.startswith(f"{block}.")), None)
     return sums if block is None else {**sums, "token_cosine": token_cosine_sums(block, look.real_queries)}
 
 
 def _statistics_of(sums: Mapping[str, Any], look: Look) -> dict[str, Any]:
-    """Return the statistics of one core's call from its sums on the CPU."""
+    """Return the statistics of the call of a core from its sums on the CPU."""
     layer: dict[str, Any] = statistics_of(sums["statistics"], look.call)
     if "token_cosine" in sums:
         layer["token_cosine"] = float(token_cosine_of(sums["token_cosine"]))
@@ -236,10 +237,10 @@ def gradient_norms(network: nn.Module) -> dict[str, dict[str, Tensor | float]]:
 
 
 def _first(out: Any) -> Tensor:
-    """A block's hidden state; a user's block may return a tuple."""
+    """Return the hidden state of a block. A user's block may return a tuple."""
     return out[0] if isinstance(out, tuple) else out
 
 
 def _plain(value: Any) -> Any:
-    """A number, or a list with one a head."""
+    """Convert a tensor to a number, or to a list with a number per head."""
     return value.cpu().double().tolist() if isinstance(value, Tensor) else value

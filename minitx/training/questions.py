@@ -1,4 +1,4 @@
-"""The questions that a batch puts to a model, in words. The viewer shows the answers above the maps."""
+"""The questions that the labels of a batch pose, in words. The viewer shows the model's answers above the maps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHICH_CLASS = "Which class?"
 
 
 def questions_of(task: Task, batch: Batch) -> Asked | None:
-    """Return one question for each label of a batch that counts, or None if the task's ``kind`` does not tell the meaning of labels."""
+    """Return a question for each counted label of a batch, or None if ``task.kind`` does not define the meaning of labels."""
     axis = next((axis for axis in (TARGET, SOURCE, PIXELS) if axis in batch), None)
     labels, size = batch.get("labels"), task.model_fields.get("num_labels" if task.kind == "classify" else "vocab_size")
     if axis is None or size is None or labels is None:
@@ -41,24 +41,24 @@ def questions_of(task: Task, batch: Batch) -> Asked | None:
 
 
 def _labelled(labels: Tensor) -> list[tuple[int, int]]:
-    """(position, label) of the labels that count in one row."""
+    """Return (position, label) of the counted labels in a row."""
     return [(i, label) for i, label in enumerate(labels.tolist()) if label != IGNORED]
 
 
 def token_namer(tokenizer: Tokenizer | None) -> Callable[[int], str]:
-    """Return the function from an id to its text, a number without a tokenizer. A model may have more ids than the tokenizer."""
+    """Return a function from ids to texts; without a tokenizer, to numbers. Ids outside of the tokenizer become ``id N``."""
     if tokenizer is None:
         return str
     return cache(lambda i: token_texts(tokenizer, [i])[0] if i < tokenizer.vocab_size else f"id {i}")
 
 
 def _recall(task: Task, batch: Batch, size: int) -> Asked:
-    """The questions of a recall task. Values at the positions of their keys (``token_type_ids``) are counted from 1, as on the axes."""
+    """Return the questions of a recall task. If a batch has ``token_type_ids``, values are counted from 1, as on the axes."""
     ids, places, rows = batch[SOURCE].tolist(), answer_positions(batch).tolist(), []
     for keys, where, labels in zip(ids, places, batch["labels"], strict=True):
         words = "Which value has key {}?" if "token_type_ids" in batch else "What came after {} before?"
         rows.append([Question(words.format(keys[i]), i, label, where[i]) for i, label in _labelled(labels)])
     if "token_type_ids" not in batch:
         return Asked(SOURCE, rows, size, str)
-    first = size - task.model_fields["type_vocab_size"] + 1  # the ids of values follow the ids of keys
+    first = size - task.model_fields["type_vocab_size"] + 1  # ids of values follow ids of keys
     return Asked(SOURCE, rows, size, lambda i: str(i - first + 1) if i >= first else f"key {i}")

@@ -1,10 +1,13 @@
-"""The rehearsal: before a run has a folder, two of its rows go through everything that the run was asked for.
+"""The rehearsal: before a run creates its folder, it tries every stage on two of its rows.
 
-1. Their losses and gradient together and apart must be equal: an objective returns sums, and no row looks at the others.
-2. The run is made once on these rows in a temporary folder: one step with clip, optimizer and schedule, a validation, a probe,
-   samples, a checkpoint that is read again, and the evaluation at the end.
+1. The losses and the gradient of the two rows in one batch must equal the sums over the single rows. This holds if the
+objective
+   returns sums and rows do not influence each other.
+2. The run is performed on these rows in a temporary folder: one step with clipping, optimizer and schedule, a validation, a
+probe,
+   samples, a checkpoint that is loaded again, and the evaluation at the end.
 
-Weights, buffers, attributes and random generators are then as before. The run that follows has the same digits as without a rehearsal.
+Afterwards, weights, buffers, attributes and random generators are restored. A rehearsal does not change any number of the run.
 """
 
 from __future__ import annotations
@@ -37,26 +40,26 @@ from minitx.training.module import AtomicCheckpointIO, NonFiniteError, TrainingM
 log = logging.getLogger(__name__)
 
 TOLERANCE = 0.02
-"""The largest relative difference between two rows together and apart: bfloat16 has eight bits."""
+"""The largest relative difference between two rows in one batch and in two. bfloat16 has a precision of eight bits."""
 
 NOISE = 0.02
-"""The standard deviation of the noise on the weights: a head that begins at zero would hide the effect of the objective."""
+"""The standard deviation of noise that is added to the weights, because a head that starts at zero would hide faults of the objective."""
 
 ROWS = 16
-"""The number of training rows among which the two are chosen."""
+"""The two rows are chosen from this number of training rows."""
 
 LARGE = 50_000_000
-"""From this number of bytes on, the weights in a checkpoint of the rehearsal have only their shapes."""
+"""Number of bytes of weights above which a checkpoint of the rehearsal stores only shapes."""
 
 KNOWN = ("lightning.", "minitx.")
-"""The packages whose callbacks take part."""
+"""Packages whose callbacks take part in the rehearsal."""
 
 Perform = Callable[..., Any]
-"""``run.perform``, which makes a run in a folder."""
+"""The type of ``run.perform``."""
 
 
 def is_rehearsed(config: RunConfig) -> bool:
-    """Return whether a run is rehearsed: not if ``trainer.rehearse`` is off, and not a run that resumes or has several processes."""
+    """Return whether a run is rehearsed: ``trainer.rehearse`` is on, and the run is new and has one process."""
     trainer = config.trainer
     return trainer.rehearse and config.ckpt_path is None and trainer.world_size == 1 and trainer.strategy != "sharded"
 
@@ -65,12 +68,14 @@ def rehearse(config: RunConfig, module: TrainingModule, data: DataModule, perfor
     """Rehearse a run.
 
     Args:
-        config: the config of the run. module: the module of the run. data: the data of the run.
-        perform: the function that makes the run.
+        config: the config of the run.
+        module: the module of the run.
+        data: the data of the run.
+        perform: ``run.perform``.
 
     Raises:
-        ConfigError: a step, a validation, a checkpoint or anything else that the run was asked for fails, or two rows together are
-            not the sum of the two. The message begins with the path of the part.
+        ConfigError: a step, a validation, a checkpoint or another stage of the run fails, or the results of two rows in one
+            batch are not the sums over the single rows. The message begins with the path of the faulty part.
     """
     batch = data.first_rows(ROWS)
     two = TwoRows(batch)
@@ -85,16 +90,16 @@ def rehearse(config: RunConfig, module: TrainingModule, data: DataModule, perfor
     with as_before(module, device_of(config.trainer.accelerator)), blaming(module, config.callbacks):
         compare(module, two.batch, device_of(config.trainer.accelerator))
         with tempfile.TemporaryDirectory() as folder:
-            _make(small, module, rows, Path(folder), perform, config.trainer.max_steps)
+            _perform_and_load(small, module, rows, Path(folder), perform, config.trainer.max_steps)
 
 
-def _make(
+def _perform_and_load(
     config: RunConfig, module: TrainingModule, rows: DataModule, folder: Path, perform: Perform, steps: int | None
 ) -> None:
-    """Make the run, with the schedule of its ``steps``, and read its checkpoint."""
+    """Perform the run with a schedule for ``steps`` steps, and load its checkpoint."""
 
-    def make_schedule(optimizer: torch.optim.Optimizer, own_steps: int) -> Any:
-        return module.make_schedule(optimizer, steps or own_steps)
+    def make_schedule(optimizer: torch.optim.Optimizer, max_steps: int) -> Any:
+        return module.make_schedule(optimizer, steps or max_steps)
 
     parts = module.network, module.objective, module.make_optimizer, make_schedule
     size = sum(tensor.nbytes for tensor in (*module.network.parameters(), *module.network.buffers()))
@@ -102,24 +107,24 @@ def _make(
     try:
         perform(config, TrainingModule(*parts, config.trainer, config.seed), rows, folder, checkpoints=checkpoints)
     except NonFiniteError:
-        return  # the run comes to it by itself, and may be asked to record it
+        return  # the run itself reports it, or records it with on_nonfinite=record
     if config.trainer.ckpt_every:
-        _read_again(module.network, folder / "checkpoints" / "last.ckpt")
+        _load_saved(module.network, folder / "checkpoints" / "last.ckpt")
 
 
-def _read_again(network: nn.Module, path: Path) -> None:
+def _load_saved(network: nn.Module, path: Path) -> None:
     try:
         checkpoint = read_checkpoint(path)
     except ConfigError as error:
         raise ConfigError(
-            "model: a checkpoint of this run cannot be read again, because it holds something else than tensors and plain data, for "
-            "example what get_extra_state returns"
+            "model: a checkpoint of this run cannot be loaded, because it contains objects other than tensors and plain data, for "
+            "example the result of get_extra_state"
         ) from error
     load_weights(network, network_weights(checkpoint))
 
 
 class ShapesOnly(AtomicCheckpointIO):
-    """Writes checkpoints whose tensors are zeros that share one number, so that a file of any model is small."""
+    """Write checkpoints with an expanded zero for each tensor, so that the file is small for any model."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(_shapes(checkpoint), path)
@@ -134,7 +139,7 @@ def _shapes(value: Any) -> Any:
 
 
 class TwoRows(Split):
-    """Two rows of a batch, padded as they are: of those with a label that counts, the row with the fewest, and one with other labels."""
+    """Two rows of a padded batch: the row with the fewest counted labels (at least one), and a row with different labels."""
 
     def __init__(self, batch: Batch) -> None:
         labels = batch["labels"].flatten(1) if batch["labels"].dim() > 1 else batch["labels"][:, None]
@@ -151,14 +156,14 @@ class TwoRows(Split):
         return select_rows(self.batch, items.tolist())
 
 
-# --- two rows together and apart
+# --- two rows in one batch and in two
 
 
 def compare(module: TrainingModule, batch: Batch, device: torch.device) -> None:
-    """Check, in evaluation mode and with noise on the weights, that two rows give the same results together and apart.
+    """Check that the results of two rows in one batch are the sums over the single rows. Noise is added to the weights.
 
     Raises:
-        ConfigError: the objective returns a mean, for example, or a row looks at the other.
+        ConfigError: the sums differ, for example because the objective returns a mean, or because one row influences the other.
     """
     network = module.network.to(device)
     batch = {name: value.to(device) for name, value in batch.items()}
@@ -166,18 +171,18 @@ def compare(module: TrainingModule, batch: Batch, device: torch.device) -> None:
     with evaluating(network), torch.enable_grad(), _with_noise(network):
         together, again, apart = (_sums(module, batches) for batches in ([batch], [batch], rows))
     for name, value in together.items():
-        other, draws = apart[name], not math.isclose(value, again[name], rel_tol=1e-3, abs_tol=1e-12)
-        if not math.isfinite(value) or draws:
-            continue  # it draws random numbers, or overflows: the run will say so
-        if abs(value - other) > TOLERANCE * max(abs(value), abs(other)):
+        sum_apart, is_random = apart[name], not math.isclose(value, again[name], rel_tol=1e-3, abs_tol=1e-12)
+        if not math.isfinite(value) or is_random:
+            continue  # results are random, or overflow: the run reports the latter
+        if abs(value - sum_apart) > TOLERANCE * max(abs(value), abs(sum_apart)):
             raise ConfigError(
-                f"objective: {name} of two rows together is {value:.4g}, and of the two apart {other:.4g}: it must return sums over "
-                "the targets, and no row may look at the others"
+                f"objective: {name} of two rows in one batch is {value:.4g}, but {sum_apart:.4g} in two batches: it must return sums "
+                "over the targets, and rows must not influence each other"
             )
 
 
 def _sums(module: TrainingModule, batches: Iterable[Batch]) -> dict[str, float]:
-    """The sums of the objective over batches, and the norm of the gradient."""
+    """Return the sums of the objective over batches, and the norm of the gradient."""
     weights = [weight for weight in module.network.parameters() if weight.requires_grad]
     module.network.zero_grad(set_to_none=True)
     totals: dict[str, float] = {}
@@ -211,10 +216,12 @@ def _with_noise(network: nn.Module) -> Iterator[None]:
 
 
 def shortened(config: RunConfig) -> RunConfig:
-    """Return the config of the rehearsal: everything that was asked for, once. Loggers and callbacks of the user may send or write
-    something, so they are left out."""
-    asked = config.trainer
-    once: dict[str, Any] = {
+    """Return the config of the rehearsal: every stage of the run once, without the loggers and callbacks of the user.
+
+    Those may send or write something.
+    """
+    options = config.trainer
+    changes: dict[str, Any] = {
         "max_steps": 1,
         "max_epochs": None,
         "accumulate": 1,
@@ -223,10 +230,10 @@ def shortened(config: RunConfig) -> RunConfig:
         "log_every": 1,
     }
     if _has_own(config.callbacks.parts):
-        once["monitor"] = "val_loss"  # a callback of the user may log any other
-    extra = {**asked.extra, "limit_test_batches": 1}
+        changes["monitor"] = "val_loss"  # only a callback of the user may log another metric
+    extra = {**options.extra, "limit_test_batches": 1}
     trainer = dataclasses.replace(
-        asked, **once, val_batch_size=2, ckpt_every=int(asked.ckpt_every > 0), compile=False, profiler=None, extra=extra
+        options, **changes, val_batch_size=2, ckpt_every=int(options.ckpt_every > 0), compile=False, profiler=None, extra=extra
     )
     evaluation = dataclasses.replace(config.evaluation, num_rows=2)
     return dataclasses.replace(
@@ -243,8 +250,10 @@ def _once(callbacks: CallbacksConfig) -> CallbacksConfig:
 
 
 def _known(parts: Mapping[str, Part | None]) -> dict[str, Part]:
-    """The callbacks of Lightning and minitx that write nowhere else. If the user has callbacks (they may log any metric), callbacks with a
-    monitor are left out."""
+    """Return the callbacks of Lightning and minitx that write only to the run's folder.
+
+    The user's callbacks may log any metric. If there are any, callbacks that monitor a metric are left out.
+    """
     has_own = _has_own(parts)
     return {
         name: part
@@ -257,7 +266,7 @@ def _known(parts: Mapping[str, Part | None]) -> dict[str, Part]:
 
 
 def _has_own(parts: Mapping[str, Part | None]) -> bool:
-    """Whether there is a callback of the user."""
+    """Whether one of the callbacks is the user's."""
     return any(part is not None and not part.name.startswith(KNOWN) for part in parts.values())
 
 
@@ -266,7 +275,7 @@ def _has_own(parts: Mapping[str, Part | None]) -> bool:
 
 @contextmanager
 def blaming(module: TrainingModule, callbacks: CallbacksConfig) -> Iterator[None]:
-    """A context that turns any error into a ConfigError that begins with the path of the failing part."""
+    """A context that turns any error into a ConfigError whose message begins with the path of the faulty part."""
     try:
         yield
     except ConfigError:
@@ -274,8 +283,8 @@ def blaming(module: TrainingModule, callbacks: CallbacksConfig) -> Iterator[None
     except Exception as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         path = next(filter(None, (_path_of(frame, module, callbacks) for frame in reversed(frames))), "a step of this run")
-        own = [frame for frame in frames if "site-packages" not in frame.f_code.co_filename][-1]
-        place = f"{Path(own.f_code.co_filename).name}:{_line(error, own)}"
+        frame_of_user = [frame for frame in frames if "site-packages" not in frame.f_code.co_filename][-1]
+        place = f"{Path(frame_of_user.f_code.co_filename).name}:{_line(error, frame_of_user)}"
         message = f"{path}: fails in the rehearsal of this run: {type(error).__name__}: {first_line(error)} ({place})"
         raise ConfigError(message) from error
 
@@ -285,7 +294,7 @@ def _line(error: Exception, frame: FrameType) -> int:
 
 
 def _path_of(frame: FrameType, module: TrainingModule, callbacks: CallbacksConfig) -> str:
-    """The path of the part whose method or function a frame is in, or an empty text."""
+    """Return the path of the part whose method or function a frame executes, or an empty string."""
     owner = frame.f_locals.get("self")
     if owner is module.objective or frame.f_code is getattr(module.objective, "__code__", None):
         return "objective"
@@ -303,7 +312,7 @@ def _path_of(frame: FrameType, module: TrainingModule, callbacks: CallbacksConfi
 
 @contextmanager
 def as_before(module: TrainingModule, device: torch.device) -> Iterator[None]:
-    """A context that restores network and objective, and the random generators. Only errors are logged in it."""
+    """A context that restores the network, the objective and the random generators, and logs only errors."""
     level = logging.root.manager.disable
     with ExitStack() as stack:
         stack.enter_context(kept_generators(device))
@@ -320,7 +329,7 @@ def as_before(module: TrainingModule, device: torch.device) -> Iterator[None]:
 
 
 def _kept(module: nn.Module) -> Callable[[], None]:
-    """Return a function that restores a module without its children: parameters, buffers, hooks and other attributes."""
+    """Return a function that restores the parameters, buffers, hooks and other attributes of a module, but not its children."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     values = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
     attributes = _kept_values(vars(module))
@@ -333,14 +342,14 @@ def _kept(module: nn.Module) -> Callable[[], None]:
                 tensor.grad = None
                 if tensor.dtype == value.dtype:
                     tensor.copy_(value)
-                else:  # bf16-true: an average starts from the unrounded weights
+                else:  # with bf16-true, restore the unrounded weights, because an average starts from them
                     tensor.data = value.to(tensor.device)
 
     return restore
 
 
 def _kept_values(values: dict[str, Any]) -> Callable[[], None]:
-    """Return a function that restores a dict of attributes: the same objects, with the old contents of containers and tensors."""
+    """Return a function that restores a dict of attributes to the same objects, with the old contents of containers and tensors."""
     saved = {name: (value, _copied(value)) for name, value in values.items()}
 
     def restore() -> None:
@@ -360,7 +369,7 @@ def _kept_values(values: dict[str, Any]) -> Callable[[], None]:
 
 
 def _copied(value: Any) -> Any:
-    """The content of an attribute that can change in place, or None."""
+    """Return a copy of an attribute that can change in place, or None."""
     if isinstance(value, Tensor):
         return None if isinstance(value, nn.Parameter) else value.detach().clone()
     return copy.copy(value) if isinstance(value, dict | set | list) else None

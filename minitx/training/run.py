@@ -48,7 +48,7 @@ from minitx.training.checkpoints import (
     stored_state,
     tokenizer_of,
 )
-from minitx.training.devices import cpu_precision, device_of, machine
+from minitx.training.devices import check_accelerator, cpu_precision, device_of, machine
 from minitx.training.evaluation import check_test, evaluate_splits
 from minitx.training.loggers import WandbExtras, describe_part, finish_wandb, run_folder, summarise, summary
 from minitx.training.memory_plan import build_without_numbers, make_plan, precision_of
@@ -74,23 +74,24 @@ def train(
 ) -> dict[str, Any]:
     """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
 
-    Random generators, threads, environment variables and signal handlers of this process are restored afterwards. With
-    ``trainer.plan=true`` nothing is trained and no folder is made: the plan is logged, and its bytes are returned.
+    Afterwards, the random generators, threads, environment variables and signal handlers of this process are restored. With
+    ``trainer.plan=true``, nothing is trained and no folder is created: the memory plan is logged, and its bytes are returned.
 
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
-            model and checkpoint have been checked. It must hold no run, unless ``config.ckpt_path`` is a checkpoint to continue
-            from in this folder, or ``last``: the last one.
-        files: other text files to write to the folder, by name (``config.yaml``, ``command.txt``).
-        model, data, objective: objects to use instead of the config's. Without ``data``, even your own model is
-            trained on ``config.data``, by default the King James text. Read a checkpoint of such a model with
-            ``load_model(path, model=...)``; the programs open data and objective of the config only.
-        batch_size: rows of a step, if ``data`` is a ``Task``. A ``LightningDataModule`` has its own.
+            model and checkpoint have been checked. It must not contain a run, unless ``config.ckpt_path`` is a checkpoint in
+            this folder, or ``last`` for the last one.
+        files: further text files to write to the folder, by name (``config.yaml``, ``command.txt``).
+        model, data, objective: objects to use instead of the config's. Without ``data``, your own model is also
+            trained on ``config.data``, by default the King James text. Load a checkpoint of your own model with
+            ``load_model(path, model=...)``. The programs can only open data and objectives that a config names.
+        batch_size: number of rows in a step, if ``data`` is a ``Task``. A ``LightningDataModule`` has its own batch size.
 
     Raises:
-        ConfigError: the config does not fit the data, the machine or the checkpoint, an argument is of another type, or the
-            folder holds a run that is not continued. NonFiniteError: a loss or gradient is not
-            finite, with ``on_nonfinite=stop``. StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
+        ConfigError: the config does not match the data, the machine or the checkpoint, an argument has the wrong type, or the
+            folder contains a run that is not resumed.
+        NonFiniteError: with ``on_nonfinite=stop``, a loss or gradient is not finite.
+        StoppedError: on SIGINT or SIGTERM, after the checkpoint was written.
     """
     folder = Path(folder)
     config = checked(config, folder, model=model, data=data, objective=objective, batch_size=batch_size)
@@ -102,7 +103,7 @@ def train(
         network = build_network(config.model, rows, precision=config.trainer.precision, seed=config.seed)
         parts = config.objective, config.optimizer, config.schedule
         module = build_module(start_from(config.init_from, network), rows, *parts, config.trainer, config.seed)
-        check_asked(module.net, rows, config)
+        check_demands(module.net, rows, config)
         if is_rehearsed(config):
             rehearse(config, module, rows, perform)
         steps, nonfinite_step, metrics = perform(config, module, rows, folder, files)
@@ -112,23 +113,24 @@ def train(
 def show_plan(config: RunConfig) -> dict[str, int]:
     """Log the plan of a run (see ``make_plan``), and return its bytes by name."""
     options = config.trainer
+    check_accelerator(options.accelerator)
     with quiet_lightning(), kept_generators(torch.device("cpu")):
         rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
         network = build_without_numbers(config, rows)
         net = Net.of(network)
-        check_asked(net, rows, config)
+        check_demands(net, rows, config)
         callbacks = build_all(config.callbacks.parts, "callbacks", L.Callback)
         check_averages(callbacks, is_sharded=options.strategy == "sharded")
         plan = make_plan(config, network, callbacks)
     is_sharded, count = options.strategy == "sharded", options.world_size
     processes = f"{count} processes, {'sharded' if is_sharded else 'ddp'}" if count > 1 else "one process"
-    gathered = ", the layers that FSDP gathers while they compute" if is_sharded else ""
+    gathered = ", layers that FSDP gathers for their computation" if is_sharded else ""
     lines = {
         "model": net.describe(),
         "training": describe_part(config.optimizer),
         "plan": f"{processes}, {precision_of(options)}; each process holds{' at most' if is_sharded else ''}",
         "": plan.table(),
-        "beside": f"activations, which grow with the rows of a micro-batch{gathered}, and what the device's libraries take",
+        "excludes": f"activations (they grow with the rows of a micro-batch){gathered}, and the memory of the device's libraries",
     }
     log_on_rank_zero("\n".join(f"{name:9}  {line}" if name else line for name, line in lines.items()))
     return vars(plan)
@@ -142,17 +144,17 @@ def perform(
     files: Mapping[str, str] | None = None,
     checkpoints: CheckpointIO | None = None,
 ) -> tuple[int, int | None, dict[str, Any]]:
-    """Train and evaluate in ``folder``. Return the number of steps, the step that was not finite, and the metrics of the end.
+    """Train and evaluate in ``folder``. Return the number of steps, the first non-finite step or None, and the final metrics.
 
-    ``checkpoints`` writes and reads the checkpoints, by default complete or not at all.
+    ``checkpoints`` writes and reads the checkpoints; None: ``AtomicCheckpointIO``.
 
-    Every part is built before the folder is touched, so that a mistake in one changes no file.
+    All parts are built before the folder is touched, so that a faulty part changes no file.
     """
     state = stored_state(config, rows.task, module.net)
     done = check_resumed(config, state)
     callbacks = build_callbacks(config.callbacks, module, rows, folder, state)
     loggers = build_all(config.logger, "logger", Logger, save_dir=str(folder))
-    check_free(folder, config.ckpt_path)  # once more: another run may have begun here, while this one was built
+    check_free(folder, config.ckpt_path)  # again, because another run may have started here in the meantime
     with run_folder(folder, files or {}), finish_wandb():
         trainer = build_trainer(config.trainer, folder, loggers, callbacks, done, checkpoints)
         log_on_rank_zero(summary(trainer, module, rows, config.optimizer, config.schedule, folder))
@@ -162,91 +164,91 @@ def perform(
 
 
 def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective: Any, batch_size: int) -> RunConfig:
-    """Check the arguments of ``train``, import the modules of the config, and return the config with the objects as its parts."""
+    """Check the arguments of ``train``, import the modules of the config, and return the config with the objects as parts."""
     require(isinstance(config, RunConfig), f"config must be a RunConfig, got {config!r:.60}")
     require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
     batch_size = read(Count, batch_size, "batch_size")
     check_arguments(config.trainer.extra)
     check_free(folder, config.ckpt_path)
     import_modules(config.imports)
-    changes: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     if model is not None:
-        changes["model"] = Part.given(model, "model")
+        parts["model"] = Part.of_object(model, "model")
     if data is not None:
-        changes["data"] = Part.given(data, "data", batch_size=batch_size)
+        parts["data"] = Part.of_object(data, "data", batch_size=batch_size)
     if objective is not None:
-        changes["objective"] = Part.given(objective, "objective")
+        parts["objective"] = Part.of_object(objective, "objective")
     if config.ckpt_path == "last":
-        changes["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
-    return dataclasses.replace(config, **changes)
+        parts["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
+    return dataclasses.replace(config, **parts)
 
 
 def build_all(group: Mapping[str, Part | None], path: str, kind: type, **offered: Any) -> list[Any]:
     """Build every entry of a group of callbacks or loggers that is not null.
 
     Raises:
-        ConfigError: see ``Part.build``; or an entry is not of this ``kind``.
+        ConfigError: an entry cannot be built, or is not a ``kind``.
     """
     entries = []
     for name, part in group.items():
         if part is not None:
             entries.append(part.at(f"{path}.{name}").build(**offered))
-            made = type(entries[-1])
+            cls = type(entries[-1])
             require(
                 isinstance(entries[-1], kind),
-                f"{path}.{name}._target_={part.name} must give a {kind.__name__} of the package lightning, got "
-                f"{made.__module__}.{made.__qualname__}",
+                f"{path}.{name}._target_={part.name} must return a {kind.__name__} of the package lightning, got "
+                f"{cls.__module__}.{cls.__qualname__}",
             )
     return entries
 
 
-def check_asked(net: Net, data: DataModule, config: RunConfig) -> None:
-    """Check that the run can do everything that the config demands.
+def check_demands(net: Net, data: DataModule, config: RunConfig) -> None:
+    """Check that the run supports everything that the config demands.
 
     Raises:
-        ConfigError: the data have no test split; or with ``trainer.strategy=sharded``, the layers of the model are not known, probes
-            are on (they need whole weights on one device), or a model that was given from Python would have to be built again to be
-            evaluated.
+        ConfigError: the data has no test split; or with ``trainer.strategy=sharded``, the layers of the model are unknown,
+            probes are on (they need whole weights on one device), or the evaluation would have to rebuild a model that was
+            passed from Python.
     """
     check_test(config.evaluation.test, data.task)
     if config.trainer.strategy != "sharded":
         return
     net.layers(config.trainer.shard)
     if config.callbacks.probe.every:
-        raise ConfigError("callbacks.probe.every needs whole weights on one device: set it to 0 with trainer.strategy=sharded")
-    is_built = net.stored_node is not None or not config.model.is_given
+        raise ConfigError("callbacks.probe.every needs whole weights on one device: with trainer.strategy=sharded, set it to 0")
+    is_built = net.stored_node is not None or not config.model.is_object
     if config.evaluation.at_end and not is_built:
-        raise ConfigError("evaluation.at_end needs a model that the config can build again with trainer.strategy=sharded")
+        raise ConfigError("evaluation.at_end with trainer.strategy=sharded needs a model that the config can rebuild")
 
 
 def build_callbacks(
-    asked: CallbacksConfig, module: TrainingModule, data: DataModule, folder: Path, state: Mapping[str, Any]
+    config: CallbacksConfig, module: TrainingModule, data: DataModule, folder: Path, state: Mapping[str, Any]
 ) -> list[L.Callback]:
-    """Return the callbacks of the run: ours, the configured ones, and ``LastCheckpoint`` (it handles signals even without checkpoints).
+    """Return the callbacks of the run: ours, the configured ones, and ``LastCheckpoint`` (it also handles signals).
 
     Args:
-        state: the plain data for every checkpoint (``stored_state``).
+        state: plain data to store in every checkpoint (``stored_state``).
     """
     options = module.options
-    own: list[Any] = [StepLog(options.log_every, module.net.config, options.peak_tflops)]
+    callbacks: list[Any] = [StepLog(options.log_every, module.net.config, options.peak_tflops)]
     if options.stop_at is not None:
-        own.append(StopAt(**to_dict(options.stop_at)))
-    if asked.probe.every:
-        own.append(
-            Probe(folder, data.probe_batch(asked.probe.batch_size), asked.probe, data.texts, partial(questions_of, data.task))
+        callbacks.append(StopAt(**to_dict(options.stop_at)))
+    if config.probe.every:
+        callbacks.append(
+            Probe(folder, data.probe_batch(config.probe.batch_size), config.probe, data.texts, partial(questions_of, data.task))
         )
-    if asked.samples.every:
-        own.append(build_samples(asked.samples, module.seed, data, folder, state["config"]["data"]))
-    if asked.progress:
-        own.append(progress())
+    if config.samples.every:
+        callbacks.append(build_samples(config.samples, module.seed, data, folder, state["config"]["data"]))
+    if config.progress:
+        callbacks.append(progress())
     if options.ckpt_every:
         best = BestCheckpoint(folder / "checkpoints", options.monitor, options.monitor_mode)
-        own.append(best)
-    own.append(WandbExtras(state["config"], folder, **to_dict(asked.wandb)))
+        callbacks.append(best)
+    callbacks.append(WandbExtras(state["config"], folder, **to_dict(config.wandb)))
     last = LastCheckpoint(folder / "checkpoints", options, state)
-    # WeightAveraging puts the average into the model at the end
+    # save before WeightAveraging copies the average into the model at the end
     before = LambdaCallback(on_train_end=last.on_train_end)
-    return [Averages(), before, *own, *build_all(asked.parts, "callbacks", L.Callback), last]
+    return [Averages(), before, *callbacks, *build_all(config.parts, "callbacks", L.Callback), last]
 
 
 def build_samples(options: SamplesConfig, seed: int, data: DataModule, folder: Path, node: Mapping[str, Any]) -> Samples:
@@ -256,7 +258,7 @@ def build_samples(options: SamplesConfig, seed: int, data: DataModule, folder: P
         node: the node of the data, for its chat template.
 
     Raises:
-        ConfigError: the data have no tokenizer, or a character of a prompt is not in its vocabulary.
+        ConfigError: the data has no tokenizer, or a character of a prompt is not in its vocabulary.
     """
     tokenizer = data.task.tokenizer
     if tokenizer is None:
@@ -285,9 +287,9 @@ def build_trainer(
     done: int,
     checkpoints: CheckpointIO | None = None,
 ) -> L.Trainer:
-    """Build the Lightning trainer. It logs to ``metrics.csv`` from row ``done`` on, and to ``loggers``.
+    """Build Lightning's Trainer. It logs to ``metrics.csv`` from row ``done`` on, and to ``loggers``.
 
-    ``TrainingModule`` clips and logs by itself, and the loaders of ``DataModule`` give each process its own batches.
+    ``TrainingModule`` does its own clipping and logging, and the loaders of ``DataModule`` give each process its own batches.
 
     Raises:
         ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
@@ -307,7 +309,7 @@ def build_trainer(
         "limit_val_batches": options.val_batches,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
-        "deterministic": options.deterministic or None,  # False would undo the user's setting
+        "deterministic": options.deterministic or None,  # False would override torch.use_deterministic_algorithms
         "use_distributed_sampler": False,
         "logger": [MetricsFile(folder / "metrics.csv", done, COLUMNS), *loggers],
         "callbacks": list(callbacks),
@@ -319,10 +321,12 @@ def build_trainer(
     try:
         trainer = L.Trainer(**{**arguments, **options.extra})
     except Exception as error:
-        asked = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
-        raise ConfigError(f"{asked} and trainer.devices={options.devices} cannot be used: {first_line(error)}") from error
-    # Lightning has no public switch for this: before every micro-batch it waits for the device, and broadcasts, to share a
-    # signal that LastCheckpoint shares when it is time. lightning is bounded in pyproject.toml.
+        options_text = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
+        raise ConfigError(
+            f"{options_text} and trainer.devices={options.devices} cannot be used: {first_line(error)}"
+        ) from error
+    # Before every micro-batch, Lightning waits for the device and broadcasts whether SIGTERM was received. LastCheckpoint shares
+    # signals at fewer steps. There is no public switch for this; pyproject.toml bounds the version of lightning.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
 
@@ -340,7 +344,7 @@ REPLACED = {
     "overfit_batches": "trainer.overfit",
     "val_check_interval": "trainer.val_every",
 }
-"""Arguments of Lightning's Trainer that have a key of another name."""
+"""Arguments of Lightning's Trainer whose key has another name."""
 
 
 def key_of_argument(name: str) -> str | None:
@@ -355,7 +359,7 @@ def key_of_argument(name: str) -> str | None:
 
 
 def check_arguments(extra: Mapping[str, Any]) -> None:
-    """Refuse entries of ``trainer.extra`` that Lightning's Trainer does not have, or that have a key.
+    """Refuse entries of ``trainer.extra`` that are not arguments of Lightning's Trainer, or that have a key of their own.
 
     Raises:
         ConfigError: ``extra`` has such an entry. The message names the key, or a similar argument.
@@ -369,15 +373,15 @@ def check_arguments(extra: Mapping[str, Any]) -> None:
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse arguments without effect on our training step or data.
+    """Refuse arguments that have no effect on our training step or data.
 
     Raises:
         ConfigError: ``extra`` has such an argument.
     """
     of_epochs = {"limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs"}
     idle = {
-        "does not apply to our own training step, which clips by the norm": {"gradient_clip_algorithm"},
-        "does not apply to the data of a Task": {"use_distributed_sampler", *of_epochs},
+        "has no effect: the training step clips by norm": {"gradient_clip_algorithm"},
+        "has no effect on the data of a Task": {"use_distributed_sampler", *of_epochs},
     }
     for why, names in idle.items():
         for name in sorted(names & set(extra)):
@@ -392,7 +396,7 @@ def validation_of(options: TrainerConfig) -> dict[str, Any]:
 
 
 def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
-    """Refuse callbacks of Lightning whose result would be lost, or which change the batches of a step by epoch.
+    """Refuse callbacks of Lightning whose result would be lost, or that change the batches of a step by epoch.
 
     Raises:
         ConfigError: ``StochasticWeightAveraging`` or ``GradientAccumulationScheduler``.
@@ -400,13 +404,13 @@ def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging):
             raise ConfigError(
-                "callbacks: StochasticWeightAveraging makes its average at the end of the last epoch, after the last validation and "
-                "checkpoint, so that no file would have it: callbacks=[default,ema] averages weights by step"
+                "callbacks: StochasticWeightAveraging averages at the end of the last epoch, after the last validation and checkpoint, "
+                "so its result would not be saved: use callbacks=[default,ema] to average by step"
             )
         if isinstance(callback, GradientAccumulationScheduler):
             raise ConfigError(
-                "callbacks: GradientAccumulationScheduler changes the micro-batches of a step by epoch, and the data of a Task have one "
-                "epoch: set trainer.accumulate"
+                "callbacks: GradientAccumulationScheduler changes the micro-batches of a step by epoch, but the data of a Task has only "
+                "one epoch: set trainer.accumulate"
             )
 
 
@@ -415,11 +419,11 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
     device = device_of(options.accelerator)
     precision: str | None = cpu_precision(options.precision) if device.type == "cpu" else options.precision
     plugins: list[Any] = []
-    if options.strategy == "sharded" and precision == "64-true":  # which Lightning refuses by name, not as a plugin
+    if options.strategy == "sharded" and precision == "64-true":  # Lightning refuses this by name, but not as a plugin
         plugins, precision = [*plugins, DoublePrecision()], None
-    elif precision == "bf16-mixed":  # Lightning takes CUDA's autocast for a device that it does not know
+    elif precision == "bf16-mixed":  # for unknown devices Lightning would use CUDA's autocast
         plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
-    strategy: Strategy = SingleDeviceStrategy(device)  # Lightning takes the CPU for a device that it does not know
+    strategy: Strategy = SingleDeviceStrategy(device)  # for unknown devices Lightning would use the CPU
     if options.strategy == "sharded":
         strategy = Sharded(options.world_size)
     elif options.strategy == "ddp" or options.world_size > 1:
@@ -432,7 +436,7 @@ def place_of(options: TrainerConfig) -> dict[str, Any]:
 
 
 def log_on_rank_zero(text: str) -> None:
-    """Log a text in the first process."""
+    """Log a text in the process of rank 0."""
     if not rank():
         log.info("%s", text)
 
@@ -440,10 +444,11 @@ def log_on_rank_zero(text: str) -> None:
 def fit(
     trainer: L.Trainer, module: TrainingModule, data: DataModule, ckpt_path: str | None = None, on_nonfinite: str = "stop"
 ) -> int | None:
-    """Train, and validate at the last step. With ``on_nonfinite=record``, return the step that was not finite.
+    """Train, and validate at the last step. With ``on_nonfinite=record``, return the first non-finite step, or None.
 
     Raises:
-        ConfigError: Lightning refuses the options. NonFiniteError: with ``on_nonfinite=stop``.
+        ConfigError: Lightning refuses the options.
+        NonFiniteError: with ``on_nonfinite=stop``, a step is not finite.
     """
     signals = next(each for each in trainer.callbacks if isinstance(each, LastCheckpoint))  # type: ignore[attr-defined]
     try:
@@ -460,26 +465,26 @@ def fit(
 
 
 _NOTICES = (
-    "overridden .on_before_batch_transfer.",  # the module checks masks there, before they are on the device; the data module has none
+    "overridden .on_before_batch_transfer.",  # the module checks masks there, before they are copied to the device
     "does not have many workers",  # one process loads faster than our models train
-    "Checkpoint directory .* exists and is not empty",  # it is the folder of the run that is resumed
-    "dataloader is not resumable",  # its batches are addressed by step, so that it is
-    "in eval mode at the start of training",  # build_network logs these parts
+    "Checkpoint directory .* exists and is not empty",  # the folder of the run that is resumed
+    "dataloader is not resumable",  # it is: batches are addressed by step
+    "in eval mode at the start of training",  # build_network logs these modules
     "isinstance.*LeafSpec.*is deprecated",  # in Lightning's own code, for every batch
     "sync_dist=True",  # metrics are already reduced over ranks
     "FSDP2-wrapped module.*view tensor",  # no block changes its output in place
-    "WeightAveraging callback with a model that overrides",  # configure_model shards; otherwise it does nothing
-    "WeightAveraging callback, but loading a checkpoint outside",  # the averaged weights are tested
+    "WeightAveraging callback with a model that overrides",  # configure_model only shards
+    "WeightAveraging callback, but loading a checkpoint outside",  # evaluation uses the averaged weights
 )
-"""Warnings of Lightning and torch that would tell a user nothing, each with the reason."""
+"""Warnings of Lightning and torch that do not help a user, each with the reason."""
 
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Hide Lightning's notices (devices found, tips, advice about workers), but not the table of its ``ModelSummary``."""
+    """A context that hides Lightning's notices (devices, tips, advice about workers), but not the table of ``ModelSummary``."""
     quiet = {
         "lightning.pytorch": logging.WARNING,
-        "lightning.pytorch.callbacks.model_summary": logging.INFO,  # its table was asked for
+        "lightning.pytorch.callbacks.model_summary": logging.INFO,  # users add this callback to see its table
         "lightning.fabric": logging.WARNING,
         "torch.distributed.tensor": logging.ERROR,
     }

@@ -1,4 +1,4 @@
-"""The targets that a checkpoint may name. They are checked before they are looked up, because a lookup imports modules, and so runs code."""
+"""The targets that a checkpoint may name. They are checked before they are looked up, because a lookup imports modules and runs code."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BUILDERS = {
     "model": frozenset([MODEL, "minitx.interop.hf_from_config"]),
     "objective": frozenset([NODES["objective"]]),
 }
-"""Parts of this package that a checkpoint may name, by the key of their node, in addition to ``data_sets()``. They run no other code."""
+"""Functions of this package that a checkpoint may name, by the key of their node, besides ``data_sets()``. They run no foreign code."""
 
-_ADVICE = "with trust=true it is built all the same, which runs its code"
+_ADVICE = "to build it anyway and run its code, set trust=true"
 
 
 @cache
 def data_sets() -> frozenset[str]:
-    """Return the data sets of this package: the targets in the files of ``configs/data``."""
+    """Return the names of the data sets of this package: the targets in ``configs/data``."""
     texts = [file.read_text(encoding="utf-8") for file in shipped_configs().joinpath("data").glob("*.yaml")]
     return frozenset(name for text in texts for name in re.findall(r"^_target_: (\S+)$", text, flags=re.MULTILINE))
 
@@ -40,20 +40,20 @@ def data_sets() -> frozenset[str]:
 def check_trusted(node: Any, key: str) -> None:
     """Raise a ConfigError if a stored node could run untrusted code.
 
-    The outermost ``_target_`` must be of the kind of its node: one of ``data_sets()`` for ``data``; for other nodes one of
-    ``BUILDERS``, or a ``torch.nn.Module``. Every other ``_target_`` in it must be a class defined in ``torch.nn`` or
-    ``torch.optim``, or one of ``OURS``. Only torch and this package are imported for the check.
+    For ``data``, the outermost ``_target_`` must be in ``data_sets()``; for other nodes, it must be in ``BUILDERS`` or be a
+    ``torch.nn.Module``. Every nested ``_target_`` must be a class defined in ``torch.nn`` or ``torch.optim``, or be in
+    ``OURS``. The check imports only torch and this package.
 
     Raises:
-        ConfigError: the node has another target.
+        ConfigError: the node contains another target.
     """
-    known = data_sets() if key == "data" else BUILDERS.get(key, frozenset())
-    if is_node(node) and (key == "data" or node["_target_"] in known):
-        if node["_target_"] not in known:
-            raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no data set of minitx; {_ADVICE}")
+    allowed = data_sets() if key == "data" else BUILDERS.get(key, frozenset())
+    if is_node(node) and (key == "data" or node["_target_"] in allowed):
+        if node["_target_"] not in allowed:
+            raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is not a data set of minitx; {_ADVICE}")
         node = {name: value for name, value in node.items() if name != "_target_"}
     elif is_node(node) and not issubclass(_trusted_class(str(node["_target_"]), key), nn.Module):
-        raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is no torch.nn.Module; {_ADVICE}")
+        raise ConfigError(f"{key}._target_={node['_target_']} in the checkpoint is not a torch.nn.Module; {_ADVICE}")
     _check_nested(node, key)
 
 
@@ -69,14 +69,16 @@ def _check_nested(node: Any, key: str) -> None:
 
 
 def _trusted_class(target: str, key: str) -> type:
-    """The class that ``target`` names, if a checkpoint may name it."""
+    """Return the class that ``target`` names, or raise a ConfigError if it is not trusted."""
     module, _, name = target.rpartition(".")
     if target in OURS:
         importlib.import_module(module)
-    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
-    if isinstance(found, type):
-        home = found.__module__
-        of_torch = home.startswith(("torch.nn.", "torch.optim.")) and getattr(sys.modules[home], found.__name__, None) is found
+    cls = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    if isinstance(cls, type):
+        defined_in = cls.__module__
+        of_torch = (
+            defined_in.startswith(("torch.nn.", "torch.optim.")) and getattr(sys.modules[defined_in], cls.__name__, None) is cls
+        )
         if of_torch or target in OURS:
-            return found
-    raise ConfigError(f"{key}._target_={target} in the checkpoint is none of the classes that a checkpoint may name; {_ADVICE}")
+            return cls
+    raise ConfigError(f"{key}._target_={target} in the checkpoint is not a trusted class; {_ADVICE}")

@@ -70,7 +70,7 @@ def test_a_grid_that_is_stopped_or_killed_goes_on_and_ends_in_the_records_of_one
         found, said = process.wait(PATIENCE), Path("log.txt").read_text()
         assert found == code, said
         assert "Traceback" not in said
-        assert code < 0 or "stopped by SIGINT; the finished runs are kept: the same command goes on" in said
+        assert code < 0 or "stopped by SIGINT; finished runs are kept: to resume, repeat the command" in said
         wait_for(lambda those=processes: not any(map(alive, those)))  # no worker outlives its grid
     assert 0 < len(read_records(LINES)) < len(whole)
     PERMITS.unlink()

@@ -39,18 +39,18 @@ def test_what_computes_a_grid_and_its_own_seed_reach_no_run_and_all_else_reaches
 
 
 @pytest.mark.parametrize(("word", "message"), [
-    ("ablation.report_only=true", r"no cells\.jsonl: run the grid first"),
+    ("ablation.report_only=true", r"no cells\.jsonl: first run the grid"),
     ("ablation.about=minitx.ablation.scalling", r"about=minitx\.ablation\.scalling cannot be imported"),
-    ("ablation.about=os", "about=os defines none of sentences, figure"),
+    ("ablation.about=os", "about=os must define at least one of sentences, figure"),
     ("ablation.about=.x", r"about=\.x cannot be imported"),
     ("ablation.studies.recall.factors.head_dim.128=['model.num_headz=2']", r"recall, arm \w+, head_dim 128, lr [\d.]+: .*num_headz"),
-    ("ablation.studies.recall.solved.window=21", r"recall\.solved\.window=21 is longer than its runs, of 20 steps"),
-    ("ablation.arms.unscaled=['model.scale=unscaled','trainer.max_steps=9']", r"solved\.window=16 is longer than its runs, of 9 steps"),
+    ("ablation.studies.recall.solved.window=21", r"recall\.solved\.window=21 is longer than its runs of 20 steps"),
+    ("ablation.arms.unscaled=['model.scale=unscaled','trainer.max_steps=9']", r"solved\.window=16 is longer than its runs of 9 steps"),
     ("ablation.arms.unscaled=['trainer.threads=2']", r"arm unscaled and the command line or the lab itself both set trainer\.threads"),
-    ("ablation.studies.sgd.threshold.window=11", r"sgd\.threshold\.window=11 is longer than its runs, of 10 steps"),
+    ("ablation.studies.sgd.threshold.window=11", r"sgd\.threshold\.window=11 is longer than its runs of 10 steps"),
     ("ablation.studies.recall.solved.value=90", r"recall\.solved\.value=90 must lie in \(0, 1\]"),
     ("+ablation.studies.text={base:['trainer.max_steps=500'],arms:[unscaled],scores:[loss],measures:[loss_at_9]}",
-     r"text\.measures=\['loss_at_9'\]: no callback"),
+     r"text\.measures=\['loss_at_9'\] are not measured"),
     ("ablation.studies.recall.base=[]", r"ablation\.studies\.recall\.base must set trainer\.max_steps"),
 ])  # fmt: skip
 def test_a_grid_that_cannot_be_run_or_shown_makes_no_folder(tmp_path, word, message):
@@ -73,5 +73,5 @@ def test_a_report_alone_is_about_the_grid_as_it_is_now_and_says_what_it_was_befo
     assert all(run.result["now"] for run in changed) and not caplog.messages
     write(before)
     ablate.stored_records(now, path)
-    counted = f"{len(changed)} of {len(now)} runs have other overrides than the grid has now"
+    counted = f"{len(changed)} of {len(now)} runs have other overrides than the current grid"
     assert caplog.messages == [f"{counted}; the first: {changed[0]}"]

@@ -109,7 +109,7 @@ def test_a_run_whose_last_update_broke_it_is_not_finite(run):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ([callback("Measures", lengths=[17])], "lengths: 17 is beyond model.max_len=16 of position=learned"),
+    ([callback("Measures", lengths=[17])], "lengths=17 exceeds model.max_len=16, the limit of position=learned"),
     ([callback("Measures", attention=True), "model.position=alibi"], "the model has alibi"),
     ([callback("Measures", lengths=[5]), "data=kv_lookup", "model.position=none"], "a language model of text"),
 ])  # fmt: skip

@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pretended_runs import act, alive, run
 
 from minitx.ablation.design import AblationConfig, StudyConfig
 from minitx.ablation.execution import LocalPool, SlurmPool
+from minitx.ablation.grid import cells
+from minitx.cli import ablate
 from minitx.config import ConfigError
 from tests.waiting import PATIENCE, wait_for
 
@@ -36,6 +39,29 @@ def test_each_worker_lives_for_the_whole_grid_and_sees_one_device_before_torch_i
     assert sorted(gpu for _, gpu in seen) == ["0", "1", "MIG-5"]  # and a worker keeps its own
     assert not any(result["torch"] or result["pid"] == os.getpid() for result in found.values())
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "not this"
+
+
+VISIBLE = {
+    (0, None): [],
+    (0, ""): [],
+    (2, None): ["0", "1"],
+    (2, "3, 1"): ["3", "1"],
+    (1, "5,-1,6"): ["5"],
+    (1, "MIG-7"): ["MIG-7"],
+}
+
+
+@pytest.mark.parametrize(("count", "visible"), VISIBLE)
+def test_the_gpus_of_workers_are_those_that_this_process_may_use(count, visible):
+    assert ablate.visible_gpus(count, visible) == VISIBLE[count, visible]
+
+
+def test_a_grid_has_gpus_if_one_of_its_studies_takes_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for accelerators, found in {("auto",): ["0", "1"], ("cpu", "gpu"): ["0", "1"], ("cpu",): [], ("mps",): []}.items():
+        studies = {name: StudyConfig(base=(f"trainer.accelerator={name}",), arms=("a",)) for name in accelerators}
+        assert ablate.gpus(cells(AblationConfig(arms={"a": ()}, studies=studies))) == found
 
 
 def test_a_worker_that_dies_costs_its_own_run_alone_and_its_successor_sees_the_same_device(tmp_path):

@@ -82,7 +82,7 @@ def test_a_run_fails_at_the_first_window_below_its_accuracy_or_above_the_loss_of
 
 def test_accuracy_that_nobody_counts_is_refused(monkeypatch):
     monkeypatch.setattr(thresholds, "step_means", lambda *_: {"train_loss": 1.0})
-    with pytest.raises(ConfigError, match="counts no right answers"):
+    with pytest.raises(ConfigError, match="does not count correct answers"):
         Watch(ThresholdConfig(first={"arm": 1.0}), math.nan).on_step(None, None, 1, None)
 
 

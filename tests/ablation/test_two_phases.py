@@ -84,7 +84,7 @@ def test_a_second_phase_trains_the_hand_made_fold_as_plain_torch_on_new_batches(
 def test_a_second_phase_that_does_not_begin_as_the_same_function_is_refused(tmp_path, first):
     trained(tmp_path / "other", "trainer.ckpt_every=100000", "seed=4", steps=1)
     words = [f"init_from.path={tmp_path / 'other' / 'checkpoints' / 'last.ckpt'}", *from_start(first)[1:]]
-    with pytest.raises(ConfigError, match=r"the outputs differ from the model's at .*last\.ckpt by"):
+    with pytest.raises(ConfigError, match=r"the outputs differ from the outputs of .*last\.ckpt by"):
         trained(tmp_path / "run", *words, steps=2)
 
 
@@ -128,7 +128,7 @@ def test_a_stored_command_gives_the_bits_of_a_used_process_in_a_new_one(tmp_path
 
 
 @pytest.mark.parametrize(("study", "words", "message"), [
-    ("first", ("trainer.ckpt_every=0",), "ablation.studies.first: other runs start from its weights, so trainer.ckpt_every"),
+    ("first", ("trainer.ckpt_every=0",), "ablation.studies.first: trainer.ckpt_every must not be 0, because other runs start from its weights"),
     ("second", ("trainer.devices=2", "trainer.strategy=ddp"), "ablation.studies.second: a run of a grid uses one device"),
     ("second", ("model.num_heads=5",), "ablation.studies.second, arm unscaled: .*num_heads=5"),
 ])  # fmt: skip

@@ -300,7 +300,7 @@ def test_a_model_with_pictures_records_their_blocks_and_the_lens_reads_those_of_
 def test_a_snapshot_of_a_model_with_pictures_has_the_layers_of_the_text_and_says_so(name):
     model, inputs = with_pictures(name)
     adopt_hf(model, check=inputs)
-    with pytest.warns(UserWarning, match=r"read other tokens than input_ids, such as pictures, and are left out"):
+    with pytest.warns(UserWarning, match=r"read other tokens than input_ids, such as images, and are left out"):
         snapshot = take_snapshot(model, inputs, layers=[0, 2, 3])
     assert [(layer.name.split(".")[1], layer.weights.shape) for layer in snapshot.maps] == [
         ("language_model", (2, 4, 8, 8))

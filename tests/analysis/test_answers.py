@@ -70,7 +70,7 @@ def test_without_a_head_the_answers_are_those_of_the_model_whose_head_gives_zero
                 logs = model(IDS).log_softmax(-1)
             assert rows[0][0].loss == pytest.approx(-logs[0, 1, 3].item(), rel=1e-5)
             assert math.isclose(rows[1][0].top[0][1], logs[1, 0].max().exp().item(), rel_tol=1e-5)
-    with pytest.raises(ValueError, match="gives no logits over 12 answers"):
+    with pytest.raises(ValueError, match="returns no logits over 12 answers"):
         answers_without_heads(model, {"input_ids": IDS}, Asked("input_ids", ASKED.rows, 12, str))
     model.register_forward_pre_hook(lambda _, args, given: (args, {"input_ids": given["input_ids"]}), with_kwargs=True)
     elsewhere = {

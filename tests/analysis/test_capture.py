@@ -63,8 +63,8 @@ def test_nothing_stays_on_the_modules_and_every_call_is_recorded_once():
     ({"attention": "linear"}, {}, "weights .LinearAttention: it computes no weights over keys.* what='heads'"),
     ({"attention": "additive"}, {"what": "weights"}, "need_weights=True returns them"),
     ({}, {"layers": ["cross"]}, "layers: 'cross' is none of"),
-    ({}, {"heads": [3]}, "must be some of 0 to 2"),
-    ({}, {"what": "residual", "heads": [1]}, r"heads=\[1\] has no meaning for residual"),
+    ({}, {"heads": [3]}, "must be numbers from 0 to 2"),
+    ({}, {"what": "residual", "heads": [1]}, r"heads=\[1\] has no effect with what='residual'"),
 ])  # fmt: skip
 def test_what_is_not_there_is_refused_and_the_hooks_are_gone(model, options, message):
     model = torch.nn.Linear(2, 2) if model is None else model_of(**model)

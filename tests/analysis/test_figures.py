@@ -94,7 +94,7 @@ def test_equal_colours_are_equal_weights_in_every_figure_and_the_legend_says_wha
     assert [bool(figure.legends) for figure in figures] == [True, True, False, False, True, False]
 
 
-@pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
+@pytest.mark.filterwarnings("ignore:matplotlib has no font")  # of the machine
 def test_one_head_has_its_tokens_on_both_axes_and_its_weights_in_the_cells(translation):
     source, target = ["天", "", "incomprehensible", "\t", *"efg"], ["to", " be", "\n", *"de"]
     texts = {"input_ids": [source] * 2, "decoder_input_ids": [target] * 2}
@@ -138,7 +138,7 @@ def test_the_named_tokens_of_a_sentence_of_any_length_do_not_overlap(count):
     assert (ax.get_xlabel() == "key") == (len(boxes) == count)
 
 
-@pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
+@pytest.mark.filterwarnings("ignore:matplotlib has no font")  # of the machine
 @pytest.mark.parametrize("only", [None, "only_dejavu"])
 def test_tokens_of_any_script_are_drawn_without_a_warning_of_matplotlib(only, request):
     if only:
@@ -199,13 +199,13 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(snapshot):
     for call, sentence in (
         (lambda: head_heatmap(snapshot, 2, 0), r"2 is none of the 2 layers 0 \(blocks"),
         (lambda: head_heatmap(snapshot, 0, 3), "head=3 must be one of 0 to 2"),
-        (lambda: heatmap_grid(snapshot, row=-1), "row=-1 must be one of the batch's 0 to 1"),
+        (lambda: heatmap_grid(snapshot, row=-1), "row=-1 must be one of the rows 0 to 1 of the batch"),
         (lambda: heatmap_grid(replace(snapshot, maps=(replace(first, weights=no_number),))), "not finite in head 0"),
         (lambda: saturation_over_steps([{"step": 4, "layers": [{"entropy": 1.0}]}]), "have no .*saturation_90"),
         (lambda: heatmap(torch.ones(2, 3, 4, 4) / 4), r"\(2, 3, 4, 4\): weights\[0, 0\] is row 0 of the batch, head 0"),
         (lambda: heatmap(torch.ones(3, 4, 4) / 4), r"weights\[0\] is the first head"),
         (lambda: heatmap([0.5, 0.5]), r"got \(2,\): one row is \[weights\]"),
-        (lambda: heatmap([[0.5, -2.5]]), r"got -2.5 to 0.5: of scores, take softmax\(-1\)"),
+        (lambda: heatmap([[0.5, -2.5]]), r"got -2.5 to 0.5: apply softmax\(-1\)"),
         (lambda: heatmap([[0.5], [0.5, 0.5]]), "nested lists of equal length"),
         (lambda: heatmap([[0.5, 0.5], [math.nan, math.nan]]), "not finite in row 1, .* fill its row with 0"),
         (lambda: heatmap([[0.5, 0.5]], "two words"), "is one text; give a list"),

@@ -19,7 +19,7 @@ from minitx.analysis.film import BAD, GOOD, _measures, _Pane, write_film
 from minitx.analysis.snapshot import Tally
 from minitx.analysis.viewer import Trace
 
-pytestmark = pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
+pytestmark = pytest.mark.filterwarnings("ignore:matplotlib has no font")  # of the machine
 
 
 def recorded(seed, step, is_right, **options):
@@ -97,9 +97,9 @@ def test_what_no_film_can_be_made_of_is_refused_and_writes_nothing(tmp_path):
     two = [recorded(5, step, True, kinds=("self", "self")) for step in (1, 2)]
     for name, traces, options, message in (
         ("film.mp4", TRACES, {}, "must end in .gif, .png, .webp"),
-        ("film.gif", [Trace("a", [one])], {}, "two steps at least, got 1: record them with callbacks=film"),
-        ("film.gif", [Trace("a", two)], {}, "shows one layer, and there are 2: blocks.0.self.core, blocks.1.self.core"),
-        ("film.gif", [TRACES[0], Trace("b", two)], {}, "shows one layer, and there are 2: blocks.0.self.core"),
+        ("film.gif", [Trace("a", [one])], {}, "at least two steps, got 1: record them with callbacks=film"),
+        ("film.gif", [Trace("a", two)], {}, "shows one layer, got 2: blocks.0.self.core, blocks.1.self.core"),
+        ("film.gif", [TRACES[0], Trace("b", two)], {}, "shows one layer, got 2: blocks.0.self.core"),
         ("film.gif", [TRACES[0], Trace("b", [recorded(1, 0, True, H=1)])], {"head": 1}, "head=1 must be one of 0 to 0"),
         ("film.gif", TRACES, {"head": 3}, "head=3 must be one of 0 to 2 of blocks.0.self.core"),
         ("film.gif", [torn], {}, "a has weights at step 4 that are not finite"),

@@ -110,10 +110,10 @@ def test_a_recomputed_call_that_cannot_be_told_apart_is_refused():
     ("residual", 0.0, {"positions": 9}, r"positions=\[9\] must be"),
     ("heads", torch.zeros(7), {}, "must fit the shape"),
     ("heads", {"blocks.0.attention.core": [torch.zeros(2, 3, 4, 4)]}, {}, "record"),
-    ("heads", {}, {}, "records hold none"),
-    ("weights", Seen(["blocks.0.attention.core"], "scores"), {}, "what='weights' is replaced by records of 'scores'"),
+    ("heads", {}, {}, "records have none"),
+    ("weights", Seen(["blocks.0.attention.core"], "scores"), {}, "what='weights' cannot be replaced by records of 'scores'"),
     ("heads", lambda heads: None, {}, "must return a tensor, got NoneType"),
-    ("heads", 0.0, {"positions": [True, False]}, r"positions=\[True, False\] must be some of"),
+    ("heads", 0.0, {"positions": [True, False]}, r"positions=\[True, False\] must be numbers from 0"),
     ("heads", 0.0, {"layers": []}, r"layers=\[\]"),
 ])  # fmt: skip
 def test_what_cannot_be_changed_is_refused_with_its_name(what, to, options, said):

@@ -117,7 +117,7 @@ def test_a_file_gives_the_snapshot_back_to_half_precision(tmp_path):
 
 
 def test_what_is_no_snapshot_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no snapshots of attention; train with callbacks\.probe\.weights_every"):
+    with pytest.raises(ValueError, match=r"has no snapshots of attention: train with callbacks\.probe\.weights_every"):
         read_snapshots(tmp_path)
     with pytest.raises(ValueError, match=r"inputs must be a tensor, such as ids .*, got list"):
         take_snapshot(model_of(), [[1, 2, 3]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -140,8 +140,14 @@ def translation_in_pieces():
     return model, lambda: model(source, TEXT), pieces, torch.ones(2, 8, dtype=torch.bool)
 
 
+@cache
+def adopted_once(name):
+    """An adopted model, which nothing that looks at it changes."""
+    return adopt_hf(build(name).double())
+
+
 def adopted_in_pieces(name):
-    model = adopt_hf(build(name).double())
+    model = adopted_once(name)
     if name == "T5":
         known = {"input_ids": TEXT[:, :6], "past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}
         whole = lambda: model(input_ids=TEXT[:, :6], decoder_input_ids=TEXT).logits  # noqa: E731
@@ -222,7 +228,7 @@ def test_positions_of_a_call_that_continues_a_text_are_counted_from_its_start():
         assert seen["blocks.1"][0][0, :, 0].tolist() == [2.0, 1.0]
         with pytest.raises(ValueError, match="has no end yet"), intervene(model, "residual", 0.0, positions=-1):
             model(TEXT[:, 7:], cache=cache)
-        held = pytest.warns(UserWarning, match="a cache held them before the context was open")
+        held = pytest.warns(UserWarning, match="they were in a cache before the context was open")
         with held, intervene(model, "residual", 0.0, positions=[2]):
             model(TEXT[:, 7:], cache=cache)
 

@@ -148,7 +148,7 @@ def test_what_cannot_be_shown_together_is_refused():
     other_tokens = [random_snapshot(1, tokens={"input_ids": [[*SOURCE[:-1], "x"]]})]
     for call, message in (
         (lambda: viewer_page([Trace("a", one)] * 3), "one model, or two to compare, got 3"),
-        (lambda: viewer_page([Trace("a", [random_snapshot(1, 5)] * 2)]), r"steps that rise .*, got \[5, 5\]"),
+        (lambda: viewer_page([Trace("a", [random_snapshot(1, 5)] * 2)]), r"increasing steps, got \[5, 5\]"),
         (lambda: viewer_page([Trace("a", one), Trace("b", [random_snapshot(1, H=2)])]), "'b' has other layers"),
         (
             lambda: viewer_page([Trace("a", one), Trace("b", other_tokens)]),
@@ -159,7 +159,7 @@ def test_what_cannot_be_shown_together_is_refused():
         (lambda: view(model_of()), "needs inputs"),
         (lambda: view(torch.ones(2, 2), torch.tensor([1, 2])), "is a Tensor, and only a module takes inputs; .*tokens="),
         (lambda: view(torch.ones(3)), r"weights must be \(B, H, L, S\), .*, got \(3,\)"),
-        (lambda: view(torch.tensor([[0.3, -2.0]])), r"between 0 and 1, got -2 to 0\.3: of scores, take softmax"),
+        (lambda: view(torch.tensor([[0.3, -2.0]])), r"between 0 and 1, got -2 to 0\.3: apply softmax"),
         (lambda: view(torch.ones(2, 2), knock_out=True), "knock_out=True needs a model, and model is a Tensor"),
         (lambda: view(encoder_of(), torch.tensor([1, 2]), knock_out=True), "gives no answer on this input"),
         (lambda: view("model.ckpt"), r"view takes a model, .*, got 'model.ckpt' \(str\)"),

@@ -89,7 +89,7 @@ def test_the_witness_is_true():
     model = gpt("causal mask one too wide").eval()
     (finding,) = check_model(model, only="causality").findings
     assert "the first module that moves is blocks.0.attn (Attention)" in finding.witness
-    assert "tril(diagonal=S - L), with no 1 more" in finding.advice
+    assert "tril(diagonal=S - L) without an extra 1" in finding.advice
     words = finding.witness.split()
     changed, moved = int(words[2]), int(words[8])
     assert changed == moved + 1

@@ -58,9 +58,9 @@ def test_twins_differ_from_their_rows_at_each_place_that_must_not_show_and_nowhe
     assert torch.equal(twins.still, ROWS["key_mask"] & (torch.arange(11) < 5))
     assert all(row.item() in rows[index] for index in range(2) for row in others[index])
     assert torch.equal(twins.inputs["key_mask"], ROWS["key_mask"].repeat(2, 1))
-    with pytest.raises(ValueError, match="one token only"):
+    with pytest.raises(ValueError, match="only one distinct token"):
         later_tokens({"input_ids": torch.ones(2, 7, dtype=torch.long)})
-    with pytest.raises(ValueError, match="not all the 2 rows"):
+    with pytest.raises(ValueError, match="every tensor must have the 2 rows"):
         later_tokens(ROWS | {"pixel_values": torch.zeros(5, 3)})
 
 

@@ -148,7 +148,7 @@ def test_a_folder_of_ours_is_one_to_start_from_too(cli, assert_refused, theirs, 
     torch.testing.assert_close(model.head.weight, ours.head.weight)
     assert again.encode("Word").tolist() == tokenizer.encode("Word").tolist()
     for change in ("+init_from.overrides.n_head=2", "init_from.ignore=[a]"):
-        assert_named(cli(*finetune("ours", STILL, change)), "are for a Hugging Face folder")
+        assert_named(cli(*finetune("ours", STILL, change)), "are only for a Hugging Face folder")
     for text in ("{nope", "[]"):
         (place / "ours" / "config.json").write_text(text, encoding="utf-8")
         assert_named(cli(*finetune("ours", STILL)), "config.json")
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_a_model_of_ones_own_is_one_to_start_from(cli, place, mo
     [
         (["init_from.path=gone"], "init_from.path=gone"),
         (["model.ffn_dim=13"], "blocks.0.feedforward.up_proj.weight"),
-        (["model.scale=unscaled"], "another scale is another function, unless init_from.fold_scale=true"),
+        (["model.scale=unscaled"], "or set init_from.fold_scale=true"),
         (["init_from.path=mute"], "data.tokenizer=char would be a new tokenizer"),
     ],
 )

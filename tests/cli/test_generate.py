@@ -147,7 +147,7 @@ def test_a_prompt_of_a_chat_is_a_message_in_the_template_of_the_run(cli, place, 
         for said, text in zip(written_by.values(), (asked, prompt), strict=True):
             assert said.out == answer_of(last, text, max_new_tokens=7)
         assert (
-            written_by[""].err.startswith("a prompt is a user's message in the chat template")
+            written_by[""].err.startswith("prompts are user messages in the chat template")
             and written_by[""].err.count("\n") == 1
         )
         assert written_by["template=false"].err == ""
@@ -166,7 +166,7 @@ def answer_of(last, text, **options):
 def test_a_template_that_refuses_a_prompt_is_named_with_what_leaves_it_out(assert_refused, cli, place):
     refuses = "{% if messages | length < 2 %}{{ raise_exception('too short') }}{% endif %}" + TEMPLATE.replace("\n", "")
     last = chats(place, f'data.template="{refuses}"')
-    assert_refused("template=false leaves the template out", last, "prompt=God", program="generate")
+    assert_refused("template=false ignores the template", last, "prompt=God", program="generate")
     assert cli(last, "prompt=God", "template=false", program="generate").code == 0
 
 

@@ -190,7 +190,7 @@ def test_from_python_the_same_with_objects_which_the_programs_ask_for(cli, proje
     assert isinstance(load_model(path, model=own.Net())[0], own.Net)
     for given, asked in (([], "data"), (["data._target_=own.load_task"], "objective")):
         said = cli(LAST, "trust=true", *given, program="evaluate")
-        assert_named(said, f"{asked} given from Python")
+        assert_named(said, f"{asked} passed from Python")
         assert f"{asked}._target_=" in said.err
     assert "data has no _target_" in cli(LAST, "trust=true", "data.path=x", program="evaluate").err  # one of ours
     parts = "data._target_=own.load_task", "objective._target_=own.Focal"
@@ -205,7 +205,7 @@ def test_from_python_a_run_is_not_replaced_but_goes_on(project, monkeypatch):
     train(config, "run", model=own.Net(), objective=own.Focal())  # on the data of the config
     assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["minitx"]["config"]["data"] == config.data.plain()
     before = losses("run")
-    with pytest.raises(ConfigError, match=r"^output_dir=run holds a run already; continue it with ckpt_path=last"):
+    with pytest.raises(ConfigError, match=r"^output_dir=run already contains a run: resume it with ckpt_path=last"):
         train(config, "run", model=own.Net(), objective=own.Focal())
     assert losses("run") == before
     longer = dataclasses.replace(config, ckpt_path="last", trainer=dataclasses.replace(config.trainer, max_steps=3))
@@ -266,10 +266,10 @@ def test_a_project_in_the_shape_of_the_template_moves_over_with_one_yaml_file(cl
     assert "tags:\n- digits\n" in (place / "run" / "config.yaml").read_text()
     assert cli(*words, "trainer.max_epochs=3", "ckpt_path=last").code == 0
     assert json.loads((place / "run" / "result.json").read_text())["steps"] == 61
-    assert_named(cli(*arguments("digits", "+data.num_workers=0")), "+data.num_workers=0 does not apply to DigitsDataModule")
+    assert_named(cli(*arguments("digits", "+data.num_workers=0")), "+data.num_workers=0 has no effect: DigitsDataModule")
     assert cli(*words[:-1], "debug=one_step", "evaluation.test=best", "data.batch_size=5", "output_dir=one").code == 0
     found = cli(*words[:-1], "trainer.max_epochs=1", "trainer.monitor=nothing", "evaluation.test=best", "output_dir=none")
-    assert_named(found, "trainer.monitor=nothing is not logged, and the schedule needs it; there are train_loss")
+    assert_named(found, "trainer.monitor=nothing is not logged, but the schedule needs it; logged are: train_loss")
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     swept = cli("-m", *words[:-1], "trainer.max_epochs=1", "optimized_metric=val/none", "hydra.sweep.dir=sweep")
-    assert swept.code == 2 and "optimized_metric=val/none is not logged; there are train_loss" in swept.err
+    assert swept.code == 2 and "optimized_metric=val/none is not logged; logged are: train_loss" in swept.err

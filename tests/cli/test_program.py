@@ -146,7 +146,7 @@ def test_grids_of_one_sweep_have_a_folder_each(cli, place, monkeypatch):
     monkeypatch.setattr(run, lambda grid, folder, *_: seen.append(folder.relative_to(place).as_posix()))
     words = ("-m", "experiment=scaling_ablation", "ablation=smoke", "model.num_heads=1,2")
     said = cli(*words)
-    assert said.code == 2 and "is the folder of another grid of this sweep" in said.err
+    assert said.code == 2 and "is already the folder of another grid of this sweep" in said.err
     assert cli(*words, "output_dir=g${hydra:job.num}").code == 0
     assert cli("experiment=scaling_ablation", "ablation=real", "model.path=folder", "output_dir=g2").code == 0  # for model=hf
     assert seen == ["runs/scaling_ablation/smoke", "g0", "g1", "g2"]
@@ -260,5 +260,5 @@ def test_a_plan_of_64_processes_is_printed_and_leaves_no_folder(cli, place, capl
 
 def test_a_plan_is_of_one_run_and_not_of_a_sweep(cli, place):
     said = cli(*TINY, "-m", "seed=0,1", "trainer.plan=true")
-    assert said.code == 2 and "trainer.plan=true shows one run: leave out -m" in said.out + said.err
+    assert said.code == 2 and "trainer.plan=true is for single runs: remove -m" in said.out + said.err
     assert list(place.iterdir()) == []

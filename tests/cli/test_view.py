@@ -165,7 +165,7 @@ def test_a_run_that_recorded_its_attention_needs_no_text_and_has_its_answers_and
     assert re.fullmatch(r"3 steps\nfilm\.webp  0\.\d\d MB\n", said)
     with Image.open(place / "film.webp") as film:
         assert film.n_frames == 3
-    assert_refused("shows one layer, and there are 2", run, "output=film.gif", program="view")
+    assert_refused("shows one layer, got 2", run, "output=film.gif", program="view")
     assert_refused("head=2 is for a film", run, "head=2", program="view")
     assert_refused("without text= or a checkpoint file", f"ckpt_path={runs / 'text'}", program="view")
 
@@ -283,7 +283,7 @@ def test_a_name_in_the_cache_of_the_hub_is_a_folder_too(data, folders, tmp_path,
     ("config.json", "model=. text=a"),
     ("no tokenizer", "model=untold text=a"),
     ("AttentionInterface", "model=falcon text=a"),
-    ("reads 31 at most", f"model=llama text={'a' * 37}"),
+    ("reads at most 31", f"model=llama text={'a' * 37}"),
     ("text is empty", "model=llama text="),
     ("text is missing", "model=llama"),
     ("model", "model=llama ckpt_path=last.ckpt text=a"),

@@ -288,7 +288,7 @@ CALLS = [{"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
 
 
 @pytest.mark.parametrize(
-    ("row", "key", "said"), [*((*row, "") for row in ROWS), ({"messages": CALLS}, "messages_column", "content of null")]
+    ("row", "key", "said"), [*((*row, "") for row in ROWS), ({"messages": CALLS}, "messages_column", "replace null")]
 )
 def test_rows_that_are_no_conversations_are_refused(write_text, row, key, said):
     path = write_text("\n".join([json.dumps(row)] * 5), "a.jsonl")
@@ -301,7 +301,7 @@ def test_tools_that_a_template_reads_are_refused_because_it_does_not_get_them(wr
     rows = [json.dumps({"messages": says, "tools": '[{"name": "sum"}]'})] * 8
     options = {"path": write_text("\n".join(rows), "tools.jsonl"), "tokenizer": "char"}
     chat(**options)
-    with pytest.raises(ConfigError, match="has a column tools, but the template gets no tools"):
+    with pytest.raises(ConfigError, match="has a column tools, but tools are not passed to the template"):
         chat(**options, template="{% if tools %}{{ tools }}{% endif %}" + TEMPLATE)
 
 

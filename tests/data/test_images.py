@@ -79,7 +79,7 @@ def test_colours_that_a_grey_first_picture_takes_from_the_others_are_said_to_be_
     task = images(path=str(image_folder), val_path=str(image_folder))
     batch_of(as_split(task, "train"))
     assert task.model_fields["num_channels"] == 1
-    assert caplog.text.count("the first image is grey, so those with colours become grey, too") == 1
+    assert caplog.text.count("the first image is grey, so images with colours become grey, too") == 1
 
 
 def test_a_table_of_images_with_a_split_of_its_own_is_read(tmp_path, offline_datasets):

@@ -218,7 +218,7 @@ def test_lengths_that_differ_in_a_later_batch_alone_are_refused_there_in_one_sen
     loader = DataModule(Task(name="mine", train=rows, val=rows), batch_size=2, num_workers=num_workers).val_dataloader()
     batches = iter(loader)
     assert [next(batches)["src"].shape for _ in range(2)] == [(2, 2)] * 2
-    with pytest.raises(ConfigError, match=r"^mine: rows have 1 to 2 values of src, and nothing says how to pad them: [^\n]*$"):
+    with pytest.raises(ConfigError, match=r"^mine: rows have 1 to 2 values of src, but no padding value is known: [^\n]*$"):
         next(batches)
 
 

@@ -68,7 +68,6 @@ COMPOSED = {
 
 ELSEWHERE = {
     "docs/examples.md": "tests/examples/test_each_example.py",
-    "docs/dev/looking_records.md": "tests/docs/test_looking_page.py",
     "docs/looking.md": "tests/docs/test_looking_page.py",
     "CONTRIBUTING.md": "tests/docs/test_recipes.py",
 }

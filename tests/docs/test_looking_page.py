@@ -1,19 +1,19 @@
 """The Python of the page on looking runs, and makes the pictures of attention that it shows."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 from page_blocks import ROOT, blocks, read
 
 PAGE = "docs/looking.md"
-RECORD = "docs/dev/looking_records.md"
 ABSENT = ("bertviz", "circuitsvis")  # no dependency of ours: their calls are only parsed
 PYTHON = [block.text for block in blocks(PAGE, "python")]
 SHOWN = sorted(re.findall(r"\]\(figures/(\w+\.png)\)", read(PAGE)))
 
 
-@pytest.mark.filterwarnings("ignore:matplotlib knows no font")  # of the machine
+@pytest.mark.filterwarnings("ignore:matplotlib has no font")  # of the machine
 @pytest.mark.slow
 def test_the_code_on_the_page_makes_every_picture_that_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
@@ -29,10 +29,8 @@ def test_the_code_on_the_page_makes_every_picture_that_the_page_shows(tmp_path: 
 
 @pytest.mark.slow
 def test_the_program_of_the_record_says_what_each_head_carries():
-    names: dict[str, object] = {}
-    for block in blocks(RECORD, "python"):
-        exec(compile(re.sub(r"STEPS = \d+", "STEPS = 10", block.text), RECORD, "exec"), names)
-    assert names["effects"].mean.shape == (2, 2)
+    names = runpy.run_path(str(ROOT / "tests" / "tools" / "patched_heads.py"))
+    assert names["effects"](10).mean.shape == (2, 2)
 
 
 def test_the_pictures_are_there_and_small():

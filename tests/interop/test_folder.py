@@ -262,7 +262,7 @@ STRICT = [
     ("gpt2", "lm_head.weight", torch.ones(61, 40), ["lm_head.weight", "wte.weight", "ties"]),
     ("gpt2", "wte.weight", torch.ones(61, 40), ["wte.weight", "twice"]),
     ("gpt2", "transformer.h.0.attn.c_attn.weight", torch.ones(120, 40), ["c_attn.weight", "(120, 40)", "(40, 120)"]),
-    ("gpt2", "transformer.ln_f.bias", torch.ones(40, dtype=torch.int), ["ln_f.bias holds torch.int32"]),
+    ("gpt2", "transformer.ln_f.bias", torch.ones(40, dtype=torch.int), ["ln_f.bias has dtype torch.int32"]),
 ]
 
 

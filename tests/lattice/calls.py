@@ -3,6 +3,7 @@
     python tests/lattice/calls.py                                 # the points of today's seed
     python tests/lattice/calls.py 'backend=sdpa mask=empty'       # one point
     DEVICE=cuda python tests/lattice/calls.py                     # the calls on a GPU, the judges on the CPU
+    DEVICE=pretend python tests/lattice/calls.py                  # the calls on the pretended accelerator, tests/pretend.py
 
 The judge is ``naive_attention`` in float64, and identities where there are some. The loops get each mask as the tensor that the mask
 itself makes, so they cannot judge a mask: ``tests/nn/test_masks.py`` does. The errors that are allowed are measured in the loops at
@@ -38,6 +39,7 @@ from minitx.check.reference import gradient_sizes, naive_attention, tolerance
 from minitx.nn import backends
 from minitx.nn.backends import chunked, flex
 from minitx.nn.bias import as_bias, tensors_of
+from tests import pretend
 from tests.lattice.engine import Lattice, Oracle, Point, Refusal, Where, run
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -56,6 +58,8 @@ SCALES = {"default": None, "0": 0.0, "-.5": -0.5, "9": 9.0}
 SOFTCAPS = {"off": None, "1.5": 1.5}
 DEVICE = os.environ.get("DEVICE", "cpu")
 """The device of the calls. What a call gets is moved there, and what it returns is moved back."""
+if DEVICE == pretend.NAME:
+    pretend.register()
 WIDTH = 8 if DEVICE == "cpu" else 16  # of FlexAttention's kernel on CUDA the smallest
 WIDTHS = {"same": WIDTH, "wide_values": WIDTH + 3}
 NOT_IN_MINITX = "lowered"
@@ -186,6 +190,8 @@ def there(given: Any) -> Any:
     """A tensor or a rule on the device of the calls."""
     if DEVICE == "cpu" or given is None:
         return given
+    if isinstance(given, torch.nn.Module):  # a bias with a parameter
+        given = as_bias(given)
     return copy.deepcopy(given, {id(tensor): tensor.to(DEVICE) for tensor in tensors_of(given)})
 
 
@@ -299,6 +305,9 @@ class Call:
                 self.leaves[name].detach().add_(moved[name])
         for leaf in self.leaves.values():
             leaf.requires_grad_(self.backend != NOT_IN_MINITX)
+        # before the surroundings, as a user's are
+        self.options = {"scale": self.scale, "softcap": self.softcap, "attn_mask": there(self.mask)}
+        self.options |= {"attn_bias": there(self.bias), "sinks": there(self.leaves.get("sinks"))}
         shape = self.B, self.H, self.L, WIDTHS[point["width"]]
         self.cotangent = torch.randn(shape, generator=torch.Generator().manual_seed(12), dtype=torch.float64)
 
@@ -363,11 +372,12 @@ class Call:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None, weights: bool = False) -> Any:
         result = mx.scaled_dot_product_attention(
-            *(self.placed(query, key, value)),
-            *(there(self.mask), self.dropout, self.is_causal),
+            *self.placed(query, key, value),
+            dropout_p=self.dropout,
+            is_causal=self.is_causal,
             need_weights=weights,
             backend=backend or self.backend,
-            **self.options(),
+            **self.options,
         )
         return tuple(each.cpu() for each in result) if weights else result.cpu()
 
@@ -376,10 +386,6 @@ class Call:
         if DEVICE == "cpu":
             return [*inputs]
         return [there(x) if self.point["layout"] == "expanded" else self.laid_out(there(x)) for x in inputs]
-
-    def options(self) -> dict[str, Any]:
-        given = {"attn_bias": there(self.bias), "sinks": there(self.leaves.get("sinks"))}
-        return {"scale": self.scale, "softcap": self.softcap, **given}
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -514,11 +520,13 @@ def the_output_is_weights_times_values(call: Call) -> None:
 
 
 def generator_state() -> Tensor:
-    return torch.get_rng_state() if DEVICE == "cpu" else torch.get_device_module(DEVICE).get_rng_state()
+    """The state of the host's generator, which seeds the dropout of ``chunked``, and of the device's."""
+    on_host = torch.get_rng_state()
+    return on_host if DEVICE == "cpu" else torch.cat([on_host, torch.get_device_module(DEVICE).get_rng_state()])
 
 
 def a_call_writes_nothing_and_draws_nothing(call: Call) -> None:
-    given = [*call.leaves.values(), *bias_tensors(call.bias), *tensors_of(call.mask)]
+    given = [*call.leaves.values(), *tensors_of(tuple(call.options.values()))]
     before, state = [tensor.detach().clone() for tensor in given], generator_state()
     output = AROUND[call.around](call, call.attend, call.inputs)
     if output.requires_grad:
@@ -627,7 +635,7 @@ class KernelNames(TorchDispatchMode):
 
 def an_explanation_is_what_happens(call: Call) -> None:
     """Of each backend: whether it can. Of the one that runs: that it runs, and whether with torch's fused kernel."""
-    options = {**call.options(), "attn_mask": there(call.mask), "dropout_p": call.dropout, "is_causal": call.is_causal}
+    options = {**call.options, "dropout_p": call.dropout, "is_causal": call.is_causal}
 
     def explain(*inputs: Tensor) -> Any:
         return mx.explain_backends(*call.placed(*inputs), **options, backend=call.backend)
@@ -635,6 +643,8 @@ def an_explanation_is_what_happens(call: Call) -> None:
     reports = AROUND[call.around](call, explain, call.inputs)
     (running,) = [report.name for report in reports if report.runs]
     for report in reports:
+        if report.name == "flex" and report.can and call.backend != "flex":
+            continue  # the compiler takes seconds
         output = None
         with KernelNames() as kernels, contextlib.suppress(NotImplementedError):
             output = call.output(backend=report.name)
@@ -729,7 +739,7 @@ REFUSALS = (
     Refusal({"backend": "sdpa", "softcap": "1.5"}, "soft-cap"),
     Refusal({"backend": "sdpa", "sinks": "own|f32"}, "sinks"),
     Refusal({"backend": "sdpa", "around": "jvp"}, "forward derivatives"),
-    Refusal({"backend": "sdpa", "around": "func.vjp|vmap", "bias": LEARNED}, "none of a bias"),
+    Refusal({"backend": "sdpa", "around": "func.vjp|vmap", "bias": LEARNED}, "no derivative of a bias"),
     Refusal({"backend": "chunked", "around": "jvp|func.vjp|vmap"}, "torch.func"),
 )
 MEANINGLESS: tuple[Where, ...] = (
@@ -738,9 +748,11 @@ MEANINGLESS: tuple[Where, ...] = (
     ),  # it keeps the generators of the devices of its inputs
     {"around": "vmap", "dropout": ".3"},  # vmap wants to know whether the numbers differ
     {"around": "jvp", "layout": "expanded"},  # torch has no tangents of shared memory
+    *([{"around": COMPILED}] if UNNAMED else []),  # the compiler does not know such a device
     {"tiles": "2x2", "backend": "!chunked|auto"},
     {"tiles": "2x2", "shape": "3x271|40x40"},  # thousands of tiles
     {"backend": NOT_IN_MINITX, "around": f"!{WITHOUT_GRADIENTS}"},  # on CPU it has no backward pass
+    *([{"backend": NOT_IN_MINITX}] if UNNAMED else []),  # torch refuses all devices but a few
 )
 CALLS = Lattice(
     "tests/lattice/calls.py",
@@ -761,6 +773,8 @@ WARNINGS = (  # torch's, which tell nothing about the call
 
 def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch._dynamo.config.recompile_limit = 64  # each kind of call has a kernel of FlexAttention
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message)
     return run(CALLS, arguments)

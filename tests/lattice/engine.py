@@ -17,6 +17,7 @@ Each lattice is a program, too:
     python tests/lattice/calls.py                                  # the points of today's seed
     python tests/lattice/calls.py 'backend=sdpa mask=empty'        # one point; an axis that is not named is plain
     python tests/lattice/calls.py --seed 7 --strength 3            # another draw; every triple of values
+    python tests/lattice/calls.py --where 'backend=chunked dtype=!bf16' --seconds 600   # a part of them; --skip N goes on after N
 
 Each failure ends with the line that repeats it, shrunk to the values that matter.
 Covering arrays: Cohen et al. 1997, https://doi.org/10.1109/32.605761.
@@ -376,6 +377,18 @@ class Lattice:
                 point[axis] = value
         return point
 
+    def where_of(self, words: str) -> Where:
+        """The values that words like ``"axis=a|b axis=!c"`` name.
+
+        Raises:
+            ValueError: an axis or a value does not exist.
+        """
+        where = dict(word.partition("=")[::2] for word in words.split())
+        for axis, values in where.items():
+            for value in _listed(values)[0]:
+                self.point_of(f"{axis}={value}")
+        return where
+
     def check(self, point: Point) -> None:
         """Raise AssertionError with all failures of a point, and the shrunk lines that repeat them."""
         lines = []
@@ -404,19 +417,24 @@ def run(lattice: Lattice, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--strength", type=int, default=2, help="2: every pair of values; 3: every triple")
     parser.add_argument("--pairs", action="store_true", help="every pair of values with all other axes plain")
     parser.add_argument("--count", action="store_true", help="print the number of points and of questions, and stop")
+    parser.add_argument("--where", default="", help="'axis=a|b axis=!c …': only the points with a or b, and without c")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many points, which were asked before")
     parser.add_argument("--limit", type=int, help="at most so many points, drawn by the seed")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no point after so many seconds")
     parser.add_argument("--verbose", action="store_true", help="print each point")
     options = parser.parse_args(arguments)
     try:
         points = [lattice.point_of(options.point)] if options.point else None
+        where = lattice.where_of(options.where)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if points is None:
         points = lattice.pairs() if options.pairs else lattice.points(options.seed, options.strength)
+        points = [point for point in points if matches(where, point)]
     if options.limit is not None and options.limit < len(points):
         points = random.Random(options.seed).sample(points, options.limit)
+    points = points[options.skip :]
     draw = "" if options.point or options.pairs else f", seed {options.seed}, strength {options.strength}"
     print(f"{lattice.file}: {len(points)} points{draw}", flush=True)
     for name, count in lattice.asked(points).items():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +33,17 @@ def train_or_refuse(words: list[str], folder: Path) -> dict[str, Any] | str:
         return str(error)
 
 
+def program(name: str, words: list[str]) -> tuple[int, str]:
+    """The exit code of ``minitx-NAME WORDS`` in this process, and what it printed."""
+    printed = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [name, *words]),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        return importlib.import_module(f"minitx.cli.{name}").main(), printed.getvalue()
+
+
 def network_of(module: Any) -> nn.Module:
     """The network of Lightning's module in a callback."""
     return module.network
@@ -48,6 +63,15 @@ def weights_in(path: Path) -> dict[str, Any]:
 
 def load_network(path: Path) -> nn.Module:
     """The network that a checkpoint names, with its weights."""
+    return _loaded(path)[0]
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a checkpoint."""
+    return _loaded(path)[1]
+
+
+def _loaded(path: Path) -> Any:
     from minitx.training.checkpoints import load_model
 
-    return load_model(path, trust=True)[0]
+    return load_model(path, trust=True)

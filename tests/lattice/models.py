@@ -27,8 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as a program
 
 from minitx.analysis import capture, intervene, knock_out_heads, logit_lens, take_snapshot
 from minitx.check.properties import hidden_tokens, later_tokens
-from minitx.generation import beam_search, generate
-from minitx.interop import adopt_hf, from_pretrained, release_hf, save_pretrained
+from minitx.config import Part
+from minitx.generation import Sampler, beam_search, generate
+from minitx.generation.sampler import row_uniforms
+from minitx.interop import (
+    adopt_hf,
+    from_pretrained,
+    load_hf,
+    pretrained_hf,
+    release_hf,
+    save_hf,
+    save_pretrained,
+)
 from minitx.interop.finetune import merged
 from minitx.nn import fold_scale, set_scale
 from tests.lattice.engine import KnownFault, Lattice, Oracle, Point, Refusal, run
@@ -42,6 +52,7 @@ from tests.lattice.networks import (
     OURS,
     PAIRS,
     PRECISIONS,
+    VOCAB,
     WITH_PIXELS,
     WITHOUT_BACKENDS,
     WRAPPERS,
@@ -284,14 +295,49 @@ def greedy_generation_is_the_argmax_of_whole_rows(s: Subject) -> None:
     inputs = s.inputs()
     model: Any = s.called
     new = torch.stack(generate(model, **inputs, max_new_tokens=6, stop=()))
-    for step in range(6):
+    for step, whole in enumerate(_texts(s, inputs, new)):
+        logits = s.answer(whole)[:, -1]
+        gap = logits.amax(-1) - logits.gather(-1, new[:, step, None])[:, 0]
+        s.same(gap, torch.zeros_like(gap), f"the best logit over the chosen one at step {step}")
+
+
+def sampled_rows_are_draws_from_the_logits_of_whole_rows(s: Subject) -> None:
+    """Each id is the one at its row's random number, but for 1e-4 beside it."""
+    inputs, sampler = s.inputs(), Sampler(temperature=0.7, top_k=9)
+    uniforms = row_uniforms(2, 5, torch.Generator().manual_seed(5))
+    found = generate(s.called, **inputs, sampler=sampler, generator=torch.Generator().manual_seed(5), max_new_tokens=5, stop=())  # type: ignore[arg-type]
+    new, seen = torch.stack(found), torch.zeros(2, VOCAB, dtype=torch.bool)
+    for step, whole in enumerate(_texts(s, inputs, new)):
+        logits = s.answer(whole)[:, -1]
+        near = [sampler.choose(logits, seen, (uniforms[:, step] + shift).clamp(0, 1 - 1e-9)) for shift in (-1e-4, 0, 1e-4)]
+        wanted = torch.stack(near)
+        assert (wanted == new[:, step]).any(0).all(), f"step {step}: {new[:, step].tolist()}, wanted {wanted[1].tolist()}"
+
+
+def _texts(s: Subject, inputs: dict[str, Tensor], new: Tensor) -> Iterator[dict[str, Tensor]]:
+    """The arguments of a call without a cache before each new token."""
+    for step in range(new.shape[1]):
         whole = dict(inputs)
         whole[s.ids] = torch.cat((inputs[s.ids], new[:, :step]), 1)
         if "key_mask" in inputs and not s.has_target:
             whole["key_mask"] = torch.cat((inputs["key_mask"], torch.ones(2, step, dtype=torch.bool)), 1)
-        logits = s.answer(whole)[:, -1]
-        gap = logits.amax(-1) - logits.gather(-1, new[:, step, None])[:, 0]
-        s.same(gap, torch.zeros_like(gap), f"the best logit over the chosen one at step {step}")
+        yield whole
+
+
+def a_text_ends_where_learned_positions_do(s: Subject) -> None:
+    """One token more is refused, and without learned positions it is not."""
+    inputs = s.inputs()
+    room = s.config.max_len - inputs[s.ids].shape[1] + 1
+
+    def write(number: int) -> None:
+        generate(s.called, **inputs, max_new_tokens=number, stop=())  # type: ignore[arg-type]
+
+    if s.config.position == "learned":
+        write(room)
+        message = refusal_by(lambda: write(room + 1))
+        assert message is not None and "max_len" in message, f"{room + 1} tokens are not refused: {message}"
+    else:
+        write(room + 1)
 
 
 def beams_of_two_prompts_are_those_of_each_alone(s: Subject) -> None:
@@ -474,6 +520,32 @@ def a_folder_brings_the_model_back(s: Subject) -> None:
     s.same(other.answers(), wanted, "after the folder")
 
 
+def a_hugging_face_folder_brings_the_function_back(s: Subject) -> None:
+    wanted, other = s.answers(), s.but(wrapper="none")
+    with tempfile.TemporaryDirectory() as folder:
+        save_hf(s.model, folder)  # type: ignore[arg-type]
+        other.model = other.called = load_hf(folder, dtype=s.dtype)
+    s.same(other.answers(), wanted, "after the folder")
+
+
+def a_model_of_a_folder_is_built_again_from_its_node(s: Subject) -> None:
+    """The node and the state dict of ``pretrained_hf``, with an adapter and without, are all that a checkpoint needs."""
+    wrapper = s.point["wrapper"]
+    plain = s.but(wrapper="none", look="nothing", precision="f32" if s.point["precision"] == "f64" else s.point["precision"])
+    release_hf(plain.model)
+    with tempfile.TemporaryDirectory() as folder:
+        plain.model.save_pretrained(folder)
+        first = pretrained_hf(folder, adopt=True, lora=2 if wrapper == "lora" else None).to(plain.dtype)
+    first = copy.deepcopy(first) if wrapper == "deepcopy" else first
+    plain.model = plain.called = first
+    wanted = plain.answers()
+    again = Part.of(first.stored_node, "model").build().to(plain.dtype).eval()  # type: ignore[arg-type]
+    again.load_state_dict(first.state_dict())
+    assert _ties(again) == _ties(first), "other parameters are tied"
+    plain.model = plain.called = again
+    same_bits(plain.answers(), wanted, "built again")
+
+
 def a_model_that_is_not_its_config_is_not_saved(s: Subject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         message = refusal_by(lambda: save_pretrained(s.model, folder))
@@ -619,9 +691,25 @@ COLUMNS = (
 """Windows and the distances of ALiBi and T5 count columns, padding included, and the slots of Linformer mix columns."""
 ONE_CACHE = {"model": HF, "wrapper": "shared_layer"}
 """A layer of transformers has one number, so that one that is used twice writes twice into one place of the cache."""
+LIKE_THEIRS = (
+    {"model": "gpt|llama|bert|t5|vision", "change": "nothing"},
+    {"model": "llama", "change": "window|grouped|rotary"},
+    {"model": "bert", "change": "post|types"},
+    {"model": "t5", "change": "t5_bias"},
+)
+"""Our models that a class of transformers computes."""
+WRITTEN = {
+    "mode": "eval",
+    "model": joined(DECODERS, PAIRS),
+    "rows": "plain|left",
+    "precision": "f64|f32",
+    "wrapper": "none|deepcopy|pickle|torch_save|frozen|shared_layer",
+}
 QUANTISED = {"wrapper": "quantised"}
 """torch's dynamic quantisation has one scale for all activations of a call, so that other rows and tokens change the rounding."""
 RECORDED = joined(LOOKS[1:])
+COPIES = "none|deepcopy|pickle|torch_save|half_and_back|frozen"
+"""Wrappers that leave a model of its class."""
 
 ORACLES = (
     Oracle(
@@ -668,18 +756,13 @@ ORACLES = (
         ],
         [{"model": joined(PAIRS), "rows": "left"}],
     ),
-    Oracle(
-        beams_of_two_prompts_are_those_of_each_alone,
-        [
-            {
-                "mode": "eval",
-                "model": joined(DECODERS, PAIRS),
-                "rows": "plain|left",
-                "precision": "f64|f32",
-                "wrapper": "none|deepcopy|pickle|torch_save|frozen|shared_layer",
-            }
-        ],
-        [{"model": joined(PAIRS), "rows": "left"}],
+    *(
+        Oracle(check, [WRITTEN], [{"model": joined(PAIRS), "rows": "left"}])
+        for check in (
+            sampled_rows_are_draws_from_the_logits_of_whole_rows,
+            a_text_ends_where_learned_positions_do,
+            beams_of_two_prompts_are_those_of_each_alone,
+        )
     ),
     Oracle(looking_is_bit_equal, [{"look": RECORDED}]),
     Oracle(
@@ -707,8 +790,16 @@ ORACLES = (
     Oracle(a_state_dict_brings_the_model_back, [{"wrapper": "!quantised|compile|inductor|ddp|fsdp|functional_call"}]),
     Oracle(
         a_folder_brings_the_model_back,
-        [{"mode": "eval", "wrapper": "none|deepcopy|pickle|torch_save|half_and_back|frozen"}],
+        [{"mode": "eval", "wrapper": COPIES}],
         [{"model": HF, "wrapper": "half_and_back"}],
+    ),
+    Oracle(
+        a_hugging_face_folder_brings_the_function_back,
+        [{"mode": "eval", "wrapper": COPIES, **where} for where in LIKE_THEIRS],
+    ),
+    Oracle(
+        a_model_of_a_folder_is_built_again_from_its_node,
+        [{"mode": "eval", "model": HF, "wrapper": "none|lora|deepcopy"}],
     ),
     Oracle(
         a_model_that_is_not_its_config_is_not_saved,

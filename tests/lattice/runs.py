@@ -470,12 +470,12 @@ def state_of_the_process() -> dict[str, Any]:
         "random state of Python": random.getstate(),
         "dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
-        "gradients": torch.is_grad_enabled(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "anomaly": torch.is_anomaly_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "benchmark": torch.backends.cudnn.benchmark,
+        "cuDNN": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "matmul": torch.get_float32_matmul_precision(),
         "oneDNN": torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
         "denormal": bool(torch.tensor([1e-39]) * 1 != 0),
@@ -483,7 +483,7 @@ def state_of_the_process() -> dict[str, Any]:
         "environment": dict(os.environ),
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
         "levels": {name: logging.getLogger(name).level for name in loggers},
-        "handlers": {name: list(logging.getLogger(name).handlers) for name in loggers},
+        "handlers": {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).propagate) for name in loggers},
         "warnings": list(warnings.filters),
         "hook": sys.excepthook,
         "temporary": tempfile.tempdir,
@@ -547,6 +547,7 @@ def factor_of(schedule: str, step: int, steps: int) -> float:
         return 1.0
     if step < 2:
         return (step + 1) / 2
+    assert schedule == "cosine", f"factor_of has no formula for schedule={schedule}"
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - 2) / max(1, steps - 2))))
 
 
@@ -882,6 +883,45 @@ def a_start_from_weights_is_the_same_function(run: Run) -> None:
     )
 
 
+def a_film_shows_every_recorded_step(run: Run) -> None:
+    folder = run.whole().folder
+    recorded = len(list((folder / "attention").glob("step_*.safetensors")))
+    film = folder.with_name("film.gif")
+    layer = (
+        "blocks.0.attention.core" if run.point["data"] == "pairs" else "0"
+    )  # block 0 of a decoder has a cross-attention, too
+    code, told = inside.program("view", [f"ckpt_path={folder}", f"layers={layer}", f"output={film}"])
+    assert code == 0, told
+    assert told.startswith(f"{recorded} steps"), f"{recorded} steps are recorded, and the film has: {told}"
+    film.unlink()
+
+
+def an_exported_folder_computes_what_the_checkpoint_does(run: Run) -> None:
+    """As transformers reads it, within twice what the last bit of a weight changes. Its tokenizer has the same ids."""
+    import transformers
+
+    finished, folder = run.whole(), _new_folder()
+    assert finished.record is not None
+    code, told = inside.program("export", [f"ckpt_path={finished.last}", f"output={folder}"])
+    assert code == 0, told
+    [kind] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    theirs = (
+        getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").double().eval()
+    )
+    network, shaken = (inside.load_network(finished.last).float().eval() for _ in range(2))
+    _shake(shaken)
+    batch = finished.record.validation[0]
+    real = batch["labels"] != -100
+    with torch.no_grad():
+        wanted, near, found = (logits_of(each.double(), batch, torch.float64)[real] for each in (network, shaken, theirs))
+    error, noise = (found - wanted).abs().max(), (near - wanted).abs().max()
+    assert error <= 2 * noise, f"the logits of the folder differ by {error:.1e}; the last bit changes {noise:.1e}"
+    tokenizer, ids = transformers.AutoTokenizer.from_pretrained(folder), inside.load_tokenizer(finished.last).encode(POEM)
+    assert tokenizer(POEM).input_ids == ids.tolist(), "the tokenizer of the folder has other ids"
+    assert (tokenizer.chat_template is not None) == (run.point["data"] == "chat"), "only a chat has a template"
+    shutil.rmtree(folder.parent)
+
+
 def nothing_global_is_changed(run: Run) -> None:
     """A run that ends, and one that is cut, leave the process as it was."""
     finished = run.whole()
@@ -974,6 +1014,12 @@ ORACLES = (
         unless=(ONE,),
     ),
     Oracle(a_start_from_weights_is_the_same_function, where=({"start": "init_from|folded"},), unless=(ONE,)),
+    Oracle(a_film_shows_every_recorded_step, where=({"asked": "film"},), unless=(ONE,)),
+    Oracle(
+        an_exported_folder_computes_what_the_checkpoint_does,
+        where=({"data": "text|packed|padded|stream|chat", "network": "!own"},),
+        unless=(ONE,),
+    ),
     Oracle(nothing_global_is_changed, unless=(ONE,)),
     Oracle(two_processes_train_as_one, where=(ONE,), unless=({"optimizer": "muon"}, {"dropout": "yes"}, {"data": "stream"})),
 )
@@ -997,7 +1043,7 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {"asked": TESTED, "data": "!text|pairs"},  # pairs alone have a test split; text stands for the others
 )
 REFUSALS = (
-    Refusal({"asked": TESTED, "data": "text"}, "the data have no test split"),
+    Refusal({"asked": TESTED, "data": "text"}, "the data has no test split"),
     Refusal({"asked": "samples", "data": "drawn"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "pictures"}, "needs data with a tokenizer"),
     Refusal({"asked": "samples", "data": "masked|classify"}, "decoder or encoder-decoder of minitx, got encoder"),
@@ -1006,7 +1052,7 @@ REFUSALS = (
     Refusal({"ends": "max_epochs", "data": "drawn|stream"}, "max_epochs=1 needs a fixed number of training rows"),
     Refusal({"objective": "chunked|smoothed_chunked", **OURS_ALONE}, "chunk_tokens=5 needs model.head=lm"),
     Refusal({"objective": "chunked|smoothed_chunked", "data": "classify|pictures"}, "chunk_tokens=5 needs model.head=lm"),
-    Refusal({"network": "own", "data": "packed|stream"}, "does not name document_ids"),
+    Refusal({"network": "own", "data": "packed|stream"}, "has no parameter document_ids"),
     Refusal({"place": "fsdp", "network": "own"}, "does not know the layers of OwnModel"),
     Refusal({"place": "fsdp", "optimizer": "muon"}, "needs whole matrices"),
     Refusal({"place": "fsdp", "asked": "probe|film|samples|ema|ema_tested"}, "whole weights"),

@@ -1,11 +1,15 @@
 """Attention at the points of its lattice: ``calls.py`` has the axes and the oracles."""
 
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from minitx import nn as mx
+from tests import pretend
 from tests.lattice import calls
 from tests.lattice.calls import CALLS, COMPILES
 from tests.lattice.engine import FEWEST, Point, matches
@@ -51,6 +55,30 @@ def test_a_call_keeps_every_promise_with_all_pairs_of_values_and_compiled(words)
 @pytest.mark.parametrize("words", [words for words in ALONE if words not in ALL and words not in QUICK], ids=str)
 def test_two_values_keep_every_promise_where_all_else_is_plain(words):
     CALLS.check(EVERY[words])
+
+
+def on_an_accelerator(*options):
+    """Run the program on the pretended accelerator, in a process of its own."""
+    command = [sys.executable, calls.__file__, f"--seed={SEED}", *options]
+    done = subprocess.run(command, env={**os.environ, "DEVICE": pretend.NAME}, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pretend.is_needed
+def test_calls_keep_every_promise_on_an_accelerator():
+    on_an_accelerator("--limit=40")
+
+
+@pretend.is_needed
+@pytest.mark.slow
+def test_calls_keep_every_promise_on_an_accelerator_with_all_pairs_of_values():
+    on_an_accelerator()
+
+
+@pretend.is_needed
+@pytest.mark.release
+def test_two_values_keep_every_promise_on_an_accelerator_where_all_else_is_plain():
+    on_an_accelerator("--pairs")
 
 
 def test_each_oracle_is_asked_at_enough_points():

@@ -152,3 +152,16 @@ def test_the_program_prints_the_line_that_repeats_a_failure(capsys):
     assert "again: python toy.py 'a=a2 c=c3'" in capsys.readouterr().out
     assert run(lattice(), ["a=a2 c=c2"]) == 0
     assert run(lattice(), ["a=a2 c=c9"]) == 2
+
+
+def asked_by(capsys, *arguments):
+    """The lines of the points that the program asks."""
+    run(lattice(), ["--seed", "0", "--verbose", *arguments])
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(("plain", "a=", "b=", "c=", "d="))]
+
+
+def test_the_program_asks_a_part_of_the_points_and_goes_on_after_it(capsys):
+    every = asked_by(capsys)
+    assert asked_by(capsys, "--where", "a=a1|a2 c=!c0") == [words for words in every if "a=" in words and "c=" in words]
+    assert asked_by(capsys, "--skip", "3") == every[3:]
+    assert run(lattice(), ["--where", "a=a9"]) == 2

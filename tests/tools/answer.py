@@ -348,8 +348,8 @@ def answer(found: dict[str, Any]) -> dict[str, list[str]]:
     ]
     return {
         "README.md": [
-            "Scores are √d_k times larger, and updates move them further. We removed the scale from trained models, keeping what they "
-            "compute. *Collapse*: accuracy below 90 % over 8 steps; text: loss up 0.3 nats.",
+            "Scores are √d_k times larger, and updates move them further. We removed the scale from trained models, keeping their "
+            "function. *Collapse*: accuracy below 90 % over 8 steps; text: loss up 0.3 nats.",
             "",
             "| largest rate without collapse: times smaller | d_k 8 | d_k 128 | text, d_k 128 |",
             "|---|---|---|---|",
@@ -398,7 +398,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"({found['real adamw all seeds']}) is measured; alone it is {found['real adamw qk']:.2f}",
             f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
-            f"η\\* is {a:.2f} to {b:.2f} times what it gives with AdamW, and {c:.2f} to {d:.2f} times with SGD",
+            f"η\\* is {a:.2f} to {b:.2f} times this sum's prediction with AdamW, and {c:.2f} to {d:.2f} times with SGD",
             f"Of {total} searches {found['limits between']} lie between the two, {found['limits below']} below and {found['limits above']} above",
             f"larger rate than 1/√d_k: {found['1/d_k 8']:.1f} times at d_k 8, {found['1/d_k 128']:.1f} times at 128",
             f"{found['adamw query']:.1f} times with AdamW, {found['sgd query']:.0f} times with SGD",

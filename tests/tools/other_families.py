@@ -39,7 +39,7 @@ ANSWERS = {  # and what adopt_hf says then
     "refused, no layer calls the interface": "no attention to adopt",
     "refused, a call fails": "cannot be adopted",
     "refused, the answer differs": "its answer differs",
-    "refused, transformers keeps its attention": "cannot change its attention",
+    "refused, transformers keeps its attention": "cannot be replaced: transformers did not change it",
 }
 HEADS = (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,

@@ -275,7 +275,7 @@ WRITTEN = (
     Fault(
         "crash_after_save",
         "a crash just after a save × resume: the row of the step that was saved is removed",
-        "minitx/training/loggers.py:MetricsFile._begin",
+        "minitx/training/metrics_csv.py:MetricsFile._begin",
         'if row["step"] <= start_step]',
         'if row["step"] < start_step]',
     ),
@@ -297,8 +297,8 @@ WRITTEN = (
         "best_resume",
         "monitor × resume: a worse validation replaces best.ckpt",
         "minitx/training/callbacks.py:BestCheckpoint.load_state_dict",
-        'super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(here)})',
-        "self.best_model_path = str(here)",
+        'super().load_state_dict({**state_dict, **score, "dirpath": self.dirpath, "best_model_path": str(path)})',
+        "self.best_model_path = str(path)",
     ),
     Fault(
         "stream_workers_accumulate",
@@ -629,7 +629,7 @@ def ask_lattice(name: str, faults: Sequence[Fault | Drawn]) -> None:
     pairs = [point for fixed in kinds for point in lattice.pairs(**fixed)]
     every = {lattice.words(point): point for point in (*pairs, *lattice.points(seed))}
     for fault in faults:
-        where = ABOUT.get(fault.name, {}).get(name, {})
+        where = values_for(fault).get(name, {})
         replace(lattice, oracles=[*lattice.oracles, Oracle(plant, [where])])  # raises where it has no such value
         words = [*every]
         random.Random(fault.name).shuffle(words)
@@ -714,6 +714,26 @@ ABOUT: dict[str, dict[str, Where]] = {
 }
 """The values that a written fault is about, by lattice. A point that has them is asked before the others."""
 
+ABOUT_FILES: dict[str, dict[str, Where]] = {
+    "minitx/analysis/film.py": {"runs": {"asked": "film"}},
+    "minitx/data/documents.py": {"runs": {"data": "stream|packed|padded"}},
+    "minitx/data/translation.py": {"runs": {"data": "pairs"}},
+    "minitx/generation/": {"models": {"mode": "eval", "rows": "plain|left", "precision": "f64|f32"}},
+    "minitx/interop/": {
+        "models": {"model": "gpt|bert|t5|hf_gpt2|hf_gemma2|hf_bert|hf_t5", "mode": "eval", "precision": "f32"},
+        "runs": {"network": "hf|lora"},
+    },
+    "minitx/nn/backends/chunked.py": {"calls": {"backend": "chunked"}, "models": {"backend": "chunked"}},
+}
+"""The same for a drawn fault, by the beginning of its file."""
+
+
+def values_for(fault: Fault | Drawn) -> dict[str, Where]:
+    """The values of points that a fault is about, by lattice."""
+    if fault.name in ABOUT:
+        return ABOUT[fault.name]
+    return next((where for file, where in ABOUT_FILES.items() if fault.file.startswith(file)), {})
+
 
 # --- the program
 
@@ -748,8 +768,8 @@ def main() -> None:
 def lattices_of(fault: Fault | Drawn) -> tuple[str, ...]:
     """The lattices that can notice a fault, the quickest first."""
     package = fault.file.split("/")[1]
-    if fault.name in ABOUT:
-        return tuple(ABOUT[fault.name])
+    if values_for(fault):
+        return tuple(values_for(fault))
     if Path(fault.file).stem in ("bias", "functional", "masks") or "backends" in fault.file:
         return "calls", "models"
     return ("runs",) if package in ("training", "data") else ("models", "runs") if package == "generation" else ("models",)

@@ -14,6 +14,7 @@ from extra import Layered, last, train_with
 from lightning.pytorch.callbacks import WeightAveraging
 from ranks import run_ranks
 from torch import nn
+from torch.autograd import forward_ad
 
 import minitx.data.corpus
 from minitx.ablation.design import ThresholdConfig
@@ -118,6 +119,9 @@ def waiting_and_moving():
         assert torch.load(file, weights_only=True, **options)["weight"].device.type == kind
     assert network.to("cpu").weight.device.type == "cpu"
 
+    with forward_ad.dual_level():  # torch makes tangents of zeros without memory
+        dual = forward_ad.make_dual(x, x) * 3
+        assert forward_ad.unpack_dual(dual.cpu()).tangent.tolist() == [3.0] * 3
     with torch.autocast(pretend.NAME, torch.bfloat16):  # CUDA's lists
         assert (x[None] @ x[:, None]).dtype == torch.bfloat16
         assert x.bfloat16().softmax(-1).dtype == torch.cat([x.bfloat16(), x]).dtype == torch.float32
@@ -143,7 +147,7 @@ def abilities():
     check_count(options)
     pretend.like_apple()
     assert widest_float(device) == torch.float32
-    with pytest.raises(ConfigError, match=r"trainer\.precision=64-true: PRETEND has no float64"):
+    with pytest.raises(ConfigError, match=r"trainer\.precision=64-true: PRETEND does not support float64"):
         check_count(options)
     with pytest.raises(ConfigError, match=r"device=pretend cannot be used: pretend has no torch\.float64"):
         place(nn.Linear(2, 2).double(), pretend.NAME)

@@ -133,7 +133,7 @@ def test_a_file_of_another_version_is_refused(path):
     write_checkpoint({**SMALL, "minitx": {**SMALL["minitx"], "format": FORMAT + 1}}, path)
     assert_refused(path, f"format {FORMAT + 1}", "update minitx")
     write_checkpoint({**SMALL, "minitx": {"model": {"embed_dim": 8}, "format": FORMAT}}, path)
-    assert_refused(path, "an unreleased minitx before 0.1 wrote it")
+    assert_refused(path, "a version of minitx before 0.1 wrote it")
 
 
 def test_what_is_read_is_what_was_checked_when_a_run_replaces_the_file_meanwhile(path, monkeypatch):
@@ -167,9 +167,9 @@ def test_the_newest_whole_one_is_offered(path):
         os.utime(name, (age, age))
     path.with_name("lost.ckpt").symlink_to("nowhere")
     path.write_bytes(path.read_bytes()[:99])
-    assert_refused(path, "cut short", f"go on from the newest whole one beside it with ckpt_path={best}")
+    assert_refused(path, "cut short", f"resume from the newest intact checkpoint in this folder with ckpt_path={best}")
     path.unlink()
-    assert_refused(path, "is not a file", f"ckpt_path={best}")
+    assert_refused(path, "does not exist", f"ckpt_path={best}")
     assert_refused(path.parent, "is a folder", f"ckpt_path={best}")
     best.write_bytes(b"")
     assert_refused(path, f"ckpt_path={older}")
@@ -194,7 +194,9 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_the_run_goes_on_from_it(mak
     with pytest.raises(CheckpointError, match=r"could not be written: No space left on device$"):  # there is no earlier one
         write_checkpoint(SMALL, tmp_path / "last.ckpt")
     longer = make_config(trainer__ckpt_every=3, trainer__max_steps=9, ckpt_path=str(last))
-    with pytest.raises(CheckpointError, match=r"could not be written: No space left on device; an earlier one is intact"):
+    with pytest.raises(
+        CheckpointError, match=r"could not be written: No space left on device; the previous checkpoint is intact"
+    ):
         train(longer, tmp_path / "run")
     assert last.read_bytes() == before
     assert sorted(p.name for p in last.parent.iterdir()) == ["best.ckpt", "last.ckpt"]
@@ -209,10 +211,10 @@ def test_two_weights_of_a_checkpoint_are_not_loaded_into_one_tensor_that_a_model
     train(make_config(trainer__max_steps=1, trainer__ckpt_every=1, model__tie_embeddings=False), tmp_path / "run")
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     tied = dataclasses.replace(load_model(path)[0].config, tie_embeddings=True)
-    said = r"embeddings\.token\.weight and head\.weight are one tensor of the model, and two different ones"
+    said = r"embeddings\.token\.weight and head\.weight share a tensor in the model, but differ in the weights"
     with pytest.raises(ConfigError, match=said):
         load_model(path, model=DecoderLM(tied))
-    with pytest.raises(ConfigError, match=rf"^init_from\.path=\S+ does not fit the model: {said}"):
+    with pytest.raises(ConfigError, match=rf"^init_from\.path=\S+ does not match the model: {said}"):
         train(make_config(init_from__path=str(path)), tmp_path / "next")
     assert not (tmp_path / "next").exists()
 
@@ -233,7 +235,7 @@ def test_a_tensor_with_two_names_is_compared_in_the_precision_of_the_model_and_o
     weights = {name: None if value is None else value.bfloat16() for name, value in model.state_dict().items()}
     load_weights(model, {**weights, "0.weight": weights["0.weight"].float()})
     torch.testing.assert_close(model[1].weight.detach(), weights["1.weight"].float())
-    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight are one tensor"):
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight share a tensor"):
         load_weights(model, {**weights, "0.weight": weights["0.weight"] + 1})
 
 

@@ -107,7 +107,7 @@ def test_a_model_of_ones_own_is_cut_at_the_classes_that_are_named_and_trains_as_
     run_ranks(1, train_as, own, tmp_path / "one", cache)
     run_ranks(2, train_as, [*own, *cut], tmp_path / "two", cache)
     assert_same_run(tmp_path / "two", tmp_path / "one")
-    with pytest.raises(AssertionError, match=r"does not know the layers of Layered: name their classes, trainer\.shard"):
+    with pytest.raises(AssertionError, match=r"does not know the layers of Layered: set trainer\.shard"):
         run_ranks(2, train_as, [*own, *cut[:2]], tmp_path / "refused", cache)
 
 
@@ -214,7 +214,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, cache):
 REFUSED = {
     "trainer.devices=7": "divisible by trainer.accumulate=1 x trainer.devices=7",
     "trainer.devices=2 trainer.strategy=sharded callbacks.probe.every=5": "callbacks.probe.every needs whole weights",
-    "model.max_len=7": "model.max_len=7 must reach the rows of the data",
+    "model.max_len=7": "model.max_len=7 is smaller than the longest row of the data",
 }
 
 

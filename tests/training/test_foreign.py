@@ -75,8 +75,8 @@ def test_a_validation_without_a_label_that_counts_is_no_perfect_one(tmp_path, ca
     rows = [{"input": torch.randn(3, dtype=torch.float64), "labels": label} for label in (0, 1, -100)]
     task = Task(name="mine", kind=kind, train=rows[:2], val=rows[2:])
     assert fit(tmp_path, task, objective=None)["val_loss"] is None
-    assert "no label of the val rows counts" in caplog.text
-    with pytest.raises(ConfigError, match=r"^data: no label of the rows counts"):
+    assert "the val rows have no loss: all labels are -100" in caplog.text
+    with pytest.raises(ConfigError, match=r"^data: there is nothing to evaluate: all labels are -100"):
         evaluate(nn.Linear(3, 2).double(), task)
 
 
@@ -116,7 +116,7 @@ def test_what_is_not_finite_ends_the_run_before_the_update_also_without_found_in
     result = fit(tmp_path / "run", data, model=model, on_nonfinite="record", log_every=10, ckpt_every=2)
     assert (result["nonfinite_step"], result["steps"]) == (3, 2)
     torch.testing.assert_close(model.weight, last(tmp_path / "run")["state_dict"]["network.weight"], rtol=0, atol=0)
-    with pytest.raises(NonFiniteError, match=r"not finite in step 1 .*the update was not made"):
+    with pytest.raises(NonFiniteError, match=r"not finite in step 1 .*the update was skipped"):
         fit(tmp_path / "stop", data, objective=lambda logits, batch: squared(logits, batch) * math.nan)
 
 
@@ -194,7 +194,7 @@ def test_a_lightning_module_is_a_network_unless_it_has_a_training_step(tmp_path,
     model = Line()
     result = fit(tmp_path / "run", data, model=model)
     assert result["val_loss"] == pytest.approx(evaluate(model, data, objective=squared).metrics["loss"].value)
-    with pytest.raises(ConfigError, match=r"^model: Stepped is a LightningModule with a training_step of its own"):
+    with pytest.raises(ConfigError, match=r"^model: Stepped is a LightningModule with its own training_step"):
         fit(tmp_path / "own", data, model=Stepped())
     assert not (tmp_path / "own").exists()
 
@@ -252,14 +252,14 @@ def test_a_mask_that_does_not_reach_the_model_is_refused_where_it_hides_anything
     lone = [row | {"document_ids": [0, 0, -1]} for row in rows_of_tokens([3, 3])]
     assert train_tokens(tmp_path / "lone", Reads(), lone)["steps"] == 2
     for said, model, rows in (
-        ("Reads.forward does not name key_mask or attention_mask", Reads(), rows_of_tokens([5, 3])),
-        ("Reads.forward does not name document_ids", Reads(), several),
+        ("Reads.forward has no parameter key_mask or attention_mask", Reads(), rows_of_tokens([5, 3])),
+        ("Reads.forward has no parameter document_ids", Reads(), several),
         ("no parameter of ReadsAnything.forward matches a key of the batch", ReadsAnything(), rows_of_tokens([5])),
     ):
         with pytest.raises(ConfigError, match=said):
             train_tokens(tmp_path / "refused", model, rows)
         assert not (tmp_path / "refused").exists()
-    with pytest.raises(ConfigError, match=r"Reads\.forward does not name key_mask"):
+    with pytest.raises(ConfigError, match=r"Reads\.forward has no parameter key_mask"):
         train_tokens(tmp_path / "later", Reads(), rows_of_tokens([5, 5, 5]), val=rows_of_tokens([5, 5, 5, 2]))
 
 
@@ -282,9 +282,9 @@ def test_a_mask_of_ones_own_name_reaches_the_model_or_is_refused(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     fit(tmp_path / "run", task, model=Sums(), objective=None, precision="32-true", batch_size=3)
     lost = task_of([{"input_ids": row["src"], "labels": 1} for row in rows], key_masks={"input_ids": "mask_of_ids"})
-    with pytest.raises(ConfigError, match=r"Reads\.forward does not name mask_of_ids"):
+    with pytest.raises(ConfigError, match=r"Reads\.forward has no parameter mask_of_ids"):
         fit(tmp_path / "lost", lost, model=Reads(), objective=None, precision="32-true", batch_size=3)
-    with pytest.raises(ConfigError, match=r"Reads\.forward does not name mask_of_ids"):
+    with pytest.raises(ConfigError, match=r"Reads\.forward has no parameter mask_of_ids"):
         evaluate(Reads(), lost)
 
 
@@ -308,7 +308,7 @@ def test_a_model_from_pretrained_trains_with_dropout_and_what_its_owner_froze_st
 
     net = Mixed()
     train_tokens(tmp_path / "net", net, rows_of_tokens([5, 3, 2]))
-    assert "in evaluation mode, as given: frozen, norm" in caplog.text
+    assert "stays in evaluation mode: frozen, norm" in caplog.text
     assert not any(part.training for part in [*net.frozen.modules(), net.norm])
     assert all(part.training for part in net.tuned.modules()) and int(net.norm.num_batches_tracked) == 0
 
@@ -323,11 +323,11 @@ def test_what_of_a_model_does_not_take_part_is_said_at_the_start(tmp_path, caplo
     caplog.clear()
     task = {"vocab_size": 31, "key_masks": {}, "pad": {"input_ids": 0}}
     train_tokens(tmp_path / "larger", bert(), rows_of_tokens([5, 3, 2], token_type_ids=[0]), **task)
-    assert "the vocabulary of BertForMaskedLM, 99, is larger than that of the data, 31" in caplog.text
+    assert "the vocabulary of BertForMaskedLM, 99, is larger than the data needs, 31" in caplog.text
     assert "router" not in caplog.text
-    with pytest.raises(ConfigError, match="the vocabulary of BertForMaskedLM, 99, is smaller than that of the data, 101"):
+    with pytest.raises(ConfigError, match="the vocabulary of BertForMaskedLM, 99, is smaller than the data needs, 101"):
         train_tokens(tmp_path / "smaller", torch.compile(bert(), backend="eager"), rows_of_tokens([5]), vocab_size=101)
-    with pytest.raises(ConfigError, match="the number of labels of BertForMaskedLM, 2, is smaller than that of the data, 3"):
+    with pytest.raises(ConfigError, match="the number of labels of BertForMaskedLM, 2, is smaller than the data needs, 3"):
         train_tokens(tmp_path / "labels", bert(), rows_of_tokens([5]), num_labels=3)
 
 
@@ -350,7 +350,7 @@ def test_a_config_that_answers_none_says_nothing(tmp_path, caplog):
     assert [ids.tolist() for ids in generate(Counts().eval(), torch.tensor([[3, 4]]), max_new_tokens=2)] == [[5, 6]]
     for small in (AnswersNone(vocab_size=31), {"vocab_size": 31}):
         model.config = small
-        with pytest.raises(ConfigError, match="the vocabulary of Reads, 31, is smaller than that of the data, 99"):
+        with pytest.raises(ConfigError, match="the vocabulary of Reads, 31, is smaller than the data needs, 99"):
             train_tokens(tmp_path / "smaller", model, rows_of_tokens([5]))
     model.config = AnswersNone(vocab_size="99 words")
     train_tokens(tmp_path / "words", model, rows_of_tokens([5, 5]))
@@ -406,7 +406,7 @@ def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_f
         at_end = json.loads((tmp_path / which / "evaluation.json").read_text(encoding="utf-8"))["metrics"]["loss"]["value"]
         assert at_end == pytest.approx(result["val_loss"], rel=1e-9)  # of the last weights
     assert last(tmp_path / "best", "best")["global_step"] < 9
-    with pytest.raises(ConfigError, match=r"^evaluation\.test=best: the data have no test split"):
+    with pytest.raises(ConfigError, match=r"^evaluation\.test=best: the data has no test split"):
         fit(tmp_path / "none", dataclasses.replace(task, test=None), evaluation=test)
     finished = {**options, "max_steps": 9, "ckpt_path": str(tmp_path / "last" / "checkpoints" / "last.ckpt")}
     with pytest.raises(ConfigError, match=r"^evaluation\.test=best: there is no best\.ckpt, because trainer\.monitor="):
@@ -422,7 +422,7 @@ def test_a_schedule_that_reads_a_metric_gets_it_after_each_validation_and_resume
     rates = [row["lr"] for row in read_metrics(tmp_path / "run" / "metrics.csv")]
     assert result["metrics"]["lr"] == 0.0015625
     assert rates == [0.05, 0.025, 0.0125, 0.00625, 0.003125, 0.0015625]
-    with pytest.raises(ConfigError, match=r"^trainer\.monitor=nothing is not logged, and the schedule needs it"):
+    with pytest.raises(ConfigError, match=r"^trainer\.monitor=nothing is not logged, but the schedule needs it"):
         fit(tmp_path / "none", data, **{**options, "monitor": "nothing"})
 
 

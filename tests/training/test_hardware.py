@@ -9,7 +9,16 @@ from minitx.config import ConfigError, TrainerConfig
 from minitx.nn.precision import widest_float
 from minitx.training import devices
 from minitx.training.checkpoints import place
-from minitx.training.devices import check_count, count_devices, cpu_precision, device_of, kind_of_device, peak_tflops
+from minitx.training.devices import (
+    PEAK_TFLOPS,
+    check_count,
+    count_devices,
+    cpu_precision,
+    device_of,
+    kind_of_device,
+    peak_of,
+    peak_tflops,
+)
 from minitx.training.run import place_of
 
 
@@ -79,10 +88,30 @@ def test_float64_is_refused_on_apples_gpu_where_sums_are_float32(machine):
     assert [widest_float(torch.device(kind)) for kind in ("mps", "cpu")] == [torch.float32, torch.float64]
 
 
+PEAKS = {
+    "NVIDIA B200": 2250.0,
+    "NVIDIA H200 NVL": 835.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA L40": 181.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA GeForce RTX 4090": 165.0,
+    "NVIDIA GeForce RTX 3090": 71.0,
+    "Quadro K600": None,
+    "CPU": None,
+}
+"""As the drivers call the devices."""
+
+
 def test_the_peak_is_found_by_the_devices_name(monkeypatch):
-    for name, peak in {"NVIDIA H100 PCIe": 756.0, "NVIDIA L40S": 362.0, "Quadro K600": None}.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_tflops(torch.device("cuda")) == peak
+    assert {name: peak_of(name) for name in PEAKS} == PEAKS
+    assert set(PEAK_TFLOPS.values()) <= set(PEAKS.values())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
+    assert peak_tflops(torch.device("cuda")) == 362.0
 
 
 # --- denormal numbers
@@ -169,6 +198,20 @@ def test_nothing_is_left_changed_afterwards(anywhere):
     with pytest.raises(ValueError, match="within"), devices.onednn_products():
         raise ValueError("within")
     assert devices._active  # of the fixture
+
+
+def test_torchs_own_kernels_are_back_afterwards_also_of_one_block_within_another(monkeypatch):
+    if not hasattr(torch.library, "get_kernel"):
+        pytest.skip("this torch cannot replace a kernel")
+    monkeypatch.setattr(devices, "_is_faster", lambda: True)
+    kernels = [torch._C._dispatch_dump("aten::mm")]
+    for wanted in ((True,), (True, False, True)):
+        with contextlib.ExitStack() as stack:
+            for each in wanted:
+                stack.enter_context(devices.onednn_products(each))
+            kernels.append(torch._C._dispatch_dump("aten::mm"))
+        assert torch._C._dispatch_dump("aten::mm") == kernels[0]
+    assert kernels[1] != kernels[0] and kernels[2] == kernels[1]
 
 
 def test_a_setting_of_the_users_counts(monkeypatch):

@@ -123,7 +123,7 @@ def test_a_model_without_linear_layers_is_refused():
     network = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(4, 4, 1))  # as GPT-2 of transformers, whose layers are Conv1D
     network.add_module("head", nn.Linear(4, 5))
     for frozen in ({}, {"rules": [{"match": "3", "trainable": False}]}):
-        with pytest.raises(ConfigError, match=r"a torch\.nn\.Linear to train beside heads, and Sequential has none: use"):
+        with pytest.raises(ConfigError, match=r"a trainable torch\.nn\.Linear other than heads, but Sequential has none: use"):
             build_optimizer(node(muon, **frozen), network)
         network.add_module("3", nn.Linear(4, 4))
 

@@ -36,7 +36,7 @@ def test_the_net_of_one_of_our_models_is_the_same_inside_of_a_compiled_one():
 
 def test_the_node_of_one_of_our_models_builds_it_again():
     config = TransformerConfig(**SIZES, scale="unscaled", window=(3, None))
-    stored = Net.of(build_model(config)).node(Part.given(object(), "model"), {})
+    stored = Net.of(build_model(config)).node(Part.of_object(object(), "model"), {})
     assert stored == {"_target_": MODEL, **to_dict(config)}
     assert (
         Part.of(stored, "model").fields
@@ -48,7 +48,7 @@ def test_the_node_of_one_of_our_models_builds_it_again():
 def test_the_node_of_a_model_of_ones_own_has_what_the_data_decided():
     net, part = Net.of(Words()), Part.read(node(Words), "model")
     assert net.node(part, {"vocab_size": 11, "num_labels": 3}) == {"_target_": f"{__name__}.Words", "vocab_size": 11}
-    assert net.node(Part.given(net.network, "model"), {}) == {"_target_": f"{__name__}.Words"}
+    assert net.node(Part.of_object(net.network, "model"), {}) == {"_target_": f"{__name__}.Words"}
 
 
 def test_a_model_of_ones_own_writes_text_through_its_logits_and_is_a_decoder_of_any_length():
@@ -57,7 +57,7 @@ def test_a_model_of_ones_own_writes_text_through_its_logits_and_is_a_decoder_of_
     torch.testing.assert_close(net.writer(11, "a.ckpt")(IDS), net({"input_ids": IDS}))
     assert net.shape.max_len > 10**9
     flat = Net.of(type("Flat", (Words,), {"forward": lambda self, input_ids: self.embed(input_ids).sum((1, 2))})())
-    with pytest.raises(ConfigError, match=r"^ckpt_path=a\.ckpt: to write text a model must give logits \(B, L, V\)"):
+    with pytest.raises(ConfigError, match=r"^ckpt_path=a\.ckpt: generating text needs logits \(B, L, V\)"):
         flat.writer(11, "a.ckpt")(IDS)
     with pytest.raises(ConfigError, match="does not know the layers of Words"):
         net.layers()

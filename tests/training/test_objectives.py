@@ -49,7 +49,7 @@ def test_answers_that_training_does_not_count_are_counted_in_a_validation():
 
 def objective_of(thing):
     """The objective of a run, of an object or of a part."""
-    return build_objective(thing if isinstance(thing, Part) else Part.given(thing, "objective"))
+    return build_objective(thing if isinstance(thing, Part) else Part.of_object(thing, "objective"))
 
 
 def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
@@ -66,7 +66,7 @@ def test_a_loss_of_torch_sums_over_the_labels_and_a_function_stays_as_it_is():
 
 
 def test_an_objective_that_is_no_sum_is_refused():
-    weight = torch.nn.Bilinear(1, 1, 1), "Bilinear has a weight weight, which no optimizer trains"
+    weight = torch.nn.Bilinear(1, 1, 1), "Bilinear has a weight weight, but no optimizer trains it"
     zero = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=0), "ignore_index=0 must be -100"  # divided by all labels
     mean = torch.nn.MSELoss(), "reduction=mean must be"
     for objective, said in ((3, "objective=int must be callable"), weight, mean, zero):
@@ -107,8 +107,8 @@ def test_a_loss_of_numbers_leaves_out_labels_that_do_not_count(name):
 @pytest.mark.parametrize(
     ("loss", "logits", "said"),
     [
-        ("MultiLabelSoftMarginLoss", (2, 3), "has one number for several labels"),
-        ("CrossEntropyLoss", (2, 3), "no probabilities"),  # torch's mean divides by 2
+        ("MultiLabelSoftMarginLoss", (2, 3), "returns one number for several labels"),
+        ("CrossEntropyLoss", (2, 3), "not probabilities"),  # torch's mean divides by 2
         ("CrossEntropyLoss", (2, 3, 3), r"\(2, 3, 3\) and labels of shape \(2, 4\)"),  # classes are the last axis
     ],
 )
@@ -151,7 +151,7 @@ def test_a_loss_in_chunks_needs_a_head_that_is_one_linear_map(found):
         check_head(CrossEntropy(chunk_tokens=3), other)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "labels", "said"), [(0, (3,), "chunk_tokens=0"), (2, (4,), "hidden must be")])
+@pytest.mark.parametrize(("chunk_tokens", "labels", "said"), [(0, (3,), "chunk_tokens=0"), (2, (4,), "hidden must have")])
 def test_chunks_of_nothing_and_shapes_that_do_not_fit_are_refused(chunk_tokens, labels, said):
     with pytest.raises(ValueError, match=said):
         chunked_cross_entropy(torch.randn(3, 5), torch.randn(7, 5), None, torch.zeros(labels).long(), chunk_tokens=chunk_tokens)

@@ -155,8 +155,8 @@ def test_reports_that_were_asked_for_are_shown_or_stand_in_the_folder(make_confi
 OTHERS = [
     ("callbacks__parts", "lightning.pytorch.callbacks.StochasticWeightAveraging", {"swa_lrs": 0.1}, "callbacks: Sto.* epoch"),
     ("callbacks__parts", "lightning.pytorch.callbacks.GradientAccumulationScheduler", {"scheduling": {0: 3}}, "callbacks: Gr.* epoch"),
-    ("callbacks__parts", "torch.nn.ReLU", {}, r"callbacks\.own\._target_=torch\.nn\.ReLU must give a Callback of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
-    ("logger", "torch.nn.ReLU", {}, r"logger\.own\._target_=torch\.nn\.ReLU must give a Logger of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
+    ("callbacks__parts", "torch.nn.ReLU", {}, r"callbacks\.own\._target_=torch\.nn\.ReLU must return a Callback of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
+    ("logger", "torch.nn.ReLU", {}, r"logger\.own\._target_=torch\.nn\.ReLU must return a Logger of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
 ]  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def test_what_is_no_callback_or_logger_or_counts_epochs_is_refused_before_the_ru
 
 
 def test_weights_averaged_by_epoch_are_refused_with_epochs_too():  # last.ckpt had no average
-    with pytest.raises(ConfigError, match="no file would have it"):
+    with pytest.raises(ConfigError, match="its result would not be saved"):
         run_module.check_callbacks([L.callbacks.StochasticWeightAveraging(0.1)])
 
 
@@ -182,7 +182,7 @@ def test_of_two_runs_that_start_in_one_folder_at_once_the_second_to_be_built_is_
         return build(*arguments, **options)
 
     monkeypatch.setattr(run_module, "build_network", slowly)
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         train(config, tmp_path / "run", files={"command.txt": "second"})
     assert (tmp_path / "run" / "command.txt").read_text(encoding="utf-8") == "first"
 

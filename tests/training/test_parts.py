@@ -147,7 +147,7 @@ def test_of_data_a_checkpoint_may_name_our_data_sets_alone():
         check_trusted({"_target_": target, "path": "x"}, "data")
     others = "minitx.data.Task", "minitx.data.corpus.kjv", "minitx.data.file_formats.load_table", "torch.nn.Linear", "own.load"
     for target in others:
-        with pytest.raises(ConfigError, match=r"^data\._target_=.*is no data set of minitx.*trust=true"):
+        with pytest.raises(ConfigError, match=r"^data\._target_=.*is not a data set of minitx.*trust=true"):
             check_trusted({"_target_": target}, "data")
     with pytest.raises(ConfigError, match=r"^data\.tokenizer\._target_="):
         check_trusted({"_target_": "minitx.data.kjv", "tokenizer": {"_target_": "os.system"}}, "data")

@@ -22,7 +22,7 @@ from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.training import optimizers
 from minitx.training.devices import parallelize
-from minitx.training.memory_plan import build_without_numbers, imagined_processes
+from minitx.training.memory_plan import build_without_numbers, fake_processes
 from minitx.training.net import Net
 from minitx.training.run import train
 
@@ -166,10 +166,11 @@ REFUSED = {
     "optimizer=muon": "optimizer=muon needs whole matrices",
     "callbacks=[default,ema]": "callbacks.ema needs whole weights",
     "callbacks.probe.every=5": "callbacks.probe.every needs whole weights",
-    "trainer.shard=[Layer]": "trainer.shard=Layer is the class of no module",
+    "trainer.shard=[Layer]": "trainer.shard=Layer is not the class of any module",
     "data.batch_size=13": "data.batch_size=13 must be divisible",
-    "optimizer._target_=torch.optim.Adafactor": "torch.optim.Adafactor makes no step with trainer.strategy=sharded",
+    "optimizer._target_=torch.optim.Adafactor": "torch.optim.Adafactor cannot make a step with trainer.strategy=sharded",
     "optimizer.rules=[{match:nonsense,lr:2}]": "matches no parameter name",
+    "trainer.accelerator=gup": "trainer.accelerator=gup is not allowed: one of auto, cpu, gpu, mps (did you mean gpu?)",
 }
 PLAN = [
     "data=kv_lookup",
@@ -230,14 +231,14 @@ def test_the_first_of_two_processes_holds_what_the_plan_says_and_the_second_not_
 def as_the_first_of(count, words, folder):
     """A run of ``count`` processes in this one: what the others would send is this process's own."""
     os.environ.update(environment(0, count, 0))
-    with imagined_processes(count):
+    with fake_processes(count):
         return watched([*words, f"trainer.devices={count}", "trainer.strategy=sharded"], folder)
 
 
 def numel_of_parts(config, count, rank):
     """The elements that a process holds of each parameter."""
     network = build_without_numbers(config, open_data(config.data, config.trainer))
-    with imagined_processes(count, rank) as mesh:
+    with fake_processes(count, rank) as mesh:
         parallelize(network, mesh, Net.of(network).layers())
         return {name: here(parameter).numel() for name, parameter in network.named_parameters()}
 

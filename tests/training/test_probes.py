@@ -103,7 +103,7 @@ def test_a_model_whose_layers_have_no_backward_pass_is_refused():
 
 
 def test_a_model_without_weights_to_look_at_is_refused(make_config, tmp_path):
-    with pytest.raises(ConfigError, match=r"callbacks\.probe\.every: the model has no attention with weights"):
+    with pytest.raises(ConfigError, match=r"callbacks\.probe\.every: the model has no attention weights"):
         train(make_config(model__attention="linear", probe__every=2), tmp_path / "run")
 
 

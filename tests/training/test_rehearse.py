@@ -43,27 +43,10 @@ def test_a_right_run_is_not_refused_and_has_the_digits_of_a_run_without_rehearsa
     assert json.dumps(one) == json.dumps(other)
 
 
-@pytest.mark.parametrize("asked", ["nothing", "probe", "samples", "stream"])
-def test_a_text_model_has_the_digits_of_a_run_without_rehearsal(asked, make_config, tmp_path):
-    changes = {"trainer__ckpt_every": 6, "trainer__clip": 0.5, "model__dropout": 0.1}
-    if asked == "probe":
-        changes["probe__every"] = 3
-    config = make_config(**changes)
-    if asked == "samples":
-        samples = dataclasses.replace(config.callbacks.samples, every=3, max_new_tokens=9)
-        config = dataclasses.replace(config, callbacks=dataclasses.replace(config.callbacks, samples=samples))
-    if asked == "stream":
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps({"text": f"{i} times {i} is {i * i}"}) + "\n" for i in range(60)))
-        data = {
-            "_target_": "minitx.data.hf",
-            "path": str(path),
-            "tokenizer": "char",
-            "context_len": 7,
-            "streaming": True,
-            "val_rows": 4,
-        }
-        config = dataclasses.replace(config, data={**data, "batch_size": 12})
+def test_a_text_model_has_the_digits_of_a_run_without_rehearsal(make_config, tmp_path):  # with all else: tests/lattice/runs.py
+    config = make_config(trainer__ckpt_every=6, trainer__clip=0.5, model__dropout=0.1)
+    samples = dataclasses.replace(config.callbacks.samples, every=3, max_new_tokens=9)
+    config = dataclasses.replace(config, callbacks=dataclasses.replace(config.callbacks, samples=samples))
     weights = []
     for rehearse in (True, False):
         torch.manual_seed(5)

@@ -75,10 +75,10 @@ def test_a_run_that_goes_on_with_other_micro_batches_reads_each_step_once(make_c
 OTHERS = [
     ({"optimizer__lr": 0.25}, r"optimizer\.lr 0\.001 != 0\.25"),
     ({"optimizer": node(sgd)}, r"optimizer\._target_ \S+adamw != \S+sgd"),
-    ({"trainer__max_steps": 5}, r"is of step 6, after trainer\.max_steps=5"),
+    ({"trainer__max_steps": 5}, r"is at step 6, beyond trainer\.max_steps=5"),
     ({"callbacks__parts": {"early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping"}}}, r"callbacks\.early"),
     *(
-        ({f"model__{name}": value}, rf"holds another model.*model\.{name} \S+ != {value}")
+        ({f"model__{name}": value}, rf"contains another model.*model\.{name} \S+ != {value}")
         for name, value in {"scale": "unscaled", "num_heads": 1, "softcap": 5.0}.items()
     ),
 ]
@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_with_another_seed_or_batch_size_says_that_its_rows_a
     for changes in ({}, {"seed": 3, "data": config.data.with_(batch_size=6)}):
         caplog.clear()
         train(dataclasses.replace(resumed(config, tmp_path / "run"), **changes), tmp_path / f"then{len(changes)}")
-        assert ("so rows may come twice or not at all: seed 0 != 3; data.batch_size 12 != 6" in caplog.text) == bool(changes)
+        assert ("so rows may be repeated or skipped: seed 0 != 3; data.batch_size 12 != 6" in caplog.text) == bool(changes)
 
 
 def test_a_run_does_not_go_on_where_the_same_ids_are_other_characters(make_config, tmp_path):
@@ -121,7 +121,7 @@ def test_a_run_does_not_go_on_where_the_same_ids_are_other_characters(make_confi
     config = make_config(trainer__ckpt_every=100, trainer__max_steps=2)
     train(config, tmp_path / "run")
     other = tmp_path / "other.txt"
-    for letter, said in (("é", "another tokenizer than the data have now"), ("e", None)):
+    for letter, said in (("é", "was trained with another tokenizer"), ("e", None)):
         other.write_text(Path(config.data.get("path")).read_text(encoding="utf-8").replace("e", letter), encoding="utf-8")
         again = dataclasses.replace(resumed(config, tmp_path / "run"), data=config.data.with_(path=str(other)))
         with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
@@ -153,7 +153,7 @@ def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_fo
     train(resumed(make_config(trainer__max_steps=9, **options), tmp_path / "first"), tmp_path / "second")
     assert [row["step"] for row in read_metrics(tmp_path / "second" / "metrics.csv")] == [7, 8, 9]
     with pytest.raises(
-        ConfigError, match=r"second holds a run already, which ckpt_path=\S+first\S+ does not belong to; continue"
+        ConfigError, match=r"second already contains a run, and ckpt_path=\S+first\S+ is not a checkpoint of that run: resume"
     ):
         train(resumed(config, tmp_path / "first"), tmp_path / "second")
 
@@ -196,11 +196,9 @@ def test_a_schedule_whose_state_has_the_number_of_steps_does_not_go_on_to_anothe
     options = {"trainer__ckpt_every": 2, "schedule": node(annealed)}
     train(make_config(trainer__max_steps=4, **options), tmp_path)
     train(resumed(make_config(trainer__max_steps=4, **options), tmp_path), tmp_path)
-    with pytest.raises(ConfigError, match=r"goes on with its own schedule, which is that of trainer\.max_steps=4: leave"):
+    with pytest.raises(ConfigError, match=r"was trained with a schedule for trainer\.max_steps=4\. Resume"):
         train(resumed(make_config(trainer__max_steps=8, **options), tmp_path), tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"goes on with its own schedule, and the config asks for another: schedule\._target_"
-    ):
+    with pytest.raises(ConfigError, match=r"was trained with another schedule: schedule\._target_"):
         train(resumed(make_config(trainer__max_steps=8, schedule=node(later)), tmp_path), tmp_path)
     assert len(read_metrics(tmp_path / "metrics.csv")) == 4
 

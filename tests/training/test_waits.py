@@ -1,6 +1,7 @@
 """The budget of waits: how often the host waits for an accelerator, counted on the pretended one (``tests/pretend.py``)."""
 
 import collections
+import contextlib
 
 import pytest
 import torch
@@ -243,6 +244,9 @@ def tools():
     count(token, lambda: generate(model, ids, key_mask=real, max_new_tokens=TOKENS, context=9))
     count(token, lambda: generate(model, ids, max_new_tokens=TOKENS, sampler=sampler, generator=torch.Generator()))
     count(token, lambda: beam_search(model, ids, max_new_tokens=TOKENS, stop=[3, 7]))
+    with torch.device(device):  # a user's default device
+        count(token, lambda: generate(model, ids, max_new_tokens=TOKENS, sampler=sampler, generator=torch.Generator()))
+        count(token, lambda: beam_search(model, ids, max_new_tokens=TOKENS, stop=[3, 7]))
     count("`capture`, a layer", statistics)
     count("`knock_out_heads`, all heads", lambda: knock_out_heads(model, loss))
     clean, corrupted = {"input_ids": ids}, {"input_ids": ids.flip(1)}
@@ -260,7 +264,9 @@ def tools():
             output = scaled_dot_product_attention(query, query, query, attn_mask=mask, dropout_p=0.1, backend="chunked")
             output.sum().backward()
 
-        count("an attention call of `chunked`", attend)
+        for context in (contextlib.nullcontext(), torch.device(device)):
+            with context:
+                count("an attention call of `chunked`", attend)
     return found
 
 

@@ -1,6 +1,6 @@
-"""What only the report about the scale says: ``about: minitx.ablation.scaling``. Its options are in ``configs/ablation/parts/scaling.yaml``.
+"""The parts of reports about the scale: ``about: minitx.ablation.scaling``. Its options are in ``configs/ablation/parts/scaling.yaml``.
 
-Three fixed sentences and one figure are filled with numbers. Each is there only where its records are.
+Three fixed sentences and a figure are filled with numbers. Each is omitted if its records are missing.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from minitx.ablation.report import Picture, Section, text
 from minitx.analysis.canvas import INK, label, log_ticks, panels
 
 ARMS = ("inv_sqrt", "unscaled")
-"""The arms with and without the scale, of every grid about it."""
+"""The arms with and without the scale, in every grid about the scale."""
 WINDOW = 8
-"""Steps in a mean of the accuracy that the first figure shows."""
+"""The number of steps over which the first figure averages the accuracy."""
 
 
 def sentences(findings: Findings) -> list[str]:
-    """Return what the scale does, with the numbers of this grid."""
+    """Return sentences on the effects of the scale, with the numbers of this grid."""
     widths, equal = findings.grid.options["widths"], [value for e in findings.equalities for value in e.equal.values()]
     wide, narrow = (_thresholds(findings, widths[name]) for name in ("wide", "narrow"))
     return text("scaling.txt", "sentences", findings.grid.options, _started(findings), wide, narrow, equal).splitlines()
 
 
 def _thresholds(findings: Findings, width: str) -> dict[str, Finding]:
-    """The findings with and without the scale at one d_k, by the name of the optimizer."""
+    """Return the threshold findings at one d_k, by the name of the optimizer."""
     studies = findings.grid.options["optimizers"]
-    found = {name: findings.find(study, "threshold", ARMS, {"head_dim": width}) for name, study in studies.items()}
-    return {name: listed[0] for name, listed in found.items() if listed}
+    by_optimizer = {name: findings.find(study, "threshold", ARMS, {"head_dim": width}) for name, study in studies.items()}
+    return {name: listed[0] for name, listed in by_optimizer.items() if listed}
 
 
 def _started(findings: Findings) -> dict[str, Finding]:
-    """The findings about the steps to solve, by the initial weights."""
+    """Return the findings on the steps to solve the task, by initial weights."""
     (study,) = findings.grid.options["time"].values()
-    found = findings.find(study, "time", ARMS)
+    findings_of_time = findings.find(study, "time", ARMS)
     first = findings.grid.options["inits"]["large"]
-    return {f.condition.get("init", first): f for f in found if f.estimate.low > 0}  # 0: both ran into their cap
+    return {f.condition.get("init", first): f for f in findings_of_time if f.estimate.low > 0}  # 0: both ran into their cap
 
 
 # --- the first figure
 
 
 def figure(findings: Findings) -> list[Picture]:
-    """Draw solved models that are trained on, their largest stable rates against d_k, and steps to learn from scratch."""
+    """Draw the accuracy of solved models that are trained further, the largest stable rates against d_k, and the steps to learn from scratch."""
     options, grid = findings.grid.options, findings.grid
-    shown = {name: found for name, rate in options["shown"].items() if (found := _shown(findings, name, rate))}
+    shown = {name: runs_of_name for name, rate in options["shown"].items() if (runs_of_name := _shown(findings, name, rate))}
     stable = {name: listed for name, s in options["optimizers"].items() if (listed := findings.find(s, "threshold", ARMS))}
     started = _started(findings)
     columns = len(shown) + len(stable) + bool(started)
@@ -73,9 +73,9 @@ def figure(findings: Findings) -> list[Picture]:
 
 
 def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> None:
-    """The steps of each seed, by initial weights and arm; a triangle where the task was not solved within the cap."""
+    """Draw the steps of each seed, by initial weights and arm, with a triangle if the task was not solved within the cap."""
     for column, f in enumerate(started.values()):
-        curves.dots(ax, findings.grid, f, lambda beside, column=column: column + 0.6 * beside)  # type: ignore[misc]
+        curves.dots(ax, findings.grid, f, lambda shift, column=column: column + 0.6 * shift)  # type: ignore[misc]
     log_ticks(ax)
     ax.set_xlim(-0.5, len(started) - 0.5)
     ax.set_xticks(range(len(started)), [say.words(findings.grid, init).replace(" (", "\n(") for init in started])
@@ -84,17 +84,17 @@ def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> Non
 
 
 def _shown(findings: Findings, name: str, rate: str) -> list[Run]:
-    """The finished runs of the study that shows curves of an optimizer, at one rate, if both arms have some."""
+    """Return the finished runs whose curves are shown for an optimizer at one rate, or [] unless both arms have some."""
     study = findings.grid.options["curves"].get(name, "")
-    found = [findings.runs.select(study, arm, rate=rate, status="done") for arm in ARMS]
-    return [run for runs in found for run in runs] if all(found) else []
+    runs_by_arm = [findings.runs.select(study, arm, rate=rate, status="done") for arm in ARMS]
+    return [run for runs in runs_by_arm for run in runs] if all(runs_by_arm) else []
 
 
 # --- below
 
 
 def sections(findings: Findings) -> list[Section]:
-    """Return the attention of one head before and after, and the curves of text."""
+    """Return a section with the attention of a head before and after further training, and the loss curves on text."""
     study = findings.grid.options["attention"]
     kept = [run for arm in ARMS for run in findings.runs.select(study, arm, status="done")[:1] if run.result["attention"]]
     blocks = [_attention(findings, kept)] if len(kept) == len(ARMS) else []
@@ -107,7 +107,7 @@ def sections(findings: Findings) -> list[Section]:
 
 
 def _attention(findings: Findings, kept: list[Run]) -> Picture:
-    """Where the question looks: before, and after the further steps with and without the scale."""
+    """Draw the attention of the question before and after further steps, with and without the scale."""
     before = kept[0].result["attention"]["0"]
     maps = [("before", before)]
     for run in kept:
@@ -119,5 +119,5 @@ def _attention(findings: Findings, kept: list[Run]) -> Picture:
 
 
 def limits(findings: Findings) -> list[str]:
-    """Return the limits of what is said about the scale."""
+    """Return the limits of the statements about the scale."""
     return text("scaling.txt", "limits", {f.endpoint.name for f in findings.findings}).splitlines()

@@ -1,4 +1,4 @@
-"""What the grids about the scale train with, beside the optimizers of ``minitx.training``: Lion, relative steps, Muon with one rate."""
+"""Further optimizers for the grids about the scale: Lion, Adam with relative steps, and Muon with a single rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minitx.training.optimizers import Rules, parameter_groups
 
 
 class Direction(torch.optim.Optimizer):
-    """W ← W − lr · d(g, state of W) for every parameter W with gradient g. A subclass gives d. There is no weight decay."""
+    """W ← W − lr · d(g, state of W) for every parameter W with gradient g, without weight decay. Subclasses define d."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, defaults)
@@ -44,16 +44,16 @@ class Lion(Direction):
         """Return d, and update m."""
         mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
         beta1, beta2 = group["betas"]
-        found = torch.lerp(gradient, mean, beta1).sign()
+        direction = torch.lerp(gradient, mean, beta1).sign()
         mean.lerp_(gradient, 1.0 - beta2)
-        return found
+        return direction
 
 
 class RelativeAdam(Direction):
     """d = RMS(W) · m̂ / (√v̂ + ε), with Adam's bias-corrected moments m̂ and v̂, and RMS(W) the root mean square of the parameter.
 
-    There is no floor: a parameter that is zero stays zero. ``torch.optim.Adafactor`` also takes relative steps, but limits them
-    to 1/√t, so that a search over rates finds no edge.
+    There is no lower limit: a parameter that is zero stays zero. ``torch.optim.Adafactor`` also uses relative steps, but limits
+    them to 1/√t, so that a search finds no unstable rate.
     """
 
     def direction(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
@@ -102,7 +102,7 @@ def relative_adam(
 def muon(
     network: nn.Module, *, lr: Positive = 0.02, rest: NotNegative = 0.2, rules: Rules = (), head_dim: int = 1
 ) -> optimizers.Muon:
-    """``minitx.training.optimizers.muon`` with one rate: ``lr`` for the matrices of the blocks, ``rest`` · ``lr`` for all else (AdamW).
+    """``minitx.training.optimizers.muon`` with a single rate: ``lr`` for the matrices of the blocks, and ``rest`` · ``lr`` for all other parameters (AdamW).
 
     Args:
         lr: the peak learning rate of the blocks' matrices.
@@ -113,10 +113,10 @@ def muon(
 
 
 class FoldIntoQueries(L.Callback):
-    """At the start of a run, move a fold of 1/√d_k that W_Q and W_K share into W_Q alone. The model stays the same function.
+    """At the start of a run, move the factor 1/√d_k from both W_Q and W_K into W_Q alone, without changing the function.
 
-    ``init_from.fold_scale`` multiplies W_Q and W_K, and their biases, by d_k^-1/4 each if the model has no scale. Here W_Q is
-    multiplied by d_k^-1/4 again, and W_K by d_k^1/4, as T5's initial weights are.
+    ``init_from.fold_scale`` multiplies W_Q and W_K, and their biases, by d_k^-1/4 each if the model has no scale. This callback
+    multiplies W_Q by d_k^-1/4 again, and W_K by d_k^1/4, as in T5's initial weights.
 
     Raises:
         ConfigError: a layer has a scale.
@@ -124,7 +124,7 @@ class FoldIntoQueries(L.Callback):
 
     @torch.no_grad()
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        if trainer.global_step:  # a run that goes on: its checkpoint has the fold
+        if trainer.global_step:  # a resumed run, whose checkpoint is already folded
             return
         for layer in module.network.modules():
             if isinstance(layer, MultiHeadAttention):
@@ -140,7 +140,7 @@ class MultiplyMatrices(L.Callback):
     """At the start of a run, multiply every matrix by ``factor``: GPT-2's initial weights N(0, .02²) become N(0, (.02 · factor)²).
 
     Args:
-        factor: the factor, on embeddings, projections and heads. Vectors (biases, norms) stay.
+        factor: the factor for embeddings, projections and heads. Vectors (biases, norms) do not change.
     """
 
     def __init__(self, factor: float) -> None:

@@ -1,6 +1,6 @@
-"""The attention viewer and the playground: each is one HTML file, which needs no network.
+"""The attention viewer and the playground. Each is one HTML file that needs no network.
 
-The pages are plain HTML, CSS and JavaScript (the files in this folder). The viewer's data are JSON: weights of visible pairs as 16-bit
+The pages are plain HTML, CSS and JavaScript (the files in this folder). The viewer's data is JSON: weights of visible pairs as 16-bit
 numbers, masks as bits, entropy and the largest logit of each row as float32.
 """
 
@@ -48,9 +48,9 @@ PLAY_SCRIPTS = (
     "play_words.js", "common.js", "ramps.js", "arithmetic.js", "draws.js", "hand.js", "width.js", "training.js", "traps.js", "play.js",
 )  # fmt: skip
 FULL = 65534
-"""The 16-bit number for a weight of 1. The next larger one means NaN."""
+"""The 16-bit number for a weight of 1. The next larger number means NaN."""
 LOWEST, TALLEST, ABOVE, CELL = 640, 920, 340, 44
-"""The height of a frame in pixels: at least, and at most, because longer maps have smaller cells; what stands above a map; a cell."""
+"""Heights in pixels: the smallest and the largest frame (longer maps have smaller cells), the space above a map, and a cell."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Trace:
     """One model over time.
 
     Attributes:
-        name: its name on the page.
+        name: the name on the page.
         snapshots: snapshots of one sentence (B = 1, see ``Snapshot.sentence``), in the order of their steps.
     """
 
@@ -102,32 +102,32 @@ def view(
     knock_out: bool = False,
     height: int | None = None,
 ) -> View:
-    """Show in a notebook what a model attends to.
+    """Show the attention of a model in a notebook.
 
     Args:
         model: a model, an attention layer or a block; attention weights (B, H, L, S), (H, L, S) or (L, S) as a tensor or an
-            array, or a list of such, one for each layer (a weight of 0 counts as masked); a snapshot, or snapshots of one model over training
-            (``read_snapshots``). To compare two, pass a dict of them by name.
+            array, or a list with one for each layer (a weight of 0 counts as masked); a snapshot, or snapshots of one model over
+            training (``read_snapshots``). To compare two, pass a dict with their names as keys.
         inputs: a text (with ``tokenizer``), the first argument of the model (ids (L,) or (B, L); for a layer or block, x (L, E) or
             (B, L, E)), or a dict of the model's inputs. None if ``model`` is not a module.
-        tokenizer: an object with ``encode(text)``, which returns ids or an object with ``ids``, and ``decode(ids)``. It also
+        tokenizer: an object with ``encode(text)``, which returns ids or an object with ``ids``, and ``decode(ids)``, which also
             gives the texts of the tokens.
         tokens: a text for each token, as in ``take_snapshot``. The axes of weights are ``query`` and ``key``, and only
             ``query`` if L = S.
         row: the row of the batch to show.
-        knock_out: also compute which token the model expects without each head, for the page's button *Knock out this head*. It
+        knock_out: also compute the token that the model expects without each head, for the page's button *Knock out this head*. It
             takes one forward pass for each head.
-        height: of the frame, in pixels. Default: the whole map is visible if the frame is at least 940 pixels wide.
+        height: the height of the frame in pixels. Default: the whole map is visible if the frame is at least 940 pixels wide.
 
-    With ``tokenizer`` or ``knock_out``, the token that the model expects after each position stands above the map, if it is a causal
-    language model: its attention over these tokens is causal, its output is logits (B, L, V), and V is its ``config.vocab_size``.
+    With ``tokenizer`` or ``knock_out``, the page shows the token that a causal language model expects after each position. A causal
+    language model has causal attention over these tokens, and its output is logits (B, L, V) with V = ``config.vocab_size``.
 
     Returns:
         An object that a notebook shows, with ``page`` (HTML) and ``save(path)``.
 
     Raises:
-        ValueError: a text without a tokenizer, a model without inputs, inputs without a model, something that holds no
-            attention, ``knock_out`` of what is no causal language model, or as in ``take_snapshot`` and ``viewer_page``.
+        ValueError: a text without a tokenizer, a model without inputs, inputs without a model, an object without attention,
+            ``knock_out`` without a causal language model, or as in ``take_snapshot`` and ``viewer_page``.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -143,31 +143,31 @@ def view(
     """
     models: Mapping[str, Viewed] = model if isinstance(model, Mapping) else {"model": model}
     traces, name_of = [], _namer(tokenizer)
-    for name, one in models.items():
-        if not isinstance(one, nn.Module):
+    for name, viewed in models.items():
+        if not isinstance(viewed, nn.Module):
             if inputs is not None:
-                instead = 'the texts of weights are tokens={"query": [["the", "cat"]]}'
-                raise ValueError(f"{name} is a {type(one).__name__}, and only a module takes inputs; {instead}")
+                instead = 'pass the texts of weights as tokens={"query": [["the", "cat"]]}'
+                raise ValueError(f"{name} is a {type(viewed).__name__}, and only a module takes inputs; {instead}")
             if knock_out:
-                raise ValueError(f"knock_out=True needs a model, and {name} is a {type(one).__name__}")
-            traces.append(Trace(name, [snapshot.sentence(row) for snapshot in _snapshots(one, tokens)]))
+                raise ValueError(f"knock_out=True needs a model, and {name} is a {type(viewed).__name__}")
+            traces.append(Trace(name, [snapshot.sentence(row) for snapshot in _snapshots(viewed, tokens)]))
             continue
         if inputs is None:
-            wanted = "a text with tokenizer=, its first argument (ids; x for a layer), or inputs by name"
-            raise ValueError(f"{name} is a model and needs inputs: {wanted}")
-        batch = named_inputs(one, _encoded(inputs, tokenizer) if isinstance(inputs, str) else inputs)
+            choices = "a text with tokenizer=, its first argument (ids; x for a layer), or inputs by name"
+            raise ValueError(f"{name} is a model and needs inputs: {choices}")
+        batch = named_inputs(viewed, _encoded(inputs, tokenizer) if isinstance(inputs, str) else inputs)
         axis = SOURCE if SOURCE in batch else next(iter(batch))
         texts = tokens
         if tokens is None and tokenizer is not None and not batch[axis].is_floating_point():
             texts = {axis: [[tokenizer.decode([number]) for number in ids] for ids in batch[axis].tolist()]}
-        device = next((parameter.device for parameter in one.parameters()), torch.device("cpu"))
-        placed = {key: given.to(device) if isinstance(given, Tensor) else given for key, given in batch.items()}
-        asked = _next_tokens(one, batch, name_of) if knock_out or tokenizer is not None else None
-        snapshot = take_snapshot(one, placed, tokens=texts, asked=asked)
+        device = next((parameter.device for parameter in viewed.parameters()), torch.device("cpu"))
+        placed = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+        asked = _next_tokens(viewed, batch, name_of) if knock_out or tokenizer is not None else None
+        snapshot = take_snapshot(viewed, placed, tokens=texts, asked=asked)
         if asked is None or not _is_causal(snapshot, asked.axis):
             asked, snapshot = None, replace(snapshot, answers=None)
         if knock_out:
-            snapshot = with_knock_outs(snapshot, one, placed, asked)
+            snapshot = with_knock_outs(snapshot, viewed, placed, asked)
         traces.append(Trace(name, [snapshot.sentence(row)]))
     page = viewer_page(traces)
     length = max(layer.weights.shape[2] for layer in traces[0].snapshots[0].maps)
@@ -175,17 +175,17 @@ def view(
 
 
 def playground(*, pages: str | None = None, height: int = 1000) -> View:
-    """Return a page to play with, in English and Chinese. It needs no model.
+    """Return an interactive page about attention, in English and Chinese. It needs no model.
 
     Scene 1 computes one row of softmax(q Kᵀ / √d_k) V by hand, for the reader's tokens and numbers (d_k = 3). Scene 2 draws random
-    queries and keys, and shows what d_k (1 to 1,024) and a factor on q·k do to logits, weights, the softmax's Jacobian and numbers
-    of 16 bits. With seed 0, its numbers are those of ``examples/why_scale.py``. Scene 3 shows a solved model that was trained
-    further with and without the scale, as ``examples/falls_apart.py`` recorded it. Scene 4 asks for the wrong line of nine pieces
-    of code.
+    queries and keys, and shows the effect of d_k (1 to 1,024) and of a factor on q·k on logits, weights, the softmax's Jacobian and
+    16-bit numbers. With seed 0, its numbers equal the numbers of ``examples/why_scale.py``. Scene 3 shows a solved model that was
+    trained further with and without the scale, as ``examples/falls_apart.py`` recorded it. In scene 4, the reader looks for the
+    wrong line in nine pieces of code.
 
     Args:
         pages: the address of pages about minitx, for a link at the top. None: no link.
-        height: of the frame in a notebook, in pixels.
+        height: the height of the frame in a notebook, in pixels.
 
     >>> page = playground().page
     >>> page.startswith("<!DOCTYPE html>"), len(page.encode()) < 600_000
@@ -196,7 +196,7 @@ def playground(*, pages: str | None = None, height: int = 1000) -> View:
 
 
 def _namer(tokenizer: Any) -> Callable[[int], str]:
-    """The function from an id to its text, or its number. Of ids with the same text, all but the first one asked for add their number."""
+    """Return a function from an id to its text, or its number. If ids have the same text, all but the first add their number."""
     first: dict[str, int] = {}
 
     @cache
@@ -219,7 +219,7 @@ def _next_tokens(model: nn.Module, batch: Mapping[str, Any], name_of: Callable[[
     masks = [batch[key] for key in MASKS_OF[axis] if getattr(batch.get(key), "shape", None) == ids.shape]
     real = [[*row, 0] for row in (masks[0] if masks else torch.ones_like(ids)).tolist()]
     rows = [
-        [replace(one, right=one.right if real[b][i + 1] else None) for i, one in enumerate(row) if real[b][i]]
+        [replace(q, right=q.right if real[b][i + 1] else None) for i, q in enumerate(row) if real[b][i]]
         for b, row in enumerate(asked.rows)
     ]
     return replace(asked, rows=rows)
@@ -227,38 +227,38 @@ def _next_tokens(model: nn.Module, batch: Mapping[str, Any], name_of: Callable[[
 
 def _is_causal(snapshot: Snapshot, axis: str) -> bool:
     """Whether no position of ``axis`` sees a later one."""
-    own = [layer for layer in snapshot.maps if layer.queries == layer.keys == axis]
-    return all(one.kind == "causal" or (one.visible.shape[-1] > 1 and not one.visible.triu(1).any()) for one in own)
+    layers = [layer for layer in snapshot.maps if layer.queries == layer.keys == axis]
+    return all(layer.kind == "causal" or (layer.visible.shape[-1] > 1 and not layer.visible.triu(1).any()) for layer in layers)
 
 
 def _encoded(text: str, tokenizer: Any) -> Tensor:
     if not hasattr(tokenizer, "decode") or isinstance(tokenizer, str | bytes):
-        raise ValueError("a text needs tokenizer=, which has encode(text) and decode(ids); or give ids")
+        raise ValueError("a text needs tokenizer=, an object with encode(text) and decode(ids); or pass ids")
     ids = tokenizer.encode(text)
     return torch.as_tensor(getattr(ids, "ids", ids))
 
 
-def _snapshots(given: Any, tokens: Mapping[str, Sequence[Sequence[str]]] | None) -> Sequence[Snapshot]:
-    given = [given] if isinstance(given, Tensor | np.ndarray | Snapshot) else given
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        wanted = "a model, an attention layer, weights, or snapshots"
-        raise ValueError(f"view takes {wanted}, got {given!r:.40} ({type(given).__name__})")
-    if not isinstance(given[0], Snapshot):
-        return [snapshot_of_weights(given, tokens)]
+def _snapshots(viewed: Any, tokens: Mapping[str, Sequence[Sequence[str]]] | None) -> Sequence[Snapshot]:
+    viewed = [viewed] if isinstance(viewed, Tensor | np.ndarray | Snapshot) else viewed
+    if not isinstance(viewed, Sequence) or isinstance(viewed, str) or not viewed:
+        choices = "a model, an attention layer, weights, or snapshots"
+        raise ValueError(f"view takes {choices}, got {viewed!r:.40} ({type(viewed).__name__})")
+    if not isinstance(viewed[0], Snapshot):
+        return [snapshot_of_weights(viewed, tokens)]
     if tokens is not None:
-        raise ValueError("snapshots have the texts of their tokens: tokens= has no effect")
-    return given
+        raise ValueError("tokens= has no effect on snapshots: they contain the texts of their tokens")
+    return viewed
 
 
 RowRule = Literal["typical", "first", "chosen"]
-"""How the row of a batch was chosen: it ends as most rows do (``typical_row``); it is the first; or the user chose it."""
+"""How the row of a batch was chosen: it ends like most rows (``typical_row``), it is the first, or the user chose it."""
 
 
 def viewer_page(traces: Sequence[Trace], *, title: str = "Attention", rule: RowRule | None = None) -> str:
     """Return the page of the viewer as HTML. It shows all heads, one head in detail, training steps, and two models side by side.
 
-    Weights from 0 to 1 are rounded to multiples of 1/65534, an error below 8e-6. If a layer has others (``intervene``), the multiples
-    are of its range over 65534. ``write_snapshot`` rounds before, to float16: near 1 by up to 2.5e-4.
+    Weights from 0 to 1 are rounded to multiples of 1/65534, an error below 8e-6. If a layer has other weights (``intervene``), they
+    are rounded to multiples of its range over 65534. ``write_snapshot`` has already rounded to float16, by up to 2.5e-4 near 1.
 
     Args:
         traces: one model, or two to compare. The second is B, and differences are A − B. All snapshots must have the same
@@ -266,8 +266,8 @@ def viewer_page(traces: Sequence[Trace], *, title: str = "Attention", rule: RowR
         title: the title of the page.
         rule: how the row was chosen, for a sentence on the page.
 
-    Where the row was cut out of a batch whose right answers are known, curves show at each step the share of right answers on all
-    rows, and of questions whose largest weight lies on the right key.
+    If the row was cut out of a batch whose right answers are known, curves show two shares at each step: right answers over all rows,
+    and questions whose largest weight lies on the right key.
 
     Raises:
         ValueError: no trace or more than two; a trace without snapshots, or with steps that do not increase; a snapshot with
@@ -290,11 +290,12 @@ def viewer_page(traces: Sequence[Trace], *, title: str = "Attention", rule: RowR
             _check_alike(name, first, snapshot)
     masks: dict[bytes, int] = {}
     words: dict[str, int] = {}
-    of_kind = [[one.name for one in first.maps if one.kind == kind] for kind in dict.fromkeys(one.kind for one in first.maps)]
+    kinds = dict.fromkeys(layer.kind for layer in first.maps)
+    of_kind = [[layer.name for layer in first.maps if layer.kind == kind] for kind in kinds]
     numbers = {name: number for names in of_kind for name, number in zip(names, layer_numbers(names), strict=True)}
     data = {
         "traces": [{"name": name, "snapshots": [_snapshot(s, masks, words) for s in snapshots]} for name, snapshots in cut],
-        "layers": [{**one.place(), "number": numbers[one.name], "shape": list(one.weights.shape[1:])} for one in first.maps],
+        "layers": [{**m.place(), "number": numbers[m.name], "shape": list(m.weights.shape[1:])} for m in first.maps],
         "tokens": {axis: list(rows[0]) for axis, rows in first.tokens.items()},
         "masks": [base64.b64encode(bits).decode() for bits in masks],
         "words": list(words),
@@ -306,7 +307,7 @@ def viewer_page(traces: Sequence[Trace], *, title: str = "Attention", rule: RowR
 
 def _check_traces(traces: Sequence[Trace]) -> None:
     if not 1 <= len(traces) <= 2:
-        raise ValueError(f"traces must hold one model, or two to compare, got {len(traces)}")
+        raise ValueError(f"traces must be one model, or two to compare, got {len(traces)}")
     for trace in traces:
         if not trace.snapshots:
             raise ValueError(f"trace {trace.name!r} has no snapshots")
@@ -314,17 +315,17 @@ def _check_traces(traces: Sequence[Trace]) -> None:
             raise ValueError(f"trace {trace.name!r} has a snapshot of {many[0]} rows: choose one with sentence(row)")
         steps = [snapshot.step for snapshot in trace.snapshots]
         if not all(a is not None and b is not None and a < b for a, b in itertools.pairwise(steps)):
-            raise ValueError(f"trace {trace.name!r} must have steps that rise from snapshot to snapshot, got {steps}")
+            raise ValueError(f"trace {trace.name!r} must have increasing steps, got {steps}")
 
 
 def _check_alike(name: str, first: Snapshot, other: Snapshot) -> None:
-    """Refuse what cannot be laid over the first snapshot."""
-    wanted, got = (
+    """Refuse a snapshot whose layers or tokens differ from the first snapshot."""
+    expected, got = (
         [f"{m.name} ({m.kind}, heads x queries x keys {tuple(m.weights.shape[1:])})" for m in s.maps] for s in (first, other)
     )
-    if wanted != got:
-        numbers = f"{len(wanted)} layers", f"{len(got)} layers"
-        a, b = next((pair for pair in zip(wanted, got, strict=False) if pair[0] != pair[1]), numbers)
+    if expected != got:
+        numbers = f"{len(expected)} layers", f"{len(got)} layers"
+        a, b = next((pair for pair in zip(expected, got, strict=False) if pair[0] != pair[1]), numbers)
         raise ValueError(f"{name!r} has other layers than the first snapshot: {b} against {a}")
     for axis, rows in first.tokens.items():
         mine, theirs = list(rows[0]), list(other.tokens.get(axis, [[]])[0])
@@ -334,44 +335,44 @@ def _check_alike(name: str, first: Snapshot, other: Snapshot) -> None:
 
 
 def _snapshot(snapshot: Snapshot, masks: dict[bytes, int], words: dict[str, int]) -> dict[str, Any]:
-    """One step as plain data; ``masks`` collects the different masks, as bits, and ``words`` the texts of answers, in the order of their numbers."""
+    """Return one step as plain data. ``masks`` numbers the different masks (as bits), and ``words`` the texts of answers."""
     layers = [_layer(layer, masks) for layer in snapshot.maps]
-    found: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "layers": layers}
+    data: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "layers": layers}
     if snapshot.answers is not None:
-        found["answers"] = _answers(snapshot, snapshot.answers, words)
+        data["answers"] = _answers(snapshot, snapshot.answers, words)
     if (tally := snapshot.tally) is not None:
         on_key = [list(tally.on_key.get(layer.name, ())) for layer in snapshot.maps]
-        found["tally"] = {**asdict(tally), "on_key": on_key}
-    return found
+        data["tally"] = {**asdict(tally), "on_key": on_key}
+    return data
 
 
 def _answers(snapshot: Snapshot, answers: Answers, words: dict[str, int]) -> dict[str, Any]:
-    """Questions with answers, and for each layer and head the answers without it: [is it right, loss, [[word, p], ...]]."""
+    """Questions with answers, and for each layer and head the answers without the head: [is it right, loss, [[word, p], ...]]."""
 
     def number(word: str) -> int:
         return words.setdefault(word, len(words))
 
-    def plain(one: Answer) -> list[Any]:
-        top = [[number(word), told(float(f"{p:.3g}"))] for word, p in one.top]
-        return [one.is_right, one.loss if one.loss is None else told(round(one.loss, 4)), top]
+    def plain(answer: Answer) -> list[Any]:
+        top = [[number(word), finite_or_text(float(f"{p:.3g}"))] for word, p in answer.top]
+        return [answer.is_right, answer.loss if answer.loss is None else finite_or_text(round(answer.loss, 4)), top]
 
-    def told(value: float) -> float | str:  # JSON has no numbers for these, and JavaScript reads them
+    def finite_or_text(value: float) -> float | str:  # JSON has no NaN and no infinity; JavaScript reads the text
         return value if math.isfinite(value) else json.dumps(value)
 
     rows = [
         {
-            "text": one.text,
-            "at": one.at,
-            "key": one.key,
-            "right": None if one.right is None else number(one.right),
-            "answer": plain(one),
+            "text": answer.text,
+            "at": answer.at,
+            "key": answer.key,
+            "right": None if answer.right is None else number(answer.right),
+            "answer": plain(answer),
         }
-        for one in answers.rows[0]
+        for answer in answers.rows[0]
     ]
-    found: dict[str, Any] = {"axis": answers.axis, "rows": rows}
+    data: dict[str, Any] = {"axis": answers.axis, "rows": rows}
     if answers.without:
-        found["without"] = [[list(map(plain, head[0])) for head in answers.without[layer.name]] for layer in snapshot.maps]
-    return found
+        data["without"] = [[list(map(plain, head[0])) for head in answers.without[layer.name]] for layer in snapshot.maps]
+    return data
 
 
 def _layer(layer: AttentionMap, masks: dict[bytes, int]) -> dict[str, Any]:
@@ -395,18 +396,18 @@ def _base64(values: np.ndarray, kind: str) -> str:
 
 
 def _page(title: str, data: dict[str, Any]) -> str:
-    given = {
+    texts = {
         "title": html.escape(title).encode(errors="xmlcharrefreplace").decode(),
-        # text of users: in ASCII, and without a "<" that could end the element that holds it
+        # the user's text: in ASCII, and without a "<" that could end the surrounding element
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    return _assembled("page", SCRIPTS, given)
+    return _assembled("page", SCRIPTS, texts)
 
 
-def _assembled(name: str, scripts: Sequence[str], given: Mapping[str, str]) -> str:
-    """The files of this folder put together; the hashes in the policy allow this style and this script alone."""
+def _assembled(name: str, scripts: Sequence[str], texts: Mapping[str, str]) -> str:
+    """Join the files of this folder to a page. The hashes in its policy allow this style and this script only."""
     style, script = ("\n".join(map(_read, names)) for names in (("base.css", f"{name}.css"), scripts))
-    parts = {"style": style, "script": script, "style-hash": _hash(style), "script-hash": _hash(script), **given}
+    parts = {"style": style, "script": script, "style-hash": _hash(style), "script-hash": _hash(script), **texts}
     return re.sub(r"\{\{([a-z-]+)\}\}", lambda place: parts[place[1]], _read(f"{name}.html"))  # in one pass: parts may hold {{
 
 

@@ -1,16 +1,16 @@
-// What the model answers, above each map, and what it answers without the head on the map.
+// The answers of the model above each map, and its answers without the head on the map.
 
-// At the step that is shown: { axis, rows, without }, or nothing.
+// The answers at the current step: { axis, rows, without }, or nothing.
 const answersOf = (trace) => TRACES[trace].snapshots[snapshotAt(trace, state.step)].answers;
 
-// The number of the question that the cursor's row asks, or of the only question.
+// The number of the question in the cursor's row, or of the only question.
 function asked(answers, layer) {
   if (!answers) return -1;
   const at = DATA.layers[layer].queries === answers.axis ? answers.rows.findIndex((one) => one.at === state.q) : -1;
   return at < 0 && answers.rows.length === 1 ? 0 : at;
 }
 
-// One answer: { right: is the most probable one right, loss: -ln p of the right one, top: [word, p] … }; null: not known.
+// One answer: { right: whether the most probable answer is right, loss: -ln p of the right answer, top: [word, p] … }; null: not known.
 const unpackAnswer = ([right, loss, top]) => ({ right, loss: loss === null ? null : Number(loss), top: top.map(([word, p]) => [word, Number(p)]) });
 
 const tokenOf = (word) => element("bdi", "token", shown(DATA.words[word]));
@@ -22,7 +22,7 @@ function answerOf(trace, layer, head = null) {
   return unpackAnswer(head === null ? answers.rows[i].answer : answers.without[layer][head][i]);
 }
 
-// How much the loss of the right answer rises without a head, or NaN.
+// The increase of the loss of the right answer without a head, or NaN.
 function effectOf(trace, layer, head) {
   const without = answerOf(trace, layer, head)?.loss ?? NaN;
   return without - (answerOf(trace, layer)?.loss ?? NaN);
@@ -55,7 +55,7 @@ function wantedKey(trace) {
   return i < 0 || DATA.layers[state.layer].keys !== answers.axis ? null : answers.rows[i].key;
 }
 
-// The question and the answer in words; with the head knocked out, also a table of both answers.
+// The question and the answer in words. If the head is knocked out, also a table of both answers.
 function answerParts(trace, isNamed) {
   const all = answerOf(trace, state.layer);
   const whole = element("div", "told-answer");
@@ -83,9 +83,9 @@ function answerParts(trace, isNamed) {
   return whole;
 }
 
-const SURE = 0.9; // the least weight on the right key with which a wrong answer is no fault of the weights
+const SURE = 0.9; // from this weight on the right key on, a wrong answer is not the fault of the weights
 
-// Why an answer is wrong, where one head alone decides what the model reads.
+// The reason why an answer is wrong, for a model in which a single head decides what is read.
 function reason(trace, answer) {
   const key = wantedKey(trace);
   const [H, , S] = DATA.layers[state.layer].shape;
@@ -106,14 +106,14 @@ function verdict(answer, says) {
   return line;
 }
 
-// A probability; a tiny one as a power of ten.
+// A probability. Very small ones are powers of ten.
 function chance(p) {
   if (!(p < 0.005) || p === 0) return fixed(p, 2);
   const [digit, exponent] = p.toExponential(0).split("e-");
   return `${digit}·10⁻${[...exponent].map((c) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c]).join("")}`;
 }
 
-// The most probable answers of both.
+// The most probable answers with and without the head.
 function compareTops(all, without, row) {
   const table = element("table", "tops");
   const told = new Set([...all.top, ...without.top].map(([word]) => word));
@@ -143,7 +143,7 @@ const rounded = (value) => signed(value, 1).replace(/^[+−](0\.0)$/, "$1");
 
 const MOST = 5;
 
-// The heads without which the loss of the cursor's question rises most, as buttons.
+// Buttons for the heads whose removal increases the loss of the cursor's question most.
 function showStrongest() {
   const trace = state.view === "b" ? 1 : 0;
   const { layers } = groupOf(state.layer);
@@ -153,7 +153,7 @@ function showStrongest() {
   byId("strongest").replaceChildren(element("span", "soft", words().strongest(NAMES[trace])), ...best.map(({ layer, head, effect }) => buildButton("", `L${DATA.layers[layer].number} h${head} ${rounded(effect)}`, () => update({ layer, head }))));
 }
 
-// Below each thumbnail, what the loss of the cursor's question gains without the head.
+// Below each thumbnail: the increase of the loss of the cursor's question without the head.
 function showEffects() {
   const traces = state.view === "b" ? [1] : state.view === "a" || !COMPARES ? [0] : [0, 1];
   if (KNOWS_WITHOUT) showStrongest();

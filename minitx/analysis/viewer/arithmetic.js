@@ -1,4 +1,4 @@
-// Attention in numbers: one row by hand, statistics of many rows, and what 16 bits leave of a number.
+// The arithmetic of attention: one row by hand, statistics of many rows, and rounding to 16 bits.
 
 const dot = (a, b) => a.reduce((sum, x, d) => sum + x * b[d], 0);
 const total = (numbers) => numbers.reduce((sum, x) => sum + x, 0);
@@ -16,7 +16,7 @@ function attend(q, keys, values, visible) {
   return { dots, scores, masked, top, exps, sum, weights, parts, output: values[0].map((_, d) => total(parts.map((part) => part[d]))) };
 }
 
-// --- numbers of 16 bits: the nearest one, of two equally near ones the even one
+// --- 16-bit numbers: round to nearest, ties to even
 
 const asFloat = new Float32Array(1);
 const asBits = new Uint32Array(asFloat.buffer);

@@ -1,6 +1,6 @@
-// Colours: what a number looks like. The ramps are in ramps.js.
+// Colours of numbers. The ramps are in ramps.js.
 
-// Okabe and Ito 2008, with a darker and a lighter one in place of yellow and black.
+// Okabe and Ito 2008, with a darker and a lighter colour instead of yellow and black.
 const HEADS = {
   light: ["#0072b2", "#d55e00", "#009e73", "#b0478c", "#3a9bd9", "#b87a00", "#5b616b", "#7a5cc4"],
   dark: ["#56b4e9", "#f08a3c", "#2cc79b", "#e39ac6", "#9fd4f5", "#f0c04a", "#b4bac4", "#b7a2f2"],
@@ -22,7 +22,7 @@ function table(isSigned) {
   return tables.get(name);
 }
 
-// Where |value| lies between nothing (0) and the full colour (1).
+// The place of |value| between no colour (0) and the full colour (1).
 function strength(value, top) {
   const t = Math.min(Math.abs(value) / (top || 1), 1);
   return state.scale === "root" ? Math.sqrt(t) : t;
@@ -30,7 +30,7 @@ function strength(value, top) {
 
 const topOf = (fields) => (state.scale === "largest" ? largest(fields.map((f) => largest(f.weights))) || 1 : 1);
 
-// One pixel a cell; hidden cells are left clear, so that the hatching behind them shows.
+// One pixel per cell. Hidden cells are transparent, so the hatching behind them is visible.
 function paint(canvas, { weights, visible, signed: isSigned }, L, S, top) {
   canvas.width = S;
   canvas.height = L;
@@ -39,7 +39,7 @@ function paint(canvas, { weights, visible, signed: isSigned }, L, S, top) {
   const pixels = new Uint32Array(image.data.buffer);
   const colours = table(isSigned);
   const last = STEPS_OF_RAMP - 1;
-  const nan = theme() === "dark" ? 0xff3d3dd0 : 0xff2020b0; // red, in no ramp
+  const nan = theme() === "dark" ? 0xff3d3dd0 : 0xff2020b0; // red, which is in no ramp
   for (let i = 0; i < weights.length; i++) {
     if (!visible[i]) continue;
     const t = strength(weights[i], top);
@@ -49,7 +49,7 @@ function paint(canvas, { weights, visible, signed: isSigned }, L, S, top) {
   context.putImageData(image, 0, 0);
 }
 
-// A bar a row, one pixel high and WIDTH wide; signed ones start in the middle.
+// One bar per row, one pixel high and WIDTH wide. Signed bars start in the middle.
 const BAR = 40;
 
 function paintBars(canvas, values, top, isSigned) {

@@ -1,14 +1,14 @@
-// What both pages share: elements, numbers as text, choices, languages, colours of the system, the address.
+// Shared by both pages: elements, numbers as text, choices, languages, system colours, and the address.
 
 const byId = (id) => document.getElementById(id);
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
-// An element with a class and a text; texts of users go nowhere but through textContent.
+// An element with a class and a text. Texts of users are only set through textContent.
 function element(tag, className = "", text = "") {
   return Object.assign(document.createElement(tag), { className, textContent: text });
 }
 
-// An element of a picture.
+// An SVG element.
 function shape(tag, attributes, text = "") {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -31,7 +31,7 @@ function tableLine(...cells) {
   return row;
 }
 
-// With Ctrl, Alt or Meta, a key is the browser's.
+// With Ctrl, Alt or Meta, the browser handles the key.
 const keyOf = (event) => (event.ctrlKey || event.altKey || event.metaKey ? "" : event.key);
 
 // --- numbers as text
@@ -41,11 +41,11 @@ const known = (value, digits) => (Number.isNaN(value) ? "–" : fixed(value, dig
 const signed = (value, digits = 4) => (value > 0 ? "+" : "") + fixed(value, digits);
 const short = (value) => (Math.abs(value) >= 1000 ? value.toExponential(1) : fixed(value, Math.abs(value) >= 100 ? 0 : 1));
 
-// --- one of several, in the fieldset whose id is `name`
+// --- a choice, in the fieldset with the id `name`
 
 function buildChoice(name, options, onChange) {
   const fieldset = byId(name);
-  fieldset.querySelector("div")?.remove(); // it may be built again
+  fieldset.querySelector("div")?.remove(); // it may have been built before
   const row = element("div");
   for (const [value, text] of Object.entries(options)) {
     const label = element("label");
@@ -62,13 +62,13 @@ function setChoice(fieldset, value) {
   for (const input of fieldset.querySelectorAll("input")) input.checked = input.value === String(value);
 }
 
-// --- English or Chinese: `state.lang`. WORDS holds the words of both.
+// --- English or Chinese: `state.lang`. WORDS has the texts of both.
 
 const systemLanguage = () => (navigator.language.startsWith("zh") ? "zh" : "en");
 
 const words = () => WORDS[state.lang];
 
-// Write the words of every element below `root` that names them: data-text its text, data-label its label for a screen reader.
+// Set the text (data-text) and the label for screen readers (data-label) of each element below `root` that has these attributes.
 function showWords(root = document) {
   for (const node of root.querySelectorAll("[data-text]")) node.textContent = words()[node.dataset.text];
   for (const node of root.querySelectorAll("[data-label]")) node.ariaLabel = words()[node.dataset.label];
@@ -84,7 +84,7 @@ function showLanguage() {
 
 const otherLanguage = () => (state.lang === "en" ? "zh" : "en");
 
-// --- light and dark: `state.theme`, or what the system says; paper is light
+// --- light and dark: `state.theme`, or the setting of the system. Print is light.
 
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 const isPrinted = matchMedia("print");
@@ -100,7 +100,7 @@ function showTheme() {
   Object.assign(byId("theme"), { textContent: text, ariaLabel: label });
 }
 
-// --- the address holds what is shown; a frame in a notebook has none
+// --- the address describes the view. A frame in a notebook has no address.
 
 const addressed = () => new URLSearchParams(location.hash.slice(1));
 
@@ -112,6 +112,6 @@ function putAddress(said) {
   if (address === location.hash || location.protocol === "about:") return;
   try {
     history.replaceState(null, "", address);
-  } catch {} // Safari takes 100 changes in 30 seconds; Chromium passes over what is too much for it
+  } catch {} // Safari allows 100 changes in 30 seconds; Chromium ignores further ones
   if (address !== location.hash) later = setTimeout(putAddress, 1000, said);
 }

@@ -1,18 +1,19 @@
-// What is shown, where it is kept (the address), and the controls that change it.
+// The state of the page, its address, and the controls that change it.
 
 const VIEWS = COMPARES ? ["a", "b", "both", "diff"] : ["a"];
 const SCALES = ["root", "linear", "largest"];
 const CELL = { smallest: 2, largest: 44, readable: 12.5, lying: 20 }; // pixels
 
-// layer: its number in DATA.layers. step: its number in STEPS. q, k: the cell with the cursor. extra: heads whose lines are
-// drawn beside those of `head`. out: whether `head` is knocked out, where the page knows the answers without it. zoom: pixels a cell, null fits them to the page. theme: null follows the system.
+// layer: its number in DATA.layers. step: its number in STEPS. q, k: the cell with the cursor. extra: further heads whose
+// lines are drawn. out: whether `head` is knocked out, if the page has the answers without it. zoom: pixels per cell, null: fit to the
+// page. theme: null: as the system.
 // lang: "en" or "zh".
 const START = () => ({
   layer: GROUPS[0].layers[0],
   head: 0,
   step: STEPS.length - 1,
   view: COMPARES ? "both" : "a",
-  q: Infinity, // the last query, which says what comes next, and the key that it looks most at
+  q: Infinity, // the last query, which predicts the next token, and the key with its largest weight
   k: Infinity,
   extra: new Set(),
   hatch: true,
@@ -24,7 +25,7 @@ const START = () => ({
 });
 const state = START();
 
-// Every value is brought back to where it means something.
+// Move every value into its valid range.
 function settle() {
   const within = (value, count, fallback) => (Number.isNaN(Number(value)) ? fallback : clamp(value, 0, count - 1));
   state.layer = within(state.layer, DATA.layers.length, 0);
@@ -50,16 +51,16 @@ function favourite({ weights }, q, S) {
 }
 
 function readAddress() {
-  const given = addressed();
-  Object.assign(state, START()); // what it does not name
-  const number = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : undefined);
+  const address = addressed();
+  Object.assign(state, START()); // for the values that it does not name
+  const number = (name) => (/^\d+$/.test(address.get(name) ?? "") ? Number(address.get(name)) : undefined);
   for (const name of ["layer", "head", "q", "k", "zoom"]) state[name] = number(name) ?? state[name];
-  for (const name of ["view", "scale", "theme", "lang"]) state[name] = given.get(name) ?? state[name];
+  for (const name of ["view", "scale", "theme", "lang"]) state[name] = address.get(name) ?? state[name];
   const step = STEPS.indexOf(number("step"));
   if (step >= 0) state.step = step;
-  if (given.has("heads")) state.extra = new Set(given.get("heads").split(".").map(Number));
-  state.out = given.get("out") === "1";
-  state.hatch = given.get("hatch") !== "0";
+  if (address.has("heads")) state.extra = new Set(address.get("heads").split(".").map(Number));
+  state.out = address.get("out") === "1";
+  state.hatch = address.get("hatch") !== "0";
   settle();
 }
 
@@ -79,7 +80,7 @@ function writeAddress() {
 
 // --- the row of controls
 
-// What has other words in the other language.
+// Update the texts that depend on the language.
 function buildChoices() {
   buildChoice("group", { ...GROUPS.map(labelOf) }, (i) => {
     const from = groupOf(state.layer);
@@ -115,7 +116,7 @@ function buildControls() {
   }));
 }
 
-// On a phone, what is seldom needed waits behind a button.
+// On a phone, rarely used controls are behind a button.
 function showMore(on) {
   byId("more").ariaExpanded = String(on);
   byId("controls").classList.toggle("all", on);
@@ -131,7 +132,7 @@ function showControls() {
     byId("title").textContent = words().told(TITLE);
     buildChoices();
     showPlaying();
-    [shownLanguage, builtThumbs, views] = [state.lang, "", []]; // everything else is built again
+    [shownLanguage, builtThumbs, views] = [state.lang, "", []]; // everything else is rebuilt
   }
   setChoice(byId("group"), GROUPS.indexOf(groupOf(state.layer)));
   setChoice(byId("view"), state.view);
@@ -146,7 +147,7 @@ function showControls() {
 const stepText = (i) => (STEPS[i] === null ? "" : words().step_text(STEPS[i].toLocaleString("en"), i + 1, STEPS.length));
 
 let timer = null;
-const PLAYS = clamp(12000 / STEPS.length, 150, 700); // milliseconds a step
+const PLAYS = clamp(12000 / STEPS.length, 150, 700); // milliseconds per step
 
 function play(on) {
   clearInterval(timer);
@@ -176,7 +177,7 @@ function showThumbs() {
   const H = Math.max(...layers.map((layer) => DATA.layers[layer].shape[0]));
   const built = layers.join();
   if (built !== builtThumbs) buildThumbs(layers, H);
-  const drawn = [built, state.view, state.step, state.scale, theme(), state.lang].join(" "); // whatever else changes, they stay
+  const drawn = [built, state.view, state.step, state.scale, theme(), state.lang].join(" "); // other changes do not affect them
   const wide = panes().length > 1 ? 1.7 : 1;
   byId("thumbs").style.setProperty("--thumb", `${Math.round(wide * (H > 8 ? 40 : H > 4 ? 52 : 64))}px`);
   for (const button of byId("thumbs").querySelectorAll("button")) {

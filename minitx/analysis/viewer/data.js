@@ -1,11 +1,11 @@
-// What travelled in the page, and what is derived from it.
+// The data in the page, and values derived from them.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const TRACES = DATA.traces;
 const COMPARES = TRACES.length > 1;
 const NAMES = COMPARES ? ["A", "B"] : [""];
 
-// Every step of either model; a model without a snapshot at a step shows its latest one before.
+// All steps of both models. A model without a snapshot at a step shows its latest earlier snapshot.
 const numbered = TRACES.flatMap((trace) => trace.snapshots.map((s) => s.step)).filter((step) => step !== null);
 const STEPS = numbered.length ? [...new Set(numbered)].sort((a, b) => a - b) : [null];
 
@@ -50,7 +50,7 @@ function mask(number, size) {
   return unpackedMasks.get(number);
 }
 
-// Layers in full take 4 bytes a cell: only the latest ones are kept.
+// A full layer takes 4 bytes per cell, so only the latest layers are kept.
 const KEPT_CELLS = 2 ** 26;
 const unpacked = new Map();
 let cellsKept = 0;
@@ -89,7 +89,7 @@ function unpack(packed, H, L, S) {
   });
 }
 
-// What a pane shows of one head: model A, model B, or A − B.
+// The values that a pane shows of one head: model A, model B, or A − B.
 function field(pane, layer, head) {
   const of = (trace) => heads(trace, snapshotAt(trace, state.step), layer)[head];
   if (pane !== "diff") return { ...of(pane === "b" ? 1 : 0), signed: false };
@@ -113,7 +113,7 @@ function mean(values) {
 
 const PICTURES = { " ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽" };
 const UNSEEN = /[\p{Zs}\p{Zl}\p{Zp}\p{Cc}\p{Cf}\p{Cs}\p{Cn}\u115f\u1160\u2800\u3164\uffa0]/gu;
-const JOINER = /[\u200c\u200d]/; // they shape the letters beside them, and are shown where they stand alone
+const JOINER = /[\u200c\u200d]/; // they shape neighbouring letters, and are only shown if they stand alone
 
 function shown(text) {
   if (text === "") return "∅";

@@ -1,6 +1,6 @@
-// Random numbers as torch draws them on a CPU, so that a seed gives the numbers of examples/why_scale.py.
+// Random numbers, drawn like torch on a CPU, so a seed gives the same numbers as in examples/why_scale.py.
 
-const CHUNK = 16; // torch turns sixteen uniform numbers into sixteen normal ones
+const CHUNK = 16; // torch transforms sixteen uniform numbers into sixteen normal numbers
 
 // torch.randn(..., generator=torch.Generator().manual_seed(seed)), in float32, a piece at a time. The whole tensor must hold a
 // multiple of 16 numbers. Mersenne Twister (Matsumoto and Nishimura 1998), then Box and Muller 1958.
@@ -60,7 +60,7 @@ class Normal {
 const BATCHES = 200;
 const QUERIES = 32; // of each batch: 6,400 rows in all
 
-// q·k of QUERIES random queries with `numKeys` random keys each, batch for batch.
+// q·k of QUERIES random queries with `numKeys` random keys each, batch by batch.
 class Sample {
   constructor(headDim, numKeys, seed) {
     Object.assign(this, { headDim, numKeys, seed, batches: [] });

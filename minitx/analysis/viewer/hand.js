@@ -1,15 +1,15 @@
 // Scene 1: one row of attention, by hand.
 
 const STEPS_BY_HAND = 7;
-const LIMIT = 99; // of a number that is typed
+const LIMIT = 99; // of a typed number
 const TOKENS = { least: 2, most: 6 };
 const NAMES_OF_STEPS = ["dot", "z", "m", "e", "sum", "p", "out"]; // what each step computes
-// The columns of the table: the step from which on a column stands there, and the last step that reads it.
+// The columns of the table: the first step that shows a column, and the last step that reads it.
 const COLUMNS = { k: [1, 1], dot: [1, 2], z: [2, 3], seen: [3, 3], m: [3, 4], e: [4, 6], p: [6, 7], v: [7, 7], pv: [7, 7] };
 const WIDE = new Set(["k", "v", "pv"]); // three numbers each
 // As in examples/attention.ipynb, but for the last query.
 const START = () => ({
-  tokens: null, // null: those of the language
+  tokens: null, // null: the tokens of the language
   q: [[1, 0, 1], [0, 2, 0], [1, 1, 0], [1, 2, 0]],
   k: [[1, 0, 0], [0, 1, 1], [1, 1, 0], [0, 0, 1]],
   v: [[1, 0, 0], [0, 10, 0], [0, 0, 5], [2, 2, 2]],
@@ -29,7 +29,7 @@ const byHand = () => attend(state.hand.q[state.hand.query], state.hand.k, state.
 
 const narrow = matchMedia("(max-width: 700px)");
 
-// A whole number as it is, others with 4 decimals (3 on a narrow page), and what is smaller with an exponent.
+// Integers as they are, others with 4 decimals (3 on a narrow page), smaller numbers with an exponent.
 function tidy(x) {
   if (x === -Infinity) return "−∞";
   if (Number.isInteger(x)) return String(x).replace("-", "−");
@@ -37,10 +37,10 @@ function tidy(x) {
   return Math.abs(x) < 0.5 * 10 ** -decimals ? x.toExponential(1).replaceAll("-", "−") : fixed(x, decimals);
 }
 
-// A number as a factor: a negative one in brackets.
+// A number as a factor. Negative numbers are in brackets.
 const factor = (x) => (x < 0 ? `(${tidy(x)})` : tidy(x));
 
-// --- the numbers by name: "dot-2", "pv-0-1"; sum, psum and out-d stand in the last row
+// --- the numbers by name: "dot-2", "pv-0-1"; sum, psum and out-d are in the last row
 
 function valueOf(id, found) {
   const [name, i, d] = id.split("-");
@@ -61,7 +61,7 @@ function valueOf(id, found) {
   }[name]();
 }
 
-// Where a number comes from: the calculation as a text, and the names of the numbers in it.
+// How a number is computed: the calculation as a text, and the names of the numbers in it.
 function originOf(id, found) {
   const [name, i, d] = id.split("-");
   const say = (other) => tidy(valueOf(other, found));
@@ -82,7 +82,7 @@ function originOf(id, found) {
   }[name]();
 }
 
-// --- the table, built again when tokens, query or language change
+// --- the table, rebuilt when tokens, query or language change
 
 function numberInput(id, name, token, d) {
   const input = Object.assign(document.createElement("input"), { type: "number", step: "0.1", min: -LIMIT, max: LIMIT });
@@ -104,7 +104,7 @@ function typeNumber(input, id) {
   showHand();
 }
 
-// Say what is wrong in the boxes, numbers and tokens alike.
+// Report what is wrong in the boxes, for numbers and tokens.
 function complain() {
   const found = Object.entries({ number_problem: "[type=number]", token_problem: "#tokens" }).filter(([, which]) => document.querySelector(`#hand input${which}[aria-invalid=true]`));
   byId("problem").hidden = !found.length;
@@ -179,7 +179,7 @@ function seenBox(i, text) {
   return box;
 }
 
-// --- what is seen, after every change
+// --- draw, after every change
 
 function showHand() {
   const { step } = state;
@@ -190,7 +190,7 @@ function showHand() {
   const [text, more] = byId("step-words").children;
   text.textContent = words().step_of(step) + words().step_titles[step - 1];
   more.textContent = words().step_words[step - 1];
-  byId("back").ariaDisabled = String(step === 1); // not disabled: the focus stays
+  byId("back").ariaDisabled = String(step === 1); // not disabled, to keep the focus
   byId("next").ariaDisabled = String(step === STEPS_BY_HAND);
   for (const [i, item] of [...byId("hand-steps").children].entries()) {
     const button = item.firstChild;
@@ -246,7 +246,7 @@ function changeHand(changes) {
   else showHand();
 }
 
-// What stands between spaces; a text without spaces is cut into words where the browser can.
+// Split at spaces. A text without spaces is cut into words if the browser can do so.
 function cut(text) {
   const parts = text.trim().split(/\s+/u).filter(Boolean);
   if (parts.length !== 1 || !Intl.Segmenter) return parts;
@@ -264,7 +264,7 @@ function typeTokens() {
   const fresh = Array.from({ length: TOKENS.most }, () => ["q", "k", "v"].map(() => Array.from(draw.fill(new Float32Array(3)), (x) => Math.round(10 * x) / 10)));
   for (const [at, name] of ["q", "k", "v"].entries()) hand[name] = parts.map((_, i) => hand[name][i] ?? fresh[i][at]);
   hand.own = parts.map((_, i) => hand.own[i] ?? true);
-  state.cell = firstCell(state.step); // the one that was explained may be gone
+  state.cell = firstCell(state.step); // the explained number may be gone
   changeHand({ tokens: parts, query: parts.length - 1 });
 }
 

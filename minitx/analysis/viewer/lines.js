@@ -1,6 +1,6 @@
 // Lines between tokens (Vig 2019, BertViz, head view): queries on the left, keys on the right, opacity is weight.
 
-const FAINTEST = 0.02; // the least weight with a line
+const FAINTEST = 0.02; // smaller weights have no line
 const MOST_LINES = 4000;
 
 class LinesView {
@@ -10,7 +10,7 @@ class LinesView {
     this.queries = this.web.querySelector(".queries");
     this.keys = this.web.querySelector(".keys");
     this.canvas = this.web.querySelector("canvas");
-    this.held = null; // { side, i }: the token whose lines alone are drawn
+    this.held = null; // { side, i }: if set, only the lines of this token are drawn
     for (const [side, list] of [["q", this.queries], ["k", this.keys]]) {
       const number = (event) => Number(event.target.closest("li")?.dataset.i ?? -1);
       list.addEventListener("pointerover", (event) => number(event) >= 0 && this.hold({ side, i: number(event) }));
@@ -75,7 +75,7 @@ class LinesView {
     this.choose(list, chosen);
   }
 
-  // The cursor's token is the one that Tab reaches.
+  // Tab reaches the cursor's token.
   choose(list, i) {
     for (const item of list.querySelectorAll("[tabindex='0']")) Object.assign(item, { tabIndex: -1, ariaSelected: "false" });
     if (list.children[i]) Object.assign(list.children[i], { tabIndex: 0, ariaSelected: "true" });
@@ -111,7 +111,7 @@ class LinesView {
     return `rgb(${mix(RAMPS[theme()].signed, value > 0 ? 5 / 6 : 1 / 6)})`;
   }
 
-  // The weight; the lines of one token alone are as strong as the map's colours, because few of them lie over one another.
+  // The weight. The lines of a single token are as strong as the colours of the map, because few of them overlap.
   opacity(value, top) {
     return this.held ? strength(value, top) : Math.min(Math.abs(value) / (top || 1), 1);
   }
@@ -119,7 +119,7 @@ class LinesView {
   lines() {
     const { side, i } = this.held ?? {};
     const found = [];
-    this.torn = false; // whether a weight is no number
+    this.torn = false; // whether a weight is NaN
     this.fields.forEach(({ weights, visible }, h) => {
       for (let q = side === "q" ? i : 0; q < (side === "q" ? i + 1 : this.L); q++) {
         for (let k = side === "k" ? i : 0; k < (side === "k" ? i + 1 : this.S); k++) {
@@ -139,7 +139,7 @@ class LinesView {
     const high = (list) => (list.lastElementChild ? list.lastElementChild.offsetTop + list.lastElementChild.offsetHeight : 0);
     const height = Math.max(high(this.queries), high(this.keys), 1);
     const width = this.canvas.clientWidth || 120;
-    const sharp = Math.min(devicePixelRatio || 1, 16000 / height); // canvases end at about 16,000 pixels
+    const sharp = Math.min(devicePixelRatio || 1, 16000 / height); // a canvas has at most about 16,000 pixels
     this.canvas.width = width * sharp;
     this.canvas.height = height * sharp;
     this.canvas.style.height = `${height}px`;
@@ -160,7 +160,7 @@ class LinesView {
     this.say(found.length, drawn.length);
   }
 
-  // The tokens that the held one is joined to, in the colours of the heads, as strong as the lines.
+  // The tokens that are connected to the held token, in the colours of the heads, as strong as the lines.
   shade(drawn) {
     for (const list of [this.queries, this.keys]) {
       for (const item of list.querySelectorAll(".lit, .held")) {

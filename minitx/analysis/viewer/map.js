@@ -1,4 +1,4 @@
-// One head large: tokens on both axes, a cell with the cursor, entropy and the largest score beside each row.
+// A large map of one head: tokens on both axes, a cell with the cursor, and entropy and the largest score next to each row.
 
 const measure = document.createElement("canvas").getContext("2d");
 
@@ -30,7 +30,7 @@ class MapView {
     return q >= 0 && q < this.L && k >= 0 && k < this.S ? { q, k } : null;
   }
 
-  // `tops`: the full bars of both strips.
+  // `tops`: the values of full bars in both strips.
   show(one, layer, top, tops) {
     [, this.L, this.S] = DATA.layers[layer].shape;
     const [queries, keys] = [queriesOf(layer), keysOf(layer)];
@@ -38,13 +38,13 @@ class MapView {
     const font = `${style.fontSize} ${style.fontFamily}`;
     const room = this.map.clientWidth;
     const narrow = room < 480;
-    const rowLabels = clamp(widest(queries, font) + 14, 46, narrow ? 72 : 132); // 46: the corner's words
+    const rowLabels = clamp(widest(queries, font) + 14, 46, narrow ? 72 : 132); // 46: the text in the corner
     const strip = narrow ? 36 : 46;
     this.size = state.zoom ?? fitting(room - rowLabels - 2 * strip - 4, this.L, this.S);
     const longest = widest(keys, font);
     const lying = longest + 2 <= Math.max(this.size, CELL.lying);
     const keyLabels = lying ? 30 : clamp(longest + 18, 30, narrow ? 84 : 120);
-    const every = (pixels) => Math.ceil(pixels / this.size); // as many tokens as these pixels hold have one label
+    const every = (pixels) => Math.ceil(pixels / this.size); // one label for the tokens in so many pixels
     const sizes = { cell: this.size, rows: this.L, columns: this.S, queries: rowLabels, keys: keyLabels, strip };
     for (const [name, value] of Object.entries(sizes)) {
       this.board.style.setProperty(`--${name}`, ["rows", "columns"].includes(name) ? value : `${value}px`);
@@ -74,7 +74,7 @@ class MapView {
     }));
   }
 
-  // Put the cursor, and the bands that join it to its tokens, on a cell.
+  // Put the cursor on a cell, with the bands that connect it to its tokens.
   point({ q, k }) {
     for (const [node, names] of [[this.across, ["q"]], [this.down, ["k"]], [this.cursor, ["q", "k"]]]) {
       for (const name of names) node.style.setProperty(`--${name}`, { q, k }[name]);
@@ -105,7 +105,7 @@ class MapView {
   }
 }
 
-// Pixels a cell: as wide as there is room, but not so large that the map is taller than a screen.
+// Pixels per cell: as wide as the room allows, but a map is not taller than the screen.
 function fitting(room, L, S) {
   const tall = Math.max(innerHeight * 0.62, 320);
   const size = Math.min(room / S, tall / L, CELL.largest);

@@ -1,6 +1,6 @@
-// The page: what is seen follows from `state`, and every change goes through `update`.
+// The page. The view is a function of `state`, and every change goes through `update`.
 
-let views = []; // of each pane: { pane, node, map, lines }
+let views = []; // for each pane: { pane, node, map, lines }
 
 const panes = () => (state.view === "both" ? ["a", "b"] : [state.view]);
 
@@ -42,7 +42,7 @@ function showPanes() {
 
 function buildPanes() {
   const template = byId("pane").content;
-  byId("look").append(byId("row")); // under both maps, or under the only one
+  byId("look").append(byId("row")); // below both maps, or below the only map
   byId("panes").replaceChildren();
   views = panes().map((pane) => {
     const node = template.cloneNode(true).firstElementChild;
@@ -90,7 +90,7 @@ const rowFacts = (one, q) => [words().entropy(known(one.entropy[q], 3)), words()
 function below(weight, top) {
   if (!(weight >= 0)) return words().z_nan;
   if (weight === top) return words().z_largest;
-  const digits = Math.max(Math.floor(Math.log10(weight * DATA.full)), 0); // a small weight is known to few digits
+  const digits = Math.max(Math.floor(Math.log10(weight * DATA.full)), 0); // a small weight has few exact digits
   const distance = weight > 0 ? fixed(Math.log(top / weight), Math.min(digits, 2)) : words().over(Math.floor(Math.log(top * DATA.full)));
   return words().z_below(distance);
 }
@@ -179,7 +179,7 @@ function fillTable(columns, best, seen, values) {
   document.querySelector("#row tbody").replaceChildren(...rows);
 }
 
-// Keys that are patches, named "row,column": the row as the image has them.
+// Keys that are patches, named "row,column": the row in the order of the image.
 function showPicture(rows, layer) {
   const names = DATA.tokens[DATA.layers[layer].keys];
   const patches = names.flatMap((name, k) => (/^\d+,\d+$/.test(name) ? [k] : []));
@@ -196,9 +196,9 @@ function showPicture(rows, layer) {
 
 // --- start
 
-const READ = "minitx-viewer-read"; // what the browser keeps after the first visit
+const READ = "minitx-viewer-read"; // stored by the browser after the first visit
 
-// Whether nobody has seen a page here. A frame of a notebook keeps nothing.
+// Whether this browser has not shown a page before. A frame in a notebook stores nothing.
 function isFirstVisit() {
   try {
     const first = localStorage.getItem(READ) === null;

@@ -1,4 +1,4 @@
-// What the viewer says, in both languages.
+// The texts of the viewer, in both languages.
 
 // Questions and titles come with the data, in English.
 const TOLD = [

@@ -1,9 +1,9 @@
-// The playground: language, scenes, questions, and the address that holds what is shown.
+// The playground: language, scenes, questions, and the address that describes the view.
 
 const SCENES = ["hand", "width", "training", "traps"];
 
-// step: of scene 1, from 1. cell: the number that scene 1 explains. width, keys, own: exponents of 2 of d_k, n and a factor of
-// one's own. optimizer, rate (0 to 2), at: the setting of scene 3 and the step it shows. theme: null follows the system.
+// step: of scene 1, from 1. cell: the number that scene 1 explains. width, keys, own: exponents of 2 of d_k, n and the
+// reader's own factor. optimizer, rate (0 to 2), at: the setting of scene 3 and its current step. theme: null: as the system.
 const state = {
   lang: systemLanguage(),
   theme: null,
@@ -22,7 +22,7 @@ const state = {
   at: 0,
 };
 
-// What an address may say, and the values that mean something.
+// The parameters of an address, and their valid values.
 const range = (low, high, step = 1) => (text) => (/^-?\d+(\.\d+)?$/.test(text) && Number(text) >= low && Number(text) <= high && Number(text) % step === 0 ? Number(text) : undefined);
 const among = (...options) => (text) => (options.includes(text) ? text : undefined);
 const ADDRESSED = {
@@ -91,7 +91,7 @@ function openScene(scene) {
 
 const largestWeight = () => Math.max(...byHand().weights);
 
-// Of each question: the right answer, and what the page does when the reader looks; it returns what the words need.
+// For each question: the right answer, and the function that shows it. It returns the values for the texts.
 const QUESTIONS = {
   hand: [
     {
@@ -141,7 +141,7 @@ const QUESTIONS = {
     },
   ],
 };
-const given = {}; // "hand-0": { picked, numbers }: numbers once the reader has looked
+const picks = {}; // "hand-0": { picked, numbers }, with numbers after the reader has looked
 
 function showDraws(settings) {
   Object.assign(state, settings);
@@ -158,7 +158,7 @@ function buildQuiz(scene) {
 function buildQuestion(scene, i, question) {
   const name = `${scene}-${i}`;
   const { ask, options, tell } = words().questions[scene][i];
-  const mine = (given[name] ??= { picked: null, numbers: null });
+  const mine = (picks[name] ??= { picked: null, numbers: null });
   const field = element("fieldset", "question");
   const answer = Object.assign(element("p", "answer"), { role: "status" });
   const look = buildButton("main", words().look, () => {

@@ -1,4 +1,4 @@
-// What the playground says, in both languages.
+// The texts of the playground, in both languages.
 
 const WORDS = {
   en: {

@@ -1,6 +1,6 @@
 // Ramps: the colours of weights and of differences, used by both pages.
 
-// mako (Waskom, seaborn): lightness falls evenly; nothing is the colour of the page.
+// mako (Waskom, seaborn): the lightness falls evenly, and 0 has the colour of the page.
 const MAKO = ["#0b0405", "#2e1e3c", "#413d7b", "#37659e", "#348fa7", "#40b7ad", "#8ad9b1", "#def5e5"];
 const RAMPS = {
   light: { weights: ["#ffffff", ...MAKO.toReversed()], signed: ["#0a3161", "#2a78b8", "#9ccbe6", "#ffffff", "#fbc191", "#d5630f", "#6e2503"] },

@@ -1,4 +1,4 @@
-// The whole batch: at each step the share of right answers, and of questions whose largest weight lies on the right key.
+// The whole batch: at each step, the share of right answers, and the share of questions whose largest weight lies on the right key.
 
 const PLOT = { width: 340, height: 96, left: 32, right: 332, top: 8, bottom: 74 };
 
@@ -17,7 +17,7 @@ function showTally() {
   byId("tally").querySelector(".note").textContent = words().row_of(row, rows, words().rules[DATA.rule]);
 }
 
-// One curve a model, up to the step that is shown. `shares`: of each model, one a snapshot.
+// One curve per model, up to the current step. `shares`: for each model, one number per snapshot.
 function drawShares(title, shares) {
   const { width, height, left, right, top, bottom } = PLOT;
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });

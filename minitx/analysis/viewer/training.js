@@ -3,10 +3,10 @@
 const TRAINING = JSON.parse(byId("training-data").textContent);
 const OPTIMIZERS = ["adamw", "sgd"];
 const ARMS = ["inv_sqrt", "unscaled"];
-const NUM_QUESTIONS = 16; // of the map; a key each, and in the last column the question itself
+const NUM_QUESTIONS = 16; // the rows of the map: a key each, and in the last column the question itself
 const WINDOW = 8; // steps of 64 answers, as in the grid `limits`
 const HOLDS = 0.9;
-const PACE = 130; // milliseconds from look to look
+const PACE = 130; // milliseconds from one measurement to the next
 const LEVELS = Object.fromEntries(Array.from("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/", (letter, i) => [letter, i / 63]));
 
 const ratesOf = (optimizer) => [...new Set(TRAINING.runs.filter((run) => run.optimizer === optimizer).map((run) => run.rate))];
@@ -16,7 +16,7 @@ const nameOfSetting = () => `${state.optimizer}-${state.rate}`;
 const lastLook = TRAINING.looks.length - 1;
 const lookNow = () => TRAINING.looks.indexOf(state.at);
 
-// Of each setting: the reader's prediction, and whether the curves are open and were seen to their end.
+// For each setting: the reader's prediction, and whether the curves are open and were seen to the end.
 const predicted = {};
 const mine = () => (predicted[nameOfSetting()] ??= { picked: null, isOpen: false, isSeen: false });
 
@@ -26,7 +26,7 @@ function accuracyAt(run, step) {
   return total(counts) / (64 * counts.length);
 }
 
-// Of a whole run: whether it holds, its lowest accuracy over WINDOW steps, the step that fell below, and the accuracy at the end.
+// The summary of a run: whether it stays stable, its lowest accuracy over WINDOW steps, the step of the collapse, and the final accuracy.
 function outcome(run) {
   const means = run.accuracy.map((_, step) => accuracyAt(run, step)).slice(WINDOW - 1);
   const first = means.findIndex((mean) => mean < HOLDS);
@@ -40,10 +40,10 @@ const percent = (share) => `${fixed(100 * share, 1).replace(/\.0$/, "")} %`;
 
 // --- pictures
 
-// Of a level from 0 to 1; the style chooses between the light and the dark one.
+// The colours of a level from 0 to 1. The style chooses between light and dark.
 const fillOf = (level) => `light-dark(${["light", "dark"].map((name) => `rgb(${mix(RAMPS[name].weights, level)})`)})`;
 
-// Rows are questions, columns keys; a frame marks the key that is asked for, a sign behind the row says whether the answer is right.
+// Rows are questions, columns are keys. A frame marks the requested key, and a sign after the row shows whether the answer is right.
 function drawMap(svg, run, look) {
   const levels = Array.from(run.weights[look], (letter) => LEVELS[letter]);
   const width = levels.length / NUM_QUESTIONS;
@@ -83,7 +83,7 @@ function drawCurves(svg, values, { top, ticks, line, label }) {
   svg.ariaLabel = label;
 }
 
-// --- what is seen
+// --- draw
 
 function showTraining() {
   const runs = setting();
@@ -146,11 +146,11 @@ function showTold(runs) {
   };
   const now = isSeen ? told() : [words()[isOpen ? "playing_now" : "predict_first"]];
   const text = now.map((part) => part.textContent ?? part).join("");
-  if (node.textContent !== text) node.replaceChildren(...now); // read aloud, so not written again with each step
+  if (node.textContent !== text) node.replaceChildren(...now); // screen readers read it, so it does not change with each step
   node.classList.toggle("beyond", isSeen && happened > 0);
 }
 
-// Why it falls apart, which would tell the answer: shown once the reader has predicted and seen a training to its end.
+// The explanation contains the answer, so it appears after the reader has predicted and seen a training to its end.
 function showWhy() {
   const why = byId("why");
   const isTold = Object.values(predicted).some(({ picked, isSeen }) => picked !== null && isSeen);
@@ -158,7 +158,7 @@ function showWhy() {
   why.hidden = !isTold;
 }
 
-// All settings: what the reader has seen, and "?" for the others.
+// All settings: the results that the reader has seen, and "?" for the others.
 function showSeen() {
   const { outcomes, optimizers, arms, setting_head: settingHead } = words();
   showHeads("seen", [settingHead, ...ARMS.map((arm) => arms[arm])]);
@@ -205,7 +205,7 @@ function openSetting(changes) {
   const other = "optimizer" in changes && changes.optimizer !== state.optimizer;
   Object.assign(state, { at: 0, ...changes });
   if (other) buildRates();
-  if (state.at > 0) mine().isOpen = true; // by an address, or by a question
+  if (state.at > 0) mine().isOpen = true; // opened by an address or a question
   if (lookNow() === lastLook) mine().isSeen = true;
   showTraining();
 }

@@ -1,4 +1,4 @@
-// Scene 4. In each piece of code one line is wrong; `fix` is what should stand there, to the end if it has several lines; `mutant` is
+// Scene 4. In each piece of code one line is wrong. `fix` is the correct code, up to the end if it has several lines. `mutant` is
 // the name of the mistake in minitx.check.
 
 const TRAPS = [

@@ -1,10 +1,10 @@
-// Scene 2: what d_k does to random logits, and what the factor c does about it.
+// Scene 2: the effect of d_k and of the factor c on random logits.
 
 const FACTORS = { inv_sqrt: (width) => width ** -0.5, unscaled: () => 1, inv: (width) => 1 / width };
-const SLICE = 12; // milliseconds of counting between two looks at the page
-const PICTURED = 8; // batches in the histogram
+const SLICE = 12; // milliseconds of counting between two updates of the page
+const PICTURED = 8; // number of batches in the histogram
 const BINS = 49;
-const EDGE = 12; // of the histogram: what is larger is said as a share
+const EDGE = 12; // the end of the histogram; larger values are given as a share
 const SHARES = new Set(["saturation_90", "saturation_99", "overflow", "repaired", "zeros"]);
 
 const headDim = () => 2 ** state.width;
@@ -15,11 +15,11 @@ const turn = () => Math.sqrt(2 * Math.log(numVisible()));
 const factorsShown = () => ({ ...Object.fromEntries(Object.entries(FACTORS).map(([name, of]) => [name, of(headDim())])), ...(state.factor === "own" ? { own: ownFactor() } : {}) });
 
 let sample = null;
-let counts = {}; // of each factor: its Statistics
-let counted = 0; // batches
+let counts = {}; // the Statistics of each factor
+let counted = 0; // number of batches
 let counting = null;
 
-// Three significant digits; 0 and 1 as they are.
+// Three significant digits, except for 0 and 1.
 function digits(x) {
   if (x === 0 || x === 1) return String(x);
   if (Math.abs(x) >= 100) return fixed(x, 0);
@@ -37,7 +37,7 @@ function countAgain() {
   count(true);
 }
 
-// A slice of the counting, then the page, and so on until all rows are counted.
+// Count a slice, update the page, and continue until all rows are counted.
 function count(isFirst = false) {
   const until = performance.now() + SLICE;
   do {
@@ -48,7 +48,7 @@ function count(isFirst = false) {
   if (counted < BATCHES) counting = setTimeout(count);
 }
 
-// --- what is seen
+// --- draw
 
 function showWidth() {
   const show = (id, value, text) => {
@@ -68,7 +68,7 @@ function showWidth() {
   if (state.scene === 2) countAgain();
 }
 
-// `isSaid`: the words above the pictures are read aloud, so they do not change with each slice.
+// `isSaid`: screen readers read the words above the pictures, so they do not change with each slice.
 function showCounts(isSaid) {
   const found = Object.fromEntries(Object.entries(counts).map(([name, statistics]) => [name, statistics.found()]));
   const mine = found[state.factor];

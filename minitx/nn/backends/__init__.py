@@ -47,10 +47,10 @@ MATH = Backend("math", reference_attention, falls_back=lambda call: "it holds th
 FLEX = Backend("flex", flex.run, flex.why_not)
 _BUILT_IN = {backend.name: backend for backend in (SDPA, CHUNKED, MATH, FLEX)}
 _REGISTRY: dict[str, Backend] = dict(_BUILT_IN)
-# scores of all heads together, from which on tiles beat the whole matrix on CPU (measured: docs/dev/decisions.md): that of math, and
-# that of torch's plain path, which makes it in fewer calls as long as it need not draw another for dropout
+# Total score counts (B·H·L·S) above which ``chunked`` beats ``math``, and torch's unfused path without dropout, on a CPU
+# (measured: docs/dev/decisions.md).
 CHUNKED_FROM, CHUNKED_FROM_OVER_PLAIN = 2**21, 2**23
-# of the tiles, the share up to which computing them alone beats torch's CPU kernel, which computes what a mask hides, too
+# The share of visible tiles up to which ``chunked`` beats torch's CPU kernel, which also computes hidden tiles.
 FEW_TILES = 0.25
 
 
@@ -88,7 +88,7 @@ def register_backend(
     >>> unregister_backend("mine")
     """
     if name in backend_names():
-        raise ValueError(f"backend {name!r} is taken; registered are {', '.join(backend_names())}")
+        raise ValueError(f"backend {name!r} is already registered: choose another name than {', '.join(backend_names())}")
     _REGISTRY[name] = Backend(name, run, why_not, falls_back)
 
 
@@ -96,7 +96,7 @@ def unregister_backend(name: str) -> None:
     """Remove a backend that ``register_backend`` added.
 
     Raises:
-        ValueError: the name is not registered, or is one of minitx's own.
+        ValueError: the name is not registered, or it is a built-in backend.
     """
     if name not in _REGISTRY or name in _BUILT_IN:
         raise ValueError(f"backend {name!r} was not registered by register_backend")
@@ -104,7 +104,7 @@ def unregister_backend(name: str) -> None:
 
 
 class Facts(NamedTuple):
-    """What ``AUTO`` asks of a call: types and sizes only."""
+    """The facts about a call that ``AUTO`` uses: types and sizes only."""
 
     call: AttentionCall
     num_scores: int  # B · H · L · S
@@ -127,25 +127,25 @@ class Facts(NamedTuple):
         return Facts(call, B * H * L * S, L, call.query.device.type == "cpu", transformed, adds, sparse, fused)
 
     def tiles_win(self, start: int) -> bool:
-        """Whether the call has ``start`` scores and ``chunked`` serves it. It would break a graph of ``torch.compile``."""
+        """Whether the call has at least ``start`` scores and ``chunked`` supports it. In a compiled graph, ``chunked`` causes a graph break."""
         return self.num_scores >= start and not is_compiling() and chunked.why_not(self.call) is None
 
 
-# What ``auto`` runs: the backend of the first line whose condition holds. ``benchmarks/attention.py`` measures the sizes.
+# ``auto`` runs the backend of the first line whose condition holds. ``benchmarks/attention.py`` measures the sizes.
 AUTO: tuple[tuple[Callable[[Facts], bool], Backend, str], ...] = (
-    (lambda f: f.fused and not f.sparse, SDPA, "torch's fused kernel serves it"),
-    (lambda f: f.transformed and sdpa.why_not(f.call) is None, SDPA, "of all kernels, only torch's serve torch.func"),
-    (lambda f: f.transformed, MATH, "no kernel serves this derivative"),
+    (lambda f: f.fused and not f.sparse, SDPA, "torch's fused kernel supports it"),
+    (lambda f: f.transformed and sdpa.why_not(f.call) is None, SDPA, "only torch's kernels support torch.func"),
+    (lambda f: f.transformed, MATH, "no kernel supports this derivative"),
     (
         lambda f: not f.on_cpu and (f.adds or f.sparse) and flex.why_not(f.call) is None,
         FLEX,
-        "it has what torch's kernels lack",
+        "it supports what torch's kernels lack",
     ),
     (lambda f: f.adds and f.on_cpu and f.num_queries == 1 and f.tiles_win(0), CHUNKED, "one query is one tile"),
     (lambda f: f.adds and f.num_queries > 1 and f.tiles_win(CHUNKED_FROM), CHUNKED, "tiles beat a large matrix"),
     (lambda f: f.adds, MATH, "torch's kernels have no soft-cap and no sinks"),
     (lambda f: f.fused and f.on_cpu and _few_tiles(f), CHUNKED, "it skips hidden tiles, which torch's CPU kernel computes"),
-    (lambda f: f.fused, SDPA, "torch's fused kernel serves it"),
+    (lambda f: f.fused, SDPA, "torch's fused kernel supports it"),
     (
         lambda f: f.num_queries > 1 and f.tiles_win(_plain_start(f)),
         CHUNKED,
@@ -164,10 +164,10 @@ def _plain_start(facts: Facts) -> int:
 
 
 def choose(call: AttentionCall, backend: str) -> tuple[Backend, str]:
-    """Return the backend of a name, which may be unable to serve the call, and the reason if ``auto`` chose it."""
+    """Return the backend for a name, and the reason if ``auto`` chose it. A named backend may not support the call."""
     if backend != "auto":
         if backend not in _REGISTRY:
-            raise ValueError(f"backend={backend!r} is not known; one of {', '.join(backend_names())}")
+            raise ValueError(f"backend={backend!r} must be one of {', '.join(backend_names())}")
         return _REGISTRY[backend], ""
     facts = Facts.of(call)
     for holds, chosen, reason in AUTO[:-1]:
@@ -191,7 +191,7 @@ def attend(call: AttentionCall, backend: str = "auto", *, strict: bool = False) 
             message gives the reason and the backends that do. RuntimeError: with ``strict``, no fused kernel would be used.
     """
     if call.scores is not None or call.weights is not None:
-        backend, strict = "math", False  # no kernel takes them
+        backend, strict = "math", False  # no kernel accepts scores or weights
     chosen, _ = choose(call, backend)
     if backend != "auto" and (reason := chosen.why_not(call)) is not None:
         able = ", ".join(other.name for other in _REGISTRY.values() if other.why_not(call) is None)
@@ -219,16 +219,17 @@ def scaled_dot_product_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(c · QKᵀ + mask) V. Every backend gives the same result.
 
-    The first six arguments and ``scale`` are those of ``torch.nn.functional.scaled_dot_product_attention``. Five things differ.
-    Tensors are 4-D. ``is_causal`` is lower-right aligned (the last query sees the last key) and intersects with ``attn_mask``. A float or 3-D
-    ``attn_mask`` is an error. Grouped heads follow from the shapes, without ``enable_gqa``. The output of a row without a visible key is zero.
+    The first six arguments and ``scale`` are torch's (``torch.nn.functional.scaled_dot_product_attention``). Five things differ.
+    Tensors are 4-D. ``is_causal`` is lower-right aligned (the last query sees the last key) and intersects with ``attn_mask``.
+    A float or 3-D ``attn_mask`` is an error. Grouped heads follow from the shapes, without ``enable_gqa``. The output of a row
+    without a visible key is zero.
 
     Args:
         query: (B, H, L, D).
         key: (B, Hkv, S, D). Hkv divides H, and query head h uses key head h // (H / Hkv).
         value: (B, Hkv, S, Dv).
         attn_mask: bool (L, S) or 4-D broadcastable to (B, H, L, S), True = may attend; or a ``Mask``.
-        dropout_p: the probability of dropping a weight. It is applied as given, also in evaluation.
+        dropout_p: the probability of dropping a weight. It always applies, even in evaluation.
         is_causal: query i sees keys up to i + S - L.
         scale: the factor on q·k. ``None`` is 1/√D, ``1.0`` is unscaled.
         attn_bias: float, (L, S) or broadcastable to (B, H, L, S), added to the scaled scores (-inf hides a key); or a ``Bias``.
@@ -259,7 +260,8 @@ class BackendReport:
     """One line of ``explain_backends``.
 
     ``name`` is the backend. ``can`` is whether it supports the call, ``fused`` whether its fused kernel would run, and ``runs``
-    whether it is the one that runs. ``reason`` is why it cannot, or what it falls back to. ``auto`` is why ``backend="auto"`` chose it.
+    whether the call would use this backend. ``reason`` is why the backend does not support the call, or has no fused kernel for it.
+    ``auto`` is why ``backend="auto"`` chose the backend.
     """
 
     name: str

@@ -1,18 +1,18 @@
-"""``chunked``: exact attention in plain torch that never holds an L × S matrix, forward or backward.
+"""``chunked``: exact attention in plain torch that never stores an L × S matrix, forward or backward.
 
-Queries and keys are cut into tiles of at most 256 × 256 scores a head. The softmax runs online (Milakov & Gimelshein 2018,
+Queries and keys are cut into tiles of at most 256 × 256 scores per head. The softmax runs online (Milakov & Gimelshein 2018,
 arXiv:1805.02867; Rabe & Staats 2021, arXiv:2112.05682): for every query it keeps the largest logit so far ``top``, the
 sum ``total`` of exp(logit − top), and the output so far, all rescaled when ``top`` grows. The backward pass computes
 each tile again from ``top`` and 1/``total`` (Dao et al. 2022, arXiv:2205.14135, algorithm 4):
 
     P = exp(Z − top) / total    dV = (P∘R)ᵀ dO    dP = (dO Vᵀ)∘R    dZ = P∘(dP − Σ dO∘O)    dQ = c·dZ K    dK = c·dZᵀ Q
 
-with R the dropout factors, 0 or 1/(1 − p), drawn anew from a seed of their own in both passes. Tiles that the mask hides
-entirely are skipped: a causal call costs half, a window costs length × window. The remaining tiles are found once and stored
-with the mask, so the layers of a model share them. On an accelerator, only positions decide which tiles are skipped (``Causal``,
+where R holds the dropout factors, 0 or 1/(1 − p). Both passes draw R from the same seed. Tiles that the mask hides entirely are
+skipped: a causal call costs half, a window costs length × window. The remaining tiles are found once and stored with the mask,
+so the layers of a model share them. On an accelerator, only positions decide which tiles are skipped (``Causal``,
 ``SlidingWindow``, ``PrefixLM``): reading padding, documents or a pattern would make the host wait in every layer.
 
-Each pass is a ``torch.autograd.Function``, which ``torch.compile`` does not enter: a compiled graph breaks there.
+Each pass is a ``torch.autograd.Function``. ``torch.compile`` does not enter it, so a compiled graph breaks there.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from minitx.nn.functional import AttentionCall, hide_unseen, reference_attention
 from minitx.nn.masks import Mask, simplify
 from minitx.nn.precision import full_precision
 
-TILE = 2**19  # scores of a tile, all heads together: two megabytes, which a cache may hold
-LARGEST, SMALLEST = 256, 64  # sides of a tile, for one head and for very many
+TILE = 2**19  # the scores of a tile over all heads: two megabytes fit into a CPU's cache
+LARGEST, SMALLEST = 256, 64  # the sides of a tile for one head, and for very many heads
 Plan = list[tuple[slice, list[tuple[slice, bool]]]]
 
 
 class Settings(NamedTuple):
-    """What a call has beside tensors that may need a gradient."""
+    """The arguments of a call, without tensors that may need a gradient."""
 
     mask: Mask | None
     make_bias: Callable[[Iterator[Tensor]], Bias | None]  # from the tensors of the bias
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
     @staticmethod
     def of(call: AttentionCall, seed: int) -> Settings:
-        """Return the settings of a call. ``seed`` is that of dropout."""
+        """Return the settings of a call. ``seed`` is for dropout."""
         bias = None if call.attn_bias is None else as_bias(call.attn_bias)
         call = replace(call, mask=simplify(call.mask, *call.shape[2:]))
         plan = tiles(call.mask, call.shape, _states(call))
@@ -124,17 +124,17 @@ def tile_states(mask: Mask | None, shape: tuple[int, int, int, int], device: tor
     """Return the state of each tile, int8 (R, C) on the CPU: 0 if all of it is hidden, 2 if all of it is visible, else 1."""
     _, _, L, S = shape
     height, width, _ = tile_sizes(mask, shape)
-    rows, keys = (torch.tensor([*range(0, length, size), length]) for length, size in ((L, height), (S, width)))
+    rows, keys = (torch.tensor([*range(0, length, size), length], device="cpu") for length, size in ((L, height), (S, width)))
     if mask is None:
-        return torch.full((len(rows) - 1, len(keys) - 1), 2, dtype=torch.int8)
-    # on an accelerator by ``verdict``, which does not read the tensors of a mask
+        return torch.full((len(rows) - 1, len(keys) - 1), 2, dtype=torch.int8, device="cpu")
+    # on an accelerator, use ``verdict``: it does not read the tensors of a mask
     tile_map = mask.tile_map if device.type == "cpu" else partial(Mask.tile_map, mask)
     whole, empty = tile_map(rows, keys, S - L)
     return (1 + whole.to(torch.int8)).masked_fill(empty, 0)
 
 
 def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -> Plan:
-    """Yield the tiles to compute: slices of the rows, each with slices of the keys and whether all of it is visible."""
+    """Return the tiles to compute: slices of rows, each with slices of keys and whether the whole tile is visible."""
     _, _, L, S = shape
     height, width, most = tile_sizes(mask, shape)
     whole = (states == 2).numpy()
@@ -202,10 +202,10 @@ class Chunked(torch.autograd.Function):
                     factors = problem.dropout(strip_rows, keys)
                     out.mul_(shrink).add_(by_group(weights if factors is None else weights.mul_(factors), seen_value))
                     largest.copy_(larger)
-            inverse = total.reciprocal().masked_fill_(total == 0, 0.0)  # a row that sees nothing
+            inverse = total.reciprocal().masked_fill_(total == 0, 0.0)  # a row without a visible key
             output.mul_(inverse)
         ctx.settings = settings
-        # torch then refuses a mask that has changed before the backward pass, which reads it again
+        # the backward pass reads the mask again; because it is saved, torch raises if it was changed in between
         seen = [tensor for tensor in tensors_of(settings.mask) if not tensor.is_inference()]
         ctx.save_for_backward(output, top, inverse, query, key, value, sinks, *bias_tensors, *seen)
         return output
@@ -216,18 +216,18 @@ class Chunked(torch.autograd.Function):
 
 
 class Gradients(torch.autograd.Function):
-    """The gradients of what ``Chunked`` takes. A ``Function`` too, because not all that ``create_graph=True`` gave is differentiated."""
+    """The gradients of the inputs of ``Chunked``. As a ``Function`` it raises only if they are differentiated again."""
 
     @staticmethod
     def forward(
-        ctx: Any, settings: Settings, wanted: tuple[bool, ...], grad: Tensor, *saved: Tensor
-    ) -> tuple[Tensor | None, ...]:  # wanted: the gradients of the sinks and of the bias
+        ctx: Any, settings: Settings, needs_grad: tuple[bool, ...], grad: Tensor, *saved: Tensor
+    ) -> tuple[Tensor | None, ...]:  # needs_grad: for the sinks and for each tensor of the bias
         output, top, inverse, query, key, value, sinks, *more = saved
-        bias_tensors = more[: len(wanted) - 1]  # without those of the mask
+        bias_tensors = more[: len(needs_grad) - 1]  # the others belong to the mask
         with full_precision(query.device):
             problem = Problem(settings, query, key, value, sinks, bias_tensors)
             d_query, d_key, d_value = (t.new_zeros(t.shape) for t in (problem.query, problem.key, problem.value))
-            bias_gradient = BiasGradient(problem, bias_tensors, wanted[1:])
+            bias_gradient = BiasGradient(problem, bias_tensors, needs_grad[1:])
             delta = (grad * output).sum(-1, keepdim=True)
             for rows, strip in settings.plan:
                 d_out, q = grad[:, :, rows], problem.query[:, :, rows]
@@ -246,7 +246,7 @@ class Gradients(torch.autograd.Function):
                     d_query[:, :, rows] += by_group(d_logits, seen_key)
                     d_key[:, :, keys] += over_group(d_logits, q, key.shape[1])
             d_sinks = None
-            if problem.sinks is not None and wanted[0]:
+            if problem.sinks is not None and needs_grad[0]:
                 d_sinks = -((problem.sinks - top).exp() * inverse * delta).sum((0, 2, 3))
             gradients = d_query.mul_(settings.scale), d_key, d_value, d_sinks, *bias_gradient.sums
             inputs = query, key, value, sinks, *bias_tensors
@@ -258,35 +258,37 @@ class Gradients(torch.autograd.Function):
 
 
 class BiasGradient:
-    """Sums the gradients of a bias's tensors over the tiles, into ``sums``: one for each tensor, None where none is wanted."""
+    """Sums the gradients of a bias over the tiles, into ``sums``: one sum for each tensor, None if it needs no gradient."""
 
-    def __init__(self, problem: Problem, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> None:
+    def __init__(self, problem: Problem, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> None:
         dtype, self.shape = problem.query.dtype, (*problem.query.shape[:3], problem.key.shape[2])
-        self.sums = [torch.zeros_like(t, dtype=dtype) if want else None for t, want in zip(tensors, wanted, strict=True)]
-        leaves = [t.detach().to(dtype).requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
-        self.wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        self.sums = [
+            torch.zeros_like(t, dtype=dtype) if needed else None for t, needed in zip(tensors, needs_grad, strict=True)
+        ]
+        leaves = [t.detach().to(dtype).requires_grad_(needed) for t, needed in zip(tensors, needs_grad, strict=True)]
+        self.trainable = [leaf for leaf in leaves if leaf.requires_grad]
         self.bias = problem.settings.make_bias(iter(leaves))
 
     def add(self, d_logits: Tensor, rows: slice, keys: slice) -> None:
         """Add the contribution of the tile ``rows`` × ``keys``, given the gradient of its logits."""
-        if self.bias is None or not self.wanted:
+        if self.bias is None or not self.trainable:
             return
         B, H, L, S = self.shape
         sums = [total for total in self.sums if total is not None]
-        if isinstance(self.bias, TensorBias):  # its tile is a slice of it, and so is its gradient's
+        if isinstance(self.bias, TensorBias):  # a tile is a slice of the tensor, and so is its gradient
             part = TensorBias(sums[0]).dense(L, S, rows=rows, keys=keys)
             part += d_logits.sum_to_size(part.shape)
             return
         with torch.enable_grad():
             tile = self.bias.dense(L, S, batch_size=B, num_heads=H, device=d_logits.device, rows=rows, keys=keys)
         d_tile = d_logits.sum_to_size(tile.shape).to(tile.dtype)
-        for total, part in zip(sums, torch.autograd.grad(tile, self.wanted, d_tile, materialize_grads=True), strict=True):
+        for total, part in zip(sums, torch.autograd.grad(tile, self.trainable, d_tile, materialize_grads=True), strict=True):
             total += part
 
 
 def run(call: AttentionCall) -> Tensor:
     """Compute attention tile by tile. Memory grows with L + S."""
-    if torch.compiler.is_compiling():  # only here, because the import of the compiler takes seconds
+    if torch.compiler.is_compiling():  # ``disable`` imports the compiler, which takes seconds
         return torch.compiler.disable(attend_by_tiles, reason="backend 'chunked' chooses its tiles by values")(call)
     return attend_by_tiles(call)
 
@@ -294,20 +296,20 @@ def run(call: AttentionCall) -> Tensor:
 def attend_by_tiles(call: AttentionCall) -> Tensor:
     """Compute attention tile by tile, outside of compiled graphs."""
     if call.query.is_meta or isinstance(call.query, FakeTensor) or not call.query.shape[0]:
-        return reference_attention(call)  # without values no tile can be chosen
-    settings = Settings.of(call, int(torch.randint(2**31, ())) if call.dropout_p > 0.0 else 0)
+        return reference_attention(call)  # without values, tiles cannot be chosen
+    settings = Settings.of(call, int(torch.randint(2**31, (), device="cpu")) if call.dropout_p > 0.0 else 0)
     bias_tensors = [] if call.attn_bias is None else tensors_of(as_bias(call.attn_bias))
     return Chunked.apply(settings, call.query, call.key, call.value, call.sinks, *bias_tensors).to(call.value.dtype)  # type: ignore[no-untyped-call]
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Return what hides tensors of the bias, which may need a gradient, or that a transform is around the call, or None."""
+    """Return the reason why the call is not supported, or None: a transform around it, or a bias that may hide tensors."""
     if transforms(call):
         return "it has no rules for torch.func and forward derivatives"
-    wanted = "attn_bias must be a frozen dataclass of tensors, numbers, words and rules"
-    return next((f"{wanted}, got a {type(odd).__name__} in it" for odd in unknown_in(call.attn_bias)), None)
+    fields = "attn_bias must be a frozen dataclass of tensors, numbers, strings and rules"
+    return next((f"{fields}, got a {type(odd).__name__} in it" for odd in unknown_in(call.attn_bias)), None)
 
 
 def falls_back(call: AttentionCall) -> str:
-    """Return the reason, always: it runs many small kernels."""
+    """Return the reason. There always is one, because many small kernels run."""
     return "it works tile by tile in plain torch, and breaks a graph of torch.compile"

@@ -97,7 +97,7 @@ def seen_keys(mask: Mask | None, bias: Bias | None, call: AttentionCall) -> Tens
     def build() -> Tensor:
         return torch.stack([shown(slice(i, i + 1024)) for i in range(0, L, 1024)]).any(0)
 
-    if hiding is not None:  # its numbers may change from call to call
+    if hiding is not None:  # a bias may change from call to call
         return build()
     return None if mask is None else mask.remember("seen", (B, H, L, S, call.query.device), build)
 
@@ -114,7 +114,7 @@ def lacks(device: str, dtype: torch.dtype, widths: tuple[int, int], num_rows: in
     """Return what FlexAttention lacks for a call on a kind of device, or None.
 
     Args:
-        widths: D and Dv, the widths of queries and values. num_rows: B, the rows of the batch.
+        widths: D and Dv, the widths of queries and values. num_rows: B, the batch size.
 
     >>> lacks("cuda", torch.float64, (64, 64), 2, 0.0)
     'FlexAttention computes in float32'
@@ -124,9 +124,9 @@ def lacks(device: str, dtype: torch.dtype, widths: tuple[int, int], num_rows: in
     if dtype == torch.float64:
         return "FlexAttention computes in float32"
     if num_rows == 0:
-        return "FlexAttention makes no block mask for a batch without rows"
+        return "FlexAttention cannot build a block mask for an empty batch"
     if device != "cuda":
-        return "FlexAttention needs CUDA: its kernel for CPUs has no backward pass and wrong answers at some sizes"
-    if min(widths) < 16:  # torch's compiler would raise it, in the first call
-        return f"FlexAttention's kernel for CUDA needs heads of width 16 or more, got {min(widths)}"
+        return "FlexAttention needs CUDA: its CPU kernel has no backward pass and gives wrong results at some sizes"
+    if min(widths) < 16:  # otherwise torch's compiler raises at the first call
+        return f"FlexAttention's CUDA kernel needs heads of width 16 or more, got {min(widths)}"
     return None

@@ -1,6 +1,6 @@
 """``sdpa``: torch's fused kernels, called through ``F.scaled_dot_product_attention``.
 
-Differences between torch's function and ours, and what this file does about them:
+How torch's function differs from ours, and how this file handles each difference:
 
 * In torch ``scale=None`` means 1/√D. We always pass a number, 1.0 for unscaled attention.
 * The fused kernels give NaN for a scale of zero or less, because they multiply by the scale after they have set hidden scores to
@@ -8,9 +8,9 @@ Differences between torch's function and ours, and what this file does about the
 * Torch's ``is_causal`` is upper-left aligned and must not be combined with a mask. We set it only for a square call whose mask is
   ``Causal`` alone. Every other mask becomes a tensor.
 * A row without a visible key gets all keys, and its output is set to zero afterwards. No kernel has to handle an empty row.
-* Keys and values that no query may see are set to zero, so that a NaN there does not leak. On a CPU this is skipped where all
+* Keys and values that no query may see are set to zero, so that a NaN there does not leak. On a CPU this is skipped if all
   of them are finite.
-* On a CPU torch leaves its fused kernel without notice for dropout, for a bias that requires grad, and for Dv ≠ D.
+* On a CPU torch silently leaves its fused kernel for dropout, for a bias that requires grad, and for Dv ≠ D.
   ``falls_back`` reports it.
 * The memory-efficient CUDA kernel has no grouped heads. With a mask we repeat keys and values for each group, which costs less than
   an L × S matrix.
@@ -18,8 +18,8 @@ Differences between torch's function and ours, and what this file does about the
   deterministic mode, and can return NaN gradients. We leave it out, unless the caller chose the kernels with
   ``torch.nn.attention.sdpa_kernel``.
 
-What the kernel needs to know about a mask is computed once and stored with the mask, so the layers of a model share it. Known
-difference: torch's CPU kernel gives 0 for a query that contains a NaN, where ``math`` gives NaN.
+The kernel's form of a mask is computed once and stored with the mask, so the layers of a model share it. Known difference:
+torch's CPU kernel gives 0 for a query that contains a NaN, where ``math`` gives NaN.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from minitx.nn.precision import full_precision
 
 
 class Plan(NamedTuple):
-    """What the kernel needs to know about a mask. ``hidden_keys`` and ``empty_rows`` are None if there are none."""
+    """The kernel's form of a mask. ``hidden_keys`` and ``empty_rows`` are None if there are none."""
 
     is_causal: bool = False
-    kernel_mask: Tensor | None = None  # broadcastable to (B, H, L, S); in an empty row all is visible
+    kernel_mask: Tensor | None = None  # broadcastable to (B, H, L, S); an empty row shows all keys
     hidden_keys: Tensor | None = None  # bool (B or 1, Hkv or 1, S, 1): no query sees the key
     empty_rows: Tensor | None = None  # bool (B or 1, H or 1, L or 1, 1): the query sees no key
 
@@ -68,7 +68,7 @@ def run(call: AttentionCall) -> Tensor:
         key, value = key.masked_fill(plan.hidden_keys, 0.0), value.masked_fill(plan.hidden_keys, 0.0)
     if scale <= 0.0:
         query, scale = (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
-    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:  # no fused kernel takes other strides
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:  # no fused kernel supports other strides
         query, key, value = (t.clone(memory_format=torch.contiguous_format) for t in (query, key, value))
     group = query.shape[1] // key.shape[1]
     device = query.device
@@ -81,7 +81,7 @@ def run(call: AttentionCall) -> Tensor:
             dropout_p=call.dropout_p,
             is_causal=plan.is_causal,
             scale=scale,
-            enable_gqa=bool(group > 1),  # torch.jit.trace makes a tensor of it
+            enable_gqa=bool(group > 1),  # a tensor under torch.jit.trace
         )
     return output if plan.empty_rows is None else output.masked_fill(plan.empty_rows, 0.0)
 
@@ -95,15 +95,15 @@ def _narrows(device: torch.device) -> bool:
 
 
 def _is_harmless(tensor: Tensor) -> bool:
-    """Whether nothing in it can reach an answer through a weight of zero, so that hidden keys need not be copied and zeroed.
+    """Whether hidden keys need not be zeroed, because every product of an entry with a weight of zero is zero.
 
-    A finite norm says that no entry is NaN, infinite, or so large that a product with it overflows. Looking costs a tenth of zeroing.
+    A finite norm implies that no entry is NaN, infinite, or so large that a product overflows. The norm costs a tenth of zeroing.
     """
     return can_look(tensor) and isfinite(torch.linalg.vector_norm(tensor.detach()).item())
 
 
 def _choice(device: torch.device) -> AbstractContextManager[object]:
-    """A context without cuDNN where torch would prefer it. It changes nothing where the caller has chosen the kernels."""
+    """A context that disables cuDNN if torch would prefer it. It changes nothing if the caller has chosen the kernels."""
     if _prefers_cudnn(device):
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     return _NOTHING
@@ -128,13 +128,13 @@ def prefers_cudnn(capability: tuple[int, int], version: str, enabled: Sequence[b
     return all(enabled) and capability >= (9, 0) and (major, minor) >= (2, 11)
 
 
-# Torch's compiler cannot follow these questions, and would break the graph in every layer: it is told to ask once, as
-# ``torch.compiler.assume_constant_result`` does, whose call imports the compiler (two seconds at the start of every program).
+# Torch's compiler cannot trace this function and would break the graph in every layer. This attribute makes it call the function
+# once. ``torch.compiler.assume_constant_result`` sets the same attribute, but imports the compiler (two seconds at every start).
 _prefers_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def repeats_heads(device: str, group: int) -> bool:
-    """Return whether key heads must be repeated in a call with a mask: on CUDA only cuDNN takes grouped heads and a mask."""
+    """Return whether key heads must be repeated in a call with a mask: on CUDA only cuDNN supports grouped heads with a mask."""
     return device == "cuda" and group > 1
 
 
@@ -144,7 +144,7 @@ def mask_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def _plan(call: AttentionCall) -> Plan:
-    """Mask and bias as the kernel takes them. Empty rows and hidden keys are None where values can be read at no cost and there are none.
+    """Convert mask and bias to the kernel's form. Without empty rows or hidden keys these are None, if values can be read at no cost.
 
     A bias becomes a float mask with -inf where a key is hidden and finite numbers elsewhere: a float32 bias of -1e5 would be -inf in
     float16.
@@ -169,20 +169,20 @@ def _plan(call: AttentionCall) -> Plan:
         limit = min(torch.finfo(dtype).max, torch.finfo(attn_bias.dtype).max)
         finite = attn_bias.masked_fill(attn_bias == -torch.inf, 0.0).clamp(-limit, limit).to(dtype)
         kernel_mask = torch.where(kernel_mask, finite, -torch.inf)
-    elif on_cpu:  # the kernel would make this tensor of a bool mask, once a layer
+    elif on_cpu:  # otherwise the kernel converts the bool mask in every layer
         kernel_mask = torch.where(kernel_mask, torch.zeros((), dtype=dtype), -torch.inf)
     return Plan(False, kernel_mask, None if all_keys else ~seen, None if all_rows else ~some)
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Return what torch's kernels lack, or None."""
+    """Return why torch's kernels cannot compute the call, or None if they can."""
     if call.softcap is not None:
         return "torch's kernels have no soft-cap"
     if call.sinks is not None:
         return "torch's kernels have no sinks"
     around = transforms(call)
     lacks = "Jvp" in around or around.count("Grad") > 1 or (around and _learns(call.attn_bias))
-    return "torch's kernels have no forward derivatives, no second ones, and none of a bias" if lacks else None
+    return "torch's kernels have no forward derivatives, no second derivatives, and no derivative of a bias" if lacks else None
 
 
 def transforms(call: AttentionCall) -> list[str]:
@@ -192,7 +192,7 @@ def transforms(call: AttentionCall) -> list[str]:
     """
     if torch.compiler.is_compiling():
         return []
-    # torch has public functions for neither; unpack_dual alone would take a tenth of a decoding step
+    # neither has a public function in torch; unpack_dual alone would take a tenth of a decoding step
     stack = torch._C._functorch.get_interpreter_stack()
     names = [level.key().name for level in stack] if stack else []
     if forward_ad._current_level < 0:
@@ -220,26 +220,29 @@ def falls_back(call: AttentionCall) -> str | None:
     if _learns(call.attn_bias):
         return "torch's CPU kernel has no gradient for the bias"
     if call.value.shape[-1] != call.query.shape[-1]:
-        return "torch's CPU kernel wants values as wide as queries"
+        return "torch's CPU kernel needs values as wide as queries"
     return None
 
 
 def _falls_back_on_cuda(call: AttentionCall) -> str | None:
-    """Ask torch whether a fused kernel takes these tensors, this dropout, and a mask or none."""
+    """Let torch decide whether a fused kernel supports these tensors and this dropout, with or without a mask."""
     parameters = cuda.SDPAParams(*kernel_arguments(call))
     kernels = (cuda.can_use_flash_attention, cuda.can_use_efficient_attention, cuda.can_use_cudnn_attention)
-    return None if any(can(parameters) for can in kernels) else "no fused CUDA kernel takes these dtypes, widths or options"
+    return None if any(can(parameters) for can in kernels) else "no fused CUDA kernel supports these dtypes, widths or options"
 
 
 def kernel_arguments(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool, bool]:
-    """Return the arguments of ``SDPAParams`` for what ``run`` gives a CUDA kernel: query, key, value, mask, dropout, causality, and
-    whether heads are grouped. A mask stands for any mask of this call, and keys beside it are repeated for each query head."""
+    """Return the arguments of ``SDPAParams`` that match the kernel call of ``run`` on CUDA.
+
+    They are query, key, value, mask, dropout, causality, and whether heads are grouped. The mask is a placeholder of the right shape.
+    With a mask, key heads are repeated.
+    """
     _, H, L, S = call.shape
     mask = simplify(call.mask, L, S)
     is_causal = type(mask) is Causal and L == S
-    key, value, some = call.key, call.value, None
+    key, value, placeholder = call.key, call.value, None
     if call.attn_bias is not None or not (mask is None or is_causal):
-        some = call.query.new_empty(1, 1, 1, 1).expand(call.shape)
+        placeholder = call.query.new_empty(1, 1, 1, 1).expand(call.shape)
         if repeats_heads("cuda", H // key.shape[1]):
             key, value = (t.narrow(1, 0, 1).expand(-1, H, -1, -1) for t in (key, value))
-    return call.query, key, value, some, call.dropout_p, is_causal and some is None, key.shape[1] != H
+    return call.query, key, value, placeholder, call.dropout_p, is_causal and placeholder is None, key.shape[1] != H

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 
 class DigitsDataModule(LightningDataModule):
-    """Splits the digits at random. ``batch_size`` is that of all devices together."""
+    """Split the digits at random. ``batch_size`` is the total over all devices."""
 
     def __init__(self, train_val_test_split: tuple[int, int, int] = (1297, 250, 250), batch_size: int = 64) -> None:
         super().__init__()
@@ -34,9 +34,9 @@ class DigitsDataModule(LightningDataModule):
         return DataLoader(self.splits[0], self.batch_size_per_device, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        """Return the batches of validation."""
+        """Return the validation batches."""
         return DataLoader(self.splits[1], self.batch_size_per_device)
 
     def test_dataloader(self) -> DataLoader:
-        """Return the batches of the test split."""
+        """Return the test batches."""
         return DataLoader(self.splits[2], self.batch_size_per_device)
