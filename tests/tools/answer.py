@@ -160,14 +160,18 @@ def real_model() -> dict[str, Any]:
     return result
 
 
-def sides(found: dict[Place, tuple[float, float]], study: str = "", d_k: str = "") -> dict[str, int]:
-    """How many largest stable rates of all weights lie ``below``, ``between`` and ``above`` their bounds, of models with the scale."""
+def sides(found: dict[Place, tuple[float, float]], study: str = "", d_k: str = "", arm: str = "inv_sqrt") -> dict[str, int]:
+    """How many largest stable rates of all weights lie ``below``, ``between`` and ``above`` their bounds.
+
+    The parts are those of the model with the scale. Without it, η_QK is divided by b: the two models are the same but for this.
+    """
     count = {"below": 0, "between": 0, "above": 0}
     for place, (low, high) in found.items():
-        parts = [found.get((*place[:3], part, place[-1])) for part in ("qk", "rest")]
-        if place[3] == "all" and None not in parts and study in ("", place[0]) and d_k in ("", place[2]):
+        parts = [found.get((place[0], "inv_sqrt", place[2], part, place[-1])) for part in ("qk", "rest")]
+        if place[1] == arm and place[3] == "all" and None not in parts and study in ("", place[0]) and d_k in ("", place[2]):
             (qk, rest), (qk_high, rest_high) = zip(*filter(None, parts), strict=True)
-            at_least, at_most = 1 / (1 / qk + 1 / rest), min(qk_high, rest_high)
+            fold = float(place[2]) ** OPTIMIZERS[place[0]][1] if arm == "unscaled" else 1.0
+            at_least, at_most = 1 / (fold / qk + 1 / rest), min(qk_high / fold, rest_high)
             count["below" if high < at_least else "above" if low > at_most else "between"] += 1
     return count
 
@@ -189,6 +193,57 @@ def text_model() -> dict[str, Any]:
         result[f"text loss {init}"] = difference_of_losses(losses)
         result[f"text rates {init}"] = best_rate(losses, "inv_sqrt") / best_rate(losses, "unscaled")
     return result
+
+
+def text_parts(record: str = "text_parts", d_k: str = "128") -> dict[str, Any]:
+    """The models of text: the shares of W_Q and W_K, the ratios that the formula gives, and the sides of the bounds."""
+    searches = brackets(read(f"{record}/cells.jsonl.xz"), by_loss=True)
+    found = {place: math.sqrt(low * high) for place, (low, high) in searches.items()}
+    result: dict[str, Any] = {}
+    for study in BOTH:
+        for arm in ("inv_sqrt", "unscaled"):
+            result[f"text {study} {arm}"] = sides(searches, study, arm=arm)
+        of = sorted(shares(found, study, d_k).values())
+        result[f"text {study} share"] = median(of)._replace(median=statistics.median(of))
+        result[f"text {study} formula"] = formula(found, study, d_k, OPTIMIZERS[study][1])
+        for part, by in zip(("qk", "rest"), parts_of(found, study, d_k), strict=True):
+            result[f"text {study} {part}"] = statistics.median(by.values())
+        seeds = shares(found, study, d_k)
+        result[f"text {study} all"] = statistics.median(by_seed(found, study, "inv_sqrt", d_k, "all")[seed] for seed in seeds)
+        qk, rest = parts_of(found, study, d_k)
+        for arm, fold in (("inv_sqrt", 1.0), ("unscaled", float(d_k) ** OPTIMIZERS[study][1])):
+            whole = by_seed(found, study, arm, d_k, "all")
+            sums = (whole[seed] * (fold / qk[seed] + 1 / rest[seed]) for seed in seeds if seed in whole)
+            result[f"text {study} {arm} over the sum"] = statistics.median(sums)
+        measured = {seed: ratio for seed, ratio in ratios(found, study, d_k).items() if seed in seeds}
+        result[f"text {study} measured"] = median(measured.values())
+    return result
+
+
+def rows_of_text(found: dict[str, Any]) -> list[str]:
+    """The rows of the table in ``text_parts/README.md``."""
+    rows = []
+    for study in BOTH:
+        name, power = OPTIMIZERS[study]
+        bound, share, measured = 128**power, found[f"text {study} share"], found[f"text {study} measured"]
+        alone = " | ".join(f"{found[f'text {study} {part}']:.3g}" for part in ("all", "qk", "rest"))
+        implied = (measured.median - 1) / (bound - 1)
+        ratio = f"{bound:.2f} | {found[f'text {study} formula']:.2f} | {measured:.2f} ({measured:range})"
+        rows.append(f"| {name} | {alone} | {share:.2f} ({share:range}) | {implied:.2f} | {ratio} |")
+    return rows
+
+
+def sentences_of_text(found: dict[str, Any]) -> list[str]:
+    """What ``text_parts/README.md`` says in sentences."""
+    adamw, sgd = (found[f"text {study} share"] for study in BOTH)
+    lines = [f"{adamw:.2f} ({adamw:range}) with AdamW and {sgd:.2f} ({sgd:range}) with SGD"]
+    for arm, words in (("inv_sqrt", "With the scale"), ("unscaled", "Without it")):
+        times = [f"{found[f'text {study} {arm} over the sum']:.2f}" for study in BOTH]
+        lines.append(f"{words}, η\\* is {times[0]} times what the sum gives with AdamW, and {times[1]} times with SGD")
+        counts = [found[f"text {study} {arm}"] for study in BOTH]
+        between, total = sum(count["between"] for count in counts), sum(sum(count.values()) for count in counts)
+        lines.append(f"{words}, {between} of {total} lie between them")
+    return lines
 
 
 def best_rate(losses: dict[tuple[str, float, int], float], arm: str, without: int | None = None) -> float:
@@ -314,7 +369,7 @@ def numbers() -> dict[str, Any]:
     searches = brackets(read("limits/cells.jsonl.xz"))
     found = {place: math.sqrt(low * high) for place, (low, high) in searches.items()}
     result: dict[str, Any] = {f"steps {init}": ratio_of_steps(of) for init, of in from_scratch().items()}
-    result |= real_model() | text_model() | {f"limits {side}": count for side, count in sides(searches).items()}
+    result |= real_model() | text_model() | text_parts() | {f"limits {side}": count for side, count in sides(searches).items()}
     steps_by_init = by_init()
     result |= {f"steps {init}": ratio for init, ratio in steps_by_init.items()} | {"even": crossing(steps_by_init)}
     for study, (_, power) in OPTIMIZERS.items():
@@ -377,6 +432,8 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     lecun, gpt2 = found["steps lecun"], found["steps gpt2"]
     real, alone = found["real sgd all"], found["real sgd qk"]
     adamw, sgd, lost, large = (found[f"text {name}"] for name in ("adamw", "sgd", "loss gpt2", "loss lecun"))
+    parts_of_text = {study: found[f"text {study} share"] for study in BOTH}
+    implied = [f"{(found[f'text {study}'].median - 1) / (128 ** OPTIMIZERS[study][1] - 1):.2f}" for study in BOTH]
     inits = [f"{found[f'steps {init}']:.1f}" for init in INITS[1:]]
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
     low = {study: f"{found[f'{study} 8']:.2f}" for study in ("adamw", "sgd")}
@@ -390,6 +447,10 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"deviation {', '.join(INITS[1:-1])} and {INITS[-1]} it needs {', '.join(inits[:-1])} and {inits[-1]} times (ten seeds)",
             f"equally fast near {even:.3f}, where unscaled logits have a standard deviation of {spread:.1f}",
             f"the bounds are 3.36 and 11.3; measured are {adamw:.2f} ({adamw:range}) with AdamW and {sgd:.2f} ({sgd:range}) with SGD",
+            f"measured are {parts_of_text['adamw']:.2f} ({parts_of_text['adamw']:range}) with AdamW and {parts_of_text['sgd']:.2f} "
+            f"({parts_of_text['sgd']:range}) with SGD",
+            f"a share of W_Q and W_K of {implied[0]} and {implied[1]}",
+            f"the formula gives {found['text adamw formula']:.2f} and {found['text sgd formula']:.2f}",
             f"loses {lost:.2f} ({lost:range}) nats with GPT-2's weights, and {large:.2f} ({large:range}) with LeCun's",
             f"its best rate is {found['text rates gpt2']:.0f} times smaller",
             f"the formula gives {found['real sgd formula']:.2f}, and {real:.2f} ({real:range}) is measured",
@@ -411,6 +472,9 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"标准差 {'、'.join(INITS[1:])} 时，分别是 {'、'.join(inits)} 倍（十个种子）",
             f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logits 的标准差是 {spread:.1f}",
             f"上界是 3.36 和 11.3；测得的是 AdamW {adamw:.2f}（{adamw:range}），SGD {sgd:.2f}（{sgd:range}）",
+            f"测得的是 AdamW {parts_of_text['adamw']:.2f}（{parts_of_text['adamw']:range}），SGD {parts_of_text['sgd']:.2f}（{parts_of_text['sgd']:range}）",
+            f"W_Q 和 W_K 的份额应为 {implied[0]} 和 {implied[1]}",
+            f"公式给出 {found['text adamw formula']:.2f} 和 {found['text sgd formula']:.2f}",
             f"用 GPT-2 的权重损失高 {lost:.2f}（{lost:range}）nat，用 LeCun 的高 {large:.2f}（{large:range}）",
             f"最佳学习率小到 1/{found['text rates gpt2']:.0f}",
             f"公式给出 {found['real sgd formula']:.2f}，测得 {real:.2f}（{real:range}）",
@@ -524,5 +588,5 @@ if __name__ == "__main__":
         print(f"{name:22}", told)
     for page, lines in answer(found).items():
         print(f"\n{page}", *lines, sep="\n")
-    for name, lines in {**tables(found), **sentences(found)}.items():
+    for name, lines in {**tables(found), **sentences(found), "text_parts": rows_of_text(found)}.items():
         print(f"\n{name}", *lines, sep="\n")
