@@ -3,7 +3,7 @@
     python benchmarks/gpu.py                     # benchmarks/results/gpu.json; needs torch and this checkout; P4 and P11 Lightning, too
     NANOGPT=PATH python benchmarks/gpu.py        # and nanoGPT, from a checkout
     python benchmarks/gpu.py --quick --pairs 4   # tiny sizes on any device: does each part run?
-    DEVICE=pretend python benchmarks/gpu.py --quick --pairs 4   # on the pretended accelerator, tests/pretend.py: is no device mixed?
+    DEVICE=pretend python benchmarks/gpu.py --quick --pairs 4   # on the pretended accelerator: is a device mixed with the CPU?
 
 The same programs as on a CPU, on bfloat16; the clock waits for the device before and after each block. Tokens are random, never zeros;
 memory is ``max_memory_allocated`` after a reset, less what was there before. First of all, the calls of attention of
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -127,18 +128,23 @@ def device() -> str:
     return DEVICE
 
 
-def calls(*options: str, limit: float) -> dict[str, Any]:
-    """The lattice of calls on the device, as a program of its own: its exit code (1: a call is wrong), and what it prints."""
+def calls(*options: str, limit: float | None) -> dict[str, Any]:
+    """The lattice of calls on the device, as a program of its own: its exit code (1: a call is wrong), and what it prints.
+
+    It is killed after ``limit`` seconds.
+    """
     command = [sys.executable, str(ROOT / "tests" / "lattice" / "calls.py"), *options]
     with subprocess.Popen(command, env={**os.environ, "DEVICE": DEVICE}, stdout=subprocess.PIPE, text=True) as process:
-        watch = threading.Timer(limit, process.kill)
-        watch.start()
-        said = []
+        watch = None if limit is None else threading.Timer(limit, process.kill)
+        if watch is not None:
+            watch.start()
+        lines = []
         for line in process.stdout or ():
             print(line, end="", flush=True)
-            said.append(line.rstrip())
-        watch.cancel()
-    return {"code": process.returncode, "said": said}
+            lines.append(line.rstrip())
+        if watch is not None:
+            watch.cancel()
+    return {"code": process.returncode, "lines": lines}
 
 
 def there(part: Callable[[], Iterable[Row]]) -> Iterator[Row]:
@@ -164,9 +170,12 @@ def choice_part(pairs: int, quick: bool, is_over: Callable[[], bool]) -> Iterato
 def main() -> int:
     parse = parser(__doc__, pairs=8)
     parse.add_argument("--quick", action="store_true", help="tiny sizes, on any device; writes nothing")
-    parse.add_argument("--minutes", type=float, default=8.5, help="no part begins later, so that all is done in ten")
-    given = parse.parse_args()
-    quick, pairs, deadline = given.quick, given.pairs, time.monotonic() + 60 * given.minutes
+    parse.add_argument(
+        "--minutes", type=float, default=8.5, help="no part begins later, so that all is done in ten; --quick has no limit"
+    )
+    options = parse.parse_args()
+    quick, pairs = options.quick, options.pairs
+    deadline = math.inf if quick else time.monotonic() + 60 * options.minutes
     if DEVICE != "cuda" and not quick:
         sys.exit("error: torch sees no GPU here; --quick tries the script on any device")
     if DEVICE == "cuda":
@@ -184,7 +193,7 @@ def main() -> int:
     def judge() -> Iterator[Row]:
         times = ["--limit=3"] if quick else ["--seconds=60"]
         for where in ("backend=!flex", "backend=flex"):  # whose compiler takes seconds a call
-            judged[where] = calls("--where", where, *times, limit=120)
+            judged[where] = calls("--where", where, *times, limit=None if quick else 120)
             if judged[where]["code"]:
                 failed[f"calls, {where}"] = f"exit code {judged[where]['code']}"
         return iter(())
@@ -193,7 +202,8 @@ def main() -> int:
         most.update(ceilings(*((512, 2**20) if quick else (8192, 2**32))))
         return iter(())
 
-    compiled = torch.compile if not quick else partial(torch.compile, backend="aot_eager") if DEVICE == "cpu" else (lambda x: x)
+    compilers = {"cuda": torch.compile, "cpu": partial(torch.compile, backend="aot_eager")}
+    compiled = compilers.get(DEVICE, lambda function: function)  # the compiler knows no other device
     parts: dict[str, Callable[[], Iterable[Row]]] = {
         "calls": judge,
         "ceilings": partial(there, measure_ceilings),
@@ -210,7 +220,7 @@ def main() -> int:
     for name, part in parts.items():
         started = time.monotonic()
         if is_over():
-            failed[name] = f"not begun: {given.minutes:g} minutes were over"
+            failed[name] = f"not begun: {options.minutes:g} minutes were over"
             continue
         torch.manual_seed(0)
         try:

@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of those programs; two of them 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that waits sleeps, where several are asked for
 # as examples/cost.py does; torch's profiler reads it once in a process, whoever profiles first
 os.environ["KINETO_LOG_LEVEL"] = "99"
+gc.set_threshold(50_000, 20, 20)  # not after each 700 objects: a tenth of the time of collecting and running the tests
 settings.register_profile("minitx", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("minitx")
 
@@ -62,4 +63,3 @@ def pytest_collection_finish():
         remember_compositions()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # nor look for new cycles after each 700 objects: a tenth of the suite's time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def text(node: ast.expr | None) -> str:
 def test_every_skip_stands_in_the_list_with_its_reason_and_the_list_holds_no_other():
     lines = PAGE.read_text().splitlines()
     table = lines[lines.index("| reason | needs | tests |") + 2 :]
-    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in table[: table.index("")]]
+    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in takewhile(lambda line: line.startswith("|"), table)]
     rows = [(path, reason) for reason, _, paths in cells for path in re.findall(r"`(tests/[^`]+)`", paths)]
     listed = set(rows)
     assert all(needs and paths for _, needs, paths in cells) and len(listed) == len(rows) >= len(cells)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import combinations
 
@@ -97,9 +97,10 @@ _answer = lru_cache(maxsize=8192)(Answer)
 
 @dataclass
 class Judge:
-    """Compares outcomes with ``attention_in_steps``."""
+    """Compares outcomes with ``attention_in_steps``, and remembers what fits."""
 
     dtype: torch.dtype
+    known: dict[tuple[Outcome, Mistakes, bool], bool] = field(default_factory=dict)
 
     def answer(self, inputs: Inputs, mistakes: Mistakes = (), is_causal: bool = False) -> Answer:
         """Return the result of attention with these mistakes."""
@@ -108,6 +109,12 @@ class Judge:
 
     def fits(self, outcome: Outcome, mistakes: Mistakes = (), is_causal: bool = False) -> bool:
         """Return whether attention with these mistakes gives this outcome."""
+        key = outcome, mistakes, is_causal
+        if key not in self.known:
+            self.known[key] = self._fits(*key)
+        return self.known[key]
+
+    def _fits(self, outcome: Outcome, mistakes: Mistakes, is_causal: bool) -> bool:
         expected = self.answer(outcome.inputs, mistakes, is_causal)
         if outcome.output is None or expected.output is None:
             return outcome.output is None and expected.output is None and outcome.fault.startswith("RuntimeError")

@@ -26,6 +26,7 @@ from minitx.cli.compose import build_config, build_grid, explaining, find_own_mo
 from minitx.cli.exit_codes import exit_code, sentence
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
+from minitx.config.part import import_modules
 from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
 from minitx.training import kept_environment, rank
@@ -203,6 +204,7 @@ def run_on_devices(config: RunConfig, folder: Path) -> float:
     from minitx.training.checkpoints import check_free
     from minitx.training.devices import check_count
 
+    import_modules(config.imports)  # one of them may register the accelerator
     check_count(config.trainer)
     check_free(folder, config.ckpt_path)  # here, because the other processes would wait for the first
     launch([f"--config-name={HydraConfig.get().job.config_name}", *command_words()], config.trainer.world_size, folder)

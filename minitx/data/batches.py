@@ -264,7 +264,8 @@ class AddressedLoader(DataLoader[Batch]):
         step = self.addresses.step + self._handed_out // self.addresses.accumulate
         source: Any = self.dataset
         known = hasattr(source, "state_dict")
-        return {"step": step, **(source.state_dict(self.addresses.rank, self._positions) if known else {})}
+        positions = {} if self.addresses.repeat_first else self._positions  # every step begins where the first did
+        return {"step": step, **(source.state_dict(self.addresses.rank, positions) if known else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter`` begin at ``state["step"]``.
@@ -276,5 +277,5 @@ class AddressedLoader(DataLoader[Batch]):
         if not 0 <= step <= self.addresses.num_steps:
             raise ValueError(f"step={step} must lie in [0, {self.addresses.num_steps}], the steps of this run")
         self.addresses.step, self._handed_out, self._positions = step, 0, {}
-        if hasattr(self.dataset, "load_state_dict"):
+        if hasattr(self.dataset, "load_state_dict") and not self.addresses.repeat_first:
             self.dataset.load_state_dict(state)

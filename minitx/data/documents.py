@@ -340,7 +340,7 @@ class StreamSource(Source):
 
     Every training process has ``max(1, num_workers)`` parts of the documents, and its micro-batches come from these parts in turn.
     ``AddressedLoader`` removes the ``position`` from a batch (the part, and the position after the batch) and stores it. The batches
-    depend only on (seed, world, num_workers).
+    depend only on (seed, world, num_workers), and with several workers on ``accumulate``.
 
     Args:
         stream: the documents.

@@ -67,8 +67,8 @@ def attention_scores(
 def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
     """Return the softmax over the visible keys of the last axis. A row without a visible key is zero, and so is its gradient.
 
-    p_ij = exp(z_ij - m_i) / (Σ_visible exp(z_ij - m_i) + exp(sink_h - m_i)), where m_i is the row's largest logit. Hidden
-    scores are set to the dtype's minimum, and their weights to exactly zero, so that an empty row gives no NaN.
+    p_ij = exp(z_ij) / (Σ_visible exp(z_ij) + exp(sink_h)). Hidden scores are set to the dtype's minimum, and their weights to
+    exactly zero, so that an empty row gives no NaN. ``torch.softmax`` subtracts the row's largest logit first.
 
     Args:
         scores: (B, H, L, S), at least float32.
@@ -78,19 +78,15 @@ def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor 
     >>> masked_softmax(torch.tensor([[0.0, 0.0, 9.0]]), torch.tensor([[True, True, False]])).tolist()
     [[0.5, 0.5, 0.0]]
     """
+    num_keys = scores.shape[-1]
     if visible is not None:
-        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    top = scores.amax(-1, keepdim=True).detach()  # softmax does not depend on the shift, so neither does its gradient
+        hidden = ~visible
+        scores = torch.where(hidden, torch.finfo(scores.dtype).min, scores)  # on a CPU faster than masked_fill
     if sinks is not None:
-        sink_logits = sinks.to(scores.dtype).view(-1, 1, 1)
-        top = torch.maximum(top, sink_logits.detach())
-    exponentials = (scores - top).exp()
-    if visible is not None:
-        exponentials = exponentials.masked_fill(~visible, 0.0)
-    total = exponentials.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + (sink_logits - top).exp()
-    return exponentials / total.masked_fill(total == 0, 1.0)
+        sink_logits = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink_logits], dim=-1)
+    weights = scores.softmax(-1)[..., :num_keys]
+    return weights if visible is None else torch.where(hidden, 0.0, weights)
 
 
 def hide_unseen(tensor: Tensor, visible: Tensor | None) -> Tensor:

@@ -158,9 +158,11 @@ class TrainingModule(L.LightningModule):
                 group["fused"] = optimizer.defaults["fused"]
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if self._has_reported_dropped:
+            return
         # not masks: ``check`` refuses a mask that hides tokens and is not passed
         dropped = [name for name in self.net.dropped(batch) if name not in (*MASKS, *MASKS.values())]
-        if dropped and not self._has_reported_dropped:
+        if dropped:
             log.info("model: %s.forward does not use %s of the batch", self.net.kind, ", ".join(dropped))
         self._has_reported_dropped = True
 
@@ -329,6 +331,8 @@ def build_module(
     if isinstance(sums, CrossEntropy):
         check_head(sums, net)
         check_labels(data.task)
+    for part in (optimizer, schedule):
+        require(not part.is_partial, f"{part.path}._partial_=true must be removed: the run itself builds {part.name}")
     make_optimizer = partial(build_optimizer, optimizer, head_dim=net.head_dim)
 
     def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> Any:

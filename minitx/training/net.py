@@ -73,6 +73,7 @@ class Net:
             name for keys in unpacked for name in getattr(keys, "__annotations__", ())
         ]
         self.needed = [param.name for param in named if param.default is param.empty]
+        self._keys: dict[tuple[str, ...], dict[str, str]] = {}  # see ``_keys_for``
 
     # --- calling the network
 
@@ -88,11 +89,19 @@ class Net:
             raise ConfigError(f"model: {self.kind} must return logits, or an object or dict with logits; got {kind}")
         return logits
 
-    def _key_of(self, name: str, batch: Batch) -> str | None:
-        """Return the key of the batch for a parameter, or None."""
-        mask = next((key for key, theirs in MASKS.items() if theirs == name and key not in self.names), None)
-        first = INPUTS if name == self.names[0] else None
-        return next((key for key in (name, mask, first) if key in batch), None)
+    def _keys_for(self, batch: Batch) -> dict[str, str]:
+        """Return the key of ``batch`` for each parameter of ``forward`` that has one."""
+        names = tuple(batch)
+        if names not in self._keys:
+            keys = {}
+            for parameter in self.names:
+                mask = next((key for key, other in MASKS.items() if other == parameter and key not in self.names), None)
+                first = INPUTS if parameter == self.names[0] else None
+                key = next((key for key in (parameter, mask, first) if key in names), None)
+                if key is not None:
+                    keys[parameter] = key
+            self._keys[names] = keys
+        return self._keys[names]
 
     def inputs(self, batch: Batch) -> Batch:
         """Return the arguments of the network for ``batch``.
@@ -100,7 +109,7 @@ class Net:
         Raises:
             ConfigError: ``forward`` requires a key that the batch does not have, or no parameter of it matches a key.
         """
-        keys = {name: key for name in self.names if (key := self._key_of(name, batch)) is not None}
+        keys = self._keys_for(batch)
         missing = [name for name in self.needed if name not in keys]
         if missing or not keys:
             advice = f"name the parameters of forward after the keys of the batch: {', '.join(without_targets(batch))}"
@@ -111,7 +120,7 @@ class Net:
 
     def dropped(self, batch: Batch) -> list[str]:
         """Return the names of inputs in ``batch`` that are not passed to the network."""
-        taken = {self._key_of(name, batch) for name in self.names}
+        taken = self._keys_for(batch).values()
         return [name for name in without_targets(batch) if name not in taken]
 
     def check(self, batch: Batch, masks: Iterable[str] = ()) -> None:

@@ -130,7 +130,9 @@ class Probe(StepCallback):
         sums, norms = to_host((sums, self._gradients))  # one copy for all layers
         layers = {name: _statistics_of(sums[name], look) for name, look in looks.items()}
         self._retention(layers)
-        gradients = gradient_statistics(module.network, self._parts(module), lambda part: self._loss(module, part))
+        gradients = gradient_statistics(
+            module.network, self._on(module.device), lambda batch: self._loss(module, batch), num_parts=_PARTS
+        )
         for name, layer in layers.items():
             layer.update(gradients[name], **{key: float(norm) for key, norm in norms.get(name, {}).items()})
             if "logit_step" in sums[name]:
@@ -171,18 +173,12 @@ class Probe(StepCallback):
             self._batch_there = {name: tensor.to(device) for name, tensor in self.batch.items()}
         return self._batch_there
 
-    def _parts(self, module: TrainingModule) -> list[Batch]:
-        """Return the probe batch in up to four parts of whole rows."""
-        tensors = {name: tensor for name, tensor in self._on(module.device).items() if name != "num_targets"}
-        parts = {name: tensor.chunk(_PARTS) for name, tensor in tensors.items()}
-        return [{name: pieces[i] for name, pieces in parts.items()} for i in range(len(parts["labels"]))]
-
-    def _loss(self, module: TrainingModule, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the summed loss of a part, and a mask of queries with a target if there is a target per query."""
-        loss = checked_sums(module.objective(module.net(part), part))["loss"]
-        axis = TARGET if TARGET in part else SOURCE
-        has_target = axis in part and part["labels"].shape == part[axis].shape
-        return loss, {axis: part["labels"] != IGNORED} if has_target else {}
+    def _loss(self, module: TrainingModule, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the summed loss of the batch, and a mask of queries with a target if there is a target per query."""
+        loss = checked_sums(module.objective(module.net(batch), batch))["loss"]
+        axis = TARGET if TARGET in batch else SOURCE
+        has_target = axis in batch and batch["labels"].shape == batch[axis].shape
+        return loss, {axis: batch["labels"] != IGNORED} if has_target else {}
 
     def _log(self, trainer: L.Trainer, layers: Sequence[Mapping[str, Any]], step: int) -> None:
         values = {

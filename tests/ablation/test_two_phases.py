@@ -129,7 +129,7 @@ def test_a_stored_command_gives_the_bits_of_a_used_process_in_a_new_one(tmp_path
 
 @pytest.mark.parametrize(("study", "words", "message"), [
     ("first", ("trainer.ckpt_every=0",), "ablation.studies.first: trainer.ckpt_every must not be 0, because other runs start from its weights"),
-    ("second", ("trainer.devices=2", "trainer.strategy=ddp"), "ablation.studies.second: a run of a grid uses one device"),
+    ("second", ("trainer.devices=2", "trainer.strategy=ddp"), "ablation.studies.second: trainer.devices must be 1"),
     ("second", ("model.num_heads=5",), "ablation.studies.second, arm unscaled: .*num_heads=5"),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_it_is(study, words, message):

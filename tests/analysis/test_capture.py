@@ -213,7 +213,7 @@ def test_gradients_of_a_core_that_runs_several_times_count_the_queries_of_every_
     model.blocks[0].attention.core.register_forward_pre_hook(lambda core, args: queries.append(args[0].query))
     loss = model(IDS).square().sum()
     norms = torch.cat([gradient.norm(dim=-1).flatten() for gradient in torch.autograd.grad(loss, queries)])
-    found = gradient_statistics(model, [IDS], lambda ids: (model(ids).square().sum(), {}))["blocks.0.attention.core"]
+    found = gradient_statistics(model, IDS, lambda ids: (model(ids).square().sum(), {}))["blocks.0.attention.core"]
     assert sum(found["grad_query_histogram"].values()) == len(norms) == 2 * IDS.numel() * 3
     assert found["grad_query_rms"] == pytest.approx(float(norms.square().mean().sqrt()))
 
@@ -240,7 +240,7 @@ def test_in_a_peft_model_only_the_attention_that_runs_counts(options):
         seen = records_of(model, IDS, what=what, layers=-1)
         [name] = filter(seen.get, seen)
         assert name.startswith("base_model.model.blocks.1") and len(seen[name]) == 1
-    statistics = gradient_statistics(model, [IDS], lambda ids: (model(ids).square().sum(), {}))
+    statistics = gradient_statistics(model, IDS, lambda ids: (model(ids).square().sum(), {}))
     measured = [name for name, numbers in statistics.items() if numbers]
     assert measured and not any("original_module" in name for name in measured)
 

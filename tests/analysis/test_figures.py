@@ -209,7 +209,7 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(snapshot):
         (lambda: heatmap([[0.5], [0.5, 0.5]]), "nested lists of equal length"),
         (lambda: heatmap([[0.5, 0.5], [math.nan, math.nan]]), "not finite in row 1, .* fill its row with 0"),
         (lambda: heatmap([[0.5, 0.5]], "two words"), "is one text; give a list"),
-        (lambda: heatmap([[0.5, 0.5]], ["a", "b"]), "texts of 1 queries and of 2 keys, .* got 2"),
+        (lambda: heatmap([[0.5, 0.5]], ["a", "b"]), "texts of 1 queries and of 2 keys .* got 2"),
         (lambda: heatmap([[0.5, 0.5]], (["a"], ["a", "b", "c"])), "got 1 and 3"),
         (lambda: save_figure(heatmap_grid(snapshot), "a.jpg"), r"path=a\.jpg must end in \.png or \.svg"),
     ):

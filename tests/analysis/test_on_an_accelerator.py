@@ -82,7 +82,7 @@ def everything(device, folder):
         "logit_lens": logit_lens(model, **inputs),
         "logit_step": logit_step(call, AttentionCall(2 * vectors, vectors, vectors)),
         "token_cosine": token_cosine(vectors[:, 0], real[:2]),
-        "gradient_statistics": gradient_statistics(model, ids.chunk(3), lambda part: (model(part).square().sum(), {})),
+        "gradient_statistics": gradient_statistics(model, ids, lambda ids: (model(ids).square().sum(), {})),
     }
     corrupted = {**inputs, "input_ids": ids.flip(0)}
     results["patch_heads"] = effects = patch_heads(model, inputs, corrupted, lambda logits: logits[:, -1, 4])

@@ -248,7 +248,7 @@ def test_a_model_is_refused_in_one_sentence():
 
 @pytest.mark.parametrize("options", [{"stage": 6}, {"mask": "show"}, {"strict": True, "stage": 1}])
 def test_options_that_do_not_exist_are_refused(options):
-    with pytest.raises(ValueError, match=r"must be|exclude"):
+    with pytest.raises(ValueError, match=r"must be|cannot be combined"):
         check_attention(right_textbook, **options)
 
 

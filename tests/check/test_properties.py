@@ -123,5 +123,5 @@ def test_only_the_positions_that_count_are_compared():
     assert compare(found, wanted, 0.0, where).is_rounding and not compare(found, wanted, 0.0).is_rounding
     with pytest.raises(ValueError, match="hides every position"):
         compare(found, wanted, 0.0, torch.zeros(2, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="shapes"):
+    with pytest.raises(ValueError, match="same shape"):
         compare(found, wanted[:, :2], 0.0)

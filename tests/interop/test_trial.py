@@ -189,7 +189,7 @@ def test_attention_that_selects_keys_by_indices_is_refused_at_adoption(name):
     end = "Model" if name.endswith("Text") else "ForCausalLM"
     cls = getattr(transformers, f"{name}{end}")
     model = cls(cls.config_class(**SPARSE)).eval()
-    with pytest.raises(ValueError, match=f"^{name}{end} cannot be adopted: .*hands indices to its attention function"):
+    with pytest.raises(ValueError, match=f"^{name}{end} cannot be adopted: .*passes indices to its attention function"):
         adopt_hf(model)
     assert not adopted_cores(model)
 

@@ -723,16 +723,16 @@ AXES = {
     "tiles": words("usual 2x2"),
     "around": tuple(AROUND),
 }
-FLEX = {"dropout": (".3", "no dropout"), "dtype": ("f64", "float32"), "shape": ("0x5x5", "without rows")}
+FLEX = {"dropout": (".3", "no dropout"), "dtype": ("f64", "float32"), "shape": ("0x5x5", "empty batch")}
 FLEX["around"] = ("jvp|func.vjp|vmap", "torch.func")
 OF_FLEX = [Refusal({"backend": "flex", axis: value}, message) for axis, (value, message) in FLEX.items()]
 if DEVICE != "cuda":
-    OF_FLEX = [Refusal({"backend": "flex"}, "CUDA|float32|no dropout|without rows")]
+    OF_FLEX = [Refusal({"backend": "flex"}, "CUDA|float32|no dropout|empty batch")]
 REFUSALS = (
     *OF_FLEX,
     Refusal({"backend": NOT_IN_MINITX, "dropout": ".3"}, "no dropout"),
     Refusal({"backend": NOT_IN_MINITX, "dtype": "f64"}, "float32"),
-    Refusal({"backend": NOT_IN_MINITX, "shape": "0x5x5"}, "without rows"),
+    Refusal({"backend": NOT_IN_MINITX, "shape": "0x5x5"}, "empty batch"),
     Refusal({"causal": "yes", "shape": "7x5"}, "at least as many keys as queries"),
     Refusal({"mask": "prefix|prefixes|window_or_prefix|many", "shape": "7x5"}, "at least as many keys as queries"),
     Refusal({"mask": "documents|window_and_documents|blocks", "shape": "7x5"}, "L <= S"),

@@ -152,7 +152,7 @@ def checkpointing_changes_nothing(s: Subject) -> None:
 def every_parameter_matters(s: Subject) -> None:
     """All gradients are finite and not 0, but a bias of the keys moves all scores of a query alike."""
     gradients = s.gradients()
-    trained = {name for name, p in s.parameters.items() if p.requires_grad and not name.startswith("pool.")}  # called apart
+    trained = {name for name, p in s.parameters.items() if p.requires_grad and "pool." not in name}  # called apart
     assert trained <= gradients.keys(), f"no gradient of {sorted(trained - gradients.keys())[:3]}"
     for name, gradient in gradients.items():
         assert gradient.isfinite().all(), f"gradient of {name} is not finite"
@@ -325,17 +325,18 @@ def _texts(s: Subject, inputs: dict[str, Tensor], new: Tensor) -> Iterator[dict[
 
 
 def a_text_ends_where_learned_positions_do(s: Subject) -> None:
-    """One token more is refused, and without learned positions it is not."""
-    inputs = s.inputs()
+    """One token more is refused before the first is written, and without learned positions it is not."""
+    inputs, written = s.inputs(), list[int]()
     room = s.config.max_len - inputs[s.ids].shape[1] + 1
 
     def write(number: int) -> None:
-        generate(s.called, **inputs, max_new_tokens=number, stop=())  # type: ignore[arg-type]
+        written.clear()
+        generate(s.called, **inputs, max_new_tokens=number, stop=(), on_token=lambda _, token: written.append(token))  # type: ignore[arg-type]
 
     if s.config.position == "learned":
         write(room)
         message = refusal_by(lambda: write(room + 1))
-        assert message is not None and "max_len" in message, f"{room + 1} tokens are not refused: {message}"
+        assert message is not None and "max_len" in message and not written, f"{len(written)} tokens are written: {message}"
     else:
         write(room + 1)
 

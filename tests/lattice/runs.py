@@ -670,6 +670,8 @@ def equals_a_plain_loop(run: Run) -> None:
     sizes = {name: max(1, weight.numel()) for name, weight in exact.weights.items()}
     usual = math.sqrt(sum(error**2 for error in errors.values()) / sum(sizes.values()))
     for name, weight in exact.weights.items():
+        if name.endswith("k_proj.bias"):  # its gradient is rounding alone, which Adam makes as large as any
+            continue
         limit = 2 * max(errors[name], usual * math.sqrt(sizes[name])) + 4 * eps * _norm(weight)
         error = _norm(trained[name].double() - weight)
         assert error <= limit, f"{name}: {error:.1e} from a plain loop, more than {limit:.1e}"
@@ -1000,7 +1002,11 @@ ORACLES = (
     Oracle(stopped_and_resumed_is_bit_equal, unless=(ONE,)),
     Oracle(a_run_that_is_over_changes_no_file, unless=(ONE,)),
     Oracle(a_run_that_is_not_finite_keeps_the_last_good_checkpoint, where=({"ends": "nonfinite"},), unless=(ONE,)),
-    Oracle(micro_batches_change_no_row, where=({"accumulate": "2|3"},), unless=(ONE,)),
+    Oracle(
+        micro_batches_change_no_row,
+        where=({"accumulate": "2|3"},),
+        unless=(ONE, {"data": "stream", "workers": "2"}),  # the parts of several workers take turns by micro-batch
+    ),
     Oracle(workers_change_nothing, where=({"workers": "2|pickled"},), unless=(ONE, {"data": "stream"})),
     Oracle(
         looking_changes_no_bit,

@@ -56,7 +56,7 @@ def report(backend, **options):
 
 SERVED = {"device": "cuda", "dtype": torch.bfloat16, "widths": (16, 16), "num_rows": 2, "dropout_p": 0.0}
 LACKS = [
-    ({}, None), ({"dtype": torch.float32, "num_rows": 1}, None), ({"dtype": torch.float64}, "float32"), ({"num_rows": 0}, "without rows"),
+    ({}, None), ({"dtype": torch.float32, "num_rows": 1}, None), ({"dtype": torch.float64}, "float32"), ({"num_rows": 0}, "empty batch"),
     ({"dropout_p": 0.1}, "dropout"), ({"widths": (15, 16)}, "width 16 or more"), ({"widths": (16, 8)}, "width 16 or more"),
     ({"device": "cpu"}, "CUDA"), ({"device": "mps"}, "CUDA"),
 ]  # fmt: skip

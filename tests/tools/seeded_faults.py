@@ -718,7 +718,7 @@ ABOUT_FILES: dict[str, dict[str, Where]] = {
     "minitx/analysis/film.py": {"runs": {"asked": "film"}},
     "minitx/data/documents.py": {"runs": {"data": "stream|packed|padded"}},
     "minitx/data/translation.py": {"runs": {"data": "pairs"}},
-    "minitx/generation/": {"models": {"mode": "eval", "rows": "plain|left", "precision": "f64|f32"}},
+    "minitx/generation/": {"models": {"mode": "eval", "rows": "plain|left", "precision": "f64|f32", "wrapper": "none"}},
     "minitx/interop/": {
         "models": {"model": "gpt|bert|t5|hf_gpt2|hf_gemma2|hf_bert|hf_t5", "mode": "eval", "precision": "f32"},
         "runs": {"network": "hf|lora"},

@@ -21,6 +21,7 @@ from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.thresholds import Runs
 from minitx.cli import evaluate, export, generate, view
 from minitx.cli.compose import compose_config
+from minitx.cli.train import run_on_devices
 from minitx.config import ConfigError, EvaluationConfig, SamplesConfig, TrainerConfig
 from minitx.data.task import Task, kept_generators, seed_device
 from minitx.nn.precision import widest_float
@@ -166,6 +167,18 @@ def test_a_device_is_asked_what_it_can_do():
     run_ranks(1, abilities)
 
 
+def of_a_plugin(folder):
+    (folder / "a_plugin.py").write_text("from tests import pretend\n\npretend.register()\n")
+    sys.path.insert(0, str(folder))
+    words = ["data=kv_lookup", "data.batch_size=4", "imports=[a_plugin]", "trainer.accelerator=pretend", "trainer.devices=2"]
+    with pytest.raises(ConfigError, match=r"trainer\.devices=2: this machine has 1 usable devices of pretend"):
+        run_on_devices(compose_config(words), folder / "run")
+
+
+def test_a_module_of_imports_registers_the_accelerator_of_several_processes(tmp_path):
+    run_ranks(1, of_a_plugin, tmp_path)
+
+
 # --- training and evaluation
 
 
@@ -303,6 +316,7 @@ FEW = [
     "callbacks.progress=false",
 ]
 SMALLER = {"gpt2_baseline": ["model.num_layers=2", "model.embed_dim=48", "model.num_heads=2"]}
+# scaling_ablation names a grid alone, whose cells are experiments of their own
 NAMES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml") if path.stem != "scaling_ablation")
 EXPERIMENTS = [name if name == "kv_lookup" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 

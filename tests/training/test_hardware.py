@@ -16,6 +16,7 @@ from minitx.training.devices import (
     cpu_precision,
     device_of,
     kind_of_device,
+    memory_mb,
     peak_of,
     peak_tflops,
 )
@@ -112,6 +113,13 @@ def test_the_peak_is_found_by_the_devices_name(monkeypatch):
     assert set(PEAK_TFLOPS.values()) <= set(PEAKS.values())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
     assert peak_tflops(torch.device("cuda")) == 362.0
+
+
+def test_memory_is_counted_where_the_device_counts_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**20)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 5 * 2**20)
+    assert [memory_mb(torch.device(kind)) for kind in ("cuda", "mps")] == [3.0, 5.0]
+    assert memory_mb(torch.device("cpu")) > 10  # of the process
 
 
 # --- denormal numbers

@@ -195,6 +195,13 @@ def test_a_missing_key_gives_the_same_sentence(part, refused):
         assert target is None or refused(part, {"_target_": target}) == f"{part}.path is missing"
 
 
+@pytest.mark.parametrize(
+    ("part", "target"), [("optimizer", "torch.optim.Adam"), ("schedule", "torch.optim.lr_scheduler.ConstantLR")]
+)
+def test_an_optimizer_or_schedule_that_stays_partial_is_refused(part, target, refused):
+    assert refused(part, {"_target_": target, "_partial_": True}).startswith(f"{part}._partial_=true must be removed")
+
+
 def test_a_function_of_the_users_gets_its_keys_by_type_and_what_it_names_of_the_run():
     node = {"_target_": "mine_of_parts.load", "path": "x", "context_len": 4.0}
     part = Part.of(node, "data", Takes(offers=("seed", "batch_size")))

@@ -75,7 +75,7 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
         value = torch.nn.functional.cross_entropy(model(ids[part]).mT, labels[part], reduction="sum")
         return value, {"input_ids": labels[part] != -100}
 
-    found = gradient_statistics(model, [[0], [1], [2], [3]], loss)["blocks.0.attention.core"]
+    found = gradient_statistics(model, slice(None), loss)["blocks.0.attention.core"]
     assert all(p.grad is None for p in model.parameters())
 
     layer, queries, norms, gradients = model.blocks[0].attention, [], [], []
@@ -94,12 +94,36 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
     assert found["grad_query_histogram"] == {edge: edges.count(edge) for edge in edges}
 
 
+def test_the_signal_to_noise_ratio_equals_autograd_on_each_part_for_a_layer_that_runs_twice():
+    torch.manual_seed(0)
+    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, init="lecun")).double().eval()
+    model.blocks[1] = model.blocks[0]
+    layer, ids = model.blocks[0].attention, torch.randint(0, 11, (5, 7))
+
+    def statistics():
+        return gradient_statistics(model, ids, lambda ids: (model(ids).square().sum(), {}), num_parts=3)[
+            "blocks.0.attention.core"
+        ]
+
+    found = statistics()
+    for letter in "qkv":
+        weight = layer.get_submodule(f"{letter}_proj").weight
+        parts = torch.stack([torch.autograd.grad(model(part).square().sum(), weight)[0].flatten() for part in ids.chunk(3)])
+        assert found[f"snr_{letter}"] == pytest.approx(float(parts.mean(0).square().sum() / parts.var(0).sum()))
+
+    def halve(core, args):
+        args[0].query.mul_(0.5)
+
+    layer.core.register_forward_pre_hook(halve)  # the gradient of the projection's output is then another one
+    assert "snr_q" not in statistics() and "snr_k" in statistics()
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch.ao
 def test_a_model_whose_layers_have_no_backward_pass_is_refused():
     model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
     whole = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
     with pytest.raises(TypeError, match=r"blocks\.0\.\S+ is a torch int8 layer without a backward pass"):
-        gradient_statistics(whole, [torch.zeros(1, 3, dtype=torch.long)], lambda ids: (whole(ids).sum(), {}))
+        gradient_statistics(whole, torch.zeros(1, 3, dtype=torch.long), lambda ids: (whole(ids).sum(), {}))
 
 
 def test_a_model_without_weights_to_look_at_is_refused(make_config, tmp_path):
