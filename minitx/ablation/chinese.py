@@ -51,6 +51,18 @@ PHRASES = STATES | {
     "status": "状态",
     "measured": "测得",
     "length": "长度",
+    "seed": "种子",
+    "η*": "η*",
+    "η_QK": "η_QK",
+    "η_R": "η_R",
+    "share of W_Q and W_K": "W_Q 和 W_K 的份额",
+    "between the bounds": "在两个界限之间",
+    "lower bound": "下界",
+    "upper bound": "上界",
+    "η* is": "η* 的位置",
+    "between": "在界限之间",
+    "below": "低于下界",
+    "above": "高于上界",
     "done": "完成",
     "run": "运行",
     "reason": "原因",
@@ -69,6 +81,7 @@ PHRASES = STATES | {
     "The null control failed: two ways to write the same model differ. Do not trust the numbers.": "空白对照没有通过：同一个模型的两种写法结果不同。不要相信这些数。",
     "Without the scale, every attention score is √d_k times larger.": "没有缩放，每个注意力分数都是原来的 √d_k 倍。",
     "Without the scale, every attention score is √d_k times larger. Two effects follow.": "没有缩放，每个注意力分数都是原来的 √d_k 倍。这有两种影响。",
+    "What limits the largest stable rate η* of the first arm: medians over the seeds. η_QK if W_Q and W_K alone train, η_R if the rest alone trains. The share of W_Q and W_K is (1 / η_QK) / (1 / η_QK + 1 / η_R), and the formula's ratio 1 + (bound − 1) · share": "第一组的最大稳定学习率 η* 由什么限制：各个种子的中位数。η_QK：只训练 W_Q 和 W_K；η_R：只训练其余权重。W_Q 和 W_K 的份额是 (1 / η_QK) / (1 / η_QK + 1 / η_R)，公式给出的比值是 1 + (上界 − 1) · 份额",
     "The largest stable rate belongs to a model that has solved its task and is trained further at a constant rate. If other weights limit the rate before W_Q and W_K do, the scale matters less: see the formula.": "最大的稳定学习率，是让已经学会任务的模型以固定学习率继续训练而测得的。如果其他权重比 W_Q 和 W_K 更早限制学习率，缩放的影响就小一些：见公式。",
     "Steps to solve measure how soon a run learns the task, not its final quality.": "学会任务的步数衡量学得多快，不衡量最终学得多好。",
     "Every dot is a seed. The formula predicts from the first arm alone.": "每个点是一个种子。公式只用第一组来预测。",
@@ -202,6 +215,13 @@ PATTERNS: tuple[tuple[re.Pattern[str], Callable[[Match], str]], ...] = tuple(
             ),
         ),
         (r"Runs that failed, are missing, or were left out \((\d+)\)", lambda m: f"失败、缺失或略去的运行（{m[1]}）"),
+        (
+            r"η\* and its bounds for each seed: (\d+) of (\d+) lie between them\. .* Between: .*",
+            lambda m: (
+                f"每个种子的 η* 和两个界限：{m[2]} 个中有 {m[1]} 个在两者之间。下界是 1 / (1 / η_QK + 1 / η_R)，上界是 η_QK 和 η_R 中较小的一个。在界限之间："
+                "η* 的区间与从下界到上界的范围相交；两端也只精确到各自的搜索区间"
+            ),
+        ),
         (r"(.*): steps to solve", lambda m: f"{m[1]}：学会任务的步数"),
         (
             r"Every finished run is a dot; lines join the medians over seeds\. Budget: (.*) steps\.",

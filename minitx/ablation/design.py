@@ -167,8 +167,8 @@ class LawConfig(Config):
         power: the exponent of the level, e.
         text: the law as text for the report.
         parts: a factor of a threshold whose levels ``qk`` and ``rest`` train only W_Q and W_K, or only the other weights. With
-            the largest stable rates η_QK and η_R of the first arm there, the ratio is (level^e / η_QK + 1 / η_R) / (1 / η_QK +
-            1 / η_R).
+            the largest stable rates η_QK and η_R of the first arm there, the share of W_Q and W_K is s = (1 / η_QK) / (1 / η_QK + 1 / η_R),
+            and the ratio is 1 + (level^e - 1) s.
     """
 
     factor: str
@@ -224,6 +224,7 @@ class ExpectedConfig(OverConfig):
         range: the smallest and the largest number expected; null: no bound on this side.
         over: first divide the ratio by the ratio of another comparison; null: do not divide.
         formula: first divide the ratio by the prediction of the law of the comparison.
+        share: compare the range with the share of W_Q and W_K in 1/η* of the first arm, in place of the ratio (see ``LawConfig.parts``).
         by: median: the median must be in the range; interval: the interval of the median must overlap the range.
     """
 
@@ -231,6 +232,7 @@ class ExpectedConfig(OverConfig):
     range: tuple[float | None, float | None]
     over: OverConfig | None = None
     formula: bool = False
+    share: bool = False
     by: Literal["median", "interval"] = "median"
 
 
@@ -335,8 +337,10 @@ class AblationConfig(Config):
         )
         if expected.over is not None:
             self._laws(f"{place}.over", expected.over)
-        has_parts = not expected.formula or all(law and law.parts for law in laws)
-        require(has_parts, f"{place}.formula=true needs a law with parts in the comparison")
+        require(not (divides and expected.share), f"{place}.share=true is a number of its own: no over and no formula")
+        has_parts = all(law and law.parts for law in laws)
+        for key in ("formula", "share"):
+            require(has_parts or not getattr(expected, key), f"{place}.{key}=true needs a law with parts in the comparison")
 
     def _laws(self, place: str, compared: OverConfig) -> list[LawConfig | None]:
         """Return the laws of a comparison, after checking that the comparison and the condition exist."""

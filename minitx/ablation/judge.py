@@ -117,6 +117,36 @@ class Pair(NamedTuple):
     effect: Span
 
 
+class Parts(NamedTuple):
+    """The largest stable rates of one model: of all its weights, of W_Q and W_K alone, and of the rest alone. Each is known within its bracket."""
+
+    seed: int
+    whole: Span
+    qk: Span
+    rest: Span
+
+    @property
+    def share(self) -> float:
+        """The share of W_Q and W_K in the sum 1 / η_QK + 1 / η_R."""
+        qk, rest = 1 / middle(self.qk), 1 / middle(self.rest)
+        return qk / (qk + rest)
+
+    @property
+    def lower(self) -> Span:
+        """1 / (1 / η_QK + 1 / η_R). ``whole`` is not below it if the loss is quadratic and curves upward in every direction."""
+        return Span(1 / (1 / self.qk.low + 1 / self.rest.low), 1 / (1 / self.qk.high + 1 / self.rest.high))
+
+    @property
+    def upper(self) -> Span:
+        """The smaller one of η_QK and η_R. ``whole`` is not above it if the loss is quadratic."""
+        return Span(min(self.qk.low, self.rest.low), min(self.qk.high, self.rest.high))
+
+    @property
+    def place(self) -> str:
+        """Where the bracket of ``whole`` is: ``between`` the bounds, or ``below`` or ``above`` both with no number in common."""
+        return "below" if self.whole.high < self.lower.low else "above" if self.whole.low > self.upper.high else "between"
+
+
 @dataclass(frozen=True)
 class Finding:
     """The result of a comparison on one endpoint under one condition.
@@ -129,8 +159,7 @@ class Finding:
         at_edge: whether a rate of ``pairs`` is the smallest or the largest that was tried.
         margin: effects within ``margin`` count as the same.
         bound: the upper bound of the ratio by the law, or None. If only W_Q and W_K train, the law predicts this ratio exactly.
-        predicted: the ratio that the formula of the law predicts from the thresholds of the reference, or None if the law has
-            no formula or only a part of the weights trains.
+        parts: the thresholds of the reference and of its parts, by seed, if the law has parts and all weights train.
     """
 
     comparison: ComparisonConfig
@@ -140,7 +169,28 @@ class Finding:
     at_edge: bool
     margin: Span
     bound: float | None
-    predicted: float | None
+    parts: tuple[Parts, ...] = ()
+
+    @cached_property
+    def predicted(self) -> float | None:
+        """The ratio that the formula of the law predicts: the median over ``parts`` of 1 + (bound - 1) · share; None without parts."""
+        if not self.parts or self.bound is None:
+            return None
+        return float(np.median([1 + (self.bound - 1) * parts.share for parts in self.parts]))
+
+    @property
+    def share(self) -> Span | None:
+        """The median share of W_Q and W_K; None without parts."""
+        return median(self._shares, ratio=False) if self.parts else None
+
+    @property
+    def share_interval(self) -> tuple[Span, float] | None:
+        """The interval of the median share and its coverage. None with fewer than five seeds."""
+        return median_interval(self._shares)
+
+    @property
+    def _shares(self) -> list[Span]:
+        return [Span(parts.share, parts.share) for parts in self.parts]
 
     @property
     def level(self) -> float:
@@ -251,19 +301,17 @@ def _finding(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, con
         at_edge=any(rate in ends for pair in pairs for rate, ends in zip(pair.rates, tried, strict=True) if rate),
         margin=Span(1 / grid.ratio_margin, grid.ratio_margin) if endpoint.is_ratio else Span(-margin, margin),
         bound=None if law is None or part == "rest" else float(condition[law.factor]) ** law.power,
-        predicted=_formula(runs, comparison, law, condition) if law and law.parts and not part else None,
+        parts=_parts(runs, comparison, law, condition) if law and law.parts and not part else (),
     )
 
 
-def _formula(runs: Runs, comparison: ComparisonConfig, law: LawConfig, condition: Condition) -> float | None:
-    """Return the median over seeds of (b / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R) for the reference, with b the bound of the law."""
-    bound, of_part = float(condition[law.factor]) ** law.power, []
-    for part in PARTS:
-        finished = runs.select(comparison.study, comparison.arms[0], {**condition, str(law.parts): part}, status="done")
-        of_part.append({run.seed: middle(Span(run.result["low"], run.result["high"])) for run in finished})
-    qk, rest = of_part
-    ratios = [(bound / qk[seed] + 1 / rest[seed]) / (1 / qk[seed] + 1 / rest[seed]) for seed in qk if seed in rest]
-    return float(np.median(ratios)) if ratios else None
+def _parts(runs: Runs, comparison: ComparisonConfig, law: LawConfig, condition: Condition) -> tuple[Parts, ...]:
+    """Return the thresholds of the reference and of its parts, for the seeds that have all three."""
+    by_level = []
+    for level in (condition[str(law.parts)], *PARTS):
+        finished = runs.select(comparison.study, comparison.arms[0], {**condition, str(law.parts): level}, status="done")
+        by_level.append({run.seed: Span(run.result["low"], run.result["high"]) for run in finished})
+    return tuple(Parts(seed, *(of[seed] for of in by_level)) for seed in by_level[0] if all(seed in of for of in by_level))
 
 
 def _equality(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, condition: Condition) -> Equality:
@@ -296,8 +344,12 @@ def answers(findings: Findings) -> Iterator[Answer]:
 
 
 def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) -> Span | None:
-    """Return the number or the interval to compare with the range, or None if the divisor is missing."""
-    measured = finding.estimate if expected.by == "median" else finding.interval and finding.interval[0]
+    """Return the number or the interval to compare with the range, or None if the divisor or the parts are missing."""
+    if expected.share:
+        estimate, interval = finding.share, finding.share_interval
+    else:
+        estimate, interval = finding.estimate, finding.interval
+    measured = estimate if expected.by == "median" else interval and interval[0]
     if measured is None:
         return None
     if expected.formula:
@@ -311,8 +363,8 @@ def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) ->
 
 
 def _status(finding: Finding, measured: Span | None, expected: ExpectedConfig) -> str:
-    """Return the status. It is UNDECIDED with fewer than five pairs, or if runs at their cap leave the answer open."""
-    if measured is None or finding.interval is None:
+    """Return the status. It is UNDECIDED with fewer than five seeds, or if runs at their cap leave the answer open."""
+    if measured is None or (finding.share_interval if expected.share else finding.interval) is None:
         return "UNDECIDED"
     low, high = expected.range
     bounds = Span(-math.inf if low is None else low, math.inf if high is None else high)

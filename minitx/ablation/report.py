@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import numpy as np
+
 from minitx.ablation import curves
 from minitx.ablation import formatting as say
 from minitx.ablation.chinese import chinese
 from minitx.ablation.design import AblationConfig, ComparisonConfig
-from minitx.ablation.intervals import mean_interval, median
-from minitx.ablation.judge import RATIOS, Finding, Findings, answers, slopes
+from minitx.ablation.intervals import Span, mean_interval, median
+from minitx.ablation.judge import RATIOS, Finding, Findings, answers, middle, slopes
 from minitx.analysis.canvas import DPI, png, svg
 from minitx.config import ConfigError
 from minitx.config.schema import require
@@ -123,7 +125,7 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
         [run.result for run in findings.runs.all if run.status == "done"],
     )
     sections = [
-        Section("Numbers", [_numbers(findings), _slopes(findings)]),
+        Section("Numbers", [_numbers(findings), _slopes(findings), _shares(findings), _bounds(findings)]),
         *of_question("sections", []),
         Section("Figures", [picture for picture in pictures_of_studies if picture not in first]),
         Section("Controls", [_controls(findings), *text("sentences.txt", "starts", results).splitlines()]),
@@ -214,7 +216,7 @@ def _numbers(findings: Findings) -> Table:
             "first arm": f"{say.words(grid, f.comparison.arms[0])}: {say.span_text(values[0])}",
             "second arm": f"{say.words(grid, f.comparison.arms[1])}: {say.span_text(values[1])}",
             "ratio or difference": say.span_text(f.estimate),
-            "range": text("sentences.txt", "basis", f),
+            "range": text("sentences.txt", "range", f.interval, len(f.pairs)),
             "predicted": f"{formula} (formula), at most {bound}" if formula else bound or "",
             "second arm has": f.word + (" (a rate at the edge of those tried)" if f.at_edge else ""),
         }
@@ -249,6 +251,48 @@ def _slopes(findings: Findings) -> Table:
         if (law := comparison.law) and (mean_and_span := mean_interval(values := slopes(listed))) is not None
     ]
     return Table("Exponents of the ratios: the mean of the slopes of single seeds", rows)
+
+
+def _shares(findings: Findings) -> Table:
+    """What limits the largest stable rate of the first arm, by the searches that train a part of the weights."""
+    grid, rows = findings.grid, []
+    for f in findings.findings:
+        if f.parts:
+            places = Counter(parts.place for parts in f.parts)
+            rows.append(
+                {
+                    "study": say.title(grid, f.comparison.study),
+                    "setting": say.condition_text(grid, f.condition),
+                    "η*": _middle_text([parts.whole for parts in f.parts]),
+                    "η_QK": _middle_text([parts.qk for parts in f.parts]),
+                    "η_R": _middle_text([parts.rest for parts in f.parts]),
+                    "share of W_Q and W_K": say.span_text(f.share),
+                    "range": text("sentences.txt", "range", f.share_interval, len(f.parts)),
+                    "between the bounds": f"{places['between']} of {len(f.parts)}",
+                }
+            )
+    return Table(text("sentences.txt", "shares"), rows)
+
+
+def _middle_text(spans: Sequence[Span]) -> str:
+    """The median of the middles of brackets."""
+    return say.number(float(np.median([middle(span) for span in spans])))
+
+
+def _bounds(findings: Findings) -> Table:
+    """Every η* whose parts were searched, with its two bounds."""
+    grid, rows = findings.grid, []
+    for f in findings.findings:
+        where = {"study": say.title(grid, f.comparison.study), "setting": say.condition_text(grid, f.condition)}
+        for parts in f.parts:
+            row = {**where, "seed": str(parts.seed), "η*": say.span_text(parts.whole)}
+            rows.append(
+                row
+                | {"lower bound": say.span_text(parts.lower), "upper bound": say.span_text(parts.upper), "η* is": parts.place}
+            )
+    return Table(
+        text("sentences.txt", "bounds", len(rows), sum(row["η* is"] == "between" for row in rows)), rows, is_open=False
+    )
 
 
 def _controls(findings: Findings) -> Table:

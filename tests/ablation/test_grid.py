@@ -171,9 +171,11 @@ def test_a_grid_run_in_parts_has_the_cells_of_the_whole_and_first_phases_come_al
     assert whole.chosen() == whole.studies
 
 
-def compared(study="main", arms=("a", "b"), expected=None, law=None):
+def compared(study="main", arms=("a", "b"), expected=None, law=None, **rest):
     """The fields of a grid that compares two arms, and expects something."""
-    expect = (design.ExpectedConfig(study="main", arms=expected, endpoint="time", range=(1.0, None)),) if expected else ()
+    expect = (
+        (design.ExpectedConfig(study="main", arms=expected, endpoint="time", range=(1.0, None), **rest),) if expected else ()
+    )
     law = None if law is None else design.LawConfig(factor=law, power=1.0)
     comparisons = (design.ComparisonConfig(study=study, arms=arms, law=law),)
     return {"comparisons": comparisons, "predictions": {"p": design.PredictionConfig(statement="s", expect=expect)}}
@@ -201,6 +203,9 @@ def compared(study="main", arms=("a", "b"), expected=None, law=None):
     ({"studies": {"second": SECOND}}, "studies.second.start.study=['first'] not found"),
     (compared(study="first"), "comparisons[0].study=first has no scores"),
     (compared(arms=("a", "c")), "comparisons[0].arms=['c'] not found; studies.main.arms has a, b"),
+    (compared(expected=("a", "b"), formula=True), "predictions.p.expect[0].formula=true needs a law with parts in the comparison"),
+    (compared(expected=("a", "b"), share=True), "predictions.p.expect[0].share=true needs a law with parts in the comparison"),
+    (compared(expected=("a", "b"), share=True, formula=True), "predictions.p.expect[0].share=true is a number of its own: no over and no formula"),
     (compared(expected=("b", "a")), "predictions.p.expect[0]: arms=['b', 'a'] of study=main are not in ablation.comparisons"),
 ])  # fmt: skip
 def test_a_grid_or_a_study_that_cannot_be_is_refused(changes, message):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from minitx.ablation.grid import Run
-from minitx.ablation.judge import Arm, Endpoint, answers, judge, slopes
+from minitx.ablation.intervals import Span
+from minitx.ablation.judge import Arm, Endpoint, Parts, answers, judge, slopes
 from tests.ablation import made_up
 from tests.ablation.made_up import BOTH, RATES, SCALED, SEEDS, UNSCALED, Truth, foretold
 
@@ -44,6 +45,49 @@ def test_the_formula_takes_the_parts_of_the_first_arm_alone(stable):
     assert finding.bound == pytest.approx(bound)
     assert finding.predicted == pytest.approx((bound / 0.015 + 1 / 0.06) / (1 / 0.015 + 1 / 0.06))
     assert one(stable, "sgd", "threshold", head_dim="128").predicted is None
+
+
+def test_the_share_of_w_q_and_w_k_is_theirs_in_the_sum_of_both_parts():
+    at = {("adamw", SCALED, "128", "qk"): dict(zip(SEEDS, (0.01, 0.02, 0.03, 0.04, 0.05, 0.06), strict=True))}
+    finding = one(made_up.findings("adamw", truth=Truth(spread=1.0, stable=at)), "adamw", "threshold", head_dim="128")
+    shares = [0.06 / (0.06 + rate) for rate in (0.06, 0.05, 0.04, 0.03, 0.02, 0.01)]  # the rest: 0.06
+    assert [parts.share for parts in finding.parts] == pytest.approx(shares[::-1])
+    assert finding.share.low == pytest.approx((shares[2] + shares[3]) / 2)
+    interval, coverage = finding.share_interval
+    assert (interval.low, interval.high, coverage) == pytest.approx((shares[0], shares[-1], 0.96875))
+    assert one(made_up.findings("sgd"), "sgd", "threshold", head_dim="128").share is None
+
+
+def test_the_largest_stable_rate_of_every_convex_quadratic_lies_between_the_bounds():
+    """Gradient descent on x·Hx / 2 is stable below 2 / (the largest eigenvalue of H), and a part of the weights has a block of H."""
+    rng, places = np.random.default_rng(0), []
+    for sign in (1.0, -1.0):  # with -1: curved downward in half of the directions
+        for _ in range(200):
+            directions, _ = np.linalg.qr(rng.normal(size=(6, 6)))
+            curvature = np.append(rng.exponential(size=3) ** 3, sign * rng.exponential(size=3) ** 3)
+            hessian = directions @ np.diag(curvature) @ directions.T
+            tops = (np.linalg.eigvalsh(block)[-1] for block in (hessian, hessian[:2, :2], hessian[2:, 2:]))
+            rates = [2 / top for top in tops]
+            if min(rates) > 0:
+                places.append((sign, Parts(0, *(Span(rate / (1 + 1e-9), rate * (1 + 1e-9)) for rate in rates)).place))
+    assert {place for sign, place in places if sign > 0} == {"between"}
+    assert {place for sign, place in places if sign < 0} == {"between", "below"}
+
+
+@pytest.mark.parametrize(
+    ("whole", "place"), [(0.95, "below"), (0.97, "between"), (1.5, "between"), (2.06, "between"), (2.2, "above")]
+)
+def test_a_rate_is_outside_its_bounds_only_if_no_number_in_the_brackets_is_inside(whole, place):
+    qk, rest, all_ = (Span(rate / 1.02, rate * 1.02) for rate in (2.0, 2.0, whole))
+    parts = Parts(0, all_, qk, rest)
+    assert (parts.lower.low, parts.lower.high, parts.upper.high) == pytest.approx((1 / 1.02, 1.02, 2 * 1.02))
+    assert parts.place == place
+
+
+def test_a_seed_without_one_of_its_three_searches_has_no_share():
+    truth = Truth(statuses={("adamw", SCALED, None, 12): "failed"})
+    finding = one(made_up.findings("adamw", truth=truth), "adamw", "threshold", head_dim="128")
+    assert [parts.seed for parts in finding.parts] == [10, 11, 13, 14, 15]
 
 
 def test_the_formula_is_about_runs_that_train_all_weights():
@@ -194,6 +238,21 @@ def test_an_interval_holds_a_number_that_its_median_misses():
     ranges = {"condition": WIDE, "truth": truth}
     assert [found for found, _ in status("sgd", "threshold", 1.0, 1.0, by="interval", **ranges)] == ["HELD"]
     assert [found for found, _ in status("sgd", "threshold", 1.0, 1.0, **ranges)] == ["NOT HELD"]
+
+
+@pytest.mark.parametrize(("low", "high", "wanted"), [(0.75, 0.85, "HELD"), (0.1, 0.22, "NOT HELD")])
+def test_a_prediction_of_the_share_takes_the_median_of_the_seeds(low, high, wanted):
+    ((found, measured),) = status("adamw", "threshold", low, high, share=True, condition=WIDE)
+    assert found == wanted and measured.low == pytest.approx(0.8, abs=0.03)
+
+
+def test_the_share_of_too_few_seeds_and_of_missing_parts_decides_nothing():
+    some = {"share": True, "condition": WIDE}
+    assert [found for found, _ in status("adamw", "threshold", 0.5, 1.0, seeds=4, **some)] == ["UNDECIDED"]
+    both = made_up.findings("adamw", predictions=foretold("adamw", "threshold", 0.5, 1.0, **some))
+    for run in both.runs.select("adamw", condition={"trained": "rest"}):
+        run.record["status"] = "missing"
+    assert [(answer.status, answer.measured) for answer in answers(judge(both.grid, both.runs))] == [("UNDECIDED", None)]
 
 
 def test_a_ratio_is_held_against_the_formula_or_another_ratio():

@@ -12,7 +12,7 @@ from minitx.ablation import curves
 from minitx.ablation.chinese import chinese
 from minitx.ablation.grid import Runs, cells, solved_step
 from minitx.ablation.judge import judge
-from minitx.ablation.report import _slopes, study_pictures, write_report
+from minitx.ablation.report import _bounds, _shares, _slopes, study_pictures, write_report
 from minitx.ablation.scaling import figure, sentences
 from minitx.analysis.canvas import DPI
 from tests.ablation import made_up
@@ -69,6 +69,28 @@ def test_the_page_has_its_parts_in_order_what_made_it_and_words_for_names(page):
 def test_the_table_has_the_values_of_both_arms_the_ratio_its_range_and_what_was_predicted(page):
     row = r"SGD\s+d_k 128\s+largest stable learning rate\s+with the scale: 0\.0\d+ to 0\.0\d+\s+without the scale: 0\.00\d+ to 0\.00\d+"
     assert re.search(rf"{row}\s+10\.\d\s+\(\d+\.?\d* to 1\d\.?\d*; 6 seeds, 96\.9%\)\s+11\.3\s+LESS", text_of(page))
+
+
+def test_tables_show_what_limits_the_largest_rate_and_where_each_lies_between_its_bounds(tmp_path):
+    wholes = dict(
+        zip(SEEDS, (0.0117, 0.012, 0.0125, 0.014, 0.0153, 0.0157), strict=True)
+    )  # from 0.012 to 0.015, and a bracket of 4.4 %
+    found = made_up.findings("adamw", truth=Truth(spread=1.0, stable={("adamw", SCALED, "128", "all"): wholes}))
+    write_report(found, tmp_path, meta={})
+    said = text_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert re.search(
+        r"AdamW\s+d_k 128, trained all\s+0\.0133\s+0\.015\s+0\.06\s+0\.8\s+\(0\.8; 6 seeds, 96\.9%\)\s+5 of 6", said
+    )
+    assert "11 of 12 lie between them" in said  # those of d_k 8, too
+    assert all(chinese(table.caption) for table in (_shares(found), _bounds(found)))
+    rows = [row for row in _bounds(found).rows if "d_k 128" in row["setting"]]
+    assert [row["η* is"] for row in rows] == [*["between"] * 5, "above"]
+    assert [rows[0][name] for name in ("seed", "lower bound", "upper bound")] == ["10", "0.0117 to 0.0123", "0.0147 to 0.0153"]
+
+
+def test_a_grid_without_parts_has_neither_table(tmp_path):
+    write_report(made_up.findings("sgd"), tmp_path, meta={})
+    assert "share of W_Q" not in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_what_did_not_hold_comes_first(page):

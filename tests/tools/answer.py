@@ -10,6 +10,10 @@ It reads the raw runs and uses none of the lab's code. ``tests/tools/test_answer
   the geometric mean of the smallest rate that is not stable and the largest stable one below it.
 - The formula: (b / η_QK + 1 / η_R) / (1 / η_QK + 1 / η_R) of each seed, with the largest stable rates η_QK and η_R of the model with
   the scale when only W_Q and W_K train, or only the rest, and b = d_k^¼ (AdamW) or √d_k (SGD).
+- The share of W_Q and W_K: (1 / η_QK) / (1 / η_QK + 1 / η_R) of each seed, so that the formula is 1 + (b - 1) · share.
+- The bounds: for a quadratic loss that curves upward, the largest stable rate η of all weights lies between 1 / (1 / η_QK + 1 / η_R)
+  and the smaller one of η_QK and η_R. Each rate is known between two rates that were tried; η counts as below or above if no number
+  between its two is between the bounds, whatever the bounds are within theirs.
 - A ratio of steps: the steps from scratch until the mean accuracy of 16 steps (1,024 answers) reaches 90 %, without the scale over
   with it. With LeCun's weights twelve seeds, six of ``docs/scaling_ablation/record.jsonl.xz`` and six of ``norms``, at the rates that
   both have; with GPT-2's sixteen, six of the former and ten of ``init`` (standard deviation 0.02). Each arm runs at the rate that needs
@@ -92,25 +96,37 @@ def is_stable(run: dict[str, Any], steps: int, start: float | None = None) -> bo
     return run["nonfinite_step"] is None and len(curve) == steps and min(means(curve, 8)) >= 0.9
 
 
+def bracket(runs: Sequence[dict[str, Any]], steps: int = 200, start: float | None = None) -> tuple[float, float]:
+    """The two rates of a search between which the largest stable rate is."""
+    high = min(run["rate"] for run in runs if not is_stable(run, steps, start))
+    return max(run["rate"] for run in runs if run["rate"] < high), high
+
+
 def largest_rate(runs: Sequence[dict[str, Any]], steps: int = 200, start: float | None = None) -> float:
     """The largest stable rate of a search."""
-    high = min(run["rate"] for run in runs if not is_stable(run, steps, start))
-    return math.sqrt(high * max(run["rate"] for run in runs if run["rate"] < high))
+    return math.sqrt(math.prod(bracket(runs, steps, start)))
 
 
-Rates = dict[tuple[str, str, str, str, int], float]
-"""The largest stable rates, by study, arm, d_k, which weights train, and seed."""
+Place = tuple[str, str, str, str, int]
+"""Of a search: its study, arm, d_k, which weights train, and seed."""
+Rates = dict[Place, float]
+"""The largest stable rates."""
 
 
-def rates(searches: Iterable[dict[str, Any]], by_loss: bool = False) -> Rates:
-    """The largest stable rate of every search. ``by_loss``: a run is judged by its loss above that of the starting model."""
+def brackets(searches: Iterable[dict[str, Any]], by_loss: bool = False) -> dict[Place, tuple[float, float]]:
+    """The bracket of every search. ``by_loss``: a run is judged by its loss above that of the starting model."""
     found = {}
     for one in searches:
         factors, result = one["factors"], one["result"]
         if "runs" in result:
             place = (one["study"], one["arm"], factors["head_dim"], factors.get("trained", "all"), one["seed"])
-            found[place] = largest_rate(result["runs"], result["cap"], result["start"] if by_loss else None)
+            found[place] = bracket(result["runs"], result["cap"], result["start"] if by_loss else None)
     return found
+
+
+def rates(searches: Iterable[dict[str, Any]], by_loss: bool = False) -> Rates:
+    """The largest stable rate of every search."""
+    return {place: math.sqrt(low * high) for place, (low, high) in brackets(searches, by_loss).items()}
 
 
 def by_seed(found: Rates, *place: str) -> dict[int, float]:
@@ -144,6 +160,28 @@ def real_model() -> dict[str, Any]:
     return result
 
 
+def sides(found: dict[Place, tuple[float, float]], study: str = "", d_k: str = "", arm: str = "inv_sqrt") -> dict[str, int]:
+    """How many largest stable rates of all weights lie ``below``, ``between`` and ``above`` their bounds.
+
+    The parts are those of the model with the scale. Without it, η_QK is divided by b: the two models are the same but for this.
+    """
+    count = {"below": 0, "between": 0, "above": 0}
+    for place, (low, high) in found.items():
+        parts = [found.get((place[0], "inv_sqrt", place[2], part, place[-1])) for part in ("qk", "rest")]
+        if place[1] == arm and place[3] == "all" and None not in parts and study in ("", place[0]) and d_k in ("", place[2]):
+            (qk, rest), (qk_high, rest_high) = zip(*filter(None, parts), strict=True)
+            fold = float(place[2]) ** OPTIMIZERS[place[0]][1] if arm == "unscaled" else 1.0
+            at_least, at_most = 1 / (fold / qk + 1 / rest), min(qk_high / fold, rest_high)
+            count["below" if high < at_least else "above" if low > at_most else "between"] += 1
+    return count
+
+
+def shares(found: Rates, study: str, d_k: str) -> dict[int, float]:
+    """The share of W_Q and W_K, by seed."""
+    qk, rest = parts_of(found, study, d_k)
+    return {seed: rest[seed] / (qk[seed] + rest[seed]) for seed in qk if seed in rest}
+
+
 def text_model() -> dict[str, Any]:
     """Character models on text: the ratios of the largest stable rates, and from scratch the loss without the scale minus that with it."""
     runs = read("text/cells.jsonl.xz")
@@ -155,6 +193,57 @@ def text_model() -> dict[str, Any]:
         result[f"text loss {init}"] = difference_of_losses(losses)
         result[f"text rates {init}"] = best_rate(losses, "inv_sqrt") / best_rate(losses, "unscaled")
     return result
+
+
+def text_parts(record: str = "text_parts", d_k: str = "128") -> dict[str, Any]:
+    """The models of text: the shares of W_Q and W_K, the ratios that the formula gives, and the sides of the bounds."""
+    searches = brackets(read(f"{record}/cells.jsonl.xz"), by_loss=True)
+    found = {place: math.sqrt(low * high) for place, (low, high) in searches.items()}
+    result: dict[str, Any] = {}
+    for study in BOTH:
+        for arm in ("inv_sqrt", "unscaled"):
+            result[f"text {study} {arm}"] = sides(searches, study, arm=arm)
+        of = sorted(shares(found, study, d_k).values())
+        result[f"text {study} share"] = median(of)._replace(median=statistics.median(of))
+        result[f"text {study} formula"] = formula(found, study, d_k, OPTIMIZERS[study][1])
+        for part, by in zip(("qk", "rest"), parts_of(found, study, d_k), strict=True):
+            result[f"text {study} {part}"] = statistics.median(by.values())
+        seeds = shares(found, study, d_k)
+        result[f"text {study} all"] = statistics.median(by_seed(found, study, "inv_sqrt", d_k, "all")[seed] for seed in seeds)
+        qk, rest = parts_of(found, study, d_k)
+        for arm, fold in (("inv_sqrt", 1.0), ("unscaled", float(d_k) ** OPTIMIZERS[study][1])):
+            whole = by_seed(found, study, arm, d_k, "all")
+            sums = (whole[seed] * (fold / qk[seed] + 1 / rest[seed]) for seed in seeds if seed in whole)
+            result[f"text {study} {arm} over the sum"] = statistics.median(sums)
+        measured = {seed: ratio for seed, ratio in ratios(found, study, d_k).items() if seed in seeds}
+        result[f"text {study} measured"] = median(measured.values())
+    return result
+
+
+def rows_of_text(found: dict[str, Any]) -> list[str]:
+    """The rows of the table in ``text_parts/README.md``."""
+    rows = []
+    for study in BOTH:
+        name, power = OPTIMIZERS[study]
+        bound, share, measured = 128**power, found[f"text {study} share"], found[f"text {study} measured"]
+        alone = " | ".join(f"{found[f'text {study} {part}']:.3g}" for part in ("all", "qk", "rest"))
+        implied = (measured.median - 1) / (bound - 1)
+        ratio = f"{bound:.2f} | {found[f'text {study} formula']:.2f} | {measured:.2f} ({measured:range})"
+        rows.append(f"| {name} | {alone} | {share:.2f} ({share:range}) | {implied:.2f} | {ratio} |")
+    return rows
+
+
+def sentences_of_text(found: dict[str, Any]) -> list[str]:
+    """What ``text_parts/README.md`` says in sentences."""
+    adamw, sgd = (found[f"text {study} share"] for study in BOTH)
+    lines = [f"{adamw:.2f} ({adamw:range}) with AdamW and {sgd:.2f} ({sgd:range}) with SGD"]
+    for arm, words in (("inv_sqrt", "With the scale"), ("unscaled", "Without it")):
+        times = [f"{found[f'text {study} {arm} over the sum']:.2f}" for study in BOTH]
+        lines.append(f"{words}, η\\* is {times[0]} times what the sum gives with AdamW, and {times[1]} times with SGD")
+        counts = [found[f"text {study} {arm}"] for study in BOTH]
+        between, total = sum(count["between"] for count in counts), sum(sum(count.values()) for count in counts)
+        lines.append(f"{words}, {between} of {total} lie between them")
+    return lines
 
 
 def best_rate(losses: dict[tuple[str, float, int], float], arm: str, without: int | None = None) -> float:
@@ -277,9 +366,10 @@ BOTH = ("adamw", "sgd")
 
 def numbers() -> dict[str, Any]:
     """The largest stable rates, the ratios and the formula's values, by name."""
-    found = rates(read("limits/cells.jsonl.xz"))
+    searches = brackets(read("limits/cells.jsonl.xz"))
+    found = {place: math.sqrt(low * high) for place, (low, high) in searches.items()}
     result: dict[str, Any] = {f"steps {init}": ratio_of_steps(of) for init, of in from_scratch().items()}
-    result |= real_model() | text_model()
+    result |= real_model() | text_model() | text_parts() | {f"limits {side}": count for side, count in sides(searches).items()}
     steps_by_init = by_init()
     result |= {f"steps {init}": ratio for init, ratio in steps_by_init.items()} | {"even": crossing(steps_by_init)}
     for study, (_, power) in OPTIMIZERS.items():
@@ -342,10 +432,13 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
     lecun, gpt2 = found["steps lecun"], found["steps gpt2"]
     real, alone = found["real sgd all"], found["real sgd qk"]
     adamw, sgd, lost, large = (found[f"text {name}"] for name in ("adamw", "sgd", "loss gpt2", "loss lecun"))
+    parts_of_text = {study: found[f"text {study} share"] for study in BOTH}
+    implied = [f"{(found[f'text {study}'].median - 1) / (128 ** OPTIMIZERS[study][1] - 1):.2f}" for study in BOTH]
     inits = [f"{found[f'steps {init}']:.1f}" for init in INITS[1:]]
     even, spread = found["even"], 128**1.5 * found["even"] ** 2  # √d_k · width · σ²
     low = {study: f"{found[f'{study} 8']:.2f}" for study in ("adamw", "sgd")}
     parts = sorted(value for name, value in found.items() if name.endswith("rest over qk"))
+    total = sum(found[f"limits {side}"] for side in ("below", "between", "above"))
     (a, *_, b), (c, *_, d) = (sorted(found[f"{study} {d_k} over the sum"] for d_k in WIDTHS) for study in ("adamw", "sgd"))
     return {
         "why_scale.md": [
@@ -354,6 +447,10 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"deviation {', '.join(INITS[1:-1])} and {INITS[-1]} it needs {', '.join(inits[:-1])} and {inits[-1]} times (ten seeds)",
             f"equally fast near {even:.3f}, where unscaled logits have a standard deviation of {spread:.1f}",
             f"the bounds are 3.36 and 11.3; measured are {adamw:.2f} ({adamw:range}) with AdamW and {sgd:.2f} ({sgd:range}) with SGD",
+            f"measured are {parts_of_text['adamw']:.2f} ({parts_of_text['adamw']:range}) with AdamW and {parts_of_text['sgd']:.2f} "
+            f"({parts_of_text['sgd']:range}) with SGD",
+            f"a share of W_Q and W_K of {implied[0]} and {implied[1]}",
+            f"the formula gives {found['text adamw formula']:.2f} and {found['text sgd formula']:.2f}",
             f"loses {lost:.2f} ({lost:range}) nats with GPT-2's weights, and {large:.2f} ({large:range}) with LeCun's",
             f"its best rate is {found['text rates gpt2']:.0f} times smaller",
             f"the formula gives {found['real sgd formula']:.2f}, and {real:.2f} ({real:range}) is measured",
@@ -363,6 +460,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"is {low['adamw']} times smaller with AdamW and {low['sgd']} times with SGD",
             f"η_QK is {parts[0]:.1f} to {parts[-1]:.1f} times smaller than η_R",
             f"η\\* is {a:.2f} to {b:.2f} times this sum's prediction with AdamW, and {c:.2f} to {d:.2f} times with SGD",
+            f"Of {total} searches {found['limits between']} lie between the two, {found['limits below']} below and {found['limits above']} above",
             f"larger rate than 1/√d_k: {found['1/d_k 8']:.1f} times at d_k 8, {found['1/d_k 128']:.1f} times at 128",
             f"{found['adamw query']:.1f} times with AdamW, {found['sgd query']:.0f} times with SGD",
             f"{found['adamw from unscaled']:.1f} ({found['adamw from unscaled']:range}) with AdamW and "
@@ -374,6 +472,9 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"标准差 {'、'.join(INITS[1:])} 时，分别是 {'、'.join(inits)} 倍（十个种子）",
             f"标准差约为 {even:.3f} 时两者一样快，这时不缩放的 logits 的标准差是 {spread:.1f}",
             f"上界是 3.36 和 11.3；测得的是 AdamW {adamw:.2f}（{adamw:range}），SGD {sgd:.2f}（{sgd:range}）",
+            f"测得的是 AdamW {parts_of_text['adamw']:.2f}（{parts_of_text['adamw']:range}），SGD {parts_of_text['sgd']:.2f}（{parts_of_text['sgd']:range}）",
+            f"W_Q 和 W_K 的份额应为 {implied[0]} 和 {implied[1]}",
+            f"公式给出 {found['text adamw formula']:.2f} 和 {found['text sgd formula']:.2f}",
             f"用 GPT-2 的权重损失高 {lost:.2f}（{lost:range}）nat，用 LeCun 的高 {large:.2f}（{large:range}）",
             f"最佳学习率小到 1/{found['text rates gpt2']:.0f}",
             f"公式给出 {found['real sgd formula']:.2f}，测得 {real:.2f}（{real:range}）",
@@ -383,6 +484,7 @@ def sentences(found: dict[str, Any]) -> dict[str, list[str]]:
             f"在 AdamW 下只缩小到 1/{low['adamw']}，在 SGD 下缩小到 1/{low['sgd']}",
             f"η_QK 是 η_R 的 1/{parts[0]:.1f} 到 1/{parts[-1]:.1f}",
             f"AdamW 下 η\\* 是它给出的值的 {a:.2f} 到 {b:.2f} 倍，SGD 下是 {c:.2f} 到 {d:.2f} 倍",
+            f"{total} 次搜索中有 {found['limits between']} 次在两者之间，{found['limits below']} 次低于下界，{found['limits above']} 次高于上界",
             f"d_k 为 8 时是 1/√d_k 的 {found['1/d_k 8']:.1f} 倍，d_k 为 128 时是 {found['1/d_k 128']:.1f} 倍",
             f"AdamW 下是 {found['adamw query']:.1f}，SGD 下是 {found['sgd query']:.0f}",
             f"AdamW 下是 {found['adamw from unscaled']:.1f}（{found['adamw from unscaled']:range}），"
@@ -486,5 +588,5 @@ if __name__ == "__main__":
         print(f"{name:22}", told)
     for page, lines in answer(found).items():
         print(f"\n{page}", *lines, sep="\n")
-    for name, lines in {**tables(found), **sentences(found)}.items():
+    for name, lines in {**tables(found), **sentences(found), "text_parts": rows_of_text(found)}.items():
         print(f"\n{name}", *lines, sep="\n")

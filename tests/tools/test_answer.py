@@ -8,7 +8,9 @@ import mutation
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = {str(number) for number in (0, 1, 2, 3, 4, 5, 8, 16, 28, 32, 40, 64, 90, 95, 128, 200, 512, 0.02, 1.8, 2.8)}
+SETTINGS = {
+    str(number) for number in (0, 1, 2, 3, 4, 5, 8, 16, 28, 32, 40, 64, 90, 95, 128, 200, 512, 0.02, 0.1, 0.22, 1.8, 2.8)
+}
 """Of the grids, their models and their predictions."""
 
 
@@ -53,6 +55,57 @@ def test_the_searches_of_the_record_end_where_their_own_curves_say():
         result = one["result"]
         middle = (result["low"] * result["high"]) ** 0.5
         assert answer.largest_rate(result["runs"], result["cap"]) == pytest.approx(middle, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("record", "by_loss", "searches"), [("limits", False, 80), ("real", True, 8), ("text_parts", True, 10)]
+)
+def test_the_published_reports_put_every_largest_rate_on_the_side_of_its_bounds_where_its_runs_put_it(
+    record, by_loss, searches
+):
+    count = answer.sides(answer.brackets(answer.read(f"{record}/cells.jsonl.xz"), by_loss))
+    report = (answer.RECORDS / record / "summary.md").read_text(encoding="utf-8")
+    assert {side: report.count(f"| {side} |") for side in count} == count and sum(count.values()) == searches
+    assert f"{count['between']} of {searches} lie between them" in report
+
+
+def test_the_models_of_text_parts_and_their_searches_with_all_weights_are_those_of_text():
+    """The models are equal bit for bit, so that both records are about the same models."""
+    first, second = (dict(_results(record)) for record in ("text", "text_parts"))
+    shared = first.keys() & second.keys()
+    models, searches = ({place for place in shared if (place[0] == "trained") == trained} for trained in (True, False))
+    assert len(searches) == 4 * len(models) > 0
+    assert all(first[place]["digest"] == second[place]["digest"] for place in models)
+    assert all(first[place]["runs"] == second[place]["runs"] for place in searches)
+
+
+def _results(record):
+    """The results of the models and of the searches that train all weights, by study, arm and seed."""
+    for run in answer.read(f"{record}/cells.jsonl.xz"):
+        if run["study"] != "scratch" and run["factors"].get("trained", "all") == "all":
+            yield (run["study"], run["arm"], run["seed"]), run["result"]
+
+
+def test_the_page_of_text_parts_has_the_numbers_of_its_record(found):
+    text = (answer.RECORDS / "text_parts" / "README.md").read_text(encoding="utf-8")
+    lines = [*answer.rows_of_text(found), *answer.sentences_of_text(found)]
+    assert [line for line in lines if line not in text] == []
+
+
+def test_the_page_of_limits_has_the_numbers_of_its_bounds():
+    found = answer.brackets(answer.read("limits/cells.jsonl.xz"))
+    whole, adamw, sgd, wide = (answer.sides(found, *some) for some in ((), ("adamw",), ("sgd",), ("sgd", "128")))
+    text = (answer.RECORDS / "limits" / "README.md").read_text(encoding="utf-8")
+    assert f"{whole['between']} lie between them, {whole['below']} below and {whole['above']} above" in text
+    assert f"With AdamW {adamw['between']} of 40 lie between and {adamw['below']} below" in text
+    assert f"with SGD {sgd['between']} between and {sgd['above']} above" in text and wide["above"] == 8
+
+
+@pytest.mark.parametrize(("high", "side"), [(0.9, "below"), (1.01, "between"), (2.1, "between"), (2.4, "above")])
+def test_a_rate_is_outside_its_bounds_if_no_number_in_the_brackets_is_inside(high, side):
+    ends = {"all": (high / 1.1, high), "qk": (2.0, 2.1), "rest": (2.0, 2.1)}
+    count = answer.sides({("adamw", "inv_sqrt", "128", part, 0): of for part, of in ends.items()})
+    assert count == {"below": 0, "between": 0, "above": 0} | {side: 1}
 
 
 def test_a_run_that_ends_early_or_falls_is_not_stable():
