@@ -314,7 +314,10 @@ def test_a_row_of_layers_that_read_different_tokens_is_refused():
     sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2}
     model = adopt_hf(transformers.SwinModel(transformers.SwinConfig(**sizes)).eval())
     inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
-    with pytest.raises(ValueError, match=r"has 8 rows of 4 queries and 4 keys, and pixel_values has 32 of 4: take a separate snapshot of layers that read"):
+    with pytest.raises(
+        ValueError,
+        match=r"has 8 rows of 4 queries and 4 keys, and pixel_values has 32 of 4: take a separate snapshot of layers that read",
+    ):
         head_scores(take_snapshot(model, inputs))
     assert head_scores(take_snapshot(model, inputs, layers=[0])).heads
 
