@@ -503,7 +503,7 @@ def is_validated_after(trainer: L.Trainer, step: int) -> bool:
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. A class of its own, because Lightning stores state by class."""
+    """Write ``best.ckpt`` to ``folder`` at the best value of ``monitor``. A separate class, because Lightning stores state by class."""
 
     def __init__(self, folder: Path, monitor: str = "val_loss", mode: str = "min") -> None:
         options: dict[str, Any] = {"monitor": monitor, "mode": mode, "save_on_train_epoch_end": False}
