@@ -73,7 +73,8 @@ class Recorder(L.Callback):
         RECORDS[-1].validation.append(_copied(batch))
 
     def on_test_batch_start(self, trainer: L.Trainer, module: Any, batch: Batch, batch_idx: int, *_: Any) -> None:
-        RECORDS[-1].test.append(_copied(batch))
+        if RECORDS:  # a run that is over begins no record
+            RECORDS[-1].test.append(_copied(batch))
 
 
 def _copied(batch: Batch) -> Batch:

@@ -47,6 +47,9 @@ from tests.lattice.run_parts import PowerCut, Record  # noqa: E402
 
 STEPS = 6
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n"
+OF_OTHERS = range(100, 120)
+"""Numbers in the rows of the files for validation. Documents are written backwards there."""
+
 PARTS = "tests.lattice.run_parts"
 CALLBACKS = "lightning.pytorch.callbacks"
 
@@ -70,6 +73,15 @@ DATA = {
     "pictures": "data=digits",
     "chat": "data=chat data.path=HOME/chats.jsonl data.context_len=31",
 }
+OTHERS = {
+    **dict.fromkeys(("packed", "padded", "stream"), "data.val_path=HOME/others.jsonl"),
+    "classify": "data.val_path=HOME/others.csv",
+    "pairs": "data.path=HOME/pairs.en data.target_path=HOME/pairs.de data.val_path=HOME/others.en "
+    "data.val_target_path=HOME/others.de data.test_path=HOME/test.en data.test_target_path=HOME/test.de",
+    "chat": "data.val_path=HOME/other_chats.jsonl",
+}
+"""Words for validation rows of a file of their own. Sentence pairs are then in two files of lines."""
+
 WITH_TOKENIZER = ("text", "packed", "padded", "stream", "masked", "classify", "pairs", "chat")
 SHAPES = {
     "masked": "model.architecture=encoder",
@@ -130,6 +142,7 @@ OPTIONS = {
 AXES: dict[str, dict[str, str]] = {
     "data": DATA,
     "network": NETWORKS,
+    "files": {"one": "", "others": ""},
     "accumulate": {"1": "", "2": "trainer.accumulate=2", "3": "trainer.accumulate=3"},
     "precision": PRECISIONS,
     "compile": {"no": "", "yes": "trainer.compile=true"},
@@ -161,17 +174,25 @@ def home() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "text.txt").write_text((POEM * 5)[:475], encoding="utf-8")
     documents = [POEM[i : i + 5 + 7 * i % 19] for i in range(80)]
-    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+    write_lines(folder / "documents.jsonl", *(json.dumps({"text": text}) for text in documents))
+    write_lines(folder / "others.jsonl", *(json.dumps({"text": text[::-1]}) for text in documents[:20]))
     words = re.findall(r"\w+", POEM)
-    rows = [f"{words[i % 17]} {words[i % 13]} {i},{'ab'[i % 2]}" for i in range(60)]
-    (folder / "table.csv").write_text("\n".join(["text,label", *rows, ""]), encoding="utf-8")
-    for name, numbers in {"pairs.tsv": range(60), "test.tsv": range(60, 70)}.items():
-        lines = ["source\ttarget", *(f"{i}\t{i * 7 % 97}" for i in numbers), ""]
-        (folder / name).write_text("\n".join(lines), encoding="utf-8")
-    chats = [[{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": str(i * 7)}] for i in range(60)]
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
+    for name, numbers in {"table": range(60), "others": OF_OTHERS}.items():
+        rows = [f"{words[i % 17]} {words[i % 13]} {i},{'ab'[i % 2]}" for i in numbers]
+        write_lines(folder / f"{name}.csv", "text,label", *rows)
+    for name, numbers in {"pairs": range(60), "test": range(60, 70), "others": OF_OTHERS}.items():
+        write_lines(folder / f"{name}.tsv", "source\ttarget", *(f"{i}\t{i * 7 % 97}" for i in numbers))
+        write_lines(folder / f"{name}.en", *(str(i) for i in numbers))
+        write_lines(folder / f"{name}.de", *(str(i * 7 % 97) for i in numbers))
+    for name, numbers in {"chats": range(60), "other_chats": OF_OTHERS}.items():
+        chats = [[{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": str(i * 7)}] for i in numbers]
+        write_lines(folder / f"{name}.jsonl", *(json.dumps({"messages": chat}) for chat in chats))
     train_tokenizer("char", [POEM + "0123456789:"], marks=["pad", "eos", "cls"]).save(folder / "tokenizer.json")
     return folder
+
+
+def write_lines(path: Path, *lines: str) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 @functools.cache
@@ -256,12 +277,14 @@ class Run:
             llama(0.1 if dropout else 0.0)
         if data in WITH_TOKENIZER:
             lines.append(f"data.tokenizer={'HOME/tokenizer.json' if network in OF_TRANSFORMERS else 'char'}")
+        if point["files"] == "others":
+            lines.append(OTHERS[data])
         if point["start"] != "new":
             source(data, network)
         line = " ".join(lines).replace("NAME", f"{data}-{network}").replace("HOME", str(home()))
         if network in OF_TRANSFORMERS and dropout:
             line = line.replace("model.dropout=0.2", f"model.path={home() / 'llama_dropout'}")
-        return _words_of(line)
+        return list({word.partition("=")[0]: word for word in _words_of(line)}.values())  # the last word of a key
 
     def whole(self, **changes: str) -> Finished:
         """The run from its first step to its last."""
@@ -700,6 +723,21 @@ def the_last_checkpoint_gives_the_last_val_loss(run: Run) -> None:
     assert finished.result["val_loss"] == told[-1], f"result.json has {finished.result['val_loss']}, metrics.csv {told[-1]}"
 
 
+def validation_rows_are_of_their_own_file(run: Run) -> None:
+    """The recorded rows, as texts: documents are pieces of the poem backwards, other rows have numbers from 100 on."""
+    finished = run.whole()
+    assert finished.record is not None and finished.record.validation
+    tokenizer = inside.load_tokenizer(finished.last)
+    for batch in finished.record.validation:
+        documents = batch.get("document_ids", torch.zeros_like(batch["input_ids"]))
+        for ids, parts, real in zip(batch["input_ids"], documents, batch.get("key_mask", documents >= 0), strict=True):
+            for part in parts[real].unique():
+                text = tokenizer.decode(ids[real & (parts == part)].tolist(), skip_marks=True)
+                numbers = [int(number) for number in re.findall(r"\d+", text)]
+                is_other = min(numbers) >= OF_OTHERS[0] if numbers else text in POEM[::-1]
+                assert is_other, f"a row of validation is {text!r}"
+
+
 def the_best_checkpoint_gives_the_test_loss(run: Run) -> None:
     finished = run.whole()
     assert finished.record is not None
@@ -776,8 +814,9 @@ def every_file_has_the_last_step(run: Run) -> None:
 def expected_steps(point: Point) -> int:
     """The number of steps after which a whole run ends."""
     ends = [8 if point["ends"] == "max_epochs" else STEPS]
-    if point["ends"] == "max_epochs" and point["data"] in ROWS:
-        ends.append(math.ceil(ROWS[point["data"]] / 12))
+    rows = {**ROWS, **(ROWS_WITH_OTHERS if point["files"] == "others" else {})}
+    if point["ends"] == "max_epochs" and point["data"] in rows:
+        ends.append(math.ceil(rows[point["data"]] / 12))
     if point["ends"] == "stop_at":
         ends.append(5)
     if point["asked"] == "early" and point["validation"] != "end":
@@ -800,7 +839,7 @@ def a_run_that_is_over_changes_no_file(run: Run) -> None:
     folder, kept = run.whole().folder, _new_folder()
     before = left_by(folder)
     shutil.copytree(folder, kept)
-    inside.train_by([*run.words(), "ckpt_path=last"], folder)
+    run._train([*run.words(), "ckpt_path=last"], folder)
     difference = first_difference(left_by(folder), before)
     shutil.rmtree(folder)
     shutil.move(kept, folder)
@@ -816,11 +855,11 @@ def a_run_that_is_not_finite_keeps_the_last_good_checkpoint(run: Run) -> None:
     assert not bad, f"not finite in last.ckpt: {bad}"
     recorded = _new_folder()
     words = [*run.words(), f"+callbacks.hit._target_={PARTS}.Hit", "+callbacks.hit.how=nonfinite", "on_nonfinite=record"]
-    result = inside.train_by(words, recorded)
+    result = run._train(words, recorded).result
     assert (result["nonfinite_step"], result["steps"], result["val_loss"]) == (4, 3, None), result
     shutil.rmtree(recorded.parent)
     words = [*words, "+callbacks.hit.step=1"]
-    result = inside.train_by(words, recorded)
+    result = run._train(words, recorded).result
     assert (result["nonfinite_step"], result["steps"], result["val_loss"]) == (1, 0, None), result
     shutil.rmtree(recorded.parent)
 
@@ -980,6 +1019,9 @@ def moments_in(path: Path) -> dict[str, Tensor]:
 ROWS = {"text": 60, "packed": 71, "padded": 104, "masked": 61, "classify": 54, "pairs": 55, "pictures": 1438, "chat": 54}
 """Training rows, where they have a number."""
 
+ROWS_WITH_OTHERS = {"packed": 80, "padded": 117, "classify": 60, "pairs": 60, "chat": 60}
+"""Training rows if validation has a file of its own."""
+
 TESTED, AVERAGED = "tested|ema_tested", "ema|ema_tested"
 LOOKS = ("probe", "film", "samples", "evaluated", "tested")
 IDLE = ("instruments", "minutes", "monitor", "all_rows")
@@ -995,6 +1037,7 @@ ORACLES = (
     Oracle(equals_a_plain_loop, unless=(*REFERENCE, {"schedule": "plateau", "option": "monitor"})),
     Oracle(the_schedule_gives_the_rates, unless=({"schedule": "plateau"}, ONE)),
     Oracle(the_last_checkpoint_gives_the_last_val_loss, unless=(ONE,)),
+    Oracle(validation_rows_are_of_their_own_file, where=({"files": "others"},), unless=(ONE,)),
     Oracle(the_best_checkpoint_gives_the_test_loss, where=({"asked": TESTED},), unless=(ONE,)),
     Oracle(load_model_returns_the_stored_weights, unless=({"precision": "64-true"},)),
     Oracle(best_ckpt_is_of_the_least_val_loss, unless=({"option": "monitor"},)),
@@ -1044,6 +1087,7 @@ MEANINGLESS: tuple[dict[str, str], ...] = (
     {**OURS_ALONE, "start": "folded"},
     {"optimizer": "Adam|NAdam|SGD", "rules": "frozen|factor"},  # a key of our optimizers
     {"network": "own", "data": "drawn|classify|pairs|pictures"},  # the model answers each token of a text
+    {"files": "others", "data": "text|drawn|masked|pictures"},
     {"network": "hf|lora", "data": "!text|packed|padded|stream"},
     {"network": "hf|lora", "start": "init_from"},  # model.path names the weights
     {"asked": TESTED, "data": "!text|pairs"},  # pairs alone have a test split; text stands for the others
