@@ -386,7 +386,8 @@ def drawn(seed: int, each: int = 5) -> list[Drawn]:
             number = draw.randrange(len(every))
             mutant = every[number]
             name = mutant.name.removeprefix("minitx/")
-            if mutant.scope and name not in {*SKIPPED, *chosen}:
+            is_new = (path, number) not in {(fault.file, fault.number) for fault in chosen.values()}  # kept names are old
+            if mutant.scope and name not in SKIPPED and is_new:
                 chosen[name] = Drawn(name, path, mutant.scope, number, (mutant.before, mutant.after), _state(path))
     kept.write_text(json.dumps([asdict(fault) for fault in chosen.values()], indent=1, ensure_ascii=False) + "\n")
     return list(chosen.values())
@@ -405,7 +406,8 @@ def _found_again(fault: Drawn) -> Drawn | None:
         for number, mutant in enumerate(mutants_of(fault.file))
         if (mutant.scope, mutant.before, mutant.after) == (fault.scope, *fault.texts)
     ]
-    return replace(fault, number=min(alike, key=lambda number: abs(number - fault.number))) if alike else None
+    nearest = min(alike, key=lambda number: abs(number - fault.number), default=None)
+    return None if nearest is None else replace(fault, number=nearest, state=_state(fault.file))
 
 
 # --- a fault in a process
