@@ -652,17 +652,20 @@ def ask_lattice(name: str, faults: Sequence[Fault | Drawn]) -> None:
         note(name, fault, {**found, "about": len(about), "unclean": unclean})
 
 
-DRAWS: dict[str, tuple[int, Where]] = {
-    "calls": (0, {"around": "compile_eager|compile_aot_eager"}),
-    "models": (61, {"wrapper": "lora|quantised|compile|inductor|ddp|fsdp"}),
-    "runs": (0, {"place": "ddp_cpu|fsdp"}),
+DRAWS: dict[str, tuple[int, Sequence[Where]]] = {
+    "calls": (0, [{"around": "compile_eager|compile_aot_eager"}]),
+    "models": (61, [{"wrapper": "lora|quantised|compile|inductor|ddp|fsdp"}]),
+    "runs": (0, [{"place": "ddp_cpu|fsdp"}, {"compile": "yes"}]),
 }
 """Of a lattice: the seed of the suite, and values that take longer."""
 
 
-def _place(lattice: Lattice, where: Where, costly: Where, every: dict[str, Point], words: str) -> tuple[bool, bool, bool]:
+def _place(
+    lattice: Lattice, where: Where, costly: Sequence[Where], every: dict[str, Point], words: str
+) -> tuple[bool, bool, bool]:
     point = every[words]
-    return not (where and matches(where, point)), not lattice.serves(point), matches(costly, point)
+    is_costly = any(matches(each, point) for each in costly)
+    return not (where and matches(where, point)), not lattice.serves(point), is_costly
 
 
 def ask_points(
@@ -725,6 +728,7 @@ ABOUT_FILES: dict[str, dict[str, Where]] = {
         "models": {"model": "gpt|bert|t5|hf_gpt2|hf_gemma2|hf_bert|hf_t5", "mode": "eval", "precision": "f32"},
         "runs": {"network": "hf|lora"},
     },
+    "minitx/training/net.py": {"runs": {"network": "own|hf|lora"}},
     "minitx/nn/backends/chunked.py": {"calls": {"backend": "chunked"}, "models": {"backend": "chunked"}},
 }
 """The same for a drawn fault, by the beginning of its file."""
