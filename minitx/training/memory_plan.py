@@ -219,12 +219,9 @@ def fake_processes(count: int, rank: int = 0) -> Iterator[DeviceMesh]:
     Raises:
         ConfigError: this process already has a process group.
     """
-    # FSDP needs a process group; torch has no public name for the fake one
-    import torch.testing._internal.distributed.fake_pg
-
     is_free = not torch.distributed.is_initialized()
     require(is_free, "trainer.plan=true does not work in a process that already has a torch.distributed process group")
-    torch.distributed.init_process_group("fake", rank=rank, world_size=count, store=torch.distributed.HashStore())
+    torch.distributed.init_process_group("fake", rank=rank, world_size=count)  # FSDP needs a process group
     try:
         yield init_device_mesh("cpu", (count,), mesh_dim_names=("data_parallel",))
     finally:
