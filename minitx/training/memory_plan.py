@@ -181,7 +181,7 @@ def precision_of(options: TrainerConfig) -> str:
     return cpu_precision(options.precision) if on_cpu else options.precision
 
 
-def build_without_numbers(part: Part, data: DataModule, **options: Any) -> nn.Module:
+def build_without_numbers(part: Part, data: DataModule, precision: str = "32-true") -> nn.Module:
     """Return the network of a run on the device ``meta``. For the arguments, see ``build_network``.
 
     A network that cannot be built on ``meta``, because its constructor reads numbers or files, is built on the CPU and copied.
@@ -193,9 +193,9 @@ def build_without_numbers(part: Part, data: DataModule, **options: Any) -> nn.Mo
         part = Part.of_object(without_numbers(part.build()), "model")
     try:
         with torch.device("meta"):
-            network = build_network(part, data, **options)
+            network = build_network(part, data, precision)
     except Exception:
-        network = build_network(part, data, **options)
+        network = build_network(part, data, precision)
     return without_numbers(network)
 
 

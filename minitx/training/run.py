@@ -97,7 +97,7 @@ def train(
     with quiet_lightning(), machine(config.trainer):
         rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
         config = dataclasses.replace(config, trainer=in_steps(config.trainer, rows))
-        network = build_network(config.model, rows, precision=config.trainer.precision, seed=config.seed)
+        network = build_network(config.model, rows, config.trainer.precision)
         parts = config.objective, config.optimizer, config.schedule
         module = build_module(start_from(config.init_from, network), rows, *parts, config.trainer, config.seed)
         check_demands(module.net, rows, config)
@@ -120,7 +120,7 @@ def show_plan(
     check_accelerator(options.accelerator)
     with quiet_lightning(), kept_generators(torch.device("cpu")):
         rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
-        network = build_without_numbers(config.model, rows, precision=options.precision, seed=config.seed)
+        network = build_without_numbers(config.model, rows, options.precision)
         net = Net.of(network)
         check_demands(net, rows, config)
         callbacks = build_all(config.callbacks.parts, "callbacks", L.Callback)
