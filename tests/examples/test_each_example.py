@@ -22,6 +22,7 @@ PAGE = ROOT / "docs" / "examples.md"
 # a plain torch model
 
 
+@pytest.mark.slow
 def test_a_plain_loop_learns_recall_with_our_attention_and_nothing_without_it(ran):
     found = dict(ran("plain_torch")[0])
     assert found["with attention"] > 0.98

@@ -19,6 +19,7 @@ def found():
     return answer.numbers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
 def test_the_answer_of_a_readme_is_made_from_the_records_and_is_a_table_with_few_words_around_it(found, page):
     lines = answer.answer(found)[page]
