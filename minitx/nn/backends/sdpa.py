@@ -191,6 +191,8 @@ def transforms(call: AttentionCall) -> list[str]:
     if torch.compiler.is_compiling():
         return []
     names = transforms_around()
+    if forward_ad.unpack_dual(call.query).primal is call.query:  # no level of forward derivatives is open: else it is a view
+        return names
     more = () if call.sinks is call.attn_bias is None else tensors_of((call.sinks, call.attn_bias))
     inputs = (call.query, call.key, call.value, *more)
     return [*names, "Jvp"] if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in inputs) else names
