@@ -125,7 +125,7 @@ class _CommandLine:
     def _of_word(self, override: Override) -> str:
         name, value, is_group = override.key_or_group, override.value(), override.key_or_group in self.groups
         if override.is_sweep_override() and not self.sweeps:
-            return f"; add -m to run every value, or write {name}=[...] for a list"
+            return f"; add -m to run every value, or write '{name}=[...]' for a list"
         if override.is_add() and (name in _OURS or name in self.keys):
             return f"; {name} already exists: remove the +"
         if is_group and not override.is_delete():
