@@ -161,7 +161,7 @@ def perform(
     check_free(folder, config.ckpt_path)  # again, because another run may have started here in the meantime
     with run_folder(folder, files or {}), finish_wandb():
         trainer = build_trainer(config.trainer, folder, loggers, callbacks, done, checkpoints)
-        log_on_rank_zero(summary(trainer, module, rows, config.optimizer, config.schedule, folder))
+        log_on_rank_zero(summary(trainer, module, rows, config.optimizer, config.schedule, folder, done))
         for line in epoch_hooks(callbacks):
             log_on_rank_zero(line)
         nonfinite_step = fit(trainer, module, rows, config.ckpt_path, config.on_nonfinite)
