@@ -73,7 +73,10 @@ PAIRS: dict[str, dict[str, Any]] = {
     "deep_target": {"position": "rotary", "norm_position": "deepnorm", "num_decoder_layers": 3, "init_fold": "query"},
     "typed_pair": {"scale": "inv", "type_vocab_size": 2, "qk_norm": "layer"},
 }
-IMAGE_MODELS: dict[str, dict[str, Any]] = {"vision": IMAGES, "mean_patches": {**IMAGES, "pooling": "mean", "norm": "rms", "position": "none"}}
+IMAGE_MODELS: dict[str, dict[str, Any]] = {
+    "vision": IMAGES,
+    "mean_patches": {**IMAGES, "pooling": "mean", "norm": "rms", "position": "none"},
+}
 KINDS = {"decoder": DECODERS, "encoder": ENCODERS, "encoder_decoder": PAIRS, "vision": IMAGE_MODELS}
 OURS = {name: {"architecture": kind, **options} for kind, models in KINDS.items() for name, options in models.items()}
 

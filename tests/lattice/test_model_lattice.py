@@ -101,8 +101,8 @@ def test_every_option_of_a_model_is_on_an_axis_or_in_a_named_configuration():
 
 def literals(hint):
     """The values of each ``Literal`` in a type."""
-    values = set(typing.get_args(hint)) if typing.get_origin(hint) is typing.Literal else set()
-    return values.union(*map(literals, typing.get_args(hint))) if not values else values
+    parts = typing.get_args(hint)
+    return set(parts) if typing.get_origin(hint) is typing.Literal else set().union(*map(literals, parts))
 
 
 def test_every_word_that_an_option_of_a_model_takes_is_in_a_named_configuration():
