@@ -64,7 +64,9 @@ def run(made: Any) -> Any:
     """
     from nbclient import NotebookClient
 
-    client = NotebookClient(made, timeout=None, kernel_name="python3", resources={"metadata": {"path": EXAMPLES}})
+    client = NotebookClient(
+        made, timeout=None, kernel_name="python3", coalesce_streams=True, resources={"metadata": {"path": EXAMPLES}}
+    )
     # no progress bars, and no warning that a widget for them is missing
     return client.execute(env={**os.environ, "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"})
 
