@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, EXPERIMENTS, PLAIN, Experiment, Inputs, Outcome
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
-from minitx.check.signatures import MaskForm
+from minitx.check.signatures import AXES_2, AXES_3, HEADS_FIRST, MaskForm
 from minitx.check.subjects import NotTriedError, Subject, Way
 
 Mistakes = tuple[Mutant, ...]
@@ -259,22 +259,37 @@ class Diagnosis:
     Attributes:
         mistakes: () if everything is right. None: no known mistakes explain the outcomes.
         others: other mistakes that give the same numbers.
+        wide: a trial with heads that was wrong, if the attention is right only for inputs with fewer axes.
     """
 
     trial: Trial
     mistakes: Mistakes | None
     others: tuple[Mistakes, ...] = ()
+    wide: Trial | None = None
 
 
 def diagnose(judge: Judge, trials: Iterable[Trial]) -> Diagnosis | None:
     """Return the diagnosis with the fewest mistakes, or None without trials."""
     tried: list[Trial] = []
     for trial in trials:
-        if trial.is_masked and judge.fits_all(trial.ordinary, (), trial.is_causal):
-            return Diagnosis(trial, ())
         tried.append(trial)
+        if trial.is_masked and judge.fits_all(trial.ordinary, (), trial.is_causal):
+            return Diagnosis(trial, (), wide=_wide(trial, tried))
     if not tried:
         return None
+    diagnosis = _best(judge, tried)
+    return replace(diagnosis, wide=_wide(diagnosis.trial, tried))
+
+
+def _wide(chosen: Trial, tried: Sequence[Trial]) -> Trial | None:
+    """The trial with an axis of heads, if the chosen one has none."""
+    if chosen.way.layout not in (AXES_2, AXES_3):
+        return None
+    return next((trial for trial in tried if trial.way.layout is HEADS_FIRST), None)
+
+
+def _best(judge: Judge, tried: list[Trial]) -> Diagnosis:
+    """The diagnosis with the fewest mistakes, if no trial is right."""
     if any(trial.is_masked for trial in tried):
         tried = [trial for trial in tried if trial.is_masked]
     tried.sort(key=lambda trial: (-judge.share(trial), trial.oddity))
@@ -284,7 +299,9 @@ def diagnose(judge: Judge, trials: Iterable[Trial]) -> Diagnosis | None:
         explained = [(trial, m) for trial in candidates for m in _explaining(judge, possible, trial)]
         if explained:
             best = min(explained, key=lambda entry: (entry[0].oddity, -_hits(judge, entry[1], entry[0]), _gravity(entry[1])))
-            others = tuple(mistakes for trial, mistakes in explained if trial is best[0] and mistakes is not best[1])
+            hits = _hits(judge, best[1], best[0])
+            rest = [mistakes for trial, mistakes in explained if trial is best[0] and mistakes is not best[1]]
+            others = tuple(mistakes for mistakes in rest if _hits(judge, mistakes, best[0]) == hits)
             return Diagnosis(*best, others)
     return Diagnosis(tried[0], None)
 
