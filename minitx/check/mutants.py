@@ -358,7 +358,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong("scale before and after the softmax", "Scale once, before the softmax.", after=lambda w, a, q: w * q.shape[-1] ** -0.5),
     _wrong("mask after the softmax", "Mask the scores: these weights do not add up to 1.", hide=unchanged, after=lambda w, a, q: w * a),
     _fragile("eps after the softmax", "Hidden keys get the weight eps.", after=lambda w, a, q: (w + 1e-8) / (w + 1e-8).sum(-1, keepdim=True)),
-    _wrong("weights without gradient", "Remove detach or no_grad: query and key do not learn.", after=lambda w, a, q: w.masked_fill(~a, 0.0).detach()),
+    _wrong("weights without gradient", "Remove detach, no_grad or torch.tensor(scores): query and key do not learn.", after=lambda w, a, q: w.masked_fill(~a, 0.0).detach()),
     _wrong("weights transposed", "Compute weights @ value.", mix=lambda w, q, k, v: (w.mT if _is_square(w) else w) @ v),
     _wrong("keys mixed", "Compute weights @ value.", mix=lambda w, q, k, v: w @ k),
     _wrong("queries mixed", "Compute weights @ value.", mix=lambda w, q, k, v: w @ (q if q.shape == v.shape else v)),
