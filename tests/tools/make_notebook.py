@@ -127,6 +127,8 @@ def main() -> None:
     is_exercise = "exercise" in sys.argv[1:]
     source, notebooks = ("exercise.py", EXERCISES) if is_exercise else ("attention.py", NOTEBOOKS)
     done = run(notebook("en", source))
+    if "This chapter is skipped" in str([cell.get("outputs") for cell in done.cells]):
+        raise SystemExit("nothing was written, because a chapter was skipped: pip install -e '.[models]'")
     shrink_figures(done)
     if not is_exercise:
         add_pictures(done)
