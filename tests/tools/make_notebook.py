@@ -128,7 +128,7 @@ def main() -> None:
     source, notebooks = ("exercise.py", EXERCISES) if is_exercise else ("attention.py", NOTEBOOKS)
     done = run(notebook("en", source))
     if "This chapter is skipped" in str([cell.get("outputs") for cell in done.cells]):
-        raise SystemExit("nothing was written, because a chapter was skipped: pip install -e '.[models]'")
+        raise SystemExit("nothing was written, because a chapter was skipped: install the packages that it names")
     shrink_figures(done)
     if not is_exercise:
         add_pictures(done)
