@@ -177,11 +177,12 @@ class _Examination:
         return [Check(f"argument {name}", Status.NOT_TRIED, reasons.get(name, "no experiment uses it")) for name in unused]
 
     def _uncalled(self, faults: list[str]) -> Report:
-        fault, advice = "no way to call it was found", ""
+        fault = "no way to call it was found"
+        advice = "Check a function of queries, keys and values, an attention layer alone, or the whole model."
         if faults and all(reason.startswith("it returns NoneType") for reason in faults):
             fault, advice, faults = "it returns None", "Is the return statement missing?", []
         elif len(faults) == 1 and not faults[0].startswith("it returns"):
-            fault = "it raises the same error in every call"
+            fault, advice = "it raises the same error in every call", ""
         finding = Finding("cannot-be-called", Severity.WRONG, fault, advice, "; ".join(faults[:3]))
         checks = self._untried(fault)
         return Report(self.name, "", self.subject.seed, tuple(checks), (finding,), self.stage)
