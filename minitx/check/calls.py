@@ -181,7 +181,7 @@ class _Examination:
         advice = "Check a function of queries, keys and values, an attention layer alone, or the whole model."
         if faults and all(reason.startswith("it returns NoneType") for reason in faults):
             fault, advice, faults = "it returns None", "Is the return statement missing?", []
-        elif len(faults) == 1 and not faults[0].startswith("it returns"):
+        elif isinstance(self.subject, Function) and len(faults) == 1 and not faults[0].startswith("it returns"):
             fault, advice = "it raises the same error in every call", ""
         finding = Finding("cannot-be-called", Severity.WRONG, fault, advice, "; ".join(faults[:3]))
         checks = self._untried(fault)
