@@ -28,7 +28,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, CallbacksConfig, ConfigError, Part, RunConfig
+from minitx.config import IGNORED, CallbacksConfig, ConfigError, Part, RunConfig, TrainerConfig
 from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Draw, Split, kept_generators, num_targets, select_rows
@@ -58,10 +58,9 @@ Perform = Callable[..., Any]
 """The type of ``run.perform``."""
 
 
-def is_rehearsed(config: RunConfig) -> bool:
+def is_rehearsed(trainer: TrainerConfig, ckpt_path: str | None) -> bool:
     """Return whether a run is rehearsed: ``trainer.rehearse`` is on, and the run is new and has one process."""
-    trainer = config.trainer
-    return trainer.rehearse and config.ckpt_path is None and trainer.world_size == 1 and trainer.strategy != "sharded"
+    return trainer.rehearse and ckpt_path is None and trainer.world_size == 1 and trainer.strategy != "sharded"
 
 
 def rehearse(config: RunConfig, module: TrainingModule, data: DataModule, perform: Perform) -> None:
@@ -86,11 +85,11 @@ def rehearse(config: RunConfig, module: TrainingModule, data: DataModule, perfor
         seed=config.seed,
         val_batch_size=2,
     )
-    small = shortened(config)
-    with as_before(module, device_of(config.trainer.accelerator)), blaming(module, config.callbacks):
-        compare(module, two.batch, device_of(config.trainer.accelerator))
+    device = device_of(config.trainer.accelerator)
+    with as_before(module, device), blaming(module, config.callbacks):
+        compare(module, two.batch, device)
         with tempfile.TemporaryDirectory() as folder:
-            _perform_and_load(small, module, rows, Path(folder), perform, config.trainer.max_steps)
+            _perform_and_load(shortened(config), module, rows, Path(folder), perform, config.trainer.max_steps)
 
 
 def _perform_and_load(

@@ -150,6 +150,7 @@ def test_a_bias_made_in_a_checkpointed_function_is_not_kept_and_gets_its_gradien
     assert_same_with_gradients(out, call(q, weight), (q, weight), tolerance=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo asks for it where a graph goes on after a break
 def test_a_compiled_graph_breaks_at_it_and_the_answer_is_the_same():
     counter, bias = CompileCounterWithBackend("aot_eager"), mx.T5RelativeBias(4)
