@@ -46,8 +46,8 @@ def attention_scores(
     dtype = torch.promote_types(query.dtype, torch.float32)
     B, H, L, D = query.shape
     Hkv, S = key.shape[1], key.shape[2]
-    grouped = query.to(dtype).reshape(B, Hkv, H // Hkv * L, D)  # query head h = (key head, member of its group)
-    scores = grouped @ key.to(dtype).transpose(-1, -2)  # (B, Hkv, H/Hkv · L, S)
+    grouped = query.to(dtype).reshape(B, Hkv, H // Hkv, L, D)  # query head h = (key head, member of its group)
+    scores = grouped @ key.to(dtype).unsqueeze(2).transpose(-1, -2)  # (B, Hkv, H/Hkv, L, S)
     scores = scores.reshape(B, H, L, S) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
