@@ -289,7 +289,7 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: list[Tensor]) -> dict[str, Te
     call, visible, dtype = tile.call, tile.visible, buffers[0].dtype
     seen = visible.to(dtype)
     n, fill = seen.sum(-1), (1.0 - seen).mul_(0.5 * torch.finfo(dtype).min)  # half: a difference of logits does not overflow
-    few, is_plain, shape = n.clamp(min=1), _is_plain(call), (*tile.query.shape[:3], seen.shape[-1])
+    divisor, is_plain, shape = n.clamp(min=1), _is_plain(call), (*tile.query.shape[:3], seen.shape[-1])
     z, logits, p = (_part_of(buffer, shape) for buffer in buffers)
     if is_plain:
         dots = _zero_hidden(_scores_into(z, tile.query, tile.key, call.scale), visible)
@@ -313,9 +313,9 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: list[Tensor]) -> dict[str, Te
         rows["entropy"] = torch.xlogy(p, p).sum(-1)  # Σ p ln p
     if call.sinks is not None:
         rows["mass"] = p.sum(-1)
-    rows["mean"], rows["squares"] = _moments_into(z, seen, few)
+    rows["mean"], rows["squares"] = _moments_into(z, seen, divisor)
     if not is_plain:
-        _, rows["squares_of_dots"] = _moments_into(dots, seen, few)
+        _, rows["squares_of_dots"] = _moments_into(dots, seen, divisor)
     power = torch.mul(p, p, out=_part_of(buffers[1], p.shape))
     return {**rows, "ipr": power.sum(-1), "cubes": power.mul_(p).sum(-1)}
 
@@ -346,9 +346,9 @@ def _zero_hidden(x: Tensor, visible: Tensor) -> Tensor:
     return x
 
 
-def _moments_into(x: Tensor, seen: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and Σ (x - mean)² of each row over its n visible keys, (B, H, l) each. x is 0 at hidden keys, and is overwritten."""
-    mean = x.sum(-1).div_(n)
+def _moments_into(x: Tensor, seen: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and Σ (x - mean)² of each row over its visible keys, (B, H, l) each. x is 0 at hidden keys, and is overwritten."""
+    mean = x.sum(-1).div_(divisor)
     return mean, x.sub_(mean.unsqueeze(-1)).mul_(seen).square_().sum(-1)
 
 
