@@ -189,7 +189,7 @@ def train_mode(exam: Examination) -> None:
             Severity.FRAGILE,
             fault,
             "Look for self.training.",
-            f"by {first.size:.2g}",
+            f"the output differs by {first.size:.2g}",
             first,
         )
         return
@@ -231,7 +231,7 @@ def bfloat16(exam: Examination) -> None:
         exam.passed("bfloat16")
         return
     share = gap.size / expected.abs().max().item()
-    witness = f"by {gap.size:.2g}, {share:.0%} of the largest output; rounding explains {gap.allowed:.2g}"
+    witness = f"the output differs by {gap.size:.2g}, {share:.0%} of the largest output; rounding explains {gap.allowed:.2g}"
     fault = "bfloat16 differs from float32 by more than rounding"
     advice = "Keep positions, angles, norms and the softmax in float32."
     exam.failed("bfloat16", "bfloat16-differs", Severity.FRAGILE, fault, advice, witness, gap)
@@ -254,5 +254,10 @@ def compiled(exam: Examination) -> None:
         exam.passed("compile", gap)
     else:
         exam.failed(
-            "compile", "compile-differs", Severity.WRONG, "the compiled model differs", witness=f"by {gap.size:.2g}", gap=gap
+            "compile",
+            "compile-differs",
+            Severity.WRONG,
+            "the compiled model differs",
+            witness=f"the output differs by {gap.size:.2g}",
+            gap=gap,
         )

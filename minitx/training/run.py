@@ -161,7 +161,9 @@ def perform(
     check_free(folder, config.ckpt_path)  # again, because another run may have started here in the meantime
     with run_folder(folder, files or {}), finish_wandb():
         trainer = build_trainer(config.trainer, folder, loggers, callbacks, done, checkpoints)
-        log_on_rank_zero(summary(trainer, module, rows, config.optimizer, config.schedule, folder))
+        log_on_rank_zero(summary(trainer, module, rows, config.optimizer, config.schedule, folder, done))
+        for line in epoch_hooks(callbacks):
+            log_on_rank_zero(line)
         nonfinite_step = fit(trainer, module, rows, config.ckpt_path, config.on_nonfinite)
         metrics = {} if nonfinite_step else evaluate_splits(trainer, module, rows, config.evaluation, folder, state["model"])
     return trainer.global_step, nonfinite_step, metrics
@@ -416,13 +418,29 @@ def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
         if isinstance(callback, StochasticWeightAveraging):
             raise ConfigError(
                 "callbacks: StochasticWeightAveraging averages at the end of the last epoch, after the last validation and checkpoint, "
-                "so its result would not be saved: use callbacks=[default,ema] to average by step"
+                "so its result would not be saved: use 'callbacks=[default,ema]' to average by step"
             )
         if isinstance(callback, GradientAccumulationScheduler):
             raise ConfigError(
                 "callbacks: GradientAccumulationScheduler changes the micro-batches of a step by epoch, but the data of a Task has only "
                 "one epoch: set trainer.accumulate"
             )
+
+
+def epoch_hooks(callbacks: Sequence[L.Callback]) -> list[str]:
+    """Return a line for each hook of a user's callback that Lightning calls once an epoch, because a run is a single epoch."""
+    own = [
+        type(each)
+        for each in callbacks
+        if type(each).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "minitx")
+    ]
+    return [
+        f"callbacks: {kind.__name__}.{hook} is called once, because Lightning counts the whole run as one epoch: for a call after "
+        "each validation, use on_validation_end"
+        for kind in own
+        for hook in ("on_train_epoch_start", "on_train_epoch_end")
+        if getattr(kind, hook) is not getattr(L.Callback, hook)
+    ]
 
 
 def place_of(options: TrainerConfig) -> dict[str, Any]:
