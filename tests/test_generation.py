@@ -210,11 +210,13 @@ def test_streamed_ids_are_the_answers(way):
 # ---- beam search
 
 
-def log_prob(model, prompt, answer):
+def log_prob(model, prompt, answer, repetition_penalty=1.0):
     """log P of ``answer`` after ``prompt`` (1, L), from one full forward."""
     ids = torch.cat((prompt, torch.tensor([answer])), dim=1)
+    places = range(prompt.shape[1], ids.shape[1])
+    before = torch.stack([torch.zeros(model.config.vocab_size).scatter(0, ids[0, :place], 1.0) for place in places]) > 0
     with torch.no_grad():
-        steps = model(ids)[0, prompt.shape[1] - 1 : -1].log_softmax(-1)
+        steps = penalise_repeats(model(ids)[0, places.start - 1 : -1], before, repetition_penalty).log_softmax(-1)
     return float(steps[torch.arange(len(answer)), torch.tensor(answer)].sum())
 
 
@@ -242,11 +244,12 @@ def test_a_beam_goes_on_while_an_open_text_may_still_win():
     assert (length_norm(1, 3.0), length_norm(7, 3.0), length_norm(7, 0.0)) == (1.0, 8.0, 1.0)
 
 
-def narrow_beam(model, prompt, num_beams, length, stop, penalty):
+def narrow_beam(model, prompt, num_beams, length, stop, penalty, repetition_penalty):
     """Beam search over lists, to the end and without a batch."""
     live, ended = [((), 0.0)], []
     for n in range(1, length + 1):
-        longer = sorted(((log_prob(model, prompt, (*a, i)), (*a, i)) for a, _ in live for i in range(model.config.vocab_size)), reverse=True)  # fmt: skip
+        texts = [(*a, i) for a, _ in live for i in range(model.config.vocab_size)]
+        longer = sorted(((log_prob(model, prompt, text, repetition_penalty), text) for text in texts), reverse=True)
         live = []
         for score, answer in longer[:num_beams]:
             if answer[-1] == stop or n == length:
@@ -256,11 +259,14 @@ def narrow_beam(model, prompt, num_beams, length, stop, penalty):
     return [id for id in max(ended)[1] if id != stop]
 
 
-@pytest.mark.parametrize(("num_beams", "penalty"), [(1, 0.6), (2, 0.6), (3, 3.0), (25, -1.0)])
-def test_a_narrow_beam_equals_a_search_over_lists(num_beams, penalty):
+@pytest.mark.parametrize(
+    ("num_beams", "penalty", "repetition_penalty"), [(1, 0.6, 1.0), (2, 0.6, 1.0), (3, 3.0, 4.0), (25, -1.0, 1.0)]
+)
+def test_a_narrow_beam_equals_a_search_over_lists(num_beams, penalty, repetition_penalty):
     model, prompts = language_model(vocab_size=5), torch.randint(0, 5, (3, 2))
-    answers = as_lists(beam_search(model, prompts, max_new_tokens=6, num_beams=num_beams, length_penalty=penalty, stop=[3]))
-    assert answers == [narrow_beam(model, prompt[None], num_beams, 6, 3, penalty) for prompt in prompts]
+    options = {"num_beams": num_beams, "length_penalty": penalty, "repetition_penalty": repetition_penalty}
+    answers = as_lists(beam_search(model, prompts, max_new_tokens=6, stop=[3], **options))
+    assert answers == [narrow_beam(model, prompt[None], num_beams, 6, 3, penalty, repetition_penalty) for prompt in prompts]
     assert num_beams > 1 or answers == as_lists(generate(model, prompts, max_new_tokens=6, stop=[3]))
 
 

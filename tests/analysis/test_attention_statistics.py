@@ -22,19 +22,22 @@ def statistics_of(query, key, scale, mask=None):
     return attention_statistics(AttentionCall(query, key, key, scale=scale, mask=mask))
 
 
-def of_row(dots, scale):
-    """The statistics of one row, in plain Python numbers."""
-    z = [scale * x for x in dots]
-    p = torch.softmax(torch.tensor(z, dtype=torch.float64), 0).tolist()
+def of_row(dots, z, sink, scale):
+    """The statistics of one row, in plain Python numbers, from q·k and the scores of the keys that it sees."""
+    p = torch.softmax(torch.tensor([*z, sink], dtype=torch.float64), 0).tolist()[:-1]
     n, ipr, every = len(z), sum(x * x for x in p), range(len(z))
+    jacobian = [[(a == c) * p[a] - p[a] * p[c] for a in every] for c in every]  # diag(p) - p pᵀ
     return {
         "row_std": math.sqrt(variance(z)),
         "entropy": -sum(x * math.log(x) for x in p) / math.log(n),
         "max_weight": max(p),
         "saturation_90": float(max(p) > 0.9),
+        "saturation_99": float(max(p) > 0.99),
         "ipr": ipr,
         "jacobian_l1": 1 - ipr,
-        "jacobian_fro": sum(((a == c) * p[a] - p[a] * p[c]) ** 2 for a in every for c in every),  # ‖diag(p) - p pᵀ‖_F²
+        "jacobian_fro": sum(x**2 for row in jacobian for x in row),
+        "scaled_jacobian_l1": abs(scale) * (1 - ipr),
+        "scaled_jacobian_fro": sum((scale * x) ** 2 for row in jacobian for x in row),
         "dot_product_variance": variance(dots),
     }
 
@@ -44,37 +47,61 @@ def variance(values):
     return sum((x - mean) ** 2 for x in values) / (len(values) - 1)
 
 
-def brute_force(query, key, scale, visible, real_query):
+def brute_force(query, key, scale, visible, real_query, real_key, score, sinks):
     """The same statistics by loops over rows, per head."""
-    rows, scores = [[] for _ in range(H)], [[] for _ in range(H)]
+    rows, scores, cosines = [[] for _ in range(H)], [[] for _ in range(H)], [[] for _ in range(H)]
     for b in range(B):
         for h in range(H):
+            keys = key[b, h // (H // HKV)]
             for i in range(query.shape[2]):
-                dots = [float(query[b, h, i] @ key[b, h // (H // HKV), j]) for j in range(key.shape[2]) if visible(b, i, j)]
-                if len(dots) > 1 and real_query(b, i):
-                    rows[h].append(of_row(dots, scale))
-                    scores[h] += [scale * x for x in dots]
+                seen, q = [j for j in range(len(keys)) if visible(b, i, j)], query[b, h, i]
+                if len(seen) > 1 and real_query(b, i):
+                    dots = [float(q @ keys[j]) for j in seen]
+                    z = [score(scale * x, i, j) for x, j in zip(dots, seen, strict=True)]
+                    rows[h].append({**of_row(dots, z, sinks[h], scale), "query_norm": float(q.norm())})
+                    scores[h] += z
+                    cosines[h] += [float(torch.cosine_similarity(q, keys[j], dim=0)) for j in seen]
     means = {name: [sum(row[name] for row in of_head) / len(of_head) for of_head in rows] for name in rows[0][0]}
     pooled = [torch.tensor(z, dtype=torch.float64) for z in scores]
-    return means | {"logit_std": [z.std(correction=0) for z in pooled], "max_logit": [z.abs().max() for z in pooled]}
+    real = torch.tensor([[real_key(b, j) for j in range(key.shape[2])] for b in range(B)])
+    of_keys = {
+        "key_norm": [float(key[:, h // (H // HKV)][real].norm(dim=-1).mean()) for h in range(H)],
+        "cosine": [sum(values) / len(values) for values in cosines],
+    }
+    return means | of_keys | {"logit_std": [z.std(correction=0) for z in pooled], "max_logit": [z.abs().max() for z in pooled]}
 
 
 KEY_MASK = torch.tensor([[True] * 5 + [False] * 2, [False] * 3 + [True] * 4])
+BIAS = torch.linspace(-2, 1, L * S, dtype=torch.float64).view(L, S)
+SINKS = torch.linspace(-1, 3, H, dtype=torch.float64)
 CASES = {
-    "no mask": (None, S, lambda b, i, j: True, lambda b, i: True),
-    "causal": (Causal(), S, lambda b, i, j: j <= i + S - L, lambda b, i: True),
-    "window and causal": (Causal() & SlidingWindow(2), S, lambda b, i, j: 0 <= i + S - L - j < 2, lambda b, i: True),
-    "padding": (Causal() & Padding(KEY_MASK), L, lambda b, i, j: KEY_MASK[b, j] and j <= i, lambda b, i: KEY_MASK[b, i]),
+    "no mask": (S, {"scale": 0.7}, lambda b, i, j: True),
+    "causal": (S, {"scale": -0.7, "mask": Causal()}, lambda b, i, j: j <= i + S - L),
+    "window and causal": (S, {"scale": 0.7, "mask": Causal() & SlidingWindow(2)}, lambda b, i, j: 0 <= i + S - L - j < 2),
+    "padding": (L, {"scale": 0.7, "mask": Causal() & Padding(KEY_MASK)}, lambda b, i, j: bool(KEY_MASK[b, j]) and j <= i),
+    "no scale": (S, {"scale": 0.0, "mask": Causal()}, lambda b, i, j: j <= i + S - L),
+    "bias, softcap and sinks": (S, {"scale": 0.7, "attn_bias": BIAS, "softcap": 3.0, "sinks": SINKS}, lambda b, i, j: True),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_statistics_equal_brute_force_over_visible_pairs_without_padded_queries(name):
-    mask, keys, visible, real = CASES[name]
+    keys, options, visible = CASES[name]
     query, key = inputs(keys=keys)
-    found = statistics_of(query, key, 0.7, mask)
-    for statistic, values in brute_force(query, key, 0.7, visible, real).items():
-        torch.testing.assert_close(found[statistic], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+
+    def is_real(b, i):
+        return name != "padding" or bool(KEY_MASK[b, i])
+
+    def score(z, i, j):
+        return 3.0 * math.tanh(z / 3.0) + float(BIAS[i, j]) if "softcap" in options else z
+
+    found = attention_statistics(AttentionCall(query, key, key, **options))
+    sinks = options.get("sinks", torch.full((H,), -torch.inf)).tolist()
+    want = brute_force(query, key, options["scale"], visible, is_real, is_real, score, sinks)
+    assert found.keys() == {*want, "favourite"}
+    for statistic, values in want.items():
+        expected = torch.tensor(values, dtype=torch.float64)
+        torch.testing.assert_close(found[statistic], expected, rtol=1e-9, atol=1e-12, msg=statistic)
 
 
 HIDES = torch.zeros(L, S).masked_fill(torch.arange(S) > torch.arange(L)[:, None], -torch.inf)
@@ -131,3 +158,49 @@ def test_the_favourite_key_is_the_one_with_the_largest_weight_and_excluded_rows_
     scores = -0.5 * query @ key.repeat_interleave(H // HKV, 1).transpose(-1, -2)
     for i in range(1, 4):
         assert torch.equal(favourites[:, :, i], scores[:, :, i, : i + 1].argmax(-1))
+
+
+# --- changes of logits, cosines of tokens, and the bound on the entropy
+
+
+def test_the_logit_step_is_the_root_mean_square_over_visible_pairs_of_counted_rows_in_tiles_of_any_size(monkeypatch):
+    keys, options, visible = CASES["padding"]
+    before, after = (AttentionCall(*inputs(keys=keys, seed=seed), None, **options) for seed in (0, 1))
+    old, new = (0.7 * call.query @ call.key.repeat_interleave(H // HKV, 1).mT for call in (before, after))
+    for counted in (KEY_MASK, torch.arange(L)[None].expand(B, L) % 3 > 0):
+        pairs = [(b, i, j) for b in range(B) for i in range(L) for j in range(L) if counted[b, i] and visible(b, i, j)]
+        pairs = [pair for pair in pairs if sum(pair[:2] == other[:2] for other in pairs) > 1]  # one key is no choice
+        changes = torch.stack([(new - old)[b, :, i, j] for b, i, j in pairs])
+        for size in (statistics._TILE, 1):
+            monkeypatch.setattr(statistics, "_TILE", size)
+            found = statistics.logit_step(before, after, None if counted is KEY_MASK else counted)
+            torch.testing.assert_close(found, changes.square().mean(0).sqrt(), rtol=1e-12, atol=0.0)
+        monkeypatch.undo()
+    nothing = torch.zeros(B, L, dtype=torch.bool)
+    assert statistics.logit_step(before, after, nothing).tolist() == [0.0] * H
+
+
+def test_the_token_cosine_is_the_mean_over_pairs_of_different_tokens_in_each_row_of_at_least_two():
+    hidden = torch.randn(5, L, D, dtype=torch.float64)
+    real = torch.arange(L) < torch.tensor([7, 5, 2, 1, 0])[:, None]
+    for mask in (None, real):
+        means = []
+        for row in hidden if mask is None else [row[kept] for row, kept in zip(hidden, mask, strict=True)]:
+            pairs = [(a, b) for i, a in enumerate(row) for j, b in enumerate(row) if i != j]
+            means += [sum(torch.cosine_similarity(a, b, dim=0) for a, b in pairs) / len(pairs)] if pairs else []
+        assert float(statistics.token_cosine(hidden, mask)) == pytest.approx(float(sum(means)) / len(means), rel=1e-12)
+
+
+def test_no_row_has_less_entropy_than_its_bound_which_one_high_logit_attains():
+    rows = torch.randn(31, 7, dtype=torch.float64) * torch.linspace(0.1, 9, 31, dtype=torch.float64)[:, None]
+    attaining = torch.zeros(5, 7, dtype=torch.float64)
+    attaining[:, 3] = torch.arange(5)
+    for size in (2, 3, 7):
+        scores = torch.cat((rows, attaining))[:, -size:]
+        gap = torch.special.entr(scores.softmax(-1)).sum(-1) - statistics.zhai_entropy_bound(scores)
+        assert float(gap.min()) > -1e-12 and float(gap.max()) > 0.01 * (size > 2)
+    scores = attaining[:, 1:4]
+    entropy = torch.special.entr(scores.softmax(-1)).sum(-1)
+    torch.testing.assert_close(statistics.zhai_entropy_bound(scores), entropy, rtol=1e-12, atol=1e-14)
+    with pytest.raises(ValueError, match="at least two scores, got 1"):
+        statistics.zhai_entropy_bound(rows[:, :1])
