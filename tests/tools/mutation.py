@@ -41,10 +41,8 @@ WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
 NN = [f"tests/nn/test_{name}.py" for name in (
     "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "drop_in")]  # fmt: skip
 NN += ["tests/check/test_strict.py"]
-ADOPT, ADOPTED, PROBES = (
-    "tests/interop/test_adopt.py::test_",
-    "tests/analysis/test_adopted.py::test_",
-    "tests/training/test_probes.py::test_",
+ADOPT, ADOPTED, CAPTURE = (
+    f"tests/{name}.py::test_" for name in ("interop/test_adopt", "analysis/test_adopted", "analysis/test_capture")
 )
 TESTS = {
     **{f"minitx/nn/{name}.py": NN for name in ("functional", "masks", "bias")},
@@ -53,10 +51,9 @@ TESTS = {
     "minitx/data/batches.py": [f"tests/data/test_{name}.py" for name in ("addressing", "task", "data_module")],
     "minitx/training/objectives.py": ["tests/training/test_objectives.py"],
     "minitx/analysis/gradients.py": [
-        f"{PROBES}gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind",
-        f"{PROBES}the_signal_to_noise_ratio_equals_autograd_on_each_part_for_a_layer_that_runs_twice",
-        f"{PROBES}a_model_whose_layers_have_no_backward_pass_is_refused",
-        "tests/analysis/test_capture.py",
+        "tests/analysis/test_gradients.py",
+        f"{CAPTURE}gradients_of_a_core_that_runs_several_times_count_the_queries_of_every_call",
+        f"{CAPTURE}in_a_peft_model_only_the_attention_that_runs_counts",
         f"{ADOPTED}the_probe_finds_the_matrices_of_separate_projections",
         f"{ADOPTED}gradient_statistics_of_adopted_models_have_the_projections",
     ],
