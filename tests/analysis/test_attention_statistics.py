@@ -104,6 +104,26 @@ def test_statistics_equal_brute_force_over_visible_pairs_without_padded_queries(
         torch.testing.assert_close(found[statistic], expected, rtol=1e-9, atol=1e-12, msg=statistic)
 
 
+def test_one_row_is_its_mean_one_key_is_its_norm_and_nothing_to_count_gives_zeros():
+    query, key = (tensor[:1] for tensor in inputs(queries=1, keys=2))
+    found = attention_statistics(AttentionCall(query, key, key, scale=0.7))
+    want = {name: [] for name in found.keys() - {"favourite", "cosine", "key_norm", "logit_std", "max_logit"}}
+    for h in range(H):
+        dots = (key[0, h // (H // HKV)] @ query[0, h, 0]).tolist()
+        row = {**of_row(dots, [0.7 * x for x in dots], -math.inf, 0.7), "query_norm": float(query[0, h].norm())}
+        for name, values in want.items():
+            values.append(row[name])
+    for name, values in want.items():
+        torch.testing.assert_close(found[name], torch.tensor(values, dtype=torch.float64), rtol=1e-12, atol=1e-14, msg=name)
+    single = attention_statistics(AttentionCall(query, key[:, :, :1], None, scale=0.7))
+    torch.testing.assert_close(single.pop("key_norm"), key[0, :, 0].norm(dim=-1).repeat_interleave(H // HKV))
+    assert (single.pop("favourite") == -1).all() and all((value == 0).all() for value in single.values())
+    padding = attention_statistics(
+        AttentionCall(query, key, None, scale=0.7, mask=Padding(torch.zeros(1, 2, dtype=torch.bool)))
+    )
+    assert (padding.pop("favourite") == -1).all() and all((value == 0).all() for value in padding.values())
+
+
 HIDES = torch.zeros(L, S).masked_fill(torch.arange(S) > torch.arange(L)[:, None], -torch.inf)
 CALLS = {
     "causal": {"mask": Causal()},

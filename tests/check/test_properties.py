@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.check.properties import compare, hidden_tokens, later_tokens, rounding
+from minitx.check.properties import compare, hidden_tokens, later_tokens, linear_gap, rounding, slope_gap
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM, Encoder
 
@@ -125,3 +125,25 @@ def test_only_the_positions_that_count_are_compared():
         compare(found, wanted, 0.0, torch.zeros(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="same shape"):
         compare(found, wanted[:, :2], 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_linear_output_differs_from_its_gradient_by_rounding_and_another_gradient_by_more(dtype):
+    value, weight, cotangent = (torch.randn(shape, dtype=dtype) for shape in ((5, 31), (31, 7), (5, 7)))
+    output, gradient = value @ weight, cotangent @ weight.mT
+    gap = linear_gap(output, cotangent, value, gradient)
+    assert gap.is_rounding and gap.place == ()
+    assert gap.size == abs(float((cotangent.double() * output.double()).sum() - (value.double() * gradient.double()).sum()))
+    wrong = gradient * (1 + 1000 * torch.finfo(dtype).eps)
+    assert not linear_gap(output, cotangent, value, wrong).is_rounding
+    assert not linear_gap(output, cotangent, value, torch.zeros_like(gradient)).is_rounding
+    assert linear_gap(0 * output, cotangent, value, 0 * gradient).is_rounding
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6])
+def test_a_slope_differs_from_a_central_difference_by_its_error_and_the_rounding_of_the_values(offset):
+    for slope, bend in ((3.0, 0.0), (-3.0, 1e5), (0.0, -7.0)):
+        function = lambda x, slope=slope, bend=bend: offset + slope * x + bend * x**3 + 11.0 * x**2  # noqa: E731
+        assert slope_gap(function, slope).is_rounding
+        wrong = slope_gap(function, slope + 0.01)
+        assert not wrong.is_rounding and wrong.size == pytest.approx(0.01, rel=0.1)
