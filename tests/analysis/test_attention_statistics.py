@@ -22,9 +22,12 @@ def statistics_of(query, key, scale, mask=None):
     return attention_statistics(AttentionCall(query, key, key, scale=scale, mask=mask))
 
 
-def of_row(dots, z, sink, scale):
-    """The statistics of one row, in plain Python numbers, from q·k and the scores of the keys that it sees."""
-    p = torch.softmax(torch.tensor([*z, sink], dtype=torch.float64), 0).tolist()[:-1]
+def softmax(z, sink=-math.inf):
+    return torch.softmax(torch.tensor([*z, sink], dtype=torch.float64), 0).tolist()[:-1]
+
+
+def of_row(dots, z, p, scale):
+    """The statistics of one row, in plain Python numbers, from q·k, the scores and the weights of the keys that it sees."""
     n, ipr, every = len(z), sum(x * x for x in p), range(len(z))
     jacobian = [[(a == c) * p[a] - p[a] * p[c] for a in every] for c in every]  # diag(p) - p pᵀ
     return {
@@ -47,18 +50,18 @@ def variance(values):
     return sum((x - mean) ** 2 for x in values) / (len(values) - 1)
 
 
-def brute_force(query, key, scale, visible, real_query, real_key, score, sinks):
+def brute_force(query, key, scale, visible, real_query, real_key, score, weigh):
     """The same statistics by loops over rows, per head."""
     rows, scores, cosines = [[] for _ in range(H)], [[] for _ in range(H)], [[] for _ in range(H)]
     for b in range(B):
         for h in range(H):
             keys = key[b, h // (H // HKV)]
             for i in range(query.shape[2]):
-                seen, q = [j for j in range(len(keys)) if visible(b, i, j)], query[b, h, i]
+                seen, q = [j for j in range(len(keys)) if visible(b, h, i, j)], query[b, h, i]
                 if len(seen) > 1 and real_query(b, i):
                     dots = [float(q @ keys[j]) for j in seen]
-                    z = [score(scale * x, i, j) for x, j in zip(dots, seen, strict=True)]
-                    rows[h].append({**of_row(dots, z, sinks[h], scale), "query_norm": float(q.norm())})
+                    z = [score(scale * x, h, i, j) for x, j in zip(dots, seen, strict=True)]
+                    rows[h].append({**of_row(dots, z, weigh(z, b, h, i), scale), "query_norm": float(q.norm())})
                     scores[h] += z
                     cosines[h] += [float(torch.cosine_similarity(q, keys[j], dim=0)) for j in seen]
     means = {name: [sum(row[name] for row in of_head) / len(of_head) for of_head in rows] for name in rows[0][0]}
@@ -72,15 +75,22 @@ def brute_force(query, key, scale, visible, real_query, real_key, score, sinks):
 
 
 KEY_MASK = torch.tensor([[True] * 5 + [False] * 2, [False] * 3 + [True] * 4])
-BIAS = torch.linspace(-2, 1, L * S, dtype=torch.float64).view(L, S)
+BIAS = torch.linspace(-2, 1, H * L * S, dtype=torch.float64).view(H, L, S)
+BIAS[sum(torch.meshgrid(*map(torch.arange, BIAS.shape), indexing="ij")) % 3 == 0] = -torch.inf
+WEIGHTS = torch.linspace(0.1, 2.0, B * H * L * S, dtype=torch.float64).sin().view(B, H, L, S).softmax(-1)
 SINKS = torch.linspace(-1, 3, H, dtype=torch.float64)
 CASES = {
-    "no mask": (S, {"scale": 0.7}, lambda b, i, j: True),
-    "causal": (S, {"scale": -0.7, "mask": Causal()}, lambda b, i, j: j <= i + S - L),
-    "window and causal": (S, {"scale": 0.7, "mask": Causal() & SlidingWindow(2)}, lambda b, i, j: 0 <= i + S - L - j < 2),
-    "padding": (L, {"scale": 0.7, "mask": Causal() & Padding(KEY_MASK)}, lambda b, i, j: bool(KEY_MASK[b, j]) and j <= i),
-    "no scale": (S, {"scale": 0.0, "mask": Causal()}, lambda b, i, j: j <= i + S - L),
-    "bias, softcap and sinks": (S, {"scale": 0.7, "attn_bias": BIAS, "softcap": 3.0, "sinks": SINKS}, lambda b, i, j: True),
+    "no mask": (S, {"scale": 0.7}, lambda b, h, i, j: True),
+    "causal": (S, {"scale": -0.7, "mask": Causal()}, lambda b, h, i, j: j <= i + S - L),
+    "window and causal": (S, {"scale": 0.7, "mask": Causal() & SlidingWindow(2)}, lambda b, h, i, j: 0 <= i + S - L - j < 2),
+    "padding": (L, {"scale": 0.7, "mask": Causal() & Padding(KEY_MASK)}, lambda b, h, i, j: bool(KEY_MASK[b, j]) and j <= i),
+    "no scale": (S, {"scale": 0.0, "mask": Causal()}, lambda b, h, i, j: j <= i + S - L),
+    "weights that were set": (S, {"scale": 0.7, "weights": WEIGHTS}, lambda b, h, i, j: True),
+    "bias, softcap and sinks": (
+        S,
+        {"scale": 0.7, "attn_bias": BIAS[None], "softcap": 3.0, "sinks": SINKS},
+        lambda b, h, i, j: (h + i + j) % 3 > 0,
+    ),
 }
 
 
@@ -92,12 +102,14 @@ def test_statistics_equal_brute_force_over_visible_pairs_without_padded_queries(
     def is_real(b, i):
         return name != "padding" or bool(KEY_MASK[b, i])
 
-    def score(z, i, j):
-        return 3.0 * math.tanh(z / 3.0) + float(BIAS[i, j]) if "softcap" in options else z
+    def score(z, h, i, j):
+        return 3.0 * math.tanh(z / 3.0) + float(BIAS[h, i, j]) if "softcap" in options else z
+
+    def weigh(z, b, h, i):
+        return WEIGHTS[b, h, i].tolist() if "weights" in options else softmax(z, *options.get("sinks", ())[h : h + 1])
 
     found = attention_statistics(AttentionCall(query, key, key, **options))
-    sinks = options.get("sinks", torch.full((H,), -torch.inf)).tolist()
-    want = brute_force(query, key, options["scale"], visible, is_real, is_real, score, sinks)
+    want = brute_force(query, key, options["scale"], visible, is_real, is_real, score, weigh)
     assert found.keys() == {*want, "favourite"}
     for statistic, values in want.items():
         expected = torch.tensor(values, dtype=torch.float64)
@@ -110,7 +122,8 @@ def test_one_row_is_its_mean_one_key_is_its_norm_and_nothing_to_count_gives_zero
     want = {name: [] for name in found.keys() - {"favourite", "cosine", "key_norm", "logit_std", "max_logit"}}
     for h in range(H):
         dots = (key[0, h // (H // HKV)] @ query[0, h, 0]).tolist()
-        row = {**of_row(dots, [0.7 * x for x in dots], -math.inf, 0.7), "query_norm": float(query[0, h].norm())}
+        z = [0.7 * x for x in dots]
+        row = {**of_row(dots, z, softmax(z), 0.7), "query_norm": float(query[0, h].norm())}
         for name, values in want.items():
             values.append(row[name])
     for name, values in want.items():
@@ -188,7 +201,7 @@ def test_the_logit_step_is_the_root_mean_square_over_visible_pairs_of_counted_ro
     before, after = (AttentionCall(*inputs(keys=keys, seed=seed), None, **options) for seed in (0, 1))
     old, new = (0.7 * call.query @ call.key.repeat_interleave(H // HKV, 1).mT for call in (before, after))
     for counted in (KEY_MASK, torch.arange(L)[None].expand(B, L) % 3 > 0):
-        pairs = [(b, i, j) for b in range(B) for i in range(L) for j in range(L) if counted[b, i] and visible(b, i, j)]
+        pairs = [(b, i, j) for b in range(B) for i in range(L) for j in range(L) if counted[b, i] and visible(b, 0, i, j)]
         pairs = [pair for pair in pairs if sum(pair[:2] == other[:2] for other in pairs) > 1]  # one key is no choice
         changes = torch.stack([(new - old)[b, :, i, j] for b, i, j in pairs])
         for size in (statistics._TILE, 1):

@@ -45,7 +45,8 @@ ADOPT, ADOPTED, CAPTURE = (
     f"tests/{name}.py::test_" for name in ("interop/test_adopt", "analysis/test_adopted", "analysis/test_capture")
 )
 TESTS = {
-    **{f"minitx/nn/{name}.py": NN for name in ("functional", "masks", "bias")},
+    "minitx/nn/functional.py": [f"tests/nn/test_{name}.py" for name in ("functional", "backends", "bad_inputs", "scale")],
+    **{f"minitx/nn/{name}.py": NN for name in ("masks", "bias")},
     **{f"minitx/nn/backends/{name}.py": NN for name in ("__init__", "chunked", "flex", "sdpa")},
     "minitx/ablation/judge.py": ["tests/ablation/test_judge.py"],
     "minitx/data/batches.py": [f"tests/data/test_{name}.py" for name in ("addressing", "task", "data_module")],
