@@ -7,7 +7,7 @@ import torch
 
 from minitx.analysis import attention_statistics, statistics
 from minitx.analysis.counting import allocations, flop_counter
-from minitx.nn import AttentionCall, Causal, Padding, SlidingWindow
+from minitx.nn import AttentionCall, Causal, Dense, Padding, SlidingWindow
 
 B, H, HKV, L, S, D = 2, 6, 3, 7, 11, 5
 
@@ -176,6 +176,18 @@ def test_keys_that_no_row_of_a_tile_sees_yet_are_not_computed(monkeypatch):
         statistics_of(query, query, 1.0, Causal())
     per_score = 2 * D + 2  # q · k, and the sum of the cosines
     assert counter.get_total_flops() == B * H * per_score * 31 * 32 // 2
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(7, 11), (5, 5), (11, 7)])
+def test_where_values_cannot_be_read_keys_are_left_out_by_their_position_alone(queries, keys):
+    query, key = inputs(queries, keys)
+    tensor = Dense(torch.eye(queries, keys) > 0)
+    end = max(1, 4 + keys - queries)  # the first key after the last query
+    for mask, want in ((Causal(), end), (Causal() & tensor, end), (SlidingWindow(3), keys), (tensor, keys), (None, keys)):
+        call, rows = AttentionCall(query, key, key, mask=mask), slice(2, 4)
+        visible = (mask or Dense(torch.ones(queries, keys) > 0)).dense(queries, keys, rows=rows, batch_size=B, num_heads=H)
+        read, unread = (statistics._num_seen(call, rows, values) for values in (visible, visible.to("meta")))
+        assert 1 <= read <= unread == want
 
 
 def test_statistics_never_hold_a_matrix_of_queries_times_keys(monkeypatch):

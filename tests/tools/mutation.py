@@ -38,14 +38,18 @@ import torch  # imported here, once, and not in every fork
 from mutants import ROOT, Mutant, mutants
 
 WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
-NN = [f"tests/nn/test_{name}.py" for name in (
-    "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "drop_in")]  # fmt: skip
-NN += ["tests/check/test_strict.py"]
+CALLS = [
+    "tests/lattice/test_call_lattice.py::test_a_call_keeps_every_promise",
+    "tests/nn/test_bad_inputs.py",
+    "tests/check/test_strict.py",
+]
+NN = [*CALLS, *(f"tests/nn/test_{name}.py" for name in (
+    "functional", "masks", "backends", "chunked", "flex", "attention", "bias", "cache", "scale", "drop_in"))]  # fmt: skip
 ADOPT, ADOPTED, CAPTURE = (
     f"tests/{name}.py::test_" for name in ("interop/test_adopt", "analysis/test_adopted", "analysis/test_capture")
 )
 TESTS = {
-    "minitx/nn/functional.py": [f"tests/nn/test_{name}.py" for name in ("functional", "backends", "bad_inputs", "scale")],
+    "minitx/nn/functional.py": [*CALLS[:2], "tests/nn/test_functional.py"],
     **{f"minitx/nn/{name}.py": NN for name in ("masks", "bias")},
     **{f"minitx/nn/backends/{name}.py": NN for name in ("__init__", "chunked", "flex", "sdpa")},
     "minitx/ablation/judge.py": ["tests/ablation/test_judge.py"],
