@@ -190,6 +190,13 @@ def test_a_stop_id_ends_its_row_alone_and_is_left_out():
     cut = [row[: row.index(stop)] if stop in row else row for row in free]
     assert as_lists(generate(model, ids, max_new_tokens=12, stop=[stop])) == cut
     assert len({len(row) for row in cut}) > 1
+    own = Own(model).eval()
+    assert as_lists(generate(own, ids, max_new_tokens=12, stop=[stop])) == cut
+    assert len(own.lengths) == min(12, max(map(len, cut)) + 1)  # the model is not called after the last row has ended
+    ends = [0, V - 1]  # the smallest and the largest id
+    assert as_lists(generate(model, ids, max_new_tokens=12, stop=ends)) == [
+        row[: min(row.index(id) if id in row else 12 for id in ends)] for row in free
+    ]
     for ends in (stop, (stop,), (stop, free[0][4])):  # where the config has one or several, they are the default
         object.__setattr__(model.config, "eos_id", ends)
         want = as_lists(generate(model, ids, max_new_tokens=12, stop=ends if isinstance(ends, tuple) else [ends]))
