@@ -234,7 +234,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found = json.loads(chosen.work.read_text()) if chosen.work.exists() else {}
     if chosen.record:
-        record([mutant for path in FILES for mutant in mutants(path)], found)
+        record(found)
         return
     paths = [path for path in FILES if not chosen.files or any(word in path for word in chosen.files)]
     every = [mutant for path in paths for mutant in sample(mutants(path), chosen.sample)]
@@ -263,23 +263,23 @@ def sample(every: list[Mutant], most: int) -> list[Mutant]:
     return [mutant for number, mutant in enumerate(every) if number in drawn]
 
 
-def record(every: list[Mutant], found: dict[str, str]) -> None:
-    """Counts by file, and the mutants that no test noticed; an unchanged file of which nothing is known keeps its record."""
+def record(found: dict[str, str]) -> None:
+    """Write each file's counts, and the mutants that no test noticed; a file of which nothing is known here keeps its record."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from harness import RESULTS, about, save
 
-    before = json.loads((RESULTS / "mutation.json").read_text())
-    counts, alive = {}, []
-    sources = {path: hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16] for path in FILES}
+    of_all = about()
+    files = json.loads((RESULTS / "mutation.json").read_text())["files"]
     for path in FILES:
-        mine = [mutant for mutant in every if mutant.file == path]
-        if before["sources"].get(path) == sources[path] and not any(mutant.name in found for mutant in mine):
-            counts[path] = before["counts"][path]
-            alive += [name for name in before["alive"] if name.startswith(f"{path}:")]
-        else:
-            counts[path] = Counter(found.get(mutant.name, "not tested") for mutant in mine)
-            alive += [mutant.name for mutant in mine if found.get(mutant.name) in ("survived", "not executed")]
-    save("mutation", {**about(), "counts": counts, "alive": alive, "sources": sources})
+        mine = {mutant.name: found.get(mutant.name, "not tested") for mutant in mutants(path)}
+        if set(mine.values()) != {"not tested"}:
+            files[path] = {
+                "date": of_all["date"],
+                "source": hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16],
+                "counts": Counter(mine.values()),
+                "alive": [name for name, outcome in mine.items() if outcome in ("survived", "not executed")],
+            }
+    save("mutation", {**of_all, "files": {path: files[path] for path in FILES if path in files}})
 
 
 if __name__ == "__main__":
