@@ -25,7 +25,7 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
 
     def loss(part):
         value = torch.nn.functional.cross_entropy(model(ids[part]).mT, labels[part], reduction="sum")
-        return value, {"input_ids": labels[part] != -100}
+        return 1e-3 * value, {"input_ids": labels[part] != -100}
 
     found = gradient_statistics(model, slice(None), loss)["blocks.0.attention.core"]
     assert all(p.grad is None for p in model.parameters())
@@ -39,6 +39,7 @@ def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind
         gradients.append(grad_w.flatten())
     stacked = torch.stack(gradients)
     noise = sum(float((g - stacked.mean(0)).norm() ** 2) for g in stacked) / (len(stacked) - 1)
+    assert noise < 0.1
     assert found["snr_q"] == pytest.approx(float(stacked.mean(0).norm() ** 2) / noise)
     assert found["grad_query_rms"] == pytest.approx((sum(n * n for n in norms) / len(norms)) ** 0.5)
     assert found["grad_query_median"] == pytest.approx(sorted(norms)[(len(norms) - 1) // 2])
@@ -52,14 +53,14 @@ def test_the_signal_to_noise_ratio_equals_autograd_on_each_part_for_a_layer_that
     layer, ids = model.blocks[0].attention, torch.randint(0, 11, (5, 7))
 
     def statistics():
-        return gradient_statistics(model, ids, lambda ids: (model(ids).square().sum(), {}), num_parts=3)[
+        return gradient_statistics(model, ids, lambda ids: (model(ids).square().sum(), {}), num_parts=2)[
             "blocks.0.attention.core"
         ]
 
     found = statistics()
     for letter in "qkv":
         weight = layer.get_submodule(f"{letter}_proj").weight
-        parts = torch.stack([torch.autograd.grad(model(part).square().sum(), weight)[0].flatten() for part in ids.chunk(3)])
+        parts = torch.stack([torch.autograd.grad(model(part).square().sum(), weight)[0].flatten() for part in ids.chunk(2)])
         assert found[f"snr_{letter}"] == pytest.approx(float(parts.mean(0).square().sum() / parts.var(0).sum()))
 
     def halve(core, args):
