@@ -329,7 +329,8 @@ def test_a_model_of_ones_own_writes_the_same_text_and_its_cache_is_used_where_it
     models += [(OwnWithCache(network), wholes, False), (OwnWithCache(network), pieces, True)]
     for model, lengths, use_cache in models:
         torch.manual_seed(7)
-        answers.append(as_lists(WAYS[way](model.eval(), ids, max_new_tokens=3, use_cache=use_cache)))
+        options = {} if use_cache else {"use_cache": False}  # the default is True
+        answers.append(as_lists(WAYS[way](model.eval(), ids, max_new_tokens=3, **options)))
         assert lengths is None or model.lengths == lengths
     assert answers == answers[:1] * 4
     seen = Own(network).eval()
