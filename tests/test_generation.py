@@ -67,6 +67,7 @@ def left_padded(lengths, width):
 
 
 def as_lists(answers):
+    assert {answer.dtype for answer in answers} == {torch.long}  # of an empty text, too
     return [answer.tolist() for answer in answers]
 
 
