@@ -93,12 +93,13 @@ def test_rounding_draws_no_random_number_and_leaves_no_hook():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_products_in_tf32_are_rounding_where_torch_may_use_them():
+@pytest.mark.parametrize(("precision", "epsilon"), [("highest", 2.0**-23), ("high", 2.0**-10), ("medium", 2.0**-7)])
+def test_the_rounding_of_a_step_is_that_of_products_in_tf32_or_bfloat16_where_torch_may_use_them(precision, epsilon):
     wanted = torch.ones(3)
-    assert not compare(wanted * (1 + 2**-10), wanted, 0.0).is_rounding
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(precision)
     try:
-        assert compare(wanted * (1 + 2**-10), wanted, 0.0).is_rounding
+        assert compare(wanted * (1 + 4 * epsilon), wanted, 0.0).is_rounding
+        assert not compare(wanted * (1 + 5 * epsilon), wanted, 0.0).is_rounding
     finally:
         torch.set_float32_matmul_precision("highest")
 
