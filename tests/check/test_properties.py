@@ -35,7 +35,7 @@ def answers(model):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_in_a_causal_model_later_tokens_change_nothing_and_in_an_encoder_they_do(dtype):
     for kind, is_causal in ((DecoderLM, True), (Encoder, False)):
-        answer, rows = answers(model := model_of(kind, dtype)), {"input_ids": ROWS["input_ids"]}
+        answer, rows = answers(model := model_of(kind, dtype)), {"input_ids": torch.arange(4, 25).view(3, 7)}
         gap = later_tokens(rows).moved(answer, rounding(answer, model, rows))
         assert gap.is_rounding == is_causal
         assert is_causal or gap.size > 3 * gap.allowed
@@ -84,6 +84,22 @@ def test_rounding_covers_another_order_of_the_sums_and_no_more(dtype, scale):
     assert compare(reordered(inputs), wanted, noise).is_rounding
     model[0].weight[3, 5] += 0.5  # one of 66,049 weights
     assert not compare(model(inputs["x"]), wanted, noise).is_rounding
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x.long()
+
+
+def test_rounding_passes_over_outputs_that_are_not_numbers_with_a_fraction():
+    model = nn.ModuleList([Pair(), nn.Flatten(0), nn.Identity()])
+    x = {"x": torch.arange(1.0, 6.0)}
+
+    def answer(inputs):
+        plain, whole = model[0](inputs["x"])
+        return model[2](plain) + model[1](whole)
+
+    assert 0 < rounding(answer, model, x) <= 6 * torch.finfo(torch.float32).eps
 
 
 def test_rounding_draws_no_random_number_and_leaves_no_hook():
