@@ -66,7 +66,7 @@ lint: $(VENV)/dev.installed
 	$(BIN)/mypy
 
 coverage: $(VENV)/dev.installed
-	$(BIN)/coverage run -m pytest tests/nn minitx/nn --ignore tests/nn/test_equivalence.py --ignore tests/nn/test_compile.py
+	$(BIN)/coverage run -m pytest --doctest-modules tests/nn minitx/nn --ignore tests/nn/test_equivalence.py --ignore tests/nn/test_compile.py
 	$(BIN)/coverage report --fail-under=98
 
 mutation: $(VENV)/dev.installed

@@ -5,7 +5,8 @@
   cross-entropy, backward, fused AdamW. Nobody has dropout, a cache or autocast.
 - P1b: our step over the matrix products of its linear layers alone: forward, for the input's gradient and for the weight's; both as a run
   computes them (``minitx.training.devices``).
-- P4: a step under the trainer over a raw loop with the same network, optimizer, data, gradient norm and check for NaN.
+- P4: a step under the trainer over a raw loop with the same network, optimizer, data, gradient norm and check for NaN. And a step of a
+  LightningModule of ten lines, without logger and checkpoints, over the same loop without norm and check: Lightning's own share.
 - P9: the most bytes at once of a step with the same loss, weights and AdamW's moments included, over Hugging Face's. Counted, not timed.
 - P11: steps under the trainer with ``callbacks.probe`` each 50 steps over steps without.
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -219,6 +220,41 @@ def trainer_over_loop(pairs: int, *words: str, steps: int = 25, rows: int = 11, 
     yield row("P4", "trainer over a raw loop", f"E 128, {rows} x 64", found, wanted)
 
 
+def lightning_over_loop(pairs: int, steps: int = 25, rows: int = 11) -> Iterator[Row]:
+    """P4, Lightning's share."""
+    import lightning.pytorch as L
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    source, vocab_size = batches(f"data.batch_size={rows}")
+
+    class Plain(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = DecoderLM(decoder(vocab_size, *SIZES[SMALL][1:4]))
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return loss_of(self.network(batch["input_ids"]), batch["labels"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), fused=True)
+
+    def loop(trainer: Any, module: Any, steps: int) -> None:
+        optimizer = trainer.optimizers[0]
+        for batch in islice(source, steps):
+            optimizer.zero_grad(set_to_none=True)
+            module.training_step(batch, 0).backward()
+            optimizer.step()
+
+    blocks = Turns(steps, pairs, loop)
+    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    callbacks = [LambdaCallback(on_train_batch_start=blocks.step)]
+    trainer = L.Trainer(accelerator="cpu", max_steps=blocks.num_steps, callbacks=callbacks, **silent)  # type: ignore[arg-type]
+    keep_freed_memory()
+    with onednn_products():
+        trainer.fit(Plain(), source)
+    yield row("P4", "a bare LightningModule over a raw loop", f"E 128, {rows} x 64", compared(blocks.blocks), None, "lower")
+
+
 def probed_over_none(pairs: int, *words: str, every: int = 50, rows: int = 12, wanted: str = "<= 1.03") -> Iterator[Row]:
     """P11. ``words`` of the command line name the device."""
 
@@ -268,7 +304,7 @@ def main() -> None:
     measure("step", given, {
         "P1": lambda: chain(*(over_others(given.pairs, size) for size in SIZES), under_the_trainer(given.pairs)),
         "P1b": lambda: over_products(given.pairs),
-        "P4": lambda: trainer_over_loop(given.pairs),
+        "P4": lambda: chain(trainer_over_loop(given.pairs), lightning_over_loop(given.pairs)),
         "P9": memory,
         "P11": lambda: probed_over_none(given.pairs),
     })  # fmt: skip

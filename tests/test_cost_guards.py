@@ -224,6 +224,7 @@ for script in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_every_script_answers_help_without_torch_or_anything_heavy(tmp_path):
     """One process for all: what any of them loads is there at the end. ``train.py`` is last: it lists the arguments of a data set,
     a function whose module needs torch."""
@@ -240,6 +241,7 @@ def test_every_script_answers_help_without_torch_or_anything_heavy(tmp_path):
         assert not set(loaded.split()) & unwanted, script
 
 
+@pytest.mark.slow
 def test_evaluating_generating_and_looking_load_neither_lightning_nor_fsdp():
     """They take longer than what these programs do with a small checkpoint."""
     modules = "training.evaluation", "training.checkpoints", "cli.inputs", "generation", "analysis.viewer"

@@ -4,13 +4,16 @@ import ast
 import functools
 import graphlib
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import minitx
+from minitx.config.part import KEYS_OF_NODES
 
 PACKAGE = Path(minitx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -195,3 +198,95 @@ def test_the_walker_catches_a_call_that_runs_what_it_reads_and_lets_pass_what_ru
     assert [source for source in dangerous if not calls_of_code(ast.parse(source))] == []
     harmless = "torch.load(p, weights_only=True)", "numpy.load(p, allow_pickle=False)", "re.compile('x')", "model.eval()"
     assert calls_of_code(ast.parse("\n".join(harmless))) == set()
+
+
+# --- private names of other packages: each has its reason at its line, and pyproject.toml an upper bound for its package
+
+PRIVATE = {
+    "torch": {
+        *{("nn.tracing", "_C"), ("nn.tracing", "_functorch"), ("nn.masks", "_version"), ("training.net", "_orig_mod")},
+        *{("nn.backends.sdpa", "_dynamo_marked_constant"), ("analysis.capture", "_compiled_call_impl")},
+        *{(module, name) for module in ("nn.scale", "interop.pretrained") for name in ("_forward_hooks", "_forward_pre_hooks")},
+        *{("analysis.counting", f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")},
+        *{("nn.models", "_apply"), ("nn.models", "_load_from_state_dict"), ("check.subjects", "_python_dispatch")},
+        *{("training.module", "_foreach_mul_"), ("training.optimizers", "_foreach_lerp_"), ("training.optimizers", "_foreach_lerp")},
+    },
+    "lightning": {
+        *{("training.callbacks", "_average_model"), ("training.callbacks", "_device"), ("training.evaluation", "_average_model")},
+        ("training.run", "_broadcast_sigterm_tensor"),
+    },
+    "transformers": {
+        *{("interop.adopt", "_attn_implementation"), ("interop.adopt", "_gradient_checkpointing_func")},
+        ("check.incremental", "_can_compile_fullgraph"),
+    },
+    "others": {
+        *{("training.evaluation", "_extract_corpus_statistics"), ("training.evaluation", "_aggregate_and_compute")},
+        *{("data.documents", "_fingerprint"), ("analysis.canvas", "_repr_png_")},
+        *{("ablation.execution", "_processes"), ("ablation.execution", "_exit")},
+    },
+}  # fmt: skip
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def own_names(tree: ast.Module) -> set[str]:
+    """The names that a file defines: functions, classes, variables, and attributes of ``self``."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) in ("self", "cls"):
+            found.add(node.attr)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self.__dict__":
+            found.add(ast.literal_eval(node.slice))
+    return found
+
+
+def private_names(tree: ast.Module, own: set[str]) -> set[str]:
+    """The private names of others: in imports, as attributes, and as the names that ``getattr`` and ``get`` look up."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            found |= {
+                part
+                for alias in node.names
+                for part in f"{base}{alias.name}".split(".")
+                if base[:6] != "minitx" and is_private(part)
+            }
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            of_base = isinstance(node.value, ast.Call) and dotted(node.value.func) == "super"
+            found |= {node.attr} if of_base or node.attr not in own else set()
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith(("getattr", "hasattr", ".get")):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            found |= {name for name in names if is_private(name) and name not in own}
+    return found
+
+
+def test_a_private_name_of_another_package_stands_in_the_list_and_torch_lightning_and_hydra_have_upper_bounds():
+    own = {name for file in FILES for name in own_names(parsed(file))}
+    found = {(module_of(file), name) for file in FILES for name in private_names(parsed(file), own)}
+    known = {entry for entries in PRIVATE.values() for entry in entries}
+    found = {(module, name) for module, name in found if name not in KEYS_OF_NODES}
+    assert found == known, "a private name that is not in the list, or an entry that is left over"
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    asked = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["train"])]
+    bounded = {each.name for each in asked if any(part.operator == "<" for part in each.specifier)}
+    assert bounded >= {"torch", "lightning", "hydra-core"}
+
+
+def test_the_walker_catches_a_private_name():
+    of_others = [
+        "import torch._dynamo",
+        "from torch._C import x",
+        "torch._foreach_mul_(a)",
+        "getattr(m, '_hooks')",
+        "super()._mine()",
+    ]
+    assert [source for source in of_others if not private_names(ast.parse(source), {"_mine"})] == []
+    ours = "self._mine", "other._mine()", "from minitx.x import _y", "x.__dict__", "d.get('_mine')"
+    assert private_names(ast.parse("\n".join(ours)), {"_mine"}) == set()

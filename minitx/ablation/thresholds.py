@@ -156,7 +156,7 @@ class Runs:
         tokenizer, trainer = tokenizer_of(config.init_from, config.data), config.trainer
         self.data = open_data(config.data, trainer, seed=config.seed, tokenizer=tokenizer)
         self.config, self.folder, self.rule = dataclasses.replace(config, trainer=in_steps(trainer, self.data)), folder, rule
-        network = build_network(config.model, self.data, precision=trainer.precision, seed=config.seed)
+        network = build_network(config.model, self.data, trainer.precision)
         self.network = start_from(config.init_from, network)
         self.weights = {name: value.clone() for name, value in self.network.state_dict().items()}
         self.start = self._loss() if rule.metric == "train_loss" else math.nan

@@ -239,7 +239,8 @@ def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
     ``MultiHeadAttention``, or a module whose class has the attribute ``softmax_weights``. All other records belong to the cores
     where this attribute is True. A module that is used in several places has one name.
     """
-    modules = list(model.modules())
+    named = dict(model.named_modules())
+    modules = list(named.values())
     if what in ("feedforward", "residual"):
         recorded = [module for module in modules if is_block(module)]
         if what == "feedforward":
@@ -251,7 +252,7 @@ def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
     else:  # the attribute of the class: instances of wrappers, such as PEFT's, forward the attributes of the wrapped module
         recorded = [module for module in modules if getattr(type(module), "softmax_weights", False)]
     unique = set(recorded)
-    return {name: module for name, module in model.named_modules() if module in unique}
+    return {name: module for name, module in named.items() if module in unique}
 
 
 def _feedforward_of(block: nn.Module) -> nn.Module | None:
@@ -433,6 +434,7 @@ def refuse_compiled(model: nn.Module) -> None:
         RuntimeError: a part of ``model`` is compiled. The message names it.
     """
     for name, module in model.named_modules():
+        # torch.compile(module) or module.compile(), for which torch has no public test
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise RuntimeError(
                 f"{name or type(module).__name__} is compiled, and hooks added after compiling never fire: capture the plain module"

@@ -44,6 +44,7 @@ def flop_counter() -> FlopCounterMode:
     >>> counter.get_total_flops()
     210
     """
+    # F.scaled_dot_product_attention calls these operators on a CPU. They have no public names, and torch's counter lacks them.
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return FlopCounterMode(display=False, custom_mapping={forward: _fused, backward: _fused_backward})

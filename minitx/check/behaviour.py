@@ -18,6 +18,10 @@ from minitx.check.results import Severity
 LONG = 320
 """The number of tokens for half precision: bfloat16 has no odd numbers above 256."""
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 
 def determinism(exam: Examination) -> None:
     """Two calls in evaluation mode are equal. ``measure`` stops the check if they differ."""
@@ -157,7 +161,7 @@ def _ids(exam: Examination, id: str, name: str) -> None:
 def train_mode(exam: Examination) -> None:
     """In train mode only randomness changes the output."""
     called, model = exam.called, exam.called.model
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+    if any(isinstance(m, BATCH_NORMS) for m in model.modules()):
         exam.skip("train-mode", "batch norm uses the batch in train mode")
         return
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -176,7 +180,7 @@ def train_mode(exam: Examination) -> None:
         exam.skip("train-mode", "it returns another shape in train mode")
         return
     first, second = exam.gap(outputs[0], exam.base), exam.gap(outputs[0], outputs[1])
-    rates = sum(m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    rates = sum(m.p for m in model.modules() if isinstance(m, DROPOUTS))
     if second.is_rounding and not first.is_rounding:
         fault = "train mode differs from evaluation without randomness"
         exam.failed(
@@ -185,7 +189,7 @@ def train_mode(exam: Examination) -> None:
             Severity.FRAGILE,
             fault,
             "Look for self.training.",
-            f"by {first.size:.2g}",
+            f"the output differs by {first.size:.2g}",
             first,
         )
         return
@@ -227,7 +231,7 @@ def bfloat16(exam: Examination) -> None:
         exam.passed("bfloat16")
         return
     share = gap.size / expected.abs().max().item()
-    witness = f"by {gap.size:.2g}, {share:.0%} of the largest output; rounding explains {gap.allowed:.2g}"
+    witness = f"the output differs by {gap.size:.2g}, {share:.0%} of the largest output; rounding explains {gap.allowed:.2g}"
     fault = "bfloat16 differs from float32 by more than rounding"
     advice = "Keep positions, angles, norms and the softmax in float32."
     exam.failed("bfloat16", "bfloat16-differs", Severity.FRAGILE, fault, advice, witness, gap)
@@ -250,5 +254,10 @@ def compiled(exam: Examination) -> None:
         exam.passed("compile", gap)
     else:
         exam.failed(
-            "compile", "compile-differs", Severity.WRONG, "the compiled model differs", witness=f"by {gap.size:.2g}", gap=gap
+            "compile",
+            "compile-differs",
+            Severity.WRONG,
+            "the compiled model differs",
+            witness=f"the output differs by {gap.size:.2g}",
+            gap=gap,
         )

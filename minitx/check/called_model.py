@@ -320,8 +320,6 @@ def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         children = list(inner.children())
         base = inner.get_base_model() if callable(getattr(inner, "get_base_model", None)) else None
-        if base is None:
-            base = getattr(inner, "_orig_mod", None)
         if base is None and not named and len(children) == 1:
             base = children[0]
         if base is None or base is inner:

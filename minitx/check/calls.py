@@ -176,7 +176,8 @@ class _Examination:
 
     def _uncalled(self, faults: list[str]) -> Report:
         seen = "; ".join(faults[:3])
-        finding = Finding("cannot-be-called", Severity.WRONG, "no way to call it was found", witness=seen)
+        advice = "Check a function of queries, keys and values, an attention layer alone, or the whole model."
+        finding = Finding("cannot-be-called", Severity.WRONG, "no way to call it was found", advice, seen)
         checks = self._untried("no way to call it was found")
         return Report(self.name, "", self.subject.seed, tuple(checks), (finding,), self.stage)
 

@@ -79,7 +79,7 @@ class Examination:
                 "In evaluation there is no dropout: F.dropout needs training=self.training, "
                 "and scaled_dot_product_attention needs dropout_p=0."
             )
-            witness = f"by {again.size:.2g}{self.where(call, call, self.whole)}"
+            witness = f"the output differs by {again.size:.2g}{self.where(call, call, self.whole)}"
             fault = "two calls in evaluation mode differ"
             self.failed("determinism", "random", Severity.WRONG, fault, advice, witness, again)
             raise StopError(fault)

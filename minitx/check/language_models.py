@@ -45,6 +45,8 @@ PROPERTIES: dict[str, Callable[[Examination], None]] = {
 }
 """The properties by the words of ``only``, in the order in which mistakes should be mended."""
 
+CALL = "forward must take token ids (B, L), vectors (B, L, E) or images, and return a tensor with B rows."
+
 
 def check_model(
     model: nn.Module,
@@ -87,7 +89,7 @@ def check_model(
             called = make_called(model, seed, device, dtype)
         except CannotBeCalledError as faults:
             checks = [Check(word, Status.NOT_TRIED, "no way to call it was found") for word in chosen]
-            finding = Finding("cannot-be-called", Severity.WRONG, "no way to call the model was found", witness=str(faults))
+            finding = Finding("cannot-be-called", Severity.WRONG, "no way to call the model was found", CALL, str(faults))
             return Report(name, "", seed, tuple(checks), (finding,))
         examination = Examination(called, seed, causal, repeat or "check_model(model, {})")
         _examine(examination, [word for word in PROPERTIES if word in chosen])

@@ -151,7 +151,7 @@ class _Padding:
         if gap.is_rounding:
             exam.passed(id, gap)
             return
-        witness = f"by {gap.size:.2g} (a visible token: {exam.typical:.2g})"
+        witness = f"the output of the row differs by {gap.size:.2g} (a visible token moves it by {exam.typical:.2g})"
         if side == "right":
             fault, advice = (
                 "a row with padding on the right differs from the same row alone",
@@ -247,5 +247,5 @@ def _packed(
         exam.passed(id, gap)
         return
     fault = "the second document of a row is isolated, but differs from the same document alone"
-    witness = f"by {difference.size:.2g}"
+    witness = f"the output of the second document differs by {difference.size:.2g}"
     exam.failed(id, "document-differs", Severity.FRAGILE, fault, "Count positions in each document.", witness, difference)

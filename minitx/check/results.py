@@ -169,8 +169,9 @@ class Report:
             yield finding.severity.value, finding.fault
             yield from (("", text) for text in (finding.advice, finding.witness, finding.repeat) if text)
         yield from _grouped(self.with_status(Status.NOT_TRIED))
-        if passed := self.with_status(Status.PASSED):
-            yield from _wrapped("passed", ", ".join(dict.fromkeys(map(_name, passed))))
+        failed = {_name(check) for check in self.with_status(Status.FAILED)}
+        if passed := [name for name in dict.fromkeys(map(_name, self.with_status(Status.PASSED))) if name not in failed]:
+            yield from _wrapped("passed", ", ".join(passed))
         if self.points is not None:
             yield "points", f"{self.points[0]} of {self.points[1]} in stage {self.stage}"
         if self.mend_first is not None and len([f for f in self.findings if f.severity != Severity.NOTE]) > 1:

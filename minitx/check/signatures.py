@@ -227,7 +227,7 @@ def instance_of(cls: type[Any]) -> tuple[Any, str]:
         ]
         raise ValueError(
             f"{cls.__name__} cannot be created: no value is known for {', '.join(unknown)}; "
-            f"pass an instance, such as layer = {cls.__name__}(...) in the file"
+            f"pass an instance: write layer = {cls.__name__}(...) into the file, and check FILE.py:layer"
         )
     return cls(**arguments), f"{cls.__name__}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
 

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import inspect
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,8 +110,9 @@ def _report(subject: Any, config: CheckConfig) -> Report:
 def _model_report(model: Any, config: CheckConfig) -> Report:
     from minitx.check.language_models import check_model
 
-    repeat = f"minitx-check {f'model={config.model}' if config.model else config.target}"
+    repeat = f"minitx-check {shlex.quote(f'model={config.model}' if config.model else config.target)}"
     repeat += "" if config.causal is None else f" causal={str(config.causal).lower()}"
+    repeat += " trust=true" * config.trust + (f" device={config.device}" if config.device != "cpu" else "")
     with refusing("", (ValueError,)), refusing(f"device={config.device} cannot be used: ", (RuntimeError, AssertionError)):
         return check_model(
             model, only=config.properties, causal=config.causal, seed=config.seed, device=config.device, repeat=repeat

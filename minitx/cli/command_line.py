@@ -192,7 +192,7 @@ def _value(override: str, *, is_text: bool) -> Any:
         if is_text:
             return text
         raise ConfigError(unreadable(override)) from None
-    require(not parsed.is_sweep_override(), f"{override} has several values: write {name}=[...] for a list")
+    require(not parsed.is_sweep_override(), f"{override} has several values: write '{name}=[...]' for a list")
     value = parsed.value()
     return getattr(value, "text", value)  # a string in quotes is an object with the attribute text
 

@@ -72,8 +72,10 @@ def sentence(error: BaseException) -> tuple[str, int]:
     """Return the message of an exception in one line, and the exit code."""
     text = _one_line(str(error))
     kind = type(error).__name__  # compare names, because modules of these classes import torch
-    if isinstance(error, ConfigError) or type(error).__module__.startswith("yaml."):
+    if isinstance(error, ConfigError):
         return text, 2
+    if type(error).__module__.startswith("yaml."):
+        return message_of(error), 2
     if isinstance(error, RankFailedError):
         return text, error.code
     if isinstance(getattr(error, "number", None), int):  # stopped by a signal

@@ -33,7 +33,9 @@ class GenerateConfig(StoredConfig):
         None, "longest answer, in tokens; null: 256, or the number of positions of an encoder-decoder"
     )
     context: int | None = key(
-        None, "longest context, in tokens; when it is full, the older half is dropped; null: the model's max_len"
+        None,
+        "longest context, in tokens; when it is full, the older half is dropped; null: the model's max_len; "
+        "for a model of your own, data.context_len",
     )
     temperature: float = key(0.0, "0: take the most probable token; above 0: sample (1: with the model's probabilities)")
     top_k: int | None = key(None, "sample only from the k most probable tokens")
@@ -72,6 +74,7 @@ def _generate(config: GenerateConfig) -> None:
 
     from minitx.cli.inputs import chat_format, encode_text, open_stored
     from minitx.training.checkpoints import place
+    from minitx.training.net import OfTransformers
 
     stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer, shape, kind = stored.tokenizer, stored.net.config, stored.net.shape.architecture
@@ -80,10 +83,15 @@ def _generate(config: GenerateConfig) -> None:
         f"ckpt_path={config.ckpt_path} contains a model that does not generate text: architecture={kind}",
     )
     if tokenizer is None:
-        raise ConfigError(f"ckpt_path={config.ckpt_path} contains no tokenizer: its model was not trained on text")
+        raise ConfigError(
+            f"ckpt_path={config.ckpt_path} contains no tokenizer, so it cannot read a prompt: "
+            "train with data=text, or with Task(tokenizer=...)"
+        )
     model = place(stored.net.writer(tokenizer.vocab_size, stored.path), config.device)
     bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # the token at the beginning of texts
     options = _options(config, model, tokenizer, shape)
+    if options["context"] is None and kind == "decoder" and not isinstance(stored.net, OfTransformers):
+        options["context"] = stored.nodes["data"].get("context_len")  # a table of positions may end there
     generator = torch.Generator().manual_seed(config.seed)
     refusing_template = partial(refusing, "template=true (template=false ignores the template): ")
     with refusing_template():

@@ -52,7 +52,8 @@ def explained(
     """
     if isinstance(error, OverrideParseException):
         return unreadable(error.override)
-    advice = _CommandLine(words, keys_of, sweeps).advice()
+    line = _CommandLine(words, keys_of, sweeps)
+    advice = line.advice() or line.advice_on_option(getattr(error, "missing_cfg_file", None) or "")
     return f"{message_of(error).rstrip('.')}{advice}" if advice else message_of(error)
 
 
@@ -69,6 +70,9 @@ def unreadable(word: str) -> str:
 
 def message_of(error: BaseException) -> str:
     """Return the first line of a message, with the key and the cause if they are missing in it."""
+    mark = getattr(error, "problem_mark", None)  # of PyYAML
+    if mark is not None:
+        return f"{os.path.relpath(mark.name)}, line {mark.line + 1}: {error.problem}"  # type: ignore[attr-defined]
     cause = error.__cause__
     if not str(error).strip() and cause is not None:
         return message_of(cause)
@@ -122,10 +126,17 @@ class _CommandLine:
             return next(filter(None, map(self._of_word, self.overrides)), "")
         return ""
 
+    def advice_on_option(self, path: str) -> str:
+        """Return the end of a message on a missing option ``GROUP/OPTION`` that a file names: a similar option."""
+        group, _, option = path.rpartition("/")
+        with suppress(OSError):
+            return nearest(option, self.groups.get(group, {}))
+        return ""
+
     def _of_word(self, override: Override) -> str:
         name, value, is_group = override.key_or_group, override.value(), override.key_or_group in self.groups
         if override.is_sweep_override() and not self.sweeps:
-            return f"; add -m to run every value, or write {name}=[...] for a list"
+            return f"; add -m to run every value, or write '{name}=[...]' for a list"
         if override.is_add() and (name in _OURS or name in self.keys):
             return f"; {name} already exists: remove the +"
         if is_group and not override.is_delete():

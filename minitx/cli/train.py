@@ -87,7 +87,7 @@ def run_job(composed: DictConfig) -> float | None:
             require(HydraConfig.get().mode == RunMode.MULTIRUN, reason)  # in a sweep, another job may use it
             log.warning("job %s: %s", HydraConfig.get().job.num, reason)
         if config.trainer.plan:
-            run_plan(config, folder)
+            run_plan(config)
             return None
         if needs_launch(config.trainer):
             return run_on_devices(config, folder)
@@ -186,16 +186,16 @@ def command() -> str:
     return shlex.join([*(called or ["python", "scripts/train.py"]), *config_name, *command_words()])
 
 
-def run_plan(config: RunConfig, folder: Path) -> None:
-    """Print the memory plan of the run that would be in ``folder``. The folder is not created.
+def run_plan(config: RunConfig) -> None:
+    """Print the memory plan of a run. No folder is created.
 
     Raises:
         ConfigError: the run is part of a sweep, or cannot be built.
     """
-    from minitx.training.run import train
+    from minitx.training.run import show_plan
 
     require(HydraConfig.get().mode == RunMode.RUN, "trainer.plan=true is for single runs: remove -m")
-    train(config, folder)
+    show_plan(config)
     remove_hydra_folder()
 
 

@@ -330,7 +330,9 @@ def find_target(name: str, path: str) -> Any:
         require(callable(target), f"{name} is not a function or class")
         return target
     except Exception as error:
-        raise ConfigError(f"{path}._target_={name} cannot be built: {reason(error)}{_similar(name)}") from error
+        raise ConfigError(
+            f"{path}._target_={name} cannot be built: {reason(error)}{_similar(name)}{_place(name, error)}"
+        ) from error
 
 
 def _similar(name: str) -> str:
@@ -338,6 +340,14 @@ def _similar(name: str) -> str:
     module, _, last = name.rpartition(".")
     known = vars(sys.modules[module]) if module in sys.modules else {}
     return "" if last in known else nearest(last, known, f"{module}.")
+
+
+def _place(name: str, error: Exception) -> str:
+    """Return the advice for a target whose first module does not exist, as text for the message."""
+    first, dot, _ = name.partition(".")
+    if not isinstance(error, ModuleNotFoundError) or error.name != first:
+        return ""
+    return f"; go to the folder that contains {first}.py or {first}/" if dot else "; write MODULE.NAME, such as mine.Net"
 
 
 def import_modules(names: Iterable[str]) -> None:

@@ -151,7 +151,7 @@ def settled(model: nn.Module) -> Iterator[None]:
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
     with ExitStack() as after:
         for module in model.modules():
-            for attributes in (vars(module), module._buffers, module._modules):
+            for attributes in (vars(module), *(value for value in vars(module).values() if type(value) is dict)):
                 after.callback(attributes.update, dict(attributes))
         after.callback(random.setstate, random.getstate())
         if numpy := sys.modules.get("numpy"):
@@ -163,7 +163,7 @@ def settled(model: nn.Module) -> Iterator[None]:
                 after.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
             elif device.type != "cpu":
                 after.enter_context(torch.random.fork_rng([device.index], device_type=device.type))
-        if "torch._dynamo" in sys.modules:
+        if "torch._dynamo" in sys.modules:  # the compiler's module: set_stance would import it, which takes seconds
             after.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled layer would run its old attention
         after.enter_context(evaluating(model))
         after.enter_context(torch.no_grad())

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from minitx.nn.attention import TORCH_PARTS, MultiHeadAttention
 from minitx.nn.bias import MASKS_PAGE
-from minitx.nn.functional import can_look, refuse_nested
+from minitx.nn.functional import refuse_nested
 from minitx.nn.masks import Causal, Dense, Mask, Padding, hides_later, intersect
+from minitx.nn.tracing import can_look
 
 READS = ("device", "dim", "dtype", "is_meta", "ndim", "numel", "shape", "size")
 WRITES = ("add_", "clamp_", "copy_", "div_", "erfinv_", "fill_", "mul_", "normal_", "sub_", "uniform_", "zero_")

@@ -25,16 +25,6 @@ from minitx.nn.masks import Causal, Mask, intersect
 from minitx.nn.precision import full_precision
 
 
-def can_look(tensor: Tensor) -> bool:
-    """Return whether the values of ``tensor`` can be read at no cost: on a CPU, outside of compilers, tracers and ``torch.func``."""
-    return (
-        type(tensor) is Tensor  # not FakeTensor, a subclass without values
-        and tensor.device.type == "cpu"
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-
-
 def attention_scores(
     query: Tensor,
     key: Tensor,

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from minitx.nn.bias import MASKS_PAGE, Rule, TensorRule, tensors_of, unknown_in
 from minitx.nn.precision import widest_float
+from minitx.nn.tracing import transforms_around
 
 Built = TypeVar("Built")
 Range = tuple[Any, Any]  # first and last
@@ -119,7 +120,7 @@ class Mask(Rule):
         bind the graph to one length. Nothing is kept inside of torch.func, because its tensors end with the transform. Nothing is
         kept if changes cannot be detected: inference tensors do not count them, and fields of unknown types may hide tensors.
         """
-        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch.compiler.is_compiling() or transforms_around():
             return build(*arguments)
         memory = self.__dict__.get("_memory")
         if memory is None:
@@ -128,12 +129,12 @@ class Mask(Rule):
             memory = self.__dict__["_memory"] = {"tensors": tensors if changes_are_seen else None}
         if memory["tensors"] is None:
             return build(*arguments)
-        versions = [tensor._version for tensor in memory["tensors"]]
+        versions = [tensor._version for tensor in memory["tensors"]]  # torch has no public count of changes in place
         key = (*key, versions, torch.is_inference_mode_enabled())  # an inference tensor cannot be saved for a backward pass
         if kind in memory and memory[kind][0] == key:
             return memory[kind][1]
         built = build(*arguments)
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:  # else its tensors have no values
+        if type(torch.empty(0)) is Tensor:  # under a FakeTensorMode, new tensors have no values
             memory[kind] = (key, built)
         return built
 

@@ -89,6 +89,8 @@ class TransformerModel(nn.Module):
             names[id(parameter)].append(name)
         return [shared for shared in names.values() if len(shared) > 1]
 
+    # ``to_empty`` and ``load_state_dict`` of a module around this one call only the next two methods, and neither has a public name
+
     def _apply(self, *args: Any, **options: Any) -> Any:
         """Keep parameters tied if torch makes a new parameter for each name, as ``to_empty`` does."""
         ties = self._ties()

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minitx.nn.tracing import can_look
+
 
 class SinusoidalPositions(nn.Module):
     """Sinusoidal position embeddings: positions (..., L) to (..., L, E). Any length, no parameters.
@@ -224,9 +226,8 @@ def check_position_ids(position_ids: Tensor, batch_size: int, length: int) -> No
 
 
 def check_range(name: str, ids: Tensor, size: int) -> None:
-    """Raise a ValueError for ids outside 0 … size - 1. Checked on the CPU only, and not under compilers, ``torch.func`` or fake tensors."""
-    traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
-    if type(ids) is Tensor and ids.device.type == "cpu" and not traced and ids.numel():  # a FakeTensor has no values
+    """Raise a ValueError for ids outside 0 … size - 1, if the values can be read at no cost (``can_look``)."""
+    if can_look(ids) and ids.numel():
         ends = ids.aminmax()
         low, high = int(ends.min), int(ends.max)
         if low < 0 or high >= size:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
-from minitx.config import ConfigError, InitFrom, Part, RunConfig, TransformerConfig, is_node, to_dict
+from minitx.config import ConfigError, InitFrom, Part, RunConfig, TrainerConfig, TransformerConfig, is_node, to_dict
 from minitx.config.part import FROM_PYTHON, differences, import_modules
 from minitx.config.schema import defaults, first_line, read, require
 from minitx.config.training import MODEL, Data, Model
@@ -300,7 +300,7 @@ def tokenizer_of(init_from: InitFrom, data: Part) -> Tokenizer | None:
     return tokenizer
 
 
-def stored_shape(init_from: InitFrom, trust: bool = True) -> dict[str, Any]:
+def stored_shape(init_from: InitFrom, trust: bool) -> dict[str, Any]:
     """Return the fields of the model's config in a checkpoint or folder, or {} if the model is not one of ours.
 
     Raises:
@@ -312,13 +312,13 @@ def stored_shape(init_from: InitFrom, trust: bool = True) -> dict[str, Any]:
     return shape
 
 
-def check_scale_of(init_from: InitFrom, model: TransformerConfig) -> None:
-    """Check the scale against the stored one, and log that ``model.init_fold`` has no effect.
+def check_scale_of(init_from: InitFrom, model: TransformerConfig, stored: Mapping[str, Any]) -> None:
+    """Check the scale against that of the ``stored`` config of ``init_from.path``, and log that ``model.init_fold`` has no effect.
 
     Raises:
         ConfigError: ``scale`` or ``scale_factor`` differs, and ``init_from.fold_scale`` is off.
     """
-    stored, path = stored_shape(init_from), init_from.path
+    path = init_from.path
     for name in ("scale", "scale_factor"):
         if not init_from.fold_scale and stored and stored.get(name, getattr(model, name)) != getattr(model, name):
             raise ConfigError(
@@ -340,11 +340,10 @@ def start_from(init_from: InitFrom, network: Network) -> Network:
     """
     if init_from.path is None:
         return network
-    config = Net.of(network).config
+    config, (weights, shape, _) = Net.of(network).config, load_start(init_from)
     if config is not None:
-        check_scale_of(init_from, config)
+        check_scale_of(init_from, config, shape or {})
     try:
-        weights, shape, _ = load_start(init_from)
         load_weights(network, weights)
         if init_from.fold_scale and shape is not None and config is not None:
             set_scale(
@@ -382,7 +381,7 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
         )
     lambdas = ["lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]]
     if not all(lambdas):  # the state of a LambdaLR does not contain a number of steps
-        check_length(config, saved["trainer"])
+        check_length(config.schedule, config.trainer, saved["trainer"], named)
     tokenizers_of_both = [tokenizers.from_dict(entry["tokenizer"]) for entry in (stored, state) if entry["tokenizer"]]
     if len({*map(tokenizers.fingerprint, tokenizers_of_both)}) > 1:  # ids may have other meanings, even if the size is the same
         raise ConfigError(
@@ -403,17 +402,20 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     return step
 
 
-def check_length(config: RunConfig, saved: Mapping[str, Any]) -> None:
+def check_length(schedule: Part, trainer: TrainerConfig, saved: Mapping[str, Any], named: str) -> None:
     """Refuse to resume with another number of steps if the state of the schedule may depend on the old number.
+
+    Args:
+        saved: the options of the trainer in the checkpoint ``named``.
 
     Raises:
         ConfigError: ``trainer.max_steps`` or ``max_epochs`` has changed, and the schedule is built with the number of steps.
     """
-    takes_steps = "max_steps" in config.schedule.names - {*config.schedule.arguments}
+    takes_steps = "max_steps" in schedule.names - {*schedule.arguments}
     for name in ("max_steps", "max_epochs") if takes_steps else ():
         require(
-            saved[name] == getattr(config.trainer, name),
-            f"ckpt_path={config.ckpt_path} was trained with a schedule for trainer.{name}={saved[name]}. "
+            saved[name] == getattr(trainer, name),
+            f"{named} was trained with a schedule for trainer.{name}={saved[name]}. "
             "Resume with the old value, or start a new run from the weights with init_from.path",
         )
 

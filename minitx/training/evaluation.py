@@ -347,11 +347,6 @@ def report(evaluation: Evaluation, folder: Path, split: str = "val") -> None:
 # --- after training
 
 
-def check_test(weights: str | None, task: Task) -> None:
-    """Raise a ConfigError if ``evaluation.test`` is set but the data has no test split."""
-    require(weights is None or task.test is not None, f"evaluation.test={weights}: the data has no test split")
-
-
 def evaluate_splits(
     trainer: L.Trainer,
     module: TrainingModule,

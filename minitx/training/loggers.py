@@ -92,7 +92,9 @@ def _log_to(path: Path) -> Iterator[None]:
 # --- the summary before the first step
 
 
-def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part, folder: Path) -> str:
+def summary(
+    trainer: L.Trainer, module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part, folder: Path, done: int
+) -> str:
     """Return the lines to log before the first step: model, device, data, training, steps and folder.
 
     Args:
@@ -101,6 +103,7 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, optimi
         data: the data of the run.
         optimizer, schedule: the parts of the config.
         folder: the folder of the run.
+        done: the number of steps before the checkpoint that is resumed, or 0.
     """
     options, tokenizer = module.options, data.task.tokenizer
     every = f"every {options.val_every:,}" if options.val_every else "at the end"
@@ -111,7 +114,7 @@ def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, optimi
         **{f"  {split}": "; ".join(sentences) for split, sentences in data.task.left_out.items() if sentences},
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
         "training": describe_training(module, data, optimizer, schedule),
-        "steps": f"{options.max_steps:,}, validation {every}",
+        "steps": f"{options.max_steps:,}{f' ({done:,} done)' if done else ''}, validation {every}",
         "folder": str(folder),
     }
     return "\n".join(f"{name:9}  {line}" for name, line in lines.items() if line is not None)

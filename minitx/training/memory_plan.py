@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
-from minitx.config import ConfigError, Part, RunConfig, TrainerConfig
+from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.config.schema import first_line, require
 from minitx.data.datamodule import DataModule
 from minitx.training.devices import cpu_precision, device_of, local_parts, parallelize
@@ -69,32 +69,33 @@ def _in_units(size: int) -> str:
     return f"{size / 2 ** (10 * power):.2f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def make_plan(config: RunConfig, network: nn.Module, callbacks: Sequence[L.Callback] = ()) -> Plan:
+def make_plan(network: nn.Module, optimizer: Part, options: TrainerConfig, callbacks: Sequence[L.Callback] = ()) -> Plan:
     """Return the memory plan of a run.
 
     Args:
-        config: the config of the run.
         network: the network of the run. It is copied without its numbers.
+        optimizer: the optimizer of the run.
+        options: the options of the trainer.
         callbacks: the callbacks of the run. Lightning's ``WeightAveraging`` keeps a copy of the weights.
 
     Raises:
         ConfigError: the layers that FSDP shards are unknown, or the optimizer cannot be built or cannot make a step.
     """
-    options, network = config.trainer, without_numbers(network)
+    network = without_numbers(network)
     # Lightning copies the network before converting it
     copies = [AveragedModel(network) for callback in callbacks if isinstance(callback, WeightAveraging)]
     if precision_of(options) == "bf16-true":
         network.to(torch.bfloat16)
     if options.strategy != "sharded":
-        return _plan_of(network, config, copies)
+        return _plan_of(network, optimizer, options.strategy, copies)
     layers = Net.of(network).layers(options.shard)
     with fake_processes(options.world_size) as mesh:
         parallelize(network, mesh, layers)
-        return _plan_of(network, config, copies)
+        return _plan_of(network, optimizer, options.strategy, copies)
 
 
-def _plan_of(network: nn.Module, config: RunConfig, copies: Sequence[nn.Module]) -> Plan:
-    states = optimizer_states(network, config.optimizer, config.trainer.strategy)
+def _plan_of(network: nn.Module, optimizer: Part, strategy: str, copies: Sequence[nn.Module]) -> Plan:
+    states = optimizer_states(network, optimizer, strategy)
     return Plan(
         parameters=size_of(network.parameters()),
         buffers=size_of(network.buffers()),
@@ -180,22 +181,21 @@ def precision_of(options: TrainerConfig) -> str:
     return cpu_precision(options.precision) if on_cpu else options.precision
 
 
-def build_without_numbers(config: RunConfig, data: DataModule) -> nn.Module:
-    """Return the network of a run on the device ``meta``.
+def build_without_numbers(part: Part, data: DataModule, precision: str = "32-true") -> nn.Module:
+    """Return the network of a run on the device ``meta``. For the arguments, see ``build_network``.
 
     A network that cannot be built on ``meta``, because its constructor reads numbers or files, is built on the CPU and copied.
 
     Raises:
         ConfigError: the model cannot be built, or does not match the data.
     """
-    part, precision = config.model, config.trainer.precision
     if part.is_object:  # do not change the object of the user
         part = Part.of_object(without_numbers(part.build()), "model")
     try:
         with torch.device("meta"):
-            network = build_network(part, data, precision=precision, seed=config.seed)
+            network = build_network(part, data, precision)
     except Exception:
-        network = build_network(part, data, precision=precision, seed=config.seed)
+        network = build_network(part, data, precision)
     return without_numbers(network)
 
 
@@ -219,12 +219,9 @@ def fake_processes(count: int, rank: int = 0) -> Iterator[DeviceMesh]:
     Raises:
         ConfigError: this process already has a process group.
     """
-    # FSDP needs a process group; torch has no public name for the fake one
-    import torch.testing._internal.distributed.fake_pg
-
     is_free = not torch.distributed.is_initialized()
     require(is_free, "trainer.plan=true does not work in a process that already has a torch.distributed process group")
-    torch.distributed.init_process_group("fake", rank=rank, world_size=count, store=torch.distributed.HashStore())
+    torch.distributed.init_process_group("fake", rank=rank, world_size=count)  # FSDP needs a process group
     try:
         yield init_device_mesh("cpu", (count,), mesh_dim_names=("data_parallel",))
     finally:

@@ -423,13 +423,13 @@ _MODELS_OF = {
 }
 
 
-def build_network(part: Part, data: DataModule, *, precision: str = "32-true", seed: int = 0) -> nn.Module:
-    """Return the network of a run. Its weights depend only on the seed.
+def build_network(part: Part, data: DataModule, precision: str = "32-true") -> nn.Module:
+    """Return the network of a run. Its weights depend only on the seed, ``data.seed``.
 
     Raises:
         ConfigError: the model cannot be built, does not match the data, or is a LightningModule with its own training step.
     """
-    seed_device(seed)
+    seed_device(data.seed)
     model = network_of(part, data)
     base = lightning_base(model, "LightningModule")
     if base is not None and overrides(model, base, "training_step"):

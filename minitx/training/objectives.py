@@ -75,7 +75,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.
         )
     flat, targets = logits.flatten(0, -2), labels.flatten()
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    rule = f"labels must be classes from 0 to {flat.shape[-1] - 1}, or {IGNORED} where they do not count"
+    V = flat.shape[-1]
+    rule = f"the model returns {V} logit{'s' * (V != 1)} for each label, so labels must be classes from 0 to {V - 1}, or {IGNORED} where they do not count"
     if targets.dtype == torch.bool or targets.is_floating_point():
         raise ConfigError(f"{rule}: got {targets.dtype}".replace("torch.", ""))
     try:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import math
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -28,7 +29,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, CallbacksConfig, ConfigError, Part, RunConfig
+from minitx.config import IGNORED, CallbacksConfig, ConfigError, Part, RunConfig, TrainerConfig
 from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Draw, Split, kept_generators, num_targets, select_rows
@@ -58,10 +59,9 @@ Perform = Callable[..., Any]
 """The type of ``run.perform``."""
 
 
-def is_rehearsed(config: RunConfig) -> bool:
+def is_rehearsed(trainer: TrainerConfig, ckpt_path: str | None) -> bool:
     """Return whether a run is rehearsed: ``trainer.rehearse`` is on, and the run is new and has one process."""
-    trainer = config.trainer
-    return trainer.rehearse and config.ckpt_path is None and trainer.world_size == 1 and trainer.strategy != "sharded"
+    return trainer.rehearse and ckpt_path is None and trainer.world_size == 1 and trainer.strategy != "sharded"
 
 
 def rehearse(config: RunConfig, module: TrainingModule, data: DataModule, perform: Perform) -> None:
@@ -86,11 +86,11 @@ def rehearse(config: RunConfig, module: TrainingModule, data: DataModule, perfor
         seed=config.seed,
         val_batch_size=2,
     )
-    small = shortened(config)
-    with as_before(module, device_of(config.trainer.accelerator)), blaming(module, config.callbacks):
-        compare(module, two.batch, device_of(config.trainer.accelerator))
+    device = device_of(config.trainer.accelerator)
+    with as_before(module, device), blaming(module, config.callbacks):
+        compare(module, two.batch, device)
         with tempfile.TemporaryDirectory() as folder:
-            _perform_and_load(small, module, rows, Path(folder), perform, config.trainer.max_steps)
+            _perform_and_load(shortened(config), module, rows, Path(folder), perform, config.trainer.max_steps)
 
 
 def _perform_and_load(
@@ -283,10 +283,22 @@ def blaming(module: TrainingModule, callbacks: CallbacksConfig) -> Iterator[None
     except Exception as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         path = next(filter(None, (_path_of(frame, module, callbacks) for frame in reversed(frames))), "a step of this run")
-        frame_of_user = [frame for frame in frames if "site-packages" not in frame.f_code.co_filename][-1]
-        place = f"{Path(frame_of_user.f_code.co_filename).name}:{_line(error, frame_of_user)}"
+        frame = _frame_to_name(frames)
+        place = f"{Path(frame.f_code.co_filename).name}:{_line(error, frame)}"
         message = f"{path}: fails in the rehearsal of this run: {type(error).__name__}: {first_line(error)} ({place})"
         raise ConfigError(message) from error
+
+
+def _frame_to_name(frames: Sequence[FrameType]) -> FrameType:
+    """Return the innermost frame of the user's code that minitx called, or else the innermost frame of minitx."""
+
+    def is_ours(frame: FrameType) -> bool:
+        return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "minitx"
+
+    called = list(itertools.dropwhile(lambda frame: not is_ours(frame), frames))
+    ours = [frame for frame in called if is_ours(frame)]
+    users = [frame for frame in called if not is_ours(frame) and "site-packages" not in frame.f_code.co_filename]
+    return (users or ours or list(frames))[-1]
 
 
 def _line(error: Exception, frame: FrameType) -> int:

@@ -49,7 +49,7 @@ from minitx.training.checkpoints import (
     tokenizer_of,
 )
 from minitx.training.devices import check_accelerator, cpu_precision, device_of, machine
-from minitx.training.evaluation import check_test, evaluate_splits
+from minitx.training.evaluation import evaluate_splits
 from minitx.training.loggers import WandbExtras, describe_part, finish_wandb, run_folder, summarise, summary
 from minitx.training.memory_plan import build_without_numbers, make_plan, precision_of
 from minitx.training.metrics_csv import COLUMNS, MetricsFile
@@ -74,8 +74,7 @@ def train(
 ) -> dict[str, Any]:
     """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
 
-    Afterwards, the random generators, threads, environment variables and signal handlers of this process are restored. With
-    ``trainer.plan=true``, nothing is trained and no folder is created: the memory plan is logged, and its bytes are returned.
+    Afterwards, the random generators, threads, environment variables and signal handlers of this process are restored.
 
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
@@ -95,33 +94,38 @@ def train(
     """
     folder = Path(folder)
     config = checked(config, folder, model=model, data=data, objective=objective, batch_size=batch_size)
-    if config.trainer.plan:
-        return show_plan(config)
     with quiet_lightning(), machine(config.trainer):
         rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
         config = dataclasses.replace(config, trainer=in_steps(config.trainer, rows))
-        network = build_network(config.model, rows, precision=config.trainer.precision, seed=config.seed)
+        network = build_network(config.model, rows, config.trainer.precision)
         parts = config.objective, config.optimizer, config.schedule
         module = build_module(start_from(config.init_from, network), rows, *parts, config.trainer, config.seed)
         check_demands(module.net, rows, config)
-        if is_rehearsed(config):
+        if is_rehearsed(config.trainer, config.ckpt_path):
             rehearse(config, module, rows, perform)
         steps, nonfinite_step, metrics = perform(config, module, rows, folder, files)
     return summarise(folder, steps, nonfinite_step, metrics, rows.task.floors, network)
 
 
-def show_plan(config: RunConfig) -> dict[str, int]:
-    """Log the plan of a run (see ``make_plan``), and return its bytes by name."""
+def show_plan(
+    config: RunConfig,
+    *,
+    model: nn.Module | None = None,
+    data: Task | L.LightningDataModule | None = None,
+    batch_size: int = LOADING["batch_size"][1],
+) -> dict[str, int]:
+    """Log the memory plan of the run that ``train`` would make of these arguments, and return its bytes by name."""
+    config = with_objects(config, model=model, data=data, objective=None, batch_size=batch_size)
     options = config.trainer
     check_accelerator(options.accelerator)
     with quiet_lightning(), kept_generators(torch.device("cpu")):
         rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
-        network = build_without_numbers(config, rows)
+        network = build_without_numbers(config.model, rows, options.precision)
         net = Net.of(network)
         check_demands(net, rows, config)
         callbacks = build_all(config.callbacks.parts, "callbacks", L.Callback)
         check_averages(callbacks, is_sharded=options.strategy == "sharded")
-        plan = make_plan(config, network, callbacks)
+        plan = make_plan(network, config.optimizer, options, callbacks)
     is_sharded, count = options.strategy == "sharded", options.world_size
     processes = f"{count} processes, {'sharded' if is_sharded else 'ddp'}" if count > 1 else "one process"
     gathered = ", layers that FSDP gathers for their computation" if is_sharded else ""
@@ -157,19 +161,29 @@ def perform(
     check_free(folder, config.ckpt_path)  # again, because another run may have started here in the meantime
     with run_folder(folder, files or {}), finish_wandb():
         trainer = build_trainer(config.trainer, folder, loggers, callbacks, done, checkpoints)
-        log_on_rank_zero(summary(trainer, module, rows, config.optimizer, config.schedule, folder))
+        log_on_rank_zero(summary(trainer, module, rows, config.optimizer, config.schedule, folder, done))
+        for line in epoch_hooks(callbacks):
+            log_on_rank_zero(line)
         nonfinite_step = fit(trainer, module, rows, config.ckpt_path, config.on_nonfinite)
         metrics = {} if nonfinite_step else evaluate_splits(trainer, module, rows, config.evaluation, folder, state["model"])
     return trainer.global_step, nonfinite_step, metrics
 
 
-def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective: Any, batch_size: int) -> RunConfig:
-    """Check the arguments of ``train``, import the modules of the config, and return the config with the objects as parts."""
+def checked(config: RunConfig, folder: Path, **objects: Any) -> RunConfig:
+    """Check the arguments of ``train``, and return the config with the objects as parts, and the path of ``ckpt_path=last``."""
+    config = with_objects(config, **objects)
+    require(not config.trainer.plan, "trainer.plan=true describes a run and does not train: call show_plan(config)")
+    check_free(folder, config.ckpt_path)
+    path = str(folder / "checkpoints" / "last.ckpt") if config.ckpt_path == "last" else config.ckpt_path
+    return dataclasses.replace(config, ckpt_path=path)
+
+
+def with_objects(config: RunConfig, *, model: Any, data: Any, objective: Any, batch_size: int) -> RunConfig:
+    """Check a config and objects, import the modules of the config, and return the config with the objects as parts."""
     require(isinstance(config, RunConfig), f"config must be a RunConfig, got {config!r:.60}")
     require(isinstance(model, nn.Module | None), f"model must be a torch.nn.Module, got {model!r:.60}")
     batch_size = read(Count, batch_size, "batch_size")
     check_arguments(config.trainer.extra)
-    check_free(folder, config.ckpt_path)
     import_modules(config.imports)
     parts: dict[str, Any] = {}
     if model is not None:
@@ -178,8 +192,6 @@ def checked(config: RunConfig, folder: Path, *, model: Any, data: Any, objective
         parts["data"] = Part.of_object(data, "data", batch_size=batch_size)
     if objective is not None:
         parts["objective"] = Part.of_object(objective, "objective")
-    if config.ckpt_path == "last":
-        parts["ckpt_path"] = str(folder / "checkpoints" / "last.ckpt")
     return dataclasses.replace(config, **parts)
 
 
@@ -210,7 +222,8 @@ def check_demands(net: Net, data: DataModule, config: RunConfig) -> None:
             probes are on (they need whole weights on one device), or the evaluation would have to rebuild a model that was
             passed from Python.
     """
-    check_test(config.evaluation.test, data.task)
+    test = config.evaluation.test
+    require(test is None or data.task.test is not None, f"evaluation.test={test}: the data has no test split")
     if config.trainer.strategy != "sharded":
         return
     net.layers(config.trainer.shard)
@@ -405,13 +418,29 @@ def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
         if isinstance(callback, StochasticWeightAveraging):
             raise ConfigError(
                 "callbacks: StochasticWeightAveraging averages at the end of the last epoch, after the last validation and checkpoint, "
-                "so its result would not be saved: use callbacks=[default,ema] to average by step"
+                "so its result would not be saved: use 'callbacks=[default,ema]' to average by step"
             )
         if isinstance(callback, GradientAccumulationScheduler):
             raise ConfigError(
                 "callbacks: GradientAccumulationScheduler changes the micro-batches of a step by epoch, but the data of a Task has only "
                 "one epoch: set trainer.accumulate"
             )
+
+
+def epoch_hooks(callbacks: Sequence[L.Callback]) -> list[str]:
+    """Return a line for each hook of a user's callback that Lightning calls once an epoch, because a run is a single epoch."""
+    own = [
+        type(each)
+        for each in callbacks
+        if type(each).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "minitx")
+    ]
+    return [
+        f"callbacks: {kind.__name__}.{hook} is called once, because Lightning counts the whole run as one epoch: for a call after "
+        "each validation, use on_validation_end"
+        for kind in own
+        for hook in ("on_train_epoch_start", "on_train_epoch_end")
+        if getattr(kind, hook) is not getattr(L.Callback, hook)
+    ]
 
 
 def place_of(options: TrainerConfig) -> dict[str, Any]:

@@ -143,8 +143,12 @@ RULE = ThresholdConfig(first={"arm": 0.01}, metric="train_loss", value=1.0, wind
 
 @pytest.mark.parametrize(("rate", "words"), [  # an octave below the highest that is stable, or less
     (0.04, ["model.scale=unscaled"]),
-    (2.56, ["model.scale=inv_sqrt", "optimizer=sgd", "optimizer.rules=[{match: '(q|k)_proj'}, {match: '', trainable: false}]"]),
-    (0.04, ["model.scale=unscaled", FOLD]),
+    pytest.param(
+        2.56,
+        ["model.scale=inv_sqrt", "optimizer=sgd", "optimizer.rules=[{match: '(q|k)_proj'}, {match: '', trainable: false}]"],
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(0.04, ["model.scale=unscaled", FOLD], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_every_run_of_a_threshold_is_the_run_of_train_py(tmp_path, first, words, rate):
     config = compose_config([*further(first, *words), f"optimizer.lr={rate}"])

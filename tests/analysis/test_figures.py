@@ -175,6 +175,7 @@ def test_every_layer_of_every_run_is_drawn_in_the_order_of_the_steps():
 # --- all figures
 
 
+@pytest.mark.slow
 def test_every_figure_names_its_axes_and_is_shown_by_a_notebook(snapshot):
     heads = head_scores(snapshot)
     over_steps = saturation_over_steps(records([0, 1, 4], 2)), induction_steps({0: heads, 50: heads})

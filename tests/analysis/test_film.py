@@ -43,6 +43,7 @@ def colours(frame):
     return {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in np.unique(np.asarray(frame.convert("RGB")).reshape(-1, 3), axis=0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["png", "webp", "gif"])
 def test_a_film_has_a_frame_for_each_step_of_either_model(tmp_path, ending):
     assert write_film(TRACES, tmp_path / f"film.{ending}", head=2) == 3

@@ -174,7 +174,9 @@ READERS = {
 
 
 @pytest.mark.parametrize("positions", [[1], 2, [3, 2]])
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    "reader", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("Gemma2", "OPT", "T5"))) for name in READERS]
+)
 def test_chosen_positions_are_those_of_the_text_also_where_a_cache_continues_it(reader, positions):
     for what in CHANGES:
         model, whole, pieces, real = READERS[reader]()

@@ -344,6 +344,7 @@ def test_a_layer_that_overflows_in_float64_alone_is_checked_in_float32():
     assert report.called_as.endswith("float32") and report.is_right, str(report)
 
 
+@pytest.mark.slow
 def test_a_check_of_a_layer_does_not_import_the_compiler():
     code = """
 import sys, torch

@@ -335,6 +335,7 @@ def test_the_ids_of_the_json_are_stable():
     ]
 
 
+@pytest.mark.slow
 def test_the_check_imports_torch_alone():
     code = (
         "import sys, minitx.check; print([m for m in ('transformers', 'lightning', 'hydra', 'omegaconf') if m in sys.modules])"

@@ -96,3 +96,9 @@ def test_the_ids_that_graders_read_stay_the_same():
 
 def test_ids_have_small_letters_digits_and_hyphens():
     assert stable_id("Scale by √d_k (−1e9)") == "scale-by-d-k-1e9"
+
+
+def test_a_name_never_stands_among_the_passed_if_one_of_its_checks_failed():
+    checks = Check("padding/left", Status.PASSED), Check("padding/inside", Status.FAILED), Check("rows", Status.PASSED)
+    assert str(Report("Net", "Net(ids)", 0, checks, (WRONG,))).endswith("passed     rows")
+    assert "passed" not in str(Report("Net", "Net(ids)", 0, checks[:2], (WRONG,)))

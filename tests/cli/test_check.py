@@ -1,12 +1,15 @@
 """``check.py``: what is typed, what is shown, and the exit code."""
 
 import json
+import shlex
 import sys
 
 import pytest
 import torch
 
+from minitx.check import check_attention, check_model
 from minitx.cli import check
+from minitx.cli.command_line import parse
 from minitx.cli.compose import compose_config
 from minitx.cli.launch import run_training
 from minitx.training.checkpoints import write_checkpoint
@@ -143,7 +146,7 @@ def test_a_folder_of_hugging_face_is_checked_and_its_code_does_not_run(program, 
     (folder / "config.json").write_text(json.dumps(config))
     code, shown, error = program("model=gpt", "only=causality,padding", "json=out.json")
     assert code == 0, error
-    assert "GPT2LMHeadModel, seed 0" in shown and "passed     call, causality, padding" in shown
+    assert "GPT2LMHeadModel, seed 0" in shown and shown.endswith("passed     call, causality\n")  # a note tells about padding
     assert not (tmp_path / "ran").exists()
     assert json.loads((tmp_path / "out.json").read_text())["subject"] == "GPT2LMHeadModel"
 
@@ -167,3 +170,27 @@ def test_a_checkpoint_that_names_a_class_of_another_package_is_refused(program, 
     code, shown, error = program("model=run", "only=rows")
     assert code == 2 and not shown and "model.Own" in error and "trust" in error
     assert not (tmp_path / "ran").exists()
+
+
+WORDS = (["m.py:Net"], ["my model.py:Net", "causal=false"], ["model=runs/own", "trust=true"], ["m.py:Net", "device=cuda:1"])
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_the_command_that_repeats_a_finding_has_every_word_that_changes_the_check(words, monkeypatch):
+    given = {}
+    monkeypatch.setattr("minitx.check.language_models.check_model", lambda model, **options: given.update(options))
+    check._model_report(None, parse(check.CheckConfig, [word if "=" in word else f"target={word}" for word in words]))
+    assert shlex.split(given["repeat"]) == ["minitx-check", *words]
+
+
+class ReadsDict(torch.nn.Module):
+    def forward(self, batch):
+        return batch["ids"]
+
+
+def test_what_cannot_be_called_gets_advice():
+    block = torch.nn.Sequential(
+        torch.nn.Linear(32, 96), torch.nn.Linear(96, 32), torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+    )
+    for report in (check_model(ReadsDict()), check_attention(block)):
+        assert report.mend_first.id == "cannot-be-called" and report.mend_first.advice, report

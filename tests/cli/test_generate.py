@@ -17,7 +17,7 @@ from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, beam_search, generate
 from minitx.training.checkpoints import load_model, write_checkpoint
 from minitx.training.metrics_csv import read_records
-from tests.cli.conftest import SHORT, assert_named
+from tests.cli.conftest import SHORT, assert_named, put
 from tests.cli.processes import start
 from tests.data.conftest import SPACE, beginning_with_a_space
 from tests.waiting import PATIENCE
@@ -187,3 +187,32 @@ def test_samples_of_a_run_on_conversations_answer_a_users_message(place):
     (record,) = read_records(place / "chat" / "samples.jsonl")
     assert record["prompt"] == QUESTION
     assert record["text"] + "\n" == answer_of(last, f"user: {QUESTION}<eos>\nassistant: ", max_new_tokens=6)
+
+
+OWN_WITH_A_TABLE = """
+import torch
+from torch import nn
+
+
+class Own(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(vocab_size, 8), nn.Embedding(24, 8), nn.Linear(8, vocab_size)
+
+    def forward(self, input_ids):
+        return self.head(self.words(input_ids) + self.places(torch.arange(input_ids.shape[1])))
+"""
+
+
+def test_a_model_of_ones_own_continues_a_text_beyond_its_table_of_positions(cli, place, runs):
+    """It sees at most ``data.context_len`` tokens, and with a longer ``context`` the message is the model's."""
+    put(place / "owntable.py", OWN_WITH_A_TABLE)
+    words = [word for word in SHORT if not word.startswith("model.")]
+    data = "data=text", f"data.path={runs / 'text.txt'}", "data.context_len=24"
+    ran = cli(*words, *data, "model._target_=owntable.Own", "output_dir=own", "evaluation.at_end=false")
+    assert ran.code == 0, ran
+    words = "ckpt_path=own", "trust=true", "prompt=In the", "max_new_tokens=70"
+    written = cli(*words, program="generate")
+    assert written.code == 0 and written == cli(*words, "context=24", program="generate"), written
+    assert len(written.out.removesuffix("\n")) >= 70
+    assert cli(*words, "context=25", program="generate").code != 0

@@ -98,3 +98,19 @@ def test_a_mistake_ends_a_run_and_a_sweep_with_a_suggestion(cli, place, typed, m
     said = cli(*typed.split())
     assert_named(said, "did you mean" if "nope" not in typed else "char_small")
     assert list(place.iterdir()) == []
+
+
+WRONG_FILES = {  # the text of conf/experiment/mine.yaml, and the end of the message
+    "defaults:\n  - override /data: kv_lokup\n": "(did you mean kv_lookup?)",
+    "defaults:\n  - override /callbacks: [default, sample]\n": "(did you mean samples?)",
+    "trainer: {max_steps: 3}\ntrainer: {max_steps: 4}\n": "mine.yaml, line 3: found duplicate key trainer",
+    "trainer:\n\tmax_steps: 3\n": "mine.yaml, line 3: found character '\\t' that cannot start any token",
+}
+
+
+@pytest.mark.parametrize(("text", "end"), WRONG_FILES.items())
+def test_a_fault_in_a_file_is_told_with_its_line_or_a_similar_option(cli, place, text, end):
+    put(place / "conf" / "experiment" / "mine.yaml", f"# @package _global_\n{text}")
+    ran = cli("--config-dir=conf", "experiment=mine")
+    assert_named(ran, end)
+    assert ran.err.rstrip().endswith(end)

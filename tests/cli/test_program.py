@@ -103,6 +103,7 @@ def test_a_sweep_with_bad_jobs_says_so_of_each_and_runs_the_others(cli, place, c
     assert [path.name for path in place.iterdir()] == ["runs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweeper", ["basic", "optuna"])
 def test_a_sweep_whose_jobs_fail_says_so_once_of_each_and_ends_with_the_reason_of_the_first(tmp_path, sweeper):
     """In a process of its own, whose log only our handler writes."""

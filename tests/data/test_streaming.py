@@ -99,7 +99,8 @@ def any_folder(folder, tmp_path):
 
 
 STOPS = [(0, 1, 0, "txt"), (14, 1, 0, "txt"), (3, 2, 0, "txt"), (40, 2, 0, "txt"), (11, 1, 0, "jsonl")]
-STOPS += [(11, 1, 0, "parquet"), (0, 1, 2, "txt"), (7, 1, 2, "txt"), (5, 3, 2, "txt"), (13, 1, 3, "parquet")]
+STOPS += [(11, 1, 0, "parquet"), (0, 1, 2, "txt")]
+STOPS += [pytest.param(*stop, marks=pytest.mark.slow) for stop in ((7, 1, 2, "txt"), (5, 3, 2, "txt"), (13, 1, 3, "parquet"))]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

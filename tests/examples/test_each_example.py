@@ -22,6 +22,7 @@ PAGE = ROOT / "docs" / "examples.md"
 # a plain torch model
 
 
+@pytest.mark.slow
 def test_a_plain_loop_learns_recall_with_our_attention_and_nothing_without_it(ran):
     found = dict(ran("plain_torch")[0])
     assert found["with attention"] > 0.98
@@ -170,6 +171,7 @@ def test_the_cost_of_the_parts_is_drawn_and_attention_grows_as_the_square(exampl
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_heads_of_a_checkpoint_are_scored_on_its_rows_and_on_a_treebank(example, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path)
     heads, text, trees = example("heads"), tmp_path / "text.txt", tmp_path / "trees.conllu"

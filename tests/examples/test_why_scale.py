@@ -33,6 +33,7 @@ def cells(text):
     return {name: [float(x) for x in re.findall(r"(?<=\| )-?\d[\d.e+-]*(?= \|)", table)] for name, table in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", [
     pytest.param(section, marks=[pytest.mark.release] * (section.__name__ in LONGER)) for section in why.SECTIONS
 ], ids=lambda section: section.__name__)  # fmt: skip

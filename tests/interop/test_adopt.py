@@ -371,6 +371,7 @@ def test_an_adopted_model_trains_under_ddp(process_group):
     assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch says so of layers that return a view
 @pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
 @pytest.mark.parametrize("is_adopted", [False, True])
@@ -388,7 +389,10 @@ def test_fsdp_shards_each_layer_of_a_model_of_transformers(name, is_adopted, pro
 
 
 @pytest.mark.parametrize("implementation", ["static", "dynamic"])
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral", "Gemma2", "GptOss", "T5", "Bart"])
+@pytest.mark.parametrize(
+    "name",
+    ["GPT2", "Llama", "T5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mistral", "Gemma2", "GptOss", "Bart"))],
+)
 def test_caches_of_every_kind_and_beams_give_what_the_model_gives(name, implementation):
     model, (inputs, _) = eager(name), inputs_of(name, pad="left")
     inputs.pop("decoder_input_ids", None)
@@ -527,7 +531,8 @@ def test_release_gives_the_checkpoint_function_back_and_a_copy_has_its_own():
     assert_same_gradients(gradients(model, inputs, counts)[1], wanted)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "GPT2")) for name in QUICK])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
 def test_a_compiled_adopted_model_is_one_graph_with_the_same_answer(name):
     model = adopt_hf(build(name))
     torch.compiler.reset()

@@ -403,7 +403,9 @@ def refusal(family, options, folder):
     return set()
 
 
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gpt2", "t5"))) for name in OWN]
+)
 def test_what_stands_in_the_way_of_a_model_alone_stands_there_among_others_too(family, tmp_path):
     base, together, changes = OWN[family], OWN[family], []
     assert refusal(family, base, tmp_path / "base") == set()

@@ -25,7 +25,7 @@ FAMILIES = {
     "bart": ("seq2seq", transformers.BartForConditionalGeneration, BART, "lm_head", "embed_tokens"),
 }  # fmt: skip
 AUTO = {"language_model": "AutoModelForCausalLM", "masked_lm": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
-QUICK = ("llama", "t5")
+QUICK = ("llama",)
 ADAPTERS = {
     "head": lambda head, table: {"target_modules": (head,)},
     "embeddings": lambda head, table: {"target_modules": (table,)},

@@ -194,12 +194,11 @@ class Lattice:
 
     def _covering(self, seed: int, strength: int) -> list[Point]:
         draw = random.Random(seed)
-        groups = {frozenset(axes) for axes in itertools.combinations(self.axes, strength)}
-        groups |= {frozenset(axes) for axes in itertools.combinations(self.strong, 3)}
-        uncovered = {part for axes in groups for part in self._combinations(sorted(axes)) if self.serves(dict(part))}
+        groups = {*itertools.combinations(sorted(self.axes), strength), *itertools.combinations(sorted(self.strong), 3)}
+        uncovered = {part for axes in groups for part in self._combinations(axes) if self.serves(dict(part))}
         chosen = [self.plain] if self.serves(self.plain) else []
-        uncovered = {part for part in uncovered if not any(part <= point.items() for point in chosen)}
-        queue = sorted(uncovered, key=sorted)
+        uncovered.difference_update(*(self._parts(point, strength) for point in chosen))
+        queue = sorted(uncovered)
         draw.shuffle(queue)
         for part in queue:
             if part not in uncovered:
@@ -208,20 +207,21 @@ class Lattice:
             if not attempts:  # no point has all of them
                 uncovered.discard(part)
                 continue
-            covered = [[other for other in self._parts(point, groups) if other in uncovered] for point in attempts]
+            covered = [uncovered.intersection(self._parts(point, strength)) for point in attempts]
             best = max(range(len(attempts)), key=lambda i: len(covered[i]))
-            uncovered.difference_update(covered[best])
+            uncovered -= covered[best]
             chosen.append(attempts[best])
         return chosen
 
-    def _combinations(self, axes: Sequence[str]) -> Iterator[frozenset[tuple[str, str]]]:
+    def _combinations(self, axes: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
         for values in itertools.product(*(self.axes[axis] for axis in axes)):
-            yield frozenset(zip(axes, values, strict=True))
+            yield tuple(zip(axes, values, strict=True))
 
-    @staticmethod
-    def _parts(point: Point, groups: Iterable[frozenset[str]]) -> Iterator[frozenset[tuple[str, str]]]:
-        for axes in groups:
-            yield frozenset((axis, point[axis]) for axis in axes)
+    def _parts(self, point: Point, strength: int) -> Iterator[tuple[tuple[str, str], ...]]:
+        """The combinations of ``strength`` values of the point, and of three values on the strong axes."""
+        values = sorted(point.items())
+        yield from itertools.combinations(values, strength)
+        yield from itertools.combinations([(axis, value) for axis, value in values if axis in self.strong], 3)
 
     def _completed(self, start: Point, draw: random.Random, refused: bool = False) -> Point | None:
         """``start`` with a drawn value on each other axis, or None if the draw comes to an axis without a usable value.

@@ -43,9 +43,8 @@ def test_decoding_with_a_cache_equals_the_full_forward_and_reordered_rows_go_on(
     real = torch.arange(L) >= torch.tensor(padding).unsqueeze(1)
     mask = {"key_mask": real} if any(padding) else {}
     want = network(ids, **mask)
-    for split in (TOKEN_BY_TOKEN, UNEVEN):
-        for cache in caches(network):
-            assert_same(in_pieces(network, ids, split, cache, **mask)[real], want[real], near)
+    for split, cache in ((TOKEN_BY_TOKEN, network.make_cache(L)), *((UNEVEN, cache) for cache in caches(network))):
+        assert_same(in_pieces(network, ids, split, cache, **mask)[real], want[real], near)
     cache = network.make_cache(L)
     in_pieces(network, ids[:, :9], [7, 1, 1], cache, **{name: given[:, :9] for name, given in mask.items()})
     cache.reorder(rows)

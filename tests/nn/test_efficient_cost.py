@@ -61,7 +61,10 @@ def growth(name, backward):
     return {**exponents, "share": costs[-1]["largest"] / sizes[-1] ** 2}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("window", "linear, causal", "exact"))) for name in CASES],
+)
 def test_cost_grows_with_the_claimed_power_of_the_length_and_no_tensor_is_a_matrix_of_queries_by_keys(name):
     found = growth(name, backward=True)
     low, high = QUADRATIC if name.startswith("exact") else LINEAR

@@ -20,6 +20,7 @@ def found():
     return answer.numbers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
 def test_the_answer_of_a_readme_is_made_from_the_records_and_is_a_table_with_few_words_around_it(found, page):
     lines = answer.answer(found)[page]
@@ -32,6 +33,7 @@ def test_a_mean_of_the_last_steps_stands_at_its_last_step_and_the_first_at_step_
     assert list(answer.last_means([1.0, 0.0, 0.5, 0.25], 2)) == [1.0, 0.5, 0.25, 0.375]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["why_scale.md", "why_scale.zh.md"])
 def test_every_number_of_the_part_from_the_records_is_of_the_records_or_a_setting(found, page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
@@ -43,6 +45,7 @@ def test_every_number_of_the_part_from_the_records_is_of_the_records_or_a_settin
     assert {number for number in shown if number not in printed} == set()
 
 
+@pytest.mark.slow
 def test_the_notebook_has_the_numbers_of_the_records(found):
     text = (ROOT / "examples" / "attention.py").read_text(encoding="utf-8")
     for sentence in answer.notebook(found).values():
@@ -87,6 +90,7 @@ def _results(record):
             yield (run["study"], run["arm"], run["seed"]), run["result"]
 
 
+@pytest.mark.slow
 def test_the_page_of_text_parts_has_the_numbers_of_its_record(found):
     text = (answer.RECORDS / "text_parts" / "README.md").read_text(encoding="utf-8")
     lines = [*answer.rows_of_text(found), *answer.sentences_of_text(found)]

@@ -191,6 +191,7 @@ def test_a_classifier_has_a_new_head_and_pads_with_the_end_mark_that_is_all_its_
         torch.testing.assert_close(stored.network(padded).logits, stored.network(text).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "data"), [("llama", "hf"), ("bert", "classify")])
 def test_the_largest_stable_rate_of_an_adopted_model_is_found(model, data, words, tmp_path):
     """Also with a head that the folder does not have: the check of the start draws it as the run does."""

@@ -240,3 +240,19 @@ def test_progress_is_plain_lines_without_a_terminal_and_nothing_is_advertised(ma
     assert {line[:8] for line in lines if "validation loss" in line} == ({"step 3/6", "step 6/6"} if progress else set())
     assert capfd.readouterr() == ("", "")
     assert [record for record in caplog.records if record.name.startswith("lightning") and record.levelno >= 20] == []
+
+
+class CountEpochs(L.Callback):
+    calls = 0
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        CountEpochs.calls += 1
+
+
+def test_a_hook_of_epochs_is_called_once_in_a_run_of_several_and_the_log_names_it(make_config, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    monitor = L.callbacks.LearningRateMonitor()
+    train_with(make_config(trainer__max_epochs=2, trainer__max_steps=None), tmp_path / "run", CountEpochs(), monitor)
+    assert CountEpochs.calls == 1
+    lines = [message for message in caplog.messages if message.startswith("callbacks: ")]
+    assert len(lines) == 1 and "CountEpochs.on_train_epoch_end is called once" in lines[0]

@@ -1,6 +1,5 @@
 """The plan of a run is what its processes hold: alone, in two processes, and as one of 64 of which 63 do not exist."""
 
-import dataclasses
 import os
 from collections import Counter
 
@@ -24,7 +23,7 @@ from minitx.training import optimizers
 from minitx.training.devices import parallelize
 from minitx.training.memory_plan import build_without_numbers, fake_processes
 from minitx.training.net import Net
-from minitx.training.run import train
+from minitx.training.run import show_plan, train
 
 EMA = {"ema": {"_target_": "lightning.pytorch.callbacks.EMAWeightAveraging", "decay": 0.5}}
 
@@ -82,10 +81,6 @@ def held_by(config, folder, **given):
     return watch.held
 
 
-def planned(config):
-    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, plan=True))
-
-
 # --- one process
 
 FROZEN = ({"match": "token|q_proj", "trainable": False},)
@@ -109,8 +104,7 @@ def test_one_process_holds_what_its_plan_says(make_config, tmp_path, monkeypatch
     for name in ("run", "memory_plan"):  # as on a CPU with instructions for bfloat16
         monkeypatch.setattr(f"minitx.training.{name}.cpu_precision", str)
     config = make_config(**{"trainer__max_steps": 2, **CASES[case]})
-    plan = train(planned(config), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    plan = show_plan(config)
     assert plan == held_by(config, tmp_path / "run")
     assert plan["parameters"] > 0 < plan["gradients"]
 
@@ -133,7 +127,7 @@ def test_a_network_from_python_is_planned_and_stays_as_it_is(make_config, tmp_pa
     network = Normed()
     before, state = {name: value.clone() for name, value in network.state_dict().items()}, torch.get_rng_state()
     config = make_config(trainer__max_steps=2)
-    plan = train(planned(config), tmp_path / "run", model=network, data=data, batch_size=4)
+    plan = show_plan(config, model=network, data=data, batch_size=4)
     torch.testing.assert_close(network.state_dict(), before, rtol=0, atol=0)
     assert torch.get_rng_state().equal(state) and network.head.weight.device.type == "cpu"
     assert plan == held_by(config, tmp_path / "run", model=network, data=data, batch_size=4)
@@ -153,9 +147,8 @@ def test_a_model_is_planned_that_no_machine_here_could_hold():
         "trainer.devices=512",
         "data.batch_size=512",
         "data=kv_lookup",
-        "trainer.plan=true",
     ]
-    plan = train(compose_config([*words, "trainer.accelerator=gpu", "trainer.strategy=sharded"]), "no_folder")
+    plan = show_plan(compose_config([*words, "trainer.accelerator=gpu", "trainer.strategy=sharded"]))
     whole = 512 * plan["parameters"]
     assert whole > 2 * 9_000_000 * 8192  # half of it is the table
     assert plan["gradients"] == plan["parameters"] and 0 <= plan["optimizer_states"] - 2 * plan["parameters"] < 1000
@@ -177,23 +170,28 @@ PLAN = [
     "model=recall",
     "trainer.devices=2",
     "trainer.strategy=sharded",
-    "trainer.plan=true",
     "data.batch_size=12",
 ]
 
 
 @pytest.mark.parametrize("typed", REFUSED)
-def test_what_a_sharded_run_would_refuse_its_plan_refuses(typed, tmp_path):
+def test_what_a_sharded_run_would_refuse_its_plan_refuses(typed):
     with pytest.raises(ConfigError) as raised:
-        train(compose_config([*PLAN, typed]), tmp_path / "run")
+        show_plan(compose_config([*PLAN, typed]))
     assert REFUSED[typed] in str(raised.value)
     assert not torch.distributed.is_initialized()
 
 
-def test_an_optimizer_whose_states_grow_has_no_plan(make_config, tmp_path):
+def test_an_optimizer_whose_states_grow_has_no_plan(make_config):
     config = make_config(optimizer={"_target_": "torch.optim.LBFGS"})
     with pytest.raises(ConfigError, match=r"the states of torch\.optim\.LBFGS grow from step to step"):
-        train(planned(config), tmp_path / "run")
+        show_plan(config)
+
+
+def test_a_config_that_asks_for_a_plan_is_not_trained(make_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"call show_plan\(config\)"):
+        train(make_config(trainer__plan=True), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 # --- two processes, and one of 64
@@ -222,7 +220,7 @@ def watched(words, folder):
 def test_the_first_of_two_processes_holds_what_the_plan_says_and_the_second_not_more(tmp_path, monkeypatch, case):
     monkeypatch.setattr("minitx.training.memory_plan.cpu_precision", str)
     words = [*BASE, *TWO[case], "trainer.devices=2"]
-    plan = train(compose_config([*words, "trainer.plan=true"]), tmp_path / "plan")
+    plan = show_plan(compose_config(words))
     (first, _), (second, _) = run_ranks(2, watched, words, tmp_path / "run")
     assert first == plan
     assert all(second[name] <= plan[name] for name in plan) and second["parameters"] > 0
@@ -237,7 +235,7 @@ def as_the_first_of(count, words, folder):
 
 def numel_of_parts(config, count, rank):
     """The elements that a process holds of each parameter."""
-    network = build_without_numbers(config, open_data(config.data, config.trainer))
+    network = build_without_numbers(config.model, open_data(config.data, config.trainer))
     with fake_processes(count, rank) as mesh:
         parallelize(network, mesh, Net.of(network).layers())
         return {name: here(parameter).numel() for name, parameter in network.named_parameters()}
@@ -272,7 +270,7 @@ def test_a_low_rank_adapter_holds_gradients_and_states_of_its_own_weights_alone(
     monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path)
     words = [*(word for word in BASE if not word.startswith("model")), "model=hf", *folder_of_llama(tmp_path / "model")]
     config = compose_config([*words, "model.lora=2"])
-    plan = train(planned(config), tmp_path / "run")
+    plan = show_plan(config)
     assert plan == held_by(config, tmp_path / "run")
     assert 0 < 2 * plan["gradients"] < plan["optimizer_states"] < plan["parameters"] / 5
 
@@ -291,8 +289,7 @@ def test_one_of_64_processes_holds_what_the_plan_says_and_gathers_each_layer_twi
     their norm."""
     layers, words_of = OF_64[case]
     words = [word for word in BASE if not word.startswith("model")] + words_of(tmp_path / "model")
-    sharded = ["trainer.devices=64", "trainer.strategy=sharded", "trainer.plan=true"]
-    plan = train(compose_config([*words, *sharded]), tmp_path / "plan")
+    plan = show_plan(compose_config([*words, "trainer.devices=64", "trainer.strategy=sharded"]))
     held, collectives = run_ranks(1, as_the_first_of, 64, words, tmp_path / "run")[0]
     assert held == plan
     assert collectives == {

@@ -207,3 +207,19 @@ def test_two_rows_are_one_with_few_labels_and_one_with_others():
     rows = TwoRows({"input_ids": torch.arange(4), "labels": labels, "num_targets": torch.tensor(6)})
     assert rows.batch["input_ids"].tolist() == [2, 0]
     assert "num_targets" not in rows.batch
+
+
+class DoesNotFit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(4, 2)
+
+    def forward(self, input):
+        return self.second(self.first(input))
+
+
+def test_an_error_of_the_users_model_is_placed_in_the_users_file(tmp_path):
+    """The frames below it are kernels of torch, some of which minitx wraps."""
+    line = DoesNotFit.forward.__code__.co_firstlineno + 1
+    with pytest.raises(ConfigError, match=rf"^model: fails .* \(test_rehearse\.py:{line}\)$"):
+        Own(VECTORS, DoesNotFit)(tmp_path / "run")

@@ -158,7 +158,8 @@ def test_a_run_that_is_over_changes_nothing_and_a_longer_one_goes_on_in_a_new_fo
         train(resumed(config, tmp_path / "first"), tmp_path / "second")
 
 
-def test_a_run_goes_on_where_its_checkpoints_are_a_link_to_another_disk(make_config, tmp_path):
+def test_a_run_goes_on_where_its_checkpoints_are_a_link_to_another_disk(make_config, tmp_path, caplog):
+    caplog.set_level("INFO")
     folder, disk = tmp_path / "run", tmp_path / "disk"
     train(make_config(trainer__max_steps=2, trainer__ckpt_every=2), folder)
     (folder / "checkpoints").rename(disk)
@@ -171,6 +172,8 @@ def test_a_run_goes_on_where_its_checkpoints_are_a_link_to_another_disk(make_con
     (folder / "checkpoints" / "last.ckpt").symlink_to(tmp_path / "other.ckpt")
     train(make_config(trainer__max_steps=7, trainer__ckpt_every=1, ckpt_path="last"), folder)
     assert [row["step"] for row in read_metrics(folder / "metrics.csv")] == [1, 2, 3, 4, 5, 6, 7]
+    lines = [line for message in caplog.messages for line in message.splitlines() if line.startswith("steps ")]
+    assert [line.split()[1:4] for line in lines[1:]] == [[str(steps), f"({steps - 1}", "done),"] for steps in range(3, 8)]
 
 
 def test_a_run_that_goes_on_to_more_steps_has_the_rates_of_the_longer_schedule_from_its_first_step_on(make_config, tmp_path):

@@ -38,9 +38,10 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.nn.bias import Bias, tensors_of
-from minitx.nn.functional import AttentionCall, can_look, visible_keys
+from minitx.nn.functional import AttentionCall, visible_keys
 from minitx.nn.masks import Causal, simplify
 from minitx.nn.precision import full_precision
+from minitx.nn.tracing import can_look, transforms_around
 
 
 class Plan(NamedTuple):
@@ -186,16 +187,11 @@ def why_not(call: AttentionCall) -> str | None:
 
 
 def transforms(call: AttentionCall) -> list[str]:
-    """Return the transforms around a call: ``Grad``, ``Vmap``, ``Jvp`` … of torch.func, and ``Jvp`` for dual tensors.
-
-    The compiler has transforms of its own, so the list is empty in a graph.
-    """
+    """Return the transforms around a call: ``transforms_around``, and ``Jvp`` for dual tensors. The list is empty in a graph."""
     if torch.compiler.is_compiling():
         return []
-    # neither has a public function in torch; unpack_dual alone would take a tenth of a decoding step
-    stack = torch._C._functorch.get_interpreter_stack()
-    names = [level.key().name for level in stack] if stack else []
-    if forward_ad._current_level < 0:
+    names = transforms_around()
+    if forward_ad.unpack_dual(call.query).primal is call.query:  # no level of forward derivatives is open: else it is a view
         return names
     more = () if call.sinks is call.attn_bias is None else tensors_of((call.sinks, call.attn_bias))
     inputs = (call.query, call.key, call.value, *more)
