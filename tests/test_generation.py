@@ -220,11 +220,13 @@ def test_streamed_ids_are_the_answers(way):
 
 def log_prob(model, prompt, answer, repetition_penalty=1.0):
     """log P of ``answer`` after ``prompt`` (1, L), from one full forward."""
-    ids = torch.cat((prompt, torch.tensor([answer])), dim=1)
-    places = range(prompt.shape[1], ids.shape[1])
-    before = torch.stack([torch.zeros(model.config.vocab_size).scatter(0, ids[0, :place], 1.0) for place in places]) > 0
+    ids, start = torch.cat((prompt, torch.tensor([answer])), dim=1), prompt.shape[1]
     with torch.no_grad():
-        steps = penalise_repeats(model(ids)[0, places.start - 1 : -1], before, repetition_penalty).log_softmax(-1)
+        steps = model(ids)[0, start - 1 : -1]
+    if repetition_penalty != 1.0:
+        seen = [torch.zeros(model.config.vocab_size).scatter(0, ids[0, :end], 1.0) > 0 for end in range(start, ids.shape[1])]
+        steps = penalise_repeats(steps, torch.stack(seen), repetition_penalty)
+    steps = steps.log_softmax(-1)
     return float(steps[torch.arange(len(answer)), torch.tensor(answer)].sum())
 
 
