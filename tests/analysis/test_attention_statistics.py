@@ -7,7 +7,7 @@ import torch
 
 from minitx.analysis import attention_statistics, statistics
 from minitx.analysis.counting import allocations, flop_counter
-from minitx.nn import AttentionCall, Causal, Dense, Padding, SlidingWindow
+from minitx.nn import AttentionCall, Causal, Dense, Padding, SlidingWindow, attention_weights
 
 B, H, HKV, L, S, D = 2, 6, 3, 7, 11, 5
 
@@ -166,6 +166,32 @@ def test_streaming_in_tiles_changes_nothing(name, monkeypatch):
         torch.testing.assert_close(value, whole[statistic], rtol=1e-12, atol=1e-14, msg=statistic)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale": 40.0}, {"sinks": torch.linspace(-3, 3, H)}, {"sinks": torch.full((H,), 300.0)}, {"attn_bias": HIDES}],
+    ids=["scores", "almost one key", "sinks", "sinks that take everything", "a bias that hides"],
+)
+def test_the_entropy_is_that_of_the_weights_in_float64(options):
+    query, key = inputs()
+    wide = AttentionCall(query, key, key, mask=Causal(), **{"scale": 0.7, **options})
+    p = attention_weights(wide)
+    expected = -torch.xlogy(p, p).sum(-1) / wide.visible().expand_as(p).sum(-1).log()
+    narrow = AttentionCall(query.float(), key.float(), key.float(), mask=Causal(), **{"scale": 0.7, **options})
+    counted = wide.visible().expand_as(p).sum(-1) > 1
+    expected = torch.where(counted, expected, 0.0).sum((0, 2)) / counted.sum((0, 2))
+    found = attention_statistics(narrow)["entropy"]
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-7)  # 6e-8 is the rounding of a weight
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_numbers_at_padding_change_no_statistic(value):
+    query, key = inputs(keys=L)
+    mask = Causal() & Padding(KEY_MASK)
+    expected = statistics_of(query, key, 0.7, mask)
+    for statistic, values in statistics_of(query, key.masked_fill(~KEY_MASK[:, None, :, None], value), 0.7, mask).items():
+        assert torch.equal(values, expected[statistic]), statistic
+
+
 def test_statistics_of_half_precision_are_those_of_the_same_numbers_in_float32():
     query, key = (tensor.bfloat16() for tensor in inputs())
     wide = statistics_of(query.float(), key.float(), 0.7)
@@ -178,8 +204,7 @@ def test_keys_that_no_row_of_a_tile_sees_yet_are_not_computed(monkeypatch):
     query, _ = inputs(31)
     with flop_counter() as counter:
         statistics_of(query, query, 1.0, Causal())
-    per_score = 2 * D + 2  # q · k, and the sum of the cosines
-    assert counter.get_total_flops() == B * H * per_score * 31 * 32 // 2
+    assert counter.get_total_flops() == B * H * 2 * D * 31 * 32 // 2  # q · k
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(7, 11), (5, 5), (11, 7)])

@@ -12,6 +12,7 @@ from minitx.data.task import Task
 from minitx.interop import adopt_hf
 from minitx.training.checkpoints import load_model
 from minitx.training.metrics_csv import read_metrics, read_probes, read_records
+from minitx.training.net import Net
 from minitx.training.optimizers import constant
 from minitx.training.run import train
 from tests.interop.families import build
@@ -38,6 +39,17 @@ def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_pat
     assert (first.step, last.step, first.tokens) == (0, 4, last.tokens)
     assert first.maps[0].weights.shape == (2, 2, 7, 7)
     assert not torch.equal(first.maps[0].weights, last.maps[0].weights)
+
+
+def test_a_probe_runs_the_network_once_before_an_update_and_once_after_it(make_config, tmp_path, monkeypatch):
+    calls, run = [], Net.__call__
+    monkeypatch.setattr(Net, "__call__", lambda net, batch: (calls.append(batch), run(net, batch))[1])
+    counts = []
+    for every in (0, 2):
+        train(make_config(trainer__max_steps=4, probe__every=every), tmp_path / str(every))
+        counts.append(len(calls) - sum(counts))
+    # after 0, 1, 2 and 4 updates, and before the fourth: before the first and the second, it was just looked at
+    assert counts[1] - counts[0] == 5
 
 
 @pytest.mark.parametrize("position", ["learned", "t5"])
