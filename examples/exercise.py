@@ -8,8 +8,8 @@ Text cells come in pairs, English and Chinese. It also runs as a program.
 #
 # $$\mathrm{Attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{d_k}}\right) V$$
 #
-# You write this formula in a few lines of torch. `check_attention` compares your function with the definition and names mistakes. In
-# five stages the demands grow. At the end, three broken functions wait for you to find out what is wrong with them.
+# You write this formula in a few lines of torch. `check_attention` compares your function with the definition and names mistakes. There
+# are five stages, each harder than the one before. At the end, three broken functions wait for you to find out what is wrong with them.
 
 # %% [markdown] zh
 # # 自己写注意力，再找出哪里不对

@@ -55,11 +55,11 @@ class Output:
 def plot(
     ax: Any, title: str, x: tuple[str, Sequence[float]], y: tuple[str, Series], laws: Series | None = None, scales: str = "xy"
 ) -> None:
-    """Draw a line with markers for each series of ``y`` and a thin dark one for each law against ``x``.
+    """Draw each series of ``y`` against ``x`` as a line with markers, and each law as a thin dark line.
 
     Args:
         x, y: the label of the axis, and its values.
-        scales: the logarithmic axes. Without ``x``, there are no markers and the first of two lines is wide.
+        scales: the logarithmic axes. Without ``x``, the lines have no markers, and the first line is wide.
     """
     (x_name, values), (y_name, series) = x, y
     for i, (name, y_values) in enumerate(series.items()):

@@ -67,6 +67,7 @@ def left_padded(lengths, width):
 
 
 def as_lists(answers):
+    assert {answer.dtype for answer in answers} == {torch.long}  # of an empty text, too
     return [answer.tolist() for answer in answers]
 
 
@@ -190,6 +191,13 @@ def test_a_stop_id_ends_its_row_alone_and_is_left_out():
     cut = [row[: row.index(stop)] if stop in row else row for row in free]
     assert as_lists(generate(model, ids, max_new_tokens=12, stop=[stop])) == cut
     assert len({len(row) for row in cut}) > 1
+    own = Own(model).eval()
+    assert as_lists(generate(own, ids, max_new_tokens=12, stop=[stop])) == cut
+    assert len(own.lengths) == min(12, max(map(len, cut)) + 1)  # the model is not called after the last row has ended
+    ends = [0, V - 1]  # the smallest and the largest id
+    assert as_lists(generate(model, ids, max_new_tokens=12, stop=ends)) == [
+        row[: min(row.index(id) if id in row else 12 for id in ends)] for row in free
+    ]
     for ends in (stop, (stop,), (stop, free[0][4])):  # where the config has one or several, they are the default
         object.__setattr__(model.config, "eos_id", ends)
         want = as_lists(generate(model, ids, max_new_tokens=12, stop=ends if isinstance(ends, tuple) else [ends]))
@@ -210,11 +218,15 @@ def test_streamed_ids_are_the_answers(way):
 # ---- beam search
 
 
-def log_prob(model, prompt, answer):
+def log_prob(model, prompt, answer, repetition_penalty=1.0):
     """log P of ``answer`` after ``prompt`` (1, L), from one full forward."""
-    ids = torch.cat((prompt, torch.tensor([answer])), dim=1)
+    ids, start = torch.cat((prompt, torch.tensor([answer])), dim=1), prompt.shape[1]
     with torch.no_grad():
-        steps = model(ids)[0, prompt.shape[1] - 1 : -1].log_softmax(-1)
+        steps = model(ids)[0, start - 1 : -1]
+    if repetition_penalty != 1.0:
+        seen = [torch.zeros(model.config.vocab_size).scatter(0, ids[0, :end], 1.0) > 0 for end in range(start, ids.shape[1])]
+        steps = penalise_repeats(steps, torch.stack(seen), repetition_penalty)
+    steps = steps.log_softmax(-1)
     return float(steps[torch.arange(len(answer)), torch.tensor(answer)].sum())
 
 
@@ -242,11 +254,12 @@ def test_a_beam_goes_on_while_an_open_text_may_still_win():
     assert (length_norm(1, 3.0), length_norm(7, 3.0), length_norm(7, 0.0)) == (1.0, 8.0, 1.0)
 
 
-def narrow_beam(model, prompt, num_beams, length, stop, penalty):
+def narrow_beam(model, prompt, num_beams, length, stop, penalty, repetition_penalty):
     """Beam search over lists, to the end and without a batch."""
     live, ended = [((), 0.0)], []
     for n in range(1, length + 1):
-        longer = sorted(((log_prob(model, prompt, (*a, i)), (*a, i)) for a, _ in live for i in range(model.config.vocab_size)), reverse=True)  # fmt: skip
+        texts = [(*a, i) for a, _ in live for i in range(model.config.vocab_size)]
+        longer = sorted(((log_prob(model, prompt, text, repetition_penalty), text) for text in texts), reverse=True)
         live = []
         for score, answer in longer[:num_beams]:
             if answer[-1] == stop or n == length:
@@ -256,11 +269,14 @@ def narrow_beam(model, prompt, num_beams, length, stop, penalty):
     return [id for id in max(ended)[1] if id != stop]
 
 
-@pytest.mark.parametrize(("num_beams", "penalty"), [(1, 0.6), (2, 0.6), (3, 3.0), (25, -1.0)])
-def test_a_narrow_beam_equals_a_search_over_lists(num_beams, penalty):
+@pytest.mark.parametrize(
+    ("num_beams", "penalty", "repetition_penalty"), [(1, 0.6, 1.0), (2, 0.6, 1.0), (3, 3.0, 4.0), (25, -1.0, 1.0)]
+)
+def test_a_narrow_beam_equals_a_search_over_lists(num_beams, penalty, repetition_penalty):
     model, prompts = language_model(vocab_size=5), torch.randint(0, 5, (3, 2))
-    answers = as_lists(beam_search(model, prompts, max_new_tokens=6, num_beams=num_beams, length_penalty=penalty, stop=[3]))
-    assert answers == [narrow_beam(model, prompt[None], num_beams, 6, 3, penalty) for prompt in prompts]
+    options = {"num_beams": num_beams, "length_penalty": penalty, "repetition_penalty": repetition_penalty}
+    answers = as_lists(beam_search(model, prompts, max_new_tokens=6, stop=[3], **options))
+    assert answers == [narrow_beam(model, prompt[None], num_beams, 6, 3, penalty, repetition_penalty) for prompt in prompts]
     assert num_beams > 1 or answers == as_lists(generate(model, prompts, max_new_tokens=6, stop=[3]))
 
 
@@ -316,7 +332,8 @@ def test_a_model_of_ones_own_writes_the_same_text_and_its_cache_is_used_where_it
     models += [(OwnWithCache(network), wholes, False), (OwnWithCache(network), pieces, True)]
     for model, lengths, use_cache in models:
         torch.manual_seed(7)
-        answers.append(as_lists(WAYS[way](model.eval(), ids, max_new_tokens=3, use_cache=use_cache)))
+        options = {} if use_cache else {"use_cache": False}  # the default is True
+        answers.append(as_lists(WAYS[way](model.eval(), ids, max_new_tokens=3, **options)))
         assert lengths is None or model.lengths == lengths
     assert answers == answers[:1] * 4
     seen = Own(network).eval()

@@ -90,7 +90,7 @@ class Arm:
         self.rates = sorted({run.rate for run in finished}, key=lambda rate: float(rate or 1))
 
     def best_rate(self, endpoint: Endpoint, seed: int) -> str | None:
-        """Return the rate with the lowest mean cost on the other seeds, among the rates with the most runs; of equal rates, the middle one."""
+        """Return the rate with the lowest mean cost on the other seeds, among the rates with the most runs. If several are equal: the middle one."""
         if len(self.rates) < 2:
             return self.rates[0] if self.rates else None
         others = [other for other in self.seeds if other != seed] or [seed]

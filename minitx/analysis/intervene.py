@@ -299,7 +299,7 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
 
     Args:
         loss: a function of the model that returns the loss of each row, (n,). It must always use the same rows. Rows in which
-            the whole model's loss is NaN do not count. A head has the effect NaN if another loss is NaN without the head.
+            the whole model's loss is NaN do not count. If another row's loss becomes NaN without a head, the effect of this head is NaN.
 
     Raises:
         ValueError: no attention of minitx ran, or the loss is not (n,): the interval needs a loss per row.

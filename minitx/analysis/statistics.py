@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minitx.nn.bias import as_bias
-from minitx.nn.functional import AttentionCall, attention_scores, hide_unseen, masked_softmax
+from minitx.nn.functional import AttentionCall, attention_scores, masked_softmax
 from minitx.nn.masks import Padding
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
@@ -62,28 +62,63 @@ def attention_statistics(call: AttentionCall, *, query_mask: Tensor | None = Non
     return statistics_of(to_host(statistic_sums(call, query_mask)), call)
 
 
+@torch.no_grad()
 def statistic_sums(call: AttentionCall, query_mask: Tensor | None = None) -> dict[str, Any]:
     """Return the sums of ``attention_statistics``, on the device of the call. Nothing waits for the device."""
-    counted = query_mask if query_mask is not None else real_queries(call)
-    results = [_tile_sums(tile, counted[:, None, tile.rows] & tile.chooses, call) for tile in over_tiles(call, seen_only=True)]
+    B, H, L, S = call.shape
+    wide, dtype = widest_float(call.query.device), torch.promote_types(call.query.dtype, torch.float32)
     real_key = real_keys(call)[:, None]  # (B, 1, S)
-    norms = call.key.to(widest_float(call.key.device)).norm(dim=-1).masked_fill(~real_key, 0.0).sum(dim=(0, 2))
+    query_norm, key_norm = (x.to(wide).norm(dim=-1) for x in (call.query, call.key))  # (B, H, L), (B, Hkv, S)
+    inverse = key_norm.reciprocal().nan_to_num(0.0, 0.0).to(dtype).repeat_interleave(H // key_norm.shape[1], dim=1)  # (B, H, S)
+    size = B * H * _rows_of_tile(call) * S
+    buffers = [torch.empty(size, dtype=dtype, device=call.query.device) for _ in range(3)]
+    tiles = [_of_rows(tile, inverse, buffers) for tile in over_tiles(call, seen_only=True)]
+    rows = {name: torch.cat([of_tile[name] for of_tile in tiles], dim=2) for name in tiles[0]}  # (B or 1, H or 1, L)
+    counted = query_mask if query_mask is not None else real_queries(call)
+    counted = (counted[:, None] & (rows["n"] > 1)).expand(B, H, L)
+    max_logit = torch.maximum(rows["highest"], -rows["lowest"]).masked_fill(~counted, 0.0).amax(dim=(0, 2))
+    favourite = rows.pop("favourite").masked_fill(~counted, -1)
+    rows = {name: value.to(wide) for name, value in rows.items()}
+    n, mean, top, ipr = (rows[name] for name in ("n", "mean", "top", "ipr"))
+    variance, dots_variance = (
+        rows[name] / (n - 1) for name in ("squares", "squares" if _is_plain(call) else "squares_of_dots")
+    )
+    unit, tiny = call.scale if _is_plain(call) else 1.0, torch.finfo(dtype).tiny
+    entropy = -rows["entropy"]
+    if _is_softmax(call):  # ln p = z - max z + ln max p
+        entropy -= rows.get("mass", 1.0) * top.clamp(min=tiny).log()
+    per_row = {
+        "rows": torch.ones_like(n),
+        "pairs": n,
+        "logit": n * mean,
+        "logit_square": rows["squares"] + n * mean.square(),
+        "row_std": variance.sqrt(),
+        "dot_product_variance": dots_variance / unit**2,
+        "entropy": entropy / n.log(),
+        "max_weight": top,
+        "saturation_99": (top > 0.99).to(wide),
+        "saturation_90": (top > 0.9).to(wide),
+        "ipr": ipr,
+        "jacobian_l1": 1.0 - ipr,
+        "jacobian_fro": ipr - 2.0 * rows["cubes"] + ipr.square(),
+        "query_norm": query_norm,
+        "cosine": rows["cosine"] / (unit * query_norm.clamp(min=tiny)),
+    }
     return {
-        "by_tile": {name: torch.stack([sums[name] for sums, _ in results]) for name in results[0][0]},  # (tiles, H)
-        "favourite": torch.cat([favourite for _, favourite in results], dim=2),
-        "key_norm": norms / real_key.sum().clamp(min=1),
+        "over_rows": {name: torch.where(counted, value, 0.0).sum(dim=(0, 2)) for name, value in per_row.items()},
+        "max_logit": max_logit,
+        "favourite": favourite,
+        "key_norm": key_norm.masked_fill(~real_key, 0.0).sum(dim=(0, 2)) / real_key.sum().clamp(min=1),
     }
 
 
 def statistics_of(sums: dict[str, Any], call: AttentionCall) -> dict[str, Tensor]:
     """Return the statistics of a call from its ``statistic_sums`` on the CPU."""
-    by_tile = {name: value.double() for name, value in sums["by_tile"].items()}
-    maximum = by_tile.pop("max_logit").amax(0)
-    totals = {name: value.sum(0) for name, value in by_tile.items()}
+    totals = {name: value.double() for name, value in sums["over_rows"].items()}
     rows, pairs = totals.pop("rows").clamp(min=1), totals.pop("pairs").clamp(min=1)
     mean, square = totals.pop("logit") / pairs, totals.pop("logit_square") / pairs
     result = {name: value / (pairs if name == "cosine" else rows) for name, value in totals.items()}
-    result |= {"logit_std": (square - mean**2).clamp(min=0).sqrt(), "max_logit": maximum}
+    result |= {"logit_std": (square - mean**2).clamp(min=0).sqrt(), "max_logit": sums["max_logit"].double()}
     result["scaled_jacobian_l1"] = abs(call.scale) * result["jacobian_l1"]
     result["scaled_jacobian_fro"] = call.scale**2 * result["jacobian_fro"]
     result["key_norm"] = sums["key_norm"].double().repeat_interleave(call.query.shape[1] // call.key.shape[1])
@@ -151,30 +186,44 @@ def token_cosine_of(sums: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Tile:
-    """Some rows of one call: query (B, H, l, D), key (B, Hkv, S, D), visible (B or 1, H or 1, l, S), scores (B, H, l, S)."""
+    """Some rows of one call: query (B, H, l, D), key (B, Hkv, S, D), visible (B or 1, H or 1, l, S), bias (B or 1, H or 1, l, S)."""
 
+    call: AttentionCall
     rows: slice
+    keys: slice
     query: Tensor
     key: Tensor
     visible: Tensor
-    scores: Tensor
-    sinks: Tensor | None
-    replacement: Tensor | None = None  # weights that replace the softmax
+    bias: Tensor | None
+
+    @functools.cached_property
+    def scores(self) -> Tensor:
+        """The scores (B, H, l, S) before the mask."""
+        call = self.call
+        if call.scores is not None:
+            return call.scores[:, :, self.rows, self.keys].detach()
+        return attention_scores(self.query, self.key, scale=call.scale, softcap=call.softcap, attn_bias=self.bias)
+
+    @property
+    def replacement(self) -> Tensor | None:
+        """The weights that replace the softmax. They keep all keys, because hidden keys may have weight, too."""
+        return None if self.call.weights is None else self.call.weights[:, :, self.rows]
 
     @functools.cached_property
     def weights(self) -> Tensor:
         """The weights (B, H, l, S), before dropout."""
-        return self.replacement if self.replacement is not None else masked_softmax(self.scores, self.visible, self.sinks)
-
-    @functools.cached_property
-    def num_visible(self) -> Tensor:
-        """The number of visible keys of each row, int (B or 1, H or 1, l)."""
-        return self.visible.sum(-1)
+        return masked_softmax(self.scores, self.visible, self.call.sinks) if self.replacement is None else self.replacement
 
     @property
     def chooses(self) -> Tensor:
         """Whether a row sees more than one key, bool (B or 1, H or 1, l)."""
-        return self.num_visible > 1
+        return self.visible.sum(-1) > 1
+
+
+def _rows_of_tile(call: AttentionCall) -> int:
+    """The largest number of rows of a tile."""
+    B, H, L, S = call.shape
+    return min(L, max(1, _TILE // (B * H * S)))
 
 
 def over_tiles(call: AttentionCall, *, seen_only: bool = False) -> Iterator[Tile]:
@@ -182,37 +231,32 @@ def over_tiles(call: AttentionCall, *, seen_only: bool = False) -> Iterator[Tile
 
     Args:
         seen_only: leave out the keys after the last key that a row of the tile sees. This is half of the work under a causal mask.
-            On an accelerator, only positions decide, because reading a mask would wait for the device. Replaced weights keep all
-            keys, because hidden keys may have weight, too.
+            On an accelerator, only positions decide, because reading a mask would wait for the device.
     """
     B, H, L, S = call.shape
-    size = max(1, _TILE // (B * H * S))
+    size, everything = _rows_of_tile(call), call.query.new_ones(1, 1, 1, 1, dtype=torch.bool)
     for start in range(0, L, size):
         rows = slice(start, min(start + size, L))
         options: dict[str, Any] = {"batch_size": B, "num_heads": H, "device": call.query.device, "rows": rows}
-        visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.query.device)
-        visible = visible if call.mask is None else call.mask.dense(L, S, **options)
+        visible = everything if call.mask is None else call.mask.dense(L, S, **options)
         bias = None if call.attn_bias is None else as_bias(call.attn_bias).dense(L, S, **options).detach()
         visible = visible if bias is None else visible & (bias != -torch.inf)
         visible = visible.expand(-1, -1, rows.stop - rows.start, S)
         keys = slice(0, _num_seen(call, rows, visible) if seen_only else S)
-        visible, bias = visible[..., keys], None if bias is None else bias[..., keys]
-        query, key = call.query[:, :, rows], hide_unseen(call.key[:, :, keys], visible)
-        if call.scores is None:
-            scores = attention_scores(query, key, scale=call.scale, softcap=call.softcap, attn_bias=bias)
-        else:
-            scores = call.scores[:, :, rows, keys].detach()
-        yield Tile(rows, query, key, visible, scores, call.sinks, None if call.weights is None else call.weights[:, :, rows])
+        bias = None if bias is None else bias[..., keys]
+        yield Tile(call, rows, keys, call.query[:, :, rows], call.key[:, :, keys], visible[..., keys], bias)
 
 
 def _num_seen(call: AttentionCall, rows: slice, visible: Tensor) -> int:
     """The number of keys up to the last key that is visible to any row, at least 1. On an accelerator, only positions decide."""
     L, S = call.shape[2:]
-    if visible.device.type == "cpu":
-        return 1 + int((visible.flatten(0, 2).any(0) * torch.arange(S)).amax())
     after = rows.stop + S - L  # the first key after the last query of the tile
     is_hidden = call.mask is not None and after < S and call.mask.verdict((rows.start + S - L, after - 1), (after, S - 1))[1]
-    return max(1, after) if is_hidden is True else S  # a tensor of a mask is not read
+    if is_hidden is True:  # a tensor of a mask is not read
+        return max(1, after)
+    if visible.device.type == "cpu":
+        return 1 + int((visible.flatten(0, 2).any(0) * torch.arange(S)).amax())
+    return S
 
 
 def real_keys(call: AttentionCall) -> Tensor:
@@ -227,58 +271,85 @@ def real_queries(call: AttentionCall) -> Tensor:
     return real_keys(call)[:, S - L :] if L <= S else call.query.new_ones(call.shape[0], L, dtype=torch.bool)
 
 
-def _tile_sums(tile: Tile, counted: Tensor, call: AttentionCall) -> tuple[dict[str, Tensor], Tensor]:
-    """Return sums over the counted rows of one tile, each (H,), and the favourite keys (B, H, l). ``max_logit`` is a maximum.
+def _is_plain(call: AttentionCall) -> bool:
+    """Whether the scores are scale · q·k."""
+    return call.scale != 0 and call.softcap is None and call.attn_bias is None and call.scores is None
 
-    Passes over l × S values stay in the scores' dtype; sums over rows and batch are in ``widest_float``.
+
+def _of_rows(tile: Tile, inverse: Tensor, buffers: list[Tensor]) -> dict[str, Tensor]:
+    """Return what the statistics need of each row of a tile, (B, H, l) each.
+
+    All passes over the scores write into three buffers, because new memory of this size takes longer than a pass: the system clears
+    its pages.
+
+    Args:
+        inverse: (B, H, S), 1 / ‖k‖.
+        buffers: three with room for the scores.
     """
-    p, hidden, n = tile.weights, ~tile.visible, tile.num_visible
-    seen = tile.visible.to(p.dtype)
-    z = torch.where(tile.visible, tile.scores, 0.0)
-    is_plain = call.scale != 0 and call.softcap is None and call.attn_bias is None and call.scores is None  # z is c · q·k
-    dots = z if is_plain else attention_scores(tile.query, tile.key, scale=1.0).masked_fill_(hidden, 0.0)
-    unit = call.scale if is_plain else 1.0
-    wide = widest_float(p.device)
-    mean, variance = _row_moments(z, seen, n)
-    dots_variance = variance if is_plain else _row_moments(dots, seen, n)[1]
-    top, favourite = p.max(-1)
-    squares = p.square()
-    ipr, cubes = squares.sum(-1).to(wide), (squares * p).sum(-1).to(wide)
-    logs = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # 0 · ln tiny = 0, as 0 · ln 0 should be
-    query_norm, key_norm = (x.to(p.dtype).norm(dim=-1).clamp(min=torch.finfo(p.dtype).tiny) for x in (tile.query, tile.key))
-    inverse = key_norm.reciprocal().repeat_interleave(p.shape[1] // key_norm.shape[1], dim=1)  # (B, H, S)
-    inverse = inverse.masked_fill_(inverse.isinf(), 0.0)  # a key of zeros has no direction
-    per_row = {
-        "rows": torch.ones_like(ipr),
-        "pairs": n.to(wide),
-        "logit": n * mean,
-        "logit_square": (n - 1) * variance + n * mean.square(),
-        "row_std": variance.sqrt(),
-        "dot_product_variance": dots_variance / unit**2,
-        "entropy": -logs.mul_(p).sum(-1).to(wide) / n.clamp(min=2).to(wide).log(),
-        "max_weight": top.to(wide),
-        "saturation_99": (top > 0.99).to(wide),
-        "saturation_90": (top > 0.9).to(wide),
-        "ipr": ipr,
-        "jacobian_l1": 1.0 - ipr,
-        "jacobian_fro": ipr - 2.0 * cubes + ipr.square(),
-        "query_norm": query_norm.to(wide),
-        "cosine": (dots @ inverse.unsqueeze(-1)).squeeze(-1).to(wide) / (unit * query_norm.to(wide)),
-    }
-    values = torch.stack(torch.broadcast_tensors(*per_row.values())).masked_fill_(~counted, 0.0)  # (names, B, H, l)
-    sums = dict(zip(per_row, values.sum(dim=(1, 3)), strict=True))
-    sums["max_logit"] = z.abs().amax(-1).masked_fill(~counted, 0.0).amax(dim=(0, 2)).to(wide)
-    if call.scale == 0:
-        favourite = dots.masked_fill(hidden, -torch.inf).argmax(-1)
-    return sums, torch.where(counted, favourite, -1)
+    call, visible, dtype = tile.call, tile.visible, buffers[0].dtype
+    seen = visible.to(dtype)
+    n, fill = seen.sum(-1), (1.0 - seen).mul_(0.5 * torch.finfo(dtype).min)  # half: a difference of logits does not overflow
+    divisor, is_plain, shape = n.clamp(min=1), _is_plain(call), (*tile.query.shape[:3], seen.shape[-1])
+    z, logits, p = (_part_of(buffer, shape) for buffer in buffers)
+    if is_plain:
+        dots = _zero_hidden(_scores_into(z, tile.query, tile.key, call.scale), visible)
+    else:
+        _zero_hidden(z.copy_(tile.scores), visible)
+        dots = _zero_hidden(attention_scores(tile.query, tile.key, scale=1.0), visible)
+    rows = {"n": n, "cosine": torch.mul(dots, inverse[:, :, None, tile.keys], out=logits).sum(-1)}
+    rows |= {"lowest": z.amin(-1), "highest": torch.add(z, fill, out=logits).amax(-1)}
+    if call.weights is not None:
+        p = call.weights[:, :, tile.rows]
+    elif call.sinks is not None:
+        p = masked_softmax(logits, None, call.sinks)
+    else:
+        torch.softmax(logits, -1, out=p)
+    rows["top"], favourite = p.max(-1)
+    rows["favourite"] = favourite if call.scale != 0 else (dots + fill).argmax(-1)
+    if _is_softmax(call):
+        logits.sub_(rows["highest"].unsqueeze(-1))
+        rows["entropy"] = logits.mul_(p).sum(-1)  # Σ p (z - max z)
+    else:
+        rows["entropy"] = torch.xlogy(p, p).sum(-1)  # Σ p ln p
+    if call.sinks is not None:
+        rows["mass"] = p.sum(-1)
+    rows["mean"], rows["squares"] = _moments_into(z, seen, divisor)
+    if not is_plain:
+        _, rows["squares_of_dots"] = _moments_into(dots, seen, divisor)
+    power = torch.mul(p, p, out=_part_of(buffers[1], p.shape))
+    return {**rows, "ipr": power.sum(-1), "cubes": power.mul_(p).sum(-1)}
 
 
-def _row_moments(x: Tensor, seen: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of each row over its n visible keys, (B, H, l) each. At hidden keys, ``seen`` and x are 0."""
-    mean = x.sum(-1) / n.clamp(min=1)
-    around = (x - mean.unsqueeze(-1)).mul_(seen)
-    wide = widest_float(x.device)
-    return mean.to(wide), around.square_().sum(-1).to(wide) / (n - 1).clamp(min=1)
+def _is_softmax(call: AttentionCall) -> bool:
+    """Whether the weights are the softmax of scores that are finite where they are visible."""
+    return call.scores is None and call.weights is None
+
+
+def _part_of(buffer: Tensor, shape: Sequence[int]) -> Tensor:
+    """The beginning of a buffer, in a shape."""
+    return buffer[: math.prod(shape)].view(shape)
+
+
+def _scores_into(out: Tensor, query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Compute ``attention_scores`` in ``out``."""
+    B, Hkv, S, D = key.shape
+    products = out.view(B * Hkv, -1, S)
+    query, key = (x.to(out.dtype).reshape(B * Hkv, -1, D) for x in (query, key))
+    torch.baddbmm(products, query, key.transpose(-1, -2), beta=0.0, alpha=scale, out=products)
+    return out
+
+
+def _zero_hidden(x: Tensor, visible: Tensor) -> Tensor:
+    """Set x to 0 at hidden keys, also if it is NaN there. On the bits, this takes a quarter of the time of ``torch.where`` on a CPU."""
+    bits = torch.int64 if x.dtype == torch.float64 else torch.int32
+    x.view(bits).bitwise_and_(-visible.to(bits))
+    return x
+
+
+def _moments_into(x: Tensor, seen: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and Σ (x - mean)² of each row over its visible keys, (B, H, l) each. x is 0 at hidden keys, and is overwritten."""
+    mean = x.sum(-1).div_(divisor)
+    return mean, x.sub_(mean.unsqueeze(-1)).mul_(seen).square_().sum(-1)
 
 
 def zhai_entropy_bound(scores: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minitx.check import strict as kernels
 from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, PLAIN, Experiment, Inputs, Outcome
-from minitx.check.mutants import Mutant
+from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import naive_attention, tolerance
 from minitx.check.results import Check, Finding, Report, Severity, Status
 from minitx.check.search import (
@@ -145,7 +145,9 @@ class _Examination:
         """Try all experiments, compare the results, and name the mistakes."""
         if (way := self._random_way()) is not None:
             fault = "two calls with the same inputs differ"
-            advice = "In evaluation there is no dropout: F.dropout needs training=self.training."
+            is_module = isinstance(self.subject.function, nn.Module)
+            argument = "training=self.training" if is_module else "training=False, or an argument of your function for it"
+            advice = f"Without dropout, two calls are equal. In evaluation, F.dropout needs {argument}."
             return self._made(Trial(way, {}, {}), self._untried(fault), [Finding("random", Severity.WRONG, fault, advice)])
         judge, faults = Judge(self.subject.dtype), dict[str, None]()
         diagnosis = diagnose(judge, trials(self.subject, judge, chosen_forms(self.mask), faults))
@@ -175,10 +177,14 @@ class _Examination:
         return [Check(f"argument {name}", Status.NOT_TRIED, reasons.get(name, "no experiment uses it")) for name in unused]
 
     def _uncalled(self, faults: list[str]) -> Report:
-        seen = "; ".join(faults[:3])
+        fault = "no way to call it was found"
         advice = "Check a function of queries, keys and values, an attention layer alone, or the whole model."
-        finding = Finding("cannot-be-called", Severity.WRONG, "no way to call it was found", advice, seen)
-        checks = self._untried("no way to call it was found")
+        if faults and all(reason.startswith("it returns NoneType") for reason in faults):
+            fault, advice, faults = "it returns None", "Is the return statement missing?", []
+        elif isinstance(self.subject, Function) and len(faults) == 1 and not faults[0].startswith("it returns"):
+            fault, advice = "it raises the same error in every call", ""
+        finding = Finding("cannot-be-called", Severity.WRONG, fault, advice, "; ".join(faults[:3]))
+        checks = self._untried(fault)
         return Report(self.name, "", self.subject.seed, tuple(checks), (finding,), self.stage)
 
     def _untried(self, reason: str) -> list[Check]:
@@ -202,9 +208,10 @@ class _Examination:
         checks = [check for check in checks if check.id in ids]
         graded: list[Placed] = []
         for finding, places in findings:
+            is_note = finding.severity == Severity.NOTE
             if places & ids:
-                graded.append((replace(finding, severity=Severity.WRONG), places))
-            elif finding.severity == Severity.NOTE:
+                graded.append((finding if is_note else replace(finding, severity=Severity.WRONG), places))
+            elif not places:
                 graded.append((finding, places))
         untried = [check for check in checks if check.status == Status.NOT_TRIED]
         for check in untried:
@@ -222,7 +229,7 @@ class _Verdicts:
 
     def __init__(self, subject: Subject, judge: Judge, diagnosis: Diagnosis, mask: str | None) -> None:
         self.subject, self.judge, self.trial, self.mask = subject, judge, diagnosis.trial, mask
-        self.others = diagnosis.others
+        self.others, self.wide = diagnosis.others, diagnosis.wide
         self.mistakes: Mistakes | None = diagnosis.mistakes
         if diagnosis.mistakes is not None:
             self.mistakes = diagnosis.mistakes + further_mistakes(judge, diagnosis.trial, diagnosis.mistakes)
@@ -288,6 +295,8 @@ class _Verdicts:
         if outcome.output.dtype != dtype:
             return Check(name, Status.FAILED, f"the output is {_short(outcome.output.dtype)}")
         expected, allowed = _in_half(outcome.inputs, dtype, self.trial.is_causal)
+        if outcome.output.shape != expected.shape:
+            return Check(name, Status.FAILED, "the output has another shape")
         size = (outcome.output.double() - expected).abs().nan_to_num(torch.inf).max().item()
         return Check(
             name, Status.PASSED if size <= allowed else Status.FAILED, "" if size <= allowed else "it is inexact", size, allowed
@@ -311,6 +320,7 @@ class _Verdicts:
         yield from self._polarity()
         yield from self._weights()
         yield from self._unmasked()
+        yield from self._few_axes()
         if any(outcome.is_changed for outcome in self.trial.outcomes.values()):
             advice = "Write q = q * scale instead of q *= scale."
             yield Finding("changes-its-arguments", Severity.FRAGILE, "it changes its arguments in place", advice), {PLAIN.id}
@@ -333,9 +343,12 @@ class _Verdicts:
             )
             places = {outcome.experiment.id for outcome in outcomes}
             yield finding, places | ({BLIND_MOVED.id} if BLIND.id in places else set())
-        others = sorted({m.name for mistakes in self.others for m in mistakes if len(mistakes) == len(self.mistakes)})
+        same = [mistakes for mistakes in self.others if len(mistakes) == len(self.mistakes)]
+        others = sorted({" with ".join(m.name for m in mistakes if m not in shown) for mistakes in same})
+        replaced = {mutant for mistakes in same for mutant in shown if mutant not in mistakes}
         if others and len(self.others) <= 4:
-            yield Finding("same-numbers", Severity.NOTE, f"the same numbers come from: {', '.join(others)}"), set()
+            places = {outcome.experiment.id for mutant in replaced for outcome in shown[mutant]}
+            yield Finding("same-numbers", Severity.NOTE, f"the same numbers come from: {', '.join(others)}"), places
 
     def _shown(self, mutant: Mutant, failed: list[Outcome]) -> list[Outcome]:
         """The failed outcomes that this mistake alone makes wrong, or all if it shows only with another mistake."""
@@ -362,6 +375,14 @@ class _Verdicts:
             )
         failed = [outcome for outcome in failed if outcome.output is not None]
         if not failed:
+            return
+        misshapen = [o for o in failed if o.output is not None and o.output.shape != self._right_shape(o)]
+        if misshapen:
+            first = misshapen[0]
+            assert first.output is not None
+            fault = f"the output has the shape {tuple(first.output.shape)}, not {tuple(self._right_shape(first))}"
+            advice = "The output is weights @ value: it has the width of the values."
+            yield Finding("other-shape", Severity.WRONG, fault, advice), {outcome.experiment.id for outcome in misshapen}
             return
         is_mild = all(outcome.experiment.is_extreme for outcome in failed)
         sizes = [(outcome.experiment.name, self._difference(outcome)) for outcome in failed]
@@ -428,6 +449,22 @@ class _Verdicts:
                 witness = f"seen in: {outcome.experiment.name} (by {(got - right).abs().max().item():.2g})"
                 yield Finding("other-weights", Severity.WRONG, fault, witness=witness), {outcome.experiment.id}
                 return
+
+    def _right_shape(self, outcome: Outcome) -> torch.Size:
+        """The shape of the right output, (B, H, L, Dv)."""
+        return torch.Size((*outcome.inputs.query.shape[:3], outcome.inputs.value.shape[-1]))
+
+    def _few_axes(self) -> Iterator[Placed]:
+        """Yield a finding if it also computes something for (B, H, L, D), but is right only without heads."""
+        if self.wide is None:
+            return
+        few, many = self.trial.way.layout.name, self.wide.way.layout.name
+        plain = [o for e, o in self.wide.outcomes.items() if not (e.is_extreme or e.mask or e.is_causal or e.kv_heads)]
+        names = [m.name for m in MUTANTS if self.judge.fits_all(plain, (m,), self.wide.is_causal)]
+        fault = f"checked with {few}: with {many}, it runs and gives another result"
+        advice = "Count axes from the end: softmax(dim=-1) and transpose(-2, -1)."
+        witness = f"with {many}: {names[0]}" if names else ""
+        yield Finding("few-axes", Severity.FRAGILE, fault, advice, witness), set()
 
     def _unmasked(self) -> Iterator[Placed]:
         if not self.trial.is_masked:

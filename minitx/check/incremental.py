@@ -166,7 +166,7 @@ class _Pieces:
         self._judge(id, exam.gap(output, expected, keep), cuts, " and padding on the left")
 
     def static(self, id: str, cuts: Sequence[int]) -> None:
-        """Compare pieces with one call, with transformers' cache of fixed size."""
+        """Compare pieces with one call, with the static cache of transformers."""
         exam = self.exam
         library = sys.modules.get("transformers")
         kind = getattr(library, "StaticCache", None)

@@ -267,7 +267,7 @@ def _fragile(name: str, advice: str, **instead: Step) -> Mutant:
     return Mutant(name, advice, instead, Severity.FRAGILE)
 
 
-_BLIND = "Use scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~mask, 0)."
+_BLIND = "With True = keep: scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~mask, 0)."
 
 
 def _number_for_hidden(name: str, hide: Step) -> Mutant:
@@ -303,7 +303,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong("causal mask upside down", "Queries see later keys: use tril, not triu.", causal=lambda L, S: _triangle(L, S).flip(0, 1)),
     _wrong("causal ignored", "The causal option has no effect.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool)),
     _wrong("mask inverted", "True means keep: masked_fill(~mask, -inf).", mask=lambda allowed, triangle: ~allowed & triangle),
-    _wrong("mask ignored", "The mask has no effect, or adds almost nothing, such as -1e-9.", mask=lambda allowed, triangle: triangle),
+    _wrong("mask ignored", "The mask has no effect: masked_fill returns a new tensor, and adding -1e-9 hides nothing.", mask=lambda allowed, triangle: triangle),
     _wrong(
         "mask ignored when causal",
         "Use both masks: allowed & causal.",
@@ -343,9 +343,9 @@ MUTANTS: tuple[Mutant, ...] = (
     _number_for_hidden("lowest finite number for hidden scores", _filled(None)),
     _number_for_hidden("−1e9 added to hidden scores", _added(-1e9)),
     _number_for_hidden("−1e4 added to hidden scores", _added(-1e4)),
-    _wrong("softmax over the queries", _OF_KEYS, softmax=lambda s: s.softmax(-2).nan_to_num(0.0)),
-    _wrong("softmax over the heads", _OF_KEYS, softmax=lambda s: s.softmax(1).nan_to_num(0.0)),
-    _wrong("softmax over the batch", _OF_KEYS, softmax=lambda s: s.softmax(0).nan_to_num(0.0)),
+    _wrong("softmax over the queries", _OF_KEYS, softmax=lambda s: s.softmax(-2)),
+    _wrong("softmax over the heads", _OF_KEYS, softmax=lambda s: s.softmax(1)),
+    _wrong("softmax over the batch", _OF_KEYS, softmax=lambda s: s.softmax(0)),
     _wrong("softmax over all scores", _OF_KEYS, softmax=lambda s: s.flatten(-2).softmax(-1).view(s.shape)),
     _wrong("softmax twice", "Hidden keys get weight from the second softmax.", softmax=lambda s: s.softmax(-1).softmax(-1), after=unchanged),
     _wrong("no softmax", "Use softmax(dim=-1).", softmax=unchanged),
@@ -358,7 +358,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong("scale before and after the softmax", "Scale once, before the softmax.", after=lambda w, a, q: w * q.shape[-1] ** -0.5),
     _wrong("mask after the softmax", "Mask the scores: these weights do not add up to 1.", hide=unchanged, after=lambda w, a, q: w * a),
     _fragile("eps after the softmax", "Hidden keys get the weight eps.", after=lambda w, a, q: (w + 1e-8) / (w + 1e-8).sum(-1, keepdim=True)),
-    _wrong("weights without gradient", "Remove detach or no_grad: query and key do not learn.", after=lambda w, a, q: w.masked_fill(~a, 0.0).detach()),
+    _wrong("weights without gradient", "Remove detach, no_grad or torch.tensor(scores): query and key do not learn.", after=lambda w, a, q: w.masked_fill(~a, 0.0).detach()),
     _wrong("weights transposed", "Compute weights @ value.", mix=lambda w, q, k, v: (w.mT if _is_square(w) else w) @ v),
     _wrong("keys mixed", "Compute weights @ value.", mix=lambda w, q, k, v: w @ k),
     _wrong("queries mixed", "Compute weights @ value.", mix=lambda w, q, k, v: w @ (q if q.shape == v.shape else v)),
@@ -368,6 +368,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _wrong("heads by view", "Use view(B, L, H, D).transpose(1, 2).", split=_by_view),
     _wrong("heads merged by view", "Use transpose(1, 2) before reshape(B, L, E).", merge=_merged_by_view),
     _fragile("zeros_like(Q) for d_v ≠ d_k", "The output has the width of the values: new_zeros(*query.shape[:-1], value.shape[-1]).", merge=_buffer_like_query),
+    _wrong("causal mask from the upper left hides the token itself", _ALIGNED, causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).tril(-1)),
+    _wrong("causal mask shows later tokens alone", "Queries see earlier keys: use tril, not triu.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).triu(1)),
 )  # fmt: skip
 """The mistakes. Mistakes with severity FRAGILE show only for some numbers or shapes."""
 

@@ -114,7 +114,7 @@ def rounding(
     Args:
         model: the module that ``answer`` calls.
         expected: ``answer(inputs)``, if it is known.
-        where: as in ``compare``. seed: the seed of the signs. No global random number is drawn.
+        where: as in ``compare``. seed: the seed of the signs. The global random state is not used.
     """
     with _perturbed(model, seed):
         moved = answer(inputs)

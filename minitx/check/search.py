@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, EXPERIMENTS, PLAIN, Experiment, Inputs, Outcome
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
-from minitx.check.signatures import MaskForm
+from minitx.check.signatures import AXES_2, AXES_3, HEADS_FIRST, MaskForm
 from minitx.check.subjects import NotTriedError, Subject, Way
 
 Mistakes = tuple[Mutant, ...]
@@ -114,14 +114,26 @@ class Judge:
             self.known[key] = self._fits(*key)
         return self.known[key]
 
-    def _fits(self, outcome: Outcome, mistakes: Mistakes, is_causal: bool) -> bool:
+    def _is_loose(self, outcome: Outcome) -> bool:
+        return outcome.experiment.is_extreme or self.dtype != torch.float64
+
+    def fits_output(self, outcome: Outcome, mistakes: Mistakes = (), is_causal: bool = False) -> bool:
+        """Return whether attention with these mistakes gives this output, whatever the gradients are."""
         expected = self.answer(outcome.inputs, mistakes, is_causal)
         if outcome.output is None or expected.output is None:
             return outcome.output is None and expected.output is None and outcome.fault.startswith("RuntimeError")
-        is_loose = outcome.experiment.is_extreme or self.dtype != torch.float64
-        if not are_close(outcome.output, expected.output, is_loose, expected.size):
+        return are_close(outcome.output, expected.output, self._is_loose(outcome), expected.size)
+
+    def _fits(self, outcome: Outcome, mistakes: Mistakes, is_causal: bool) -> bool:
+        if not self.fits_output(outcome, mistakes, is_causal):
             return False
-        if not outcome.has_inner_gradients or outcome.experiment.is_extreme or outcome.output.isnan().any():
+        expected, is_loose = self.answer(outcome.inputs, mistakes, is_causal), self._is_loose(outcome)
+        if (
+            outcome.output is None
+            or not outcome.has_inner_gradients
+            or outcome.experiment.is_extreme
+            or outcome.output.isnan().any()
+        ):
             return True
         return all(are_close(got, want, is_loose) for got, want in zip(outcome.gradients, expected.gradients, strict=True))
 
@@ -129,10 +141,11 @@ class Judge:
         """Return whether attention with these mistakes gives all outcomes."""
         return all(self.fits(outcome, mistakes, is_causal) for outcome in outcomes)
 
-    def share(self, trial: Trial) -> float:
-        """Return the share of ordinary outcomes that are right."""
+    def share(self, trial: Trial) -> tuple[float, float]:
+        """Return the share of ordinary outcomes that are right, and the share whose output is, whatever the gradients are."""
         right = sum(self.fits(outcome, (), trial.is_causal) for outcome in trial.ordinary)
-        return right / len(trial.ordinary)
+        outputs = sum(self.fits_output(outcome, (), trial.is_causal) for outcome in trial.ordinary)
+        return right / len(trial.ordinary), outputs / len(trial.ordinary)
 
 
 def _matters(mutant: Mutant, inputs: Inputs, is_causal: bool) -> bool:
@@ -259,32 +272,49 @@ class Diagnosis:
     Attributes:
         mistakes: () if everything is right. None: no known mistakes explain the outcomes.
         others: other mistakes that give the same numbers.
+        wide: a trial with heads that was wrong, if the attention is right only for inputs with fewer axes.
     """
 
     trial: Trial
     mistakes: Mistakes | None
     others: tuple[Mistakes, ...] = ()
+    wide: Trial | None = None
 
 
 def diagnose(judge: Judge, trials: Iterable[Trial]) -> Diagnosis | None:
     """Return the diagnosis with the fewest mistakes, or None without trials."""
     tried: list[Trial] = []
     for trial in trials:
-        if trial.is_masked and judge.fits_all(trial.ordinary, (), trial.is_causal):
-            return Diagnosis(trial, ())
         tried.append(trial)
+        if trial.is_masked and judge.fits_all(trial.ordinary, (), trial.is_causal):
+            return Diagnosis(trial, (), wide=_wide(trial, tried))
     if not tried:
         return None
+    diagnosis = _best(judge, tried)
+    return replace(diagnosis, wide=_wide(diagnosis.trial, tried))
+
+
+def _wide(chosen: Trial, tried: Sequence[Trial]) -> Trial | None:
+    """The trial with an axis of heads, if the chosen one has none."""
+    if chosen.way.layout not in (AXES_2, AXES_3):
+        return None
+    return next((trial for trial in tried if trial.way.layout is HEADS_FIRST), None)
+
+
+def _best(judge: Judge, tried: list[Trial]) -> Diagnosis:
+    """The diagnosis with the fewest mistakes, if no trial is right."""
     if any(trial.is_masked for trial in tried):
         tried = [trial for trial in tried if trial.is_masked]
-    tried.sort(key=lambda trial: (-judge.share(trial), trial.oddity))
+    tried.sort(key=lambda trial: (*(-share for share in judge.share(trial)), trial.oddity))
     if judge.fits_all(tried[0].ordinary, (), tried[0].is_causal):
         return Diagnosis(tried[0], ())
     for candidates, possible in ((tried, _single()), (tried[:MANY], _pairs())):
         explained = [(trial, m) for trial in candidates for m in _explaining(judge, possible, trial)]
         if explained:
             best = min(explained, key=lambda entry: (entry[0].oddity, -_hits(judge, entry[1], entry[0]), _gravity(entry[1])))
-            others = tuple(mistakes for trial, mistakes in explained if trial is best[0] and mistakes is not best[1])
+            hits = _hits(judge, best[1], best[0])
+            rest = [mistakes for trial, mistakes in explained if trial is best[0] and mistakes is not best[1]]
+            others = tuple(mistakes for mistakes in rest if _hits(judge, mistakes, best[0]) == hits)
             return Diagnosis(*best, others)
     return Diagnosis(tried[0], None)
 

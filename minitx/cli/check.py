@@ -49,7 +49,7 @@ class CheckConfig(Config):
     def check(self) -> None:
         require(bool(self.target or self.model), "FILE.py:NAME is missing, such as mine.py:attention, or model=FOLDER")
         require(
-            not (self.target and self.model), f"model={self.model} and {self.target} exclude each other: remove one of them"
+            not (self.target and self.model), f"model={self.model} and {self.target} cannot be combined: remove one of them"
         )
         path, colon, name = self.target.rpartition(":")
         require(bool(self.model or (colon and path and name)), f"{self.target} must be FILE.py:NAME, such as mine.py:attention")
@@ -59,7 +59,7 @@ class CheckConfig(Config):
         )
         require(self.stage in (None, 1, 2, 3, 4, 5), f"stage={self.stage} must be {STAGES}")
         require(self.mask in (None, "keep", "hide"), f"mask={self.mask} must be keep or hide")
-        require(not self.strict or self.stage is None, "strict=true and stage exclude each other: remove one of them")
+        require(not self.strict or self.stage is None, "strict=true and stage cannot be combined: remove one of them")
         folder = Path(self.json).absolute().parent
         require(not self.json or folder.is_dir(), f"json={self.json} is in a folder that does not exist")
 

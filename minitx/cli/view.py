@@ -80,7 +80,7 @@ class ViewConfig(StoredConfig):
                 not {name, "model"} <= keys_set, f"{name} is for checkpoints: model= has no data, and its code is never run"
             )
         for name, other in (("model", "ckpt_path"), ("row", "text"), ("compare_text", "compare")):
-            require(not {name, other} <= keys_set, f"{name} and {other} exclude each other: remove one of them")
+            require(not {name, other} <= keys_set, f"{name} and {other} cannot be combined: remove one of them")
         for name in ("model", "target", "compare_text"):
             require(name not in keys_set or "text" in keys_set, f"text is missing: {name} needs text=TEXT")
         require("knock_out" not in keys_set or not self.is_film, "knock_out is for a page, not for a film")

@@ -284,7 +284,7 @@ class Pictures:
 
 
 def stratified(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of both splits. Of each label, ``fraction`` of the rows, rounded, is held out, independent of the run's seed.
+    """Return the rows of both splits. A ``fraction`` of each label's rows (rounded) is held out. The run's seed does not matter.
 
     Raises:
         ConfigError: ``fraction`` is not in (0, 1), or a split would be empty.

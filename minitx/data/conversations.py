@@ -300,7 +300,7 @@ def _conversations(table: Any, column: str) -> Sequence[Sequence[Message]]:
     messages = [message for chat in chats for message in (chat if isinstance(chat, list) else [None])]
     require(
         all(isinstance(each, dict) and isinstance(each.get(key), str) for each in messages for key in ("role", "content")),
-        f"data.messages_column={column} must have lists of messages, each with the texts role and content; replace null, as in messages "
+        f"data.messages_column={column} must contain lists of messages with the texts role and content; replace null, as in messages "
         'with tool_calls, by ""',
     )
     return chats

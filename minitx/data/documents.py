@@ -406,7 +406,7 @@ def _stream(
     val_rows: int,
     **options: Any,
 ) -> tuple[DocumentStream, Ragged, dict[str, int], dict[str, list[str]]]:
-    """Return the training documents of a streamed table, and for validation its documents, counts, and sentences about dropped documents.
+    """Return the training documents of a streamed table, and the validation documents with counts and notes on dropped documents.
 
     The validation documents are in memory. Their counts are characters and bytes.
     """

@@ -159,7 +159,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _of_whole(self) -> tokenizers.Tokenizer:
-        """The model for texts in which the name of a special token stands for the token."""
+        """The tokenizer that reads the name of a special token in a text as this token."""
         return tokenizers.Tokenizer.from_str(self._model.to_str())
 
     def decode(self, ids: Iterable[int], *, skip_marks: bool = False) -> str:

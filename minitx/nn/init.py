@@ -168,7 +168,7 @@ class _Drawer:
             nn.init.zeros_(module.sinks)
 
     def layer(self, module: nn.Linear | nn.Embedding | None, role: str, factor: float = 1.0, head_dim: int = 1) -> None:
-        """Initialise a projection with its bias or a table, and multiply them by ``factor``.
+        """Initialise a table, or a projection and its bias, and multiply the values by ``factor``.
 
         The fan-in of a table is its width, as for a tied head.
         """

@@ -558,7 +558,7 @@ def place(model: Network, device: str) -> Network:
     """Move ``model`` to ``device``: a name of torch, or ``auto`` for the device that training uses (``device_of``).
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the device does not exist, or cannot hold the model.
     """
     try:
         return model.to(device_of() if device == "auto" else torch.device(device))

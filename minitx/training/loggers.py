@@ -146,7 +146,7 @@ def describe_part(part: Part) -> str:
 
 
 def describe_data(data: DataModule, val_batches: int | None = None) -> str:
-    """Return the name and the sizes of a task, and the number of rows in a validation."""
+    """Return the name and the sizes of a task, and the number of rows of one validation."""
     rows = f"{len(data.task.train):,} rows" if hasattr(data.task.train, "__len__") else "new examples at every step"
     parts = f" in {data.accumulate} parts" if data.accumulate > 1 else ""
     total = data.val_source().num_rows

@@ -46,7 +46,7 @@ class CrossEntropy:
         return cross_entropy(logits, batch["labels"], label_smoothing=self.label_smoothing, count_correct=count)
 
     def of_hidden(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Sums:
-        """Return the sums for the input of a linear head and the parameters of the head."""
+        """Return the sums for hidden states and the parameters of a linear head. Logits are computed in chunks."""
         assert self.chunk_tokens is not None
         options: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "label_smoothing": self.label_smoothing}
         return chunked_cross_entropy(hidden, weight, bias, batch["labels"], **options)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from minitx.analysis.statistics import (
 from minitx.config import IGNORED, ProbeConfig
 from minitx.config.schema import require
 from minitx.data.task import Batch
+from minitx.nn.bias import tensors_of
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
@@ -111,7 +113,7 @@ class Probe(StepCallback):
         if step == 0:  # gradients at initialisation are recorded as step 0, before the update
             self._write(trainer, module, 0)
         elif self.due(step + 1) and not self._before:
-            self._before, _ = self._look(module, statistics=False)
+            self._before = self._look(module)
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
         if not self.due(step):
@@ -121,18 +123,23 @@ class Probe(StepCallback):
             self._write(trainer, module, step)
 
     def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
-        looks, hidden = self._look(module, statistics=True)
-        with torch.no_grad(), full_precision(module.device):
-            sums = {name: _sums_of(name, look, hidden) for name, look in looks.items()}
-        for name in looks.keys() & self._before.keys():
-            before, after = self._before[name].call, looks[name].call
-            sums[name]["logit_step"] = logit_step_sums(before, after, looks[name].real_queries)
+        looks: dict[str, Look] = {}
+        hidden: dict[str, Tensor] = {}
+
+        def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            with _looking(module.network, looks, hidden):
+                return self._loss(module, batch)
+
+        with full_precision(module.device):  # one forward pass for all
+            gradients = gradient_statistics(module.network, self._on(module.device), loss, num_parts=_PARTS)
+            with torch.no_grad():
+                sums = {name: _sums_of(name, look, hidden) for name, look in looks.items()}
+                for name in looks.keys() & self._before.keys():
+                    before, after = self._before[name].call, looks[name].call
+                    sums[name]["logit_step"] = logit_step_sums(before, after, looks[name].real_queries)
         sums, norms = to_host((sums, self._gradients))  # one copy for all layers
         layers = {name: _statistics_of(sums[name], look) for name, look in looks.items()}
         self._retention(layers)
-        gradients = gradient_statistics(
-            module.network, self._on(module.device), lambda batch: self._loss(module, batch), num_parts=_PARTS
-        )
         for name, layer in layers.items():
             layer.update(gradients[name], **{key: float(norm) for key, norm in norms.get(name, {}).items()})
             if "logit_step" in sums[name]:
@@ -146,18 +153,12 @@ class Probe(StepCallback):
             self._keep_weights(module, step)
 
     @torch.no_grad()
-    def _look(self, module: TrainingModule, *, statistics: bool) -> tuple[dict[str, Look], dict[str, Tensor]]:
-        """Return the call of every core by name and, with ``statistics``, the outputs of the blocks by name."""
-        network, device = module.network, module.device
-        hidden: dict[str, Tensor] = {}
-        with evaluating(network), watch(network, _kept) as seen, full_precision(device), ExitStack() as hooks:
-            for name, block in network.named_modules():
-                if statistics and is_block(block):
-                    hook = block.register_forward_hook(lambda _, args, out, at=name: hidden.update({at: _first(out), **hidden}))
-                    hooks.enter_context(hook)
-            module.net(self._on(device))
-            warn_of_calls(seen, "first")
-        return {name: records[0] for name, records in seen.items() if records}, hidden
+    def _look(self, module: TrainingModule) -> dict[str, Look]:
+        """Return the call of every core by name."""
+        looks: dict[str, Look] = {}
+        with evaluating(module.network), full_precision(module.device), _looking(module.network, looks, {}):
+            module.net(self._on(module.device))
+        return looks
 
     def _retention(self, layers: dict[str, dict[str, Any]]) -> None:
         favourites = {name: layer.pop("favourite") for name, layer in layers.items()}
@@ -204,9 +205,28 @@ class Probe(StepCallback):
             write_snapshot(snapshot, self.folder / "attention")
 
 
+@contextmanager
+def _looking(network: nn.Module, looks: dict[str, Look], hidden: dict[str, Tensor]) -> Iterator[None]:
+    """At the end, ``looks`` has the first call of every core, and ``hidden`` the first output of every block, by name."""
+
+    def leave(name: str, block: nn.Module, args: Any, out: Any) -> None:
+        hidden.setdefault(name, _first(out).detach())
+
+    with watch(network, _kept) as seen, ExitStack() as hooks:
+        for name, block in network.named_modules():
+            if is_block(block):
+                hooks.enter_context(block.register_forward_hook(partial(leave, name)))
+        yield
+        warn_of_calls(seen, "first")
+    looks.update({name: records[0] for name, records in seen.items() if records})
+
+
 def _kept(look: Look) -> Look:
-    """Return a copy of the call, because the next update may change a bias table in place."""
-    return replace(look, call=replace(look.call, attn_bias=copy.deepcopy(look.call.attn_bias)))
+    """Return a copy of the call outside of the graph. The bias is copied, because the next update may change its table in place."""
+    call = look.call
+    memory = {id(tensor): tensor.detach().clone() for tensor in tensors_of(call.attn_bias)}
+    vectors = {name: getattr(call, name).detach() for name in ("query", "key", "value")}
+    return replace(look, call=replace(call, **vectors, attn_bias=copy.deepcopy(call.attn_bias, memory)))
 
 
 def _sums_of(name: str, look: Look, hidden: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs of the lab as they are: the two-phase run beside one made by hand, the null control bit for bit, and stored commands."""
+"""Real runs of the lab: a two-phase run equals one made by hand, the null control is equal bit for bit, and stored commands work."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 ``BROKEN`` maps a function, class or module to the mistake in words. ``RIGHT`` has right ones in the same styles.
 """
 
+import itertools
 import math
 
 import torch
@@ -178,6 +179,37 @@ def keys_in_place_of_values(q, k, v):
     return (w @ k, w)
 
 
+def softmax_down_the_columns(q, k, v, mask=None):
+    s = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    if mask is not None:
+        s = s.masked_fill(mask == 0, float("-inf"))
+    return F.softmax(s, dim=-2) @ v
+
+
+def hides_the_diagonal(q, k, v, is_causal=False):
+    s = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    if is_causal:
+        s = s + torch.triu(torch.full(s.shape[-2:], float("-inf")))
+    return s.softmax(dim=-1) @ v
+
+
+def lower_triangle_hidden(q, k, v, is_causal=False):
+    s = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    if is_causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:]).tril() == 1, float("-inf"))
+    return s.softmax(dim=-1) @ v
+
+
+def loops_that_lose_the_gradient(query, key, value, mask=None):
+    """It also ignores the mask."""
+    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=query.dtype)
+    for b, h, i in itertools.product(*map(range, query.shape[:3])):
+        scores = torch.tensor([query[b, h, i] @ key[b, h, j] for j in range(key.shape[2])]) / math.sqrt(query.shape[3])
+        for j, weight in enumerate(scores.softmax(0)):
+            output[b, h, i] = output[b, h, i] + weight * value[b, h, j]
+    return output
+
+
 class CausalTooEarly(nn.Module):
     """triu without diagonal=1: a token does not see itself."""
 
@@ -236,6 +268,10 @@ BROKEN = {
     first_mask_for_all: "the first mask of the batch is used for all",
     matrices_over_columns: "softmax over the queries",
     mask_forgotten_when_causal: "the mask is ignored when causal",
+    softmax_down_the_columns: "softmax over the queries, and -inf",
+    hides_the_diagonal: "a token does not see itself, and the causal mask begins at the upper left",
+    loops_that_lose_the_gradient: "torch.tensor copies the scores without their gradient",
+    lower_triangle_hidden: "a token sees later tokens alone",
 }
 
 

@@ -90,8 +90,12 @@ NAMES = {
     "first_mask_for_all": "first-mask-for-the-whole-batch",
     "matrices_over_columns": "softmax-over-the-queries",
     "mask_forgotten_when_causal": "mask-ignored-when-causal",
+    "softmax_down_the_columns": "softmax-over-the-queries",
+    "hides_the_diagonal": "causal-mask-from-the-upper-left-hides-the-token-itself",
+    "loops_that_lose_the_gradient": "weights-without-gradient",
+    "lower_triangle_hidden": "causal-mask-shows-later-tokens-alone",
 }
-"""What is found in each. At the first try, before any of them had been run, 18 of 22 were named, and two passed."""
+"""What is found in each. At the first try, before any of them had been run, 18 of the first 22 were named, and two passed."""
 
 
 @pytest.mark.parametrize("function", BROKEN, ids=lambda function: function.__name__)
@@ -220,6 +224,50 @@ def test_a_mistake_without_a_name_is_found_with_a_witness():
     report = check_attention(attention)
     assert wrong(report) == {"differs"}
     assert "the second sequence changes the output of the first sequence" in report.findings[0].witness
+
+
+def test_an_axis_that_is_counted_from_the_front_is_found_beside_matrices():
+    def attention(q, k, v):
+        return F.softmax(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)), dim=1) @ v
+
+    for stage in (None, 1):
+        report = check_attention(attention, stage=stage)
+        assert found(report) == ["few-axes"] and report.exit_code == 0, report
+        assert "(L, D)" in report.called_as and "softmax over the heads" in report.findings[0].witness
+
+
+def test_what_is_not_an_output_is_named():
+    def nothing(q, k, v):
+        (q @ k.mT).softmax(-1) @ v
+
+    def weights(q, k, v):
+        return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+
+    def misspelt(q, k, v):
+        return (q @ k.mT / math.sqrt(width)).softmax(-1) @ v  # noqa: F821
+
+    faults = [check_attention(function).findings[0] for function in (nothing, weights, misspelt)]
+    assert faults[0].fault == "it returns None"
+    assert faults[1].fault == "the output has the shape (2, 4, 5, 5), not (2, 4, 5, 8)"
+    assert (faults[2].fault, faults[2].witness) == (
+        "it raises the same error in every call",
+        "NameError: name 'width' is not defined",
+    )
+
+
+def test_random_weights_are_found_with_advice_for_a_function():
+    report = check_attention(lambda q, k, v: F.dropout((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1), 0.1) @ v)
+    assert wrong(report) == {"random"} and "training=False" in report.findings[0].advice
+
+
+def test_a_note_on_equal_numbers_lists_only_mistakes_that_give_them_all():
+    def inverted(q, k, v, mask=None):
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        return (scores if mask is None else scores.masked_fill(mask, -math.inf)).softmax(-1) @ v
+
+    for stage in (1, 2):
+        report = check_attention(inverted, stage=stage, mask="keep")
+        assert [finding.id for finding in report.findings] == ["mask-inverted"][: stage - 1], report
 
 
 def test_a_function_that_makes_tensors_of_float32_is_checked_in_float32():

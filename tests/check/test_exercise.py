@@ -23,7 +23,7 @@ def attention(query, key, value, mask=None):
     return (weights @ value.to(dtype)).to(query.dtype)
 """
 SOLUTIONS = {  # what the notebook says of each
-    "none": (None, "no way to call it was found"),
+    "none": (None, "it raises the same error in every call"),
     "right": (RIGHT, "points     3 of 3 in stage 3"),
     "no scale": (RIGHT.replace("scores / query.shape[-1] ** 0.5", "scores"), "wrong      no scale"),
     "inverted": (RIGHT.replace("(~mask,", "(mask,"), "wrong      mask inverted"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.check.properties import compare, hidden_tokens, later_tokens, rounding
+from minitx.check.properties import compare, hidden_tokens, later_tokens, linear_gap, rounding, slope_gap
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM, Encoder
 
@@ -35,7 +35,7 @@ def answers(model):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_in_a_causal_model_later_tokens_change_nothing_and_in_an_encoder_they_do(dtype):
     for kind, is_causal in ((DecoderLM, True), (Encoder, False)):
-        answer, rows = answers(model := model_of(kind, dtype)), {"input_ids": ROWS["input_ids"]}
+        answer, rows = answers(model := model_of(kind, dtype)), {"input_ids": torch.arange(4, 25).view(3, 7)}
         gap = later_tokens(rows).moved(answer, rounding(answer, model, rows))
         assert gap.is_rounding == is_causal
         assert is_causal or gap.size > 3 * gap.allowed
@@ -86,6 +86,22 @@ def test_rounding_covers_another_order_of_the_sums_and_no_more(dtype, scale):
     assert not compare(model(inputs["x"]), wanted, noise).is_rounding
 
 
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x.long()
+
+
+def test_rounding_passes_over_outputs_that_are_not_numbers_with_a_fraction():
+    model = nn.ModuleList([Pair(), nn.Flatten(0), nn.Identity()])
+    x = {"x": torch.arange(1.0, 6.0)}
+
+    def answer(inputs):
+        plain, whole = model[0](inputs["x"])
+        return model[2](plain) + model[1](whole)
+
+    assert 0 < rounding(answer, model, x) <= 6 * torch.finfo(torch.float32).eps
+
+
 def test_rounding_draws_no_random_number_and_leaves_no_hook():
     answer, state = answers(model := model_of(DecoderLM)), torch.get_rng_state()
     assert rounding(answer, model, ROWS) == rounding(answer, model, ROWS) != rounding(answer, model, ROWS, seed=1)
@@ -93,12 +109,13 @@ def test_rounding_draws_no_random_number_and_leaves_no_hook():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_products_in_tf32_are_rounding_where_torch_may_use_them():
+@pytest.mark.parametrize(("precision", "epsilon"), [("highest", 2.0**-23), ("high", 2.0**-10), ("medium", 2.0**-7)])
+def test_the_rounding_of_a_step_is_that_of_products_in_tf32_or_bfloat16_where_torch_may_use_them(precision, epsilon):
     wanted = torch.ones(3)
-    assert not compare(wanted * (1 + 2**-10), wanted, 0.0).is_rounding
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(precision)
     try:
-        assert compare(wanted * (1 + 2**-10), wanted, 0.0).is_rounding
+        assert compare(wanted * (1 + 4 * epsilon), wanted, 0.0).is_rounding
+        assert not compare(wanted * (1 + 5 * epsilon), wanted, 0.0).is_rounding
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -125,3 +142,25 @@ def test_only_the_positions_that_count_are_compared():
         compare(found, wanted, 0.0, torch.zeros(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="same shape"):
         compare(found, wanted[:, :2], 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_linear_output_differs_from_its_gradient_by_rounding_and_another_gradient_by_more(dtype):
+    value, weight, cotangent = (torch.randn(shape, dtype=dtype) for shape in ((5, 31), (31, 7), (5, 7)))
+    output, gradient = value @ weight, cotangent @ weight.mT
+    gap = linear_gap(output, cotangent, value, gradient)
+    assert gap.is_rounding and gap.place == ()
+    assert gap.size == abs(float((cotangent.double() * output.double()).sum() - (value.double() * gradient.double()).sum()))
+    wrong = gradient * (1 + 1000 * torch.finfo(dtype).eps)
+    assert not linear_gap(output, cotangent, value, wrong).is_rounding
+    assert not linear_gap(output, cotangent, value, torch.zeros_like(gradient)).is_rounding
+    assert linear_gap(0 * output, cotangent, value, 0 * gradient).is_rounding
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6])
+def test_a_slope_differs_from_a_central_difference_by_its_error_and_the_rounding_of_the_values(offset):
+    for slope, bend in ((3.0, 0.0), (-3.0, 1e5), (0.0, -7.0)):
+        function = lambda x, slope=slope, bend=bend: offset + slope * x + bend * x**3 + 11.0 * x**2  # noqa: E731
+        assert slope_gap(function, slope).is_rounding
+        wrong = slope_gap(function, slope + 0.01)
+        assert not wrong.is_rounding and wrong.size == pytest.approx(0.01, rel=0.1)

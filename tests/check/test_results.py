@@ -83,11 +83,12 @@ softmax-over-all-scores softmax-twice no-softmax log-softmax sigmoid exp-without
 one-maximum-for-all-rows scale-after-the-softmax scale-before-and-after-the-softmax mask-after-the-softmax
 eps-after-the-softmax weights-without-gradient weights-transposed keys-mixed queries-mixed query-added-to-the-output
 grouped-heads-tiled first-key-head-for-all heads-by-view heads-merged-by-view zeros-like-q-for-d-v-d-k
+causal-mask-from-the-upper-left-hides-the-token-itself causal-mask-shows-later-tokens-alone
 """
 
 
 def test_the_ids_that_graders_read_stay_the_same():
-    """A change here changes the version of the JSON."""
+    """A new id is added to these lists. An id that changes or goes needs a new version of the JSON."""
     assert {experiment.id for experiment in EXPERIMENTS} | {BLIND_GRADIENT} == set(IDS.split())
     assert [entry.id for entry in MUTANTS] == MISTAKES.split()
     checks = check_attention(mutant("no scale")).checks

@@ -107,11 +107,11 @@ def test_help_says_that_the_file_runs(program):
     (["raises.py:model"], "raises.py cannot be imported: KeyError: 'weights'"),
     (["model=nowhere"], "model=nowhere does not exist"),
     (["model=."], "model=. is neither a Hugging Face folder (config.json) nor a run"),
-    (["mine.py:right", "model=."], "exclude each other"),
+    (["mine.py:right", "model=."], "cannot be combined"),
     (["mine.py:right", "stag=3"], "did you mean stage?"),
     (["mine.py:right", "stage=6"], "stage=6 must be"),
     (["mine.py:right", "mask=show"], "mask=show must be keep or hide"),
-    (["mine.py:right", "stage=1", "strict=true"], "exclude each other"),
+    (["mine.py:right", "stage=1", "strict=true"], "cannot be combined"),
     (["mine.py:right", "json=nowhere/out.json"], "in a folder that does not exist"),
 ])  # fmt: skip
 def test_what_is_mistyped_ends_with_one_sentence_and_the_exit_code_2(program, words, complaint):

@@ -99,7 +99,9 @@ def attention(query, key, value, *, attn_mask=None, is_causal=False, scale=None)
 query = torch.randn(1, 2, 5, 8)
 lines = [str(line) for options in ({}, {"softcap": 30.0}) for line in explain_backends(query, query, query, backend="plain", **options)]
 found = sorted({check.status.value for check in check_attention(attention, strict=True).checks})
-Path("kernel.txt").write_text("\\n".join([*lines, " ".join(found)]))
+with torch.autocast("cpu", torch.bfloat16):
+    is_equal = torch.allclose(attention(query, query, query), scaled_dot_product_attention(query, query, query, backend="math"), atol=1e-6)
+Path("kernel.txt").write_text("\\n".join([*lines, f"autocast {is_equal}", " ".join(found)]))
 """
 """What ``explain_backends`` says of the backend of the recipe, and how its results compare with the definition."""
 
@@ -148,6 +150,7 @@ def test_a_backend_is_listed_trains_and_equals_the_definition(followed: Copy) ->
     lines = followed.read("kernel.txt").splitlines()
     assert "-> plain          can     it holds the whole L x S matrix" in lines
     assert "   plain          cannot  it has no soft-cap" in lines
+    assert lines[-2] == "autocast True"
     assert lines[-1] == "not tried passed"  # and none failed or was refused
 
 

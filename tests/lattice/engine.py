@@ -110,6 +110,7 @@ class Failure:
 
     oracle: str
     message: str
+    is_refusal: bool = False
 
     def __str__(self) -> str:
         return f"{self.oracle}: {self.message}"
@@ -290,7 +291,10 @@ class Lattice:
     # Checks
 
     def failures(self, point: Point, oracles: Sequence[str] | None = None) -> Iterator[Failure]:
-        """What is wrong at a point, by the oracles that are named (default: all that apply)."""
+        """What is wrong at a point, by the oracles that are named (default: all that apply).
+
+        After a refusal without an entry, no other oracle is asked: each would be refused in its own way.
+        """
         refusals = [refusal for refusal in self.refusals if matches(refusal.where, point)]
         if refusals:
             yield from self._not_refused(point, refusals)
@@ -304,6 +308,8 @@ class Lattice:
                 yield Failure("table", f"{oracle.name} passes now: take out the known fault {dict(faults[0].where)}")
             elif failure is not None and not any(re.search(fault.message, failure.message) for fault in faults):
                 yield failure
+                if failure.is_refusal:
+                    return
 
     def _failure(self, oracle: Oracle, point: Point) -> Failure | None:
         try:
@@ -311,8 +317,8 @@ class Lattice:
         except AssertionError as error:
             return Failure(oracle.name, str(error).strip()[:400] or "an assertion without a message" + place_of(error))
         except self.errors as error:
-            message = f"refused, but no entry of the table says so: {type(error).__name__}: {str(error)[:300]}"
-            return Failure(oracle.name, message + place_of(error))
+            message = f"refused, and no Refusal of {self.file} has this message: {type(error).__name__}: {str(error)[:300]}"
+            return Failure(oracle.name, message + place_of(error), is_refusal=True)
         except (Exception, SystemExit) as error:
             return Failure(oracle.name, f"{type(error).__name__}: {str(error)[:300]}{place_of(error)}")
         return None
@@ -346,16 +352,18 @@ class Lattice:
                 counts.update(oracle.name for oracle in self.oracles if oracle.applies(point))
         return counts
 
-    def shrunk(self, point: Point, oracle: str) -> Point:
-        """The point with as many plain values as still fail the same oracle."""
-        if oracle == "table":
-            return point
+    def shrunk(self, point: Point, failure: Failure) -> tuple[Point, Failure]:
+        """The point with as many plain values as still fail the same oracle, and its failure. A refusal stays a refusal."""
+        if failure.oracle == "table":
+            return point, failure
         plain = self.plain
         for axis in self.axes:
             nearer = {**point, axis: plain[axis]}
-            if nearer != point and self.serves(nearer) and any(True for _ in self.failures(nearer, [oracle])):
-                point = nearer
-        return point
+            if nearer != point and self.serves(nearer):
+                alike = (f for f in self.failures(nearer, [failure.oracle]) if f.is_refusal == failure.is_refusal)
+                if (simpler := next(alike, None)) is not None:
+                    point, failure = nearer, simpler
+        return point, failure
 
     def words(self, point: Mapping[str, str]) -> str:
         """The values of a point that are not plain, as its line on the command line."""
@@ -393,8 +401,8 @@ class Lattice:
         """Raise AssertionError with all failures of a point, and the shrunk lines that repeat them."""
         lines = []
         for failure in self.failures(point):
-            again = self.words(self.shrunk(point, failure.oracle))
-            lines.append(f"{failure}\n    again: python {self.file} '{again}'")
+            simplest, failure = self.shrunk(point, failure)
+            lines.append(f"{failure}\n    again: python {self.file} '{self.words(simplest)}'")
         assert not lines, "\n".join(lines)
 
 
@@ -452,7 +460,8 @@ def _ask(lattice: Lattice, points: Sequence[Point], verbose: bool, seconds: floa
         if verbose:
             print(lattice.words(point), flush=True)
         for failure in lattice.failures(point):
-            again = lattice.words(lattice.shrunk(point, failure.oracle))
+            simplest, failure = lattice.shrunk(point, failure)
+            again = lattice.words(simplest)
             reported[failure.oracle] += 1
             if (failure.oracle, again) not in known:
                 known.add((failure.oracle, again))

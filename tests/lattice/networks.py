@@ -57,7 +57,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "layer_scale": {"layer_scale": 0.3, "stochastic_depth": 0.3, "num_heads": 2, "head_dim": 5, "activation": "geglu", "position_offset": 2},
     "additive": {"attention": "additive", "position": "rotary"},
     "linear": {"attention": "linear"},
-    "performer": {"attention": "performer", "num_features": 7, "position": "rotary"},
+    "performer": {"attention": "performer", "num_features": 7, "position": "rotary", "rotary_scaling": "ntk", "rotary_factor": 2.0},
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {**BERT, "head_transform": True, "head_bias": True},
@@ -70,10 +70,13 @@ ENCODERS: dict[str, dict[str, Any]] = {
 PAIRS: dict[str, dict[str, Any]] = {
     "vaswani": {"position": "sinusoidal", "norm_position": "post", "scale_embeddings": True, "activation": "relu"},
     "t5": {**T5, "scale_logits": True},
-    "deep_target": {"position": "rotary", "norm_position": "deepnorm", "num_decoder_layers": 3},
+    "deep_target": {"position": "rotary", "norm_position": "deepnorm", "num_decoder_layers": 3, "init_fold": "query"},
     "typed_pair": {"scale": "inv", "type_vocab_size": 2, "qk_norm": "layer"},
 }
-IMAGE_MODELS: dict[str, dict[str, Any]] = {"vision": IMAGES, "mean_patches": {**IMAGES, "pooling": "mean", "norm": "rms"}}
+IMAGE_MODELS: dict[str, dict[str, Any]] = {
+    "vision": IMAGES,
+    "mean_patches": {**IMAGES, "pooling": "mean", "norm": "rms", "position": "none"},
+}
 KINDS = {"decoder": DECODERS, "encoder": ENCODERS, "encoder_decoder": PAIRS, "vision": IMAGE_MODELS}
 OURS = {name: {"architecture": kind, **options} for kind, models in KINDS.items() for name, options in models.items()}
 

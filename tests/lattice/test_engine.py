@@ -30,7 +30,8 @@ def lattice(**options):
 
 def faults(lattice, points=None):
     points = lattice.points() if points is None else points
-    return {(lattice.words(lattice.shrunk(point, f.oracle)), f.oracle) for point in points for f in lattice.failures(point)}
+    shrunk = (lattice.shrunk(point, failure) for point in points for failure in lattice.failures(point))
+    return {(lattice.words(point), failure.oracle) for point, failure in shrunk}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -76,6 +77,24 @@ def test_a_fault_of_two_values_is_found_and_shrunk_to_them():
 
 def test_a_refusal_that_is_not_in_the_table_fails():
     assert ("a=a1 b=b1", "sums") in faults(lattice(refusals=()))
+
+
+def test_a_refused_point_is_reported_once_and_shrinks_to_a_refusal_with_its_own_message():
+    def twice(point):
+        assert point["c"] != "c2", "the result is wrong"
+        if (point["a"], point["d"]) == ("a1", "d1"):
+            raise ValueError(f"unsupported with {point['b']}")
+
+    def after(point):
+        twice(point)
+
+    subject = lattice(oracles=(Oracle(twice), Oracle(after)), refusals=(), known=())
+    (failure,) = subject.failures(subject.point_of("a=a1 b=b1 d=d1 c=c1"))
+    simplest, failure = subject.shrunk(subject.point_of("a=a1 b=b1 d=d1 c=c1"), failure)
+    assert subject.words(simplest) == "a=a1 d=d1" and failure.message.startswith("refused") and "with b0" in failure.message
+    assert failure.oracle == "twice"
+    (wrong, _) = subject.failures(subject.point_of("a=a1 c=c2 d=d1"))
+    assert subject.words(subject.shrunk(subject.point_of("a=a1 c=c2 d=d1"), wrong)[0]) == "c=c2"
 
 
 def test_an_entry_that_is_no_longer_refused_fails():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import typing
 
 import pytest
 
@@ -64,7 +65,8 @@ def test_every_change_of_a_model_alone_keeps_all_properties(name):
 
 
 def test_each_oracle_is_asked_often():
-    assert {name for name, count in MODELS.asked(MODELS.points(SEED)).items() if count < FEWEST} == set()
+    few = {name: count for name, count in MODELS.asked(MODELS.points(SEED)).items() if count < FEWEST}
+    assert not few, "an axis or a value has changed the draw: choose a SEED that asks each oracle often enough"
 
 
 def test_every_entry_of_the_tables_meets_a_point():
@@ -95,3 +97,21 @@ def test_every_option_of_a_model_is_on_an_axis_or_in_a_named_configuration():
     assert missing == set()
     assert not (set_somewhere | ON_AN_AXIS) & NOT_HERE.keys()
     assert ON_AN_AXIS - {"dropout"} <= AXES.keys()
+
+
+def literals(hint):
+    """The values of each ``Literal`` in a type."""
+    parts = typing.get_args(hint)
+    return set(parts) if typing.get_origin(hint) is typing.Literal else set().union(*map(literals, parts))
+
+
+def test_every_word_that_an_option_of_a_model_takes_is_in_a_named_configuration():
+    hints = typing.get_type_hints(TransformerConfig)
+    missing = {
+        (field.name, word)
+        for field in dataclasses.fields(TransformerConfig)
+        for word in literals(hints[field.name]) - {field.default}
+        if field.name not in ON_AN_AXIS | NOT_HERE.keys() | {"init"}  # all weights are drawn anew here
+        and all(options.get(field.name) != word for options in (*OURS.values(), *CHANGES.values()))
+    }
+    assert missing == set(), "add these values to a configuration of OURS or to CHANGES in tests/lattice/networks.py"

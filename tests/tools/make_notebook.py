@@ -64,7 +64,9 @@ def run(made: Any) -> Any:
     """
     from nbclient import NotebookClient
 
-    client = NotebookClient(made, timeout=None, kernel_name="python3", resources={"metadata": {"path": EXAMPLES}})
+    client = NotebookClient(
+        made, timeout=None, kernel_name="python3", coalesce_streams=True, resources={"metadata": {"path": EXAMPLES}}
+    )
     # no progress bars, and no warning that a widget for them is missing
     return client.execute(env={**os.environ, "TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"})
 
@@ -125,6 +127,8 @@ def main() -> None:
     is_exercise = "exercise" in sys.argv[1:]
     source, notebooks = ("exercise.py", EXERCISES) if is_exercise else ("attention.py", NOTEBOOKS)
     done = run(notebook("en", source))
+    if "This chapter is skipped" in str([cell.get("outputs") for cell in done.cells]):
+        raise SystemExit("nothing was written, because a chapter was skipped: install the packages that it names")
     shrink_figures(done)
     if not is_exercise:
         add_pictures(done)

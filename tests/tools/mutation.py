@@ -2,6 +2,7 @@
 
     python tests/tools/mutation.py                    # make mutation: all files (an hour on one core without the slow tests), resumable
     python tests/tools/mutation.py masks chunked      # only these files
+    python tests/tools/mutation.py --sample 60        # at most 60 mutants of each file, drawn by a fixed seed; a larger sample holds a smaller
     python tests/tools/mutation.py --again            # only those that survived, after tests were added
     python tests/tools/mutation.py --record           # counts and survivors into benchmarks/results/mutation.json
 
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from random import Random
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -36,14 +38,46 @@ import torch  # imported here, once, and not in every fork
 from mutants import ROOT, Mutant, mutants
 
 WORK = ROOT / "build/mutation.json"  # what became of each mutant so far
-FILES = [*(f"minitx/nn/{name}.py" for name in ("functional", "masks", "bias")), *(f"minitx/nn/backends/{name}.py" for name in (
-    "__init__", "chunked", "flex", "sdpa"))]  # fmt: skip
-FILES += ["minitx/ablation/judge.py", "minitx/data/batches.py", "minitx/training/objectives.py"]
-TESTS = [f"tests/nn/test_{name}.py" for name in (
-    "functional", "masks", "backends", "chunked", "flex", "bad_inputs", "attention", "bias", "cache", "scale", "drop_in")]  # fmt: skip
-TESTS += ["tests/check/test_strict.py", "tests/ablation/test_judge.py", "tests/data/test_addressing.py", "tests/data/test_task.py",
-          "tests/data/test_data_module.py"]  # fmt: skip
-TESTS += ["tests/training/test_objectives.py"]
+CALLS = [
+    "tests/lattice/test_call_lattice.py::test_a_call_keeps_every_promise",
+    "tests/nn/test_bad_inputs.py",
+    "tests/check/test_strict.py",
+]
+NN = [*CALLS, *(f"tests/nn/test_{name}.py" for name in (
+    "functional", "masks", "backends", "chunked", "flex", "attention", "bias", "cache", "scale", "drop_in"))]  # fmt: skip
+ADOPT, ADOPTED, CAPTURE = (
+    f"tests/{name}.py::test_" for name in ("interop/test_adopt", "analysis/test_adopted", "analysis/test_capture")
+)
+TESTS = {
+    "minitx/nn/functional.py": [*CALLS[:2], "tests/nn/test_functional.py"],
+    **{f"minitx/nn/{name}.py": NN for name in ("masks", "bias")},
+    **{f"minitx/nn/backends/{name}.py": NN for name in ("__init__", "chunked", "flex", "sdpa")},
+    "minitx/ablation/judge.py": ["tests/ablation/test_judge.py"],
+    "minitx/data/batches.py": [f"tests/data/test_{name}.py" for name in ("addressing", "task", "data_module")],
+    "minitx/training/objectives.py": ["tests/training/test_objectives.py"],
+    "minitx/analysis/gradients.py": [
+        "tests/analysis/test_gradients.py",
+        f"{CAPTURE}gradients_of_a_core_that_runs_several_times_count_the_queries_of_every_call",
+        f"{CAPTURE}in_a_peft_model_only_the_attention_that_runs_counts",
+        f"{ADOPTED}the_probe_finds_the_matrices_of_separate_projections",
+        f"{ADOPTED}gradient_statistics_of_adopted_models_have_the_projections",
+    ],
+    "minitx/analysis/statistics.py": ["tests/analysis/test_attention_statistics.py"],
+    "minitx/check/properties.py": ["tests/check/test_properties.py"],
+    "minitx/generation/decoding.py": ["tests/test_generation.py"],
+    "minitx/interop/folding.py": [
+        f"{ADOPT}{name}" for name in (
+            "a_number_among_the_weights_of_an_attention_is_no_obstacle_to_a_fold",
+            "folding_the_scale_keeps_the_function_and_release_gives_the_weights_back",
+            "frozen_weights_of_a_model_in_training_mode_are_folded_in_their_own_precision",
+            "weights_that_make_more_than_the_queries_are_refused_and_left_as_they_were",
+            "queries_that_make_a_bias_of_the_scores_too_are_refused",
+            "queries_take_the_whole_factor_where_weights_make_more_than_keys_and_a_warning_says_so",
+            "a_fold_of_lora_of_a_speech_model_without_inputs_and_beside_our_attention_is_refused",
+        )
+    ],
+}  # fmt: skip
+FILES = [*TESTS]
 MORE = [f"tests/{name}.py" for name in (
     "nn/test_blocks", "nn/test_models", "nn/test_every_model", "nn/test_positions", "nn/test_fold_scale",
     "training/test_foreign", "training/test_module", "training/test_parts", "data/test_text", "data/test_streaming",
@@ -183,7 +217,7 @@ def at_import(mutant: Mutant) -> bool:
     SourceFileLoader.get_code = lambda self, name: mutant.code if self.path == here else unchanged(self, name)  # type: ignore
     stem = Path(mutant.file).stem
     words = (stem, *OWN.get(stem, ()), "functional", "backends", "bad_inputs")
-    own = [test for test in TESTS if any(word in test for word in words)]
+    own = [test for test in TESTS[mutant.file] if TESTS[mutant.file] is not NN or any(word in test for word in words)]
     return pytest.main([*own, *CHOICE, "-x", "-k", "not compile"]) == 0
 
 
@@ -192,20 +226,20 @@ def main() -> None:
     parser.add_argument("files", nargs="*", help="words in the paths of the files to change; none for all")
     parser.add_argument("--again", action="store_true", help="test those again that were not killed")
     parser.add_argument("--record", action="store_true", help="write down what is known, test none")
+    parser.add_argument("--sample", type=int, default=sys.maxsize, help="the most mutants of a file")
     parser.add_argument("--work", type=Path, default=WORK, help="what is known so far")
     chosen = parser.parse_args()
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
-    every = [mutant for path in FILES for mutant in mutants(path)]
     found = json.loads(chosen.work.read_text()) if chosen.work.exists() else {}
-    found = {mutant.name: found[mutant.name] for mutant in every if mutant.name in found}
     if chosen.record:
-        record(every, found)
+        record(found)
         return
+    paths = [path for path in FILES if not chosen.files or any(word in path for word in chosen.files)]
+    every = [mutant for path in paths for mutant in sample(mutants(path), chosen.sample)]
     open_again = ("survived", "not executed") if chosen.again else ()
     todo = [mutant for mutant in every if found.get(mutant.name) in (None, *open_again)]
-    todo = [mutant for mutant in todo if not chosen.files or any(word in mutant.file for word in chosen.files)]
     print(f"{len(every)} mutants, {len(todo)} to test", flush=True)
 
     def note(mutant: Mutant, outcome: str) -> None:
@@ -218,27 +252,34 @@ def main() -> None:
         if not mutant.scope:
             note(mutant, forked(partial(at_import, mutant), LIMIT))
     inside = [mutant for mutant in todo if mutant.scope]
-    tests = [*TESTS, *MORE] if chosen.again else TESTS
-    pytest.main([*tests, *FILES, *CHOICE], plugins=[Run(inside, note, chosen.work.with_suffix(".covered"))])
+    tests = list(dict.fromkeys(test for mutant in inside for test in TESTS[mutant.file]))
+    tests += MORE if chosen.again and NN in map(TESTS.get, paths) else []
+    pytest.main([*tests, *paths, *CHOICE], plugins=[Run(inside, note, chosen.work.with_suffix(".covered"))])
 
 
-def record(every: list[Mutant], found: dict[str, str]) -> None:
-    """Counts by file, and the mutants that no test noticed; an unchanged file of which nothing is known keeps its record."""
+def sample(every: list[Mutant], most: int) -> list[Mutant]:
+    """The first ``most`` mutants of a file in an order drawn by a fixed seed, in the order of their lines."""
+    drawn = set(Random(0).sample(range(len(every)), len(every))[:most])
+    return [mutant for number, mutant in enumerate(every) if number in drawn]
+
+
+def record(found: dict[str, str]) -> None:
+    """Write each file's counts, and the mutants that no test noticed; a file of which nothing is known here keeps its record."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from harness import RESULTS, about, save
 
-    before = json.loads((RESULTS / "mutation.json").read_text())
-    counts, alive = {}, []
-    sources = {path: hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16] for path in FILES}
+    of_all = about()
+    files = json.loads((RESULTS / "mutation.json").read_text())["files"]
     for path in FILES:
-        mine = [mutant for mutant in every if mutant.file == path]
-        if before["sources"].get(path) == sources[path] and not any(mutant.name in found for mutant in mine):
-            counts[path] = before["counts"][path]
-            alive += [name for name in before["alive"] if name.startswith(f"{path}:")]
-        else:
-            counts[path] = Counter(found.get(mutant.name, "not tested") for mutant in mine)
-            alive += [mutant.name for mutant in mine if found.get(mutant.name) not in ("killed", "timeout")]
-    save("mutation", {**about(), "counts": counts, "alive": alive, "sources": sources})
+        mine = {mutant.name: found.get(mutant.name, "not tested") for mutant in mutants(path)}
+        if set(mine.values()) != {"not tested"}:
+            files[path] = {
+                "date": of_all["date"],
+                "source": hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16],
+                "counts": Counter(mine.values()),
+                "alive": [name for name, outcome in mine.items() if outcome in ("survived", "not executed")],
+            }
+    save("mutation", {**of_all, "files": {path: files[path] for path in FILES if path in files}})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The pages have the numbers of the records, which are computed without the lab; and the tool for mutants finds its files."""
 
 import re
+from itertools import chain
 from pathlib import Path
 
 import answer
@@ -125,5 +126,6 @@ def test_the_range_of_a_median_has_at_least_95_percent(seeds, ends):
 
 
 def test_the_files_that_the_tool_for_mutants_names_exist():
-    named = (*mutation.FILES, *mutation.TESTS, *mutation.MORE)
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    tests = [*chain(*mutation.TESTS.values()), *mutation.MORE]
+    named = [(ROOT / path, test) for path, _, test in (name.partition("::") for name in (*mutation.FILES, *tests))]
+    assert [path for path, test in named if not path.exists() or (test and f"\ndef {test}(" not in path.read_text())] == []

@@ -109,6 +109,7 @@ def waiting_and_moving():
         if isinstance(there, torch.Tensor):
             assert value.device.type == "cpu" and value.dtype == there.dtype and value.equal(there.cpu())
     assert kinds(lambda: to_device(torch.ones(3), device)) == [] and to_device(torch.ones(3), device).device == device
+    assert all(to_device(tensor, tensor.device) is tensor for tensor in (x, torch.ones(3)))
 
     network = nn.Linear(3, 2).to(device)
     twin = copy.deepcopy(network)

@@ -1,21 +1,18 @@
 """What the probes write down is what happened, in the run that they watch."""
 
-import math
-
 import pytest
 import torch
 from extra import fit
 
 from minitx.analysis import capture, read_snapshots
-from minitx.analysis.gradients import gradient_statistics
 from minitx.analysis.statistics import token_cosine
-from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, TransformerConfig, node
+from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, node
 from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
-from minitx.nn import DecoderLM
 from minitx.training.checkpoints import load_model
 from minitx.training.metrics_csv import read_metrics, read_probes, read_records
+from minitx.training.net import Net
 from minitx.training.optimizers import constant
 from minitx.training.run import train
 from tests.interop.families import build
@@ -44,6 +41,17 @@ def test_every_diagnostic_is_there_for_every_layer_and_head(make_config, tmp_pat
     assert not torch.equal(first.maps[0].weights, last.maps[0].weights)
 
 
+def test_a_probe_runs_the_network_once_before_an_update_and_once_after_it(make_config, tmp_path, monkeypatch):
+    calls, run = [], Net.__call__
+    monkeypatch.setattr(Net, "__call__", lambda net, batch: (calls.append(batch), run(net, batch))[1])
+    counts = []
+    for every in (0, 2):
+        train(make_config(trainer__max_steps=4, probe__every=every), tmp_path / str(every))
+        counts.append(len(calls) - sum(counts))
+    # after 0, 1, 2 and 4 updates, and before the fourth: before the first and the second, it was just looked at
+    assert counts[1] - counts[0] == 5
+
+
 @pytest.mark.parametrize("position", ["learned", "t5"])
 def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path, position):
     """Against the scores of two checkpoints one update apart, computed from the network alone."""
@@ -63,67 +71,6 @@ def test_the_logit_step_is_the_change_that_one_update_made(make_config, tmp_path
     expected = (change.square().sum((0, 2, 3)) / seen.sum((0, 2, 3))).sqrt()
     records = {record["step"]: record for record in read_records(tmp_path / "4" / "probes.jsonl")}
     assert records[4]["layers"][0]["logit_step"] == pytest.approx(expected.tolist(), rel=1e-4)
-
-
-def test_gradient_statistics_equal_autograd_by_hand_and_leave_no_gradient_behind():
-    torch.manual_seed(0)
-    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1, init="lecun")).double().eval()
-    ids, labels = torch.randint(0, 11, (2, 4, 7)).unbind()
-    labels[:, :3] = -100
-
-    def loss(part):
-        value = torch.nn.functional.cross_entropy(model(ids[part]).mT, labels[part], reduction="sum")
-        return value, {"input_ids": labels[part] != -100}
-
-    found = gradient_statistics(model, slice(None), loss)["blocks.0.attention.core"]
-    assert all(p.grad is None for p in model.parameters())
-
-    layer, queries, norms, gradients = model.blocks[0].attention, [], [], []
-    layer.core.register_forward_pre_hook(lambda _, args: queries.append(args[0].query))
-    for part in range(4):
-        value, _ = loss([part])
-        grad_q, grad_w = torch.autograd.grad(value, [queries[-1], layer.q_proj.weight])
-        norms += [float(grad_q[0, h, i].norm()) for h in range(3) for i in range(3, 7)]
-        gradients.append(grad_w.flatten())
-    stacked = torch.stack(gradients)
-    noise = sum(float((g - stacked.mean(0)).norm() ** 2) for g in stacked) / 3
-    assert found["snr_q"] == pytest.approx(float(stacked.mean(0).norm() ** 2) / noise)
-    assert found["grad_query_rms"] == pytest.approx((sum(n * n for n in norms) / len(norms)) ** 0.5)
-    assert found["grad_query_median"] == pytest.approx(sorted(norms)[(len(norms) - 1) // 2])
-    edges = [f"{math.floor(4 * math.log10(norm)) / 4:.2f}" for norm in norms]
-    assert found["grad_query_histogram"] == {edge: edges.count(edge) for edge in edges}
-
-
-def test_the_signal_to_noise_ratio_equals_autograd_on_each_part_for_a_layer_that_runs_twice():
-    torch.manual_seed(0)
-    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2, init="lecun")).double().eval()
-    model.blocks[1] = model.blocks[0]
-    layer, ids = model.blocks[0].attention, torch.randint(0, 11, (5, 7))
-
-    def statistics():
-        return gradient_statistics(model, ids, lambda ids: (model(ids).square().sum(), {}), num_parts=3)[
-            "blocks.0.attention.core"
-        ]
-
-    found = statistics()
-    for letter in "qkv":
-        weight = layer.get_submodule(f"{letter}_proj").weight
-        parts = torch.stack([torch.autograd.grad(model(part).square().sum(), weight)[0].flatten() for part in ids.chunk(3)])
-        assert found[f"snr_{letter}"] == pytest.approx(float(parts.mean(0).square().sum() / parts.var(0).sum()))
-
-    def halve(core, args):
-        args[0].query.mul_(0.5)
-
-    layer.core.register_forward_pre_hook(halve)  # the gradient of the projection's output is then another one
-    assert "snr_q" not in statistics() and "snr_k" in statistics()
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch.ao
-def test_a_model_whose_layers_have_no_backward_pass_is_refused():
-    model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=1))
-    whole = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
-    with pytest.raises(TypeError, match=r"blocks\.0\.\S+ is a torch int8 layer without a backward pass"):
-        gradient_statistics(whole, torch.zeros(1, 3, dtype=torch.long), lambda ids: (whole(ids).sum(), {}))
 
 
 def test_a_model_without_weights_to_look_at_is_refused(make_config, tmp_path):
