@@ -235,6 +235,7 @@ TYPE_ERRORS = {
     "pattern: floats": lambda: mx.BlockSparse(torch.eye(2), 4),
     "query: whole numbers": lambda: attend(Q.long(), K.long(), K.long()),
     "key: a list": lambda: attend(key=[1.0]),
+    "sinks: a list": lambda: attend(sinks=[1.0] * H),
     "key: another device": lambda: attend(key=K.to("meta")),
     "value: another dtype": lambda: attend(value=K.double()),
     "attn_bias: whole numbers": lambda: attend(attn_bias=torch.ones(L, S, dtype=torch.long)),

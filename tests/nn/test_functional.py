@@ -44,6 +44,13 @@ def test_scores_and_weights_that_a_call_brings_replace_those_of_its_queries():
     torch.testing.assert_close(reference_attention(replace(given, weights=scores)), scores @ query, rtol=0, atol=1e-14)
 
 
+def test_replaced_weights_read_the_value_of_a_key_that_no_query_sees():
+    x, hidden = torch.randn(1, 1, 3, 4, dtype=torch.float64), torch.tensor([[True, False, True]])
+    weights = torch.randn(1, 1, 3, 3, dtype=torch.float64)
+    call = AttentionCall(x, x, x, mask=mx.Padding(hidden), weights=weights)
+    torch.testing.assert_close(reference_attention(call), weights @ x, rtol=0, atol=1e-14)
+
+
 def test_what_a_call_leaves_out_is_off_and_a_call_cannot_be_written_to():
     query = torch.randn(1, 2, 3, 4)
     call = AttentionCall(query, query, query)
