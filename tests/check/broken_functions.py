@@ -3,7 +3,6 @@
 ``BROKEN`` maps a function, class or module to the mistake in words. ``RIGHT`` has right ones in the same styles.
 """
 
-import itertools
 import math
 
 import torch
@@ -200,14 +199,10 @@ def lower_triangle_hidden(q, k, v, is_causal=False):
     return s.softmax(dim=-1) @ v
 
 
-def loops_that_lose_the_gradient(query, key, value, mask=None):
+def scores_copied_without_gradient(query, key, value, mask=None):
     """It also ignores the mask."""
-    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=query.dtype)
-    for b, h, i in itertools.product(*map(range, query.shape[:3])):
-        scores = torch.tensor([query[b, h, i] @ key[b, h, j] for j in range(key.shape[2])]) / math.sqrt(query.shape[3])
-        for j, weight in enumerate(scores.softmax(0)):
-            output[b, h, i] = output[b, h, i] + weight * value[b, h, j]
-    return output
+    scores = torch.tensor((query @ key.transpose(2, 3)).tolist(), dtype=query.dtype) / math.sqrt(query.shape[3])
+    return scores.softmax(-1) @ value
 
 
 class CausalTooEarly(nn.Module):
@@ -270,7 +265,7 @@ BROKEN = {
     mask_forgotten_when_causal: "the mask is ignored when causal",
     softmax_down_the_columns: "softmax over the queries, and -inf",
     hides_the_diagonal: "a token does not see itself, and the causal mask begins at the upper left",
-    loops_that_lose_the_gradient: "torch.tensor copies the scores without their gradient",
+    scores_copied_without_gradient: "torch.tensor copies the scores without their gradient",
     lower_triangle_hidden: "a token sees later tokens alone",
 }
 

@@ -92,7 +92,7 @@ NAMES = {
     "mask_forgotten_when_causal": "mask-ignored-when-causal",
     "softmax_down_the_columns": "softmax-over-the-queries",
     "hides_the_diagonal": "causal-mask-from-the-upper-left-hides-the-token-itself",
-    "loops_that_lose_the_gradient": "weights-without-gradient",
+    "scores_copied_without_gradient": "weights-without-gradient",
     "lower_triangle_hidden": "causal-mask-shows-later-tokens-alone",
 }
 """What is found in each. At the first try, before any of them had been run, 18 of the first 22 were named, and two passed."""
