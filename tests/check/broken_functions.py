@@ -200,7 +200,8 @@ def lower_triangle_hidden(q, k, v, is_causal=False):
 
 
 def scores_copied_without_gradient(query, key, value, mask=None):
-    """It also ignores the mask."""
+    """As by loops over the first axes of ``query``: what ``key`` has beyond them is not read. It also ignores the mask."""
+    key, value = key[:, : query.shape[1]], value[:, : query.shape[1]]
     scores = torch.tensor((query @ key.transpose(2, 3)).tolist(), dtype=query.dtype) / math.sqrt(query.shape[3])
     return scores.softmax(-1) @ value
 
