@@ -148,6 +148,7 @@ def assert_near(there, here, place):
         assert there == here, place
 
 
+@pytest.mark.slow
 def test_every_tool_returns_on_an_accelerator_what_it_returns_on_the_cpu(tmp_path):
     here, there = run_ranks(1, on_both_devices, tmp_path)[0]
     assert {*minitx.analysis.__all__} - OF_FILES <= here.keys(), "a tool is not tried on the accelerator"
