@@ -74,6 +74,7 @@ def test_each_backend_is_counted_and_its_answer_is_bit_equal(backend, forward, b
     assert torch.equal(out, counted) and torch.equal(torch.autograd.grad(out.square().sum(), q)[0], grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_cost_grows_as_the_textbook_says(cost, kind, monkeypatch):
     monkeypatch.setattr(chunked, "LARGEST", 64)  # tiles that are small beside a row, or their constant size hides the growth

@@ -14,6 +14,8 @@ from minitx.nn import AttentionCall, build_model
 from minitx.training.metrics_csv import read_probes
 from minitx.training.run import train
 
+pytestmark = pytest.mark.slow
+
 # R3: the scale is a parametrisation (Raffel et al. 2020): inv_sqrt and its full fold are one run
 
 
