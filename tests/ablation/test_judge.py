@@ -164,6 +164,12 @@ def test_losses_are_compared_as_differences_and_a_run_that_is_not_finite_counts_
     assert lost.estimate.low == pytest.approx(4.2 - 1.56, abs=0.01)
 
 
+@pytest.mark.parametrize(("shift", "word"), [(-0.1, "LESS"), (-0.01, "SAME"), (0.01, "SAME"), (0.1, "MORE")])
+def test_losses_that_differ_by_less_than_the_margin_are_the_same(shift, word):
+    losses = {(arm, rate): 1.5 + shift * (arm == UNSCALED) for arm in BOTH for rate in RATES}
+    assert one(made_up.findings("text", truth=Truth(losses=losses)), "text", "loss").word == word
+
+
 def test_the_best_rate_has_the_highest_accuracy_or_the_lowest_loss_and_a_measure_takes_the_first_score():
     study = replace(made_up.grid("text").studies["text"], scores=("time", "accuracy", "loss"))
     result = {
