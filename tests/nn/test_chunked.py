@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -223,3 +224,24 @@ def test_a_bias_whose_tensors_are_hidden_is_refused():
     with pytest.raises(NotImplementedError, match="Steep"):
         attention(q, q, q, attn_bias=Steep(), backend="chunked")
     assert next(line.name for line in mx.explain_backends(q, q, q, attn_bias=Steep(), softcap=1.0) if line.runs) == "math"
+
+
+@dataclass(frozen=True, eq=False)
+class Polynomial(mx.Bias):
+    """The bias Σ_n c_n (i − j)^n."""
+
+    coefficients: tuple[torch.Tensor, ...]
+
+    def value(self, batch, head, row, key, offset):
+        return sum(c * (row + offset - key) ** n for n, c in enumerate(self.coefficients))
+
+
+def test_a_bias_with_a_tuple_of_tensors_has_the_gradients_of_math():
+    q, k, v = (torch.randn(2, 3, n, 5, dtype=torch.float64) for n in (7, 11, 11))
+    results = []
+    for backend in ("math", "chunked"):
+        coefficients = tuple(torch.tensor(c, dtype=torch.float64, requires_grad=True) for c in (0.3, -0.2, 0.1))
+        out = attention(q, k, v, attn_bias=Polynomial(coefficients), backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), coefficients)))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
