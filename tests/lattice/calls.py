@@ -488,7 +488,10 @@ def near(call: Call, name: str, got: Tensor, want: Tensor | None = None) -> None
     assert got.dtype == dtype, f"{name} is {got.dtype}, not {dtype}"
     size, wide = call.summands()[name], torch.promote_types(dtype, torch.float32)
     is_half = dtype != wide  # there the rounding of the result is larger than the one of the summands
-    allowed = tolerance(call.by_loops()[name], call.by_rounded_loops()[name], dtype, 1.0 if is_half else size)
+    coarser = max(
+        dtype, call.dtype, key=lambda other: torch.finfo(other).eps
+    )  # a gradient in float32 is made of numbers of the call
+    allowed = tolerance(call.by_loops()[name], call.by_rounded_loops()[name], coarser, 1.0 if is_half else size)
     allowed += max(1.0, size) * torch.finfo(wide).eps * (call.largest_score() + math.sqrt(call.S))
     error = (got.detach().double() - want).abs().max().item()
     assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
