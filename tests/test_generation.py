@@ -304,7 +304,7 @@ def test_an_encoder_decoder_answers_what_its_full_forward_says():
         generate(model, ids, decoder_input_ids=begun[:1])
 
 
-# ---- models of one's own
+# ---- users' models
 
 
 class Own(nn.Module):

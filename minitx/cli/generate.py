@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minitx.cli.command_line import StoredConfig, key, refusing, run_program, write
-from minitx.config import ConfigError, TransformerConfig
+from minitx.config import ConfigError
 from minitx.config.schema import Count, require
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ def _generate(config: GenerateConfig) -> None:
 
     from minitx.cli.inputs import chat_format, encode_text, open_stored
     from minitx.training.checkpoints import place
-    from minitx.training.net import OfTransformers
 
     stored = open_stored(config.checkpoint, trust=config.trust)
     tokenizer, shape, kind = stored.tokenizer, stored.net.config, stored.net.shape.architecture
@@ -89,9 +88,9 @@ def _generate(config: GenerateConfig) -> None:
         )
     model = place(stored.net.writer(tokenizer.vocab_size, stored.path), config.device)
     bos_id = shape.bos_id if shape is not None and kind == "decoder" else None  # the token at the beginning of texts
-    options = _options(config, model, tokenizer, shape)
-    if options["context"] is None and kind == "decoder" and not isinstance(stored.net, OfTransformers):
-        options["context"] = stored.nodes["data"].get("context_len")  # a table of positions may end there
+    context = stored.net.context_of(stored.nodes["data"]) if config.context is None else config.context
+    # a user's model reads the whole text for each token
+    options = {**_options(config, model, tokenizer), "context": context, "use_cache": shape is not None}
     generator = torch.Generator().manual_seed(config.seed)
     refusing_template = partial(refusing, "template=true (template=false ignores the template): ")
     with refusing_template():
@@ -129,8 +128,8 @@ def _lines() -> Iterator[str]:
         yield line.removesuffix("\n")
 
 
-def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer, shape: TransformerConfig | None) -> dict[str, Any]:
-    """Return the arguments that ``generate`` and ``beam_search`` share. ``shape`` is None for a user's model."""
+def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the limits that ``generate`` and ``beam_search`` share."""
     from minitx.cli.inputs import encode_text
     from minitx.data.corpus import encoder_of_lines
     from minitx.generation.decoding import eos_ids
@@ -142,11 +141,7 @@ def _options(config: GenerateConfig, model: nn.Module, tokenizer: Tokenizer, sha
             0
         ].tolist()  # as within a text, because tokenizers may add a space at the beginning
         require(len(stop) == 1, f"stop={config.stop!r} must be the text of one token, but it has {len(stop)}")
-    context = config.context
-    if context is None and shape is not None and shape.architecture == "decoder":
-        context = shape.max_len
-    options = {"max_new_tokens": config.max_new_tokens, "context": context, "stop": stop}
-    return {**options, "use_cache": shape is not None}  # a user's model reads the whole text for each token
+    return {"max_new_tokens": config.max_new_tokens, "stop": stop}
 
 
 def _write_answers(

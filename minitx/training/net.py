@@ -250,6 +250,14 @@ class Net:
         """
         return _Writer(self, vocab_size, path).eval()
 
+    def context_of(self, data: Mapping[str, Any]) -> int | None:
+        """Return the largest number of tokens to read at once when it generates, or None for no limit.
+
+        Args:
+            data: the arguments of the data that it was trained on. A table of positions may end at their ``context_len``.
+        """
+        return data.get("context_len")
+
     def show_attention(self) -> None:
         """Replace the attention core of a model of transformers by ours, in place, so that attention can be recorded."""
 
@@ -309,6 +317,9 @@ class Ours(Net):
     def writer(self, vocab_size: int, path: str) -> nn.Module:
         return self.network
 
+    def context_of(self, data: Mapping[str, Any]) -> int | None:
+        return self.config.max_len if self.config.architecture == "decoder" else None
+
 
 class OfTransformers(Net):
     """A model of transformers.
@@ -335,6 +346,9 @@ class OfTransformers(Net):
 
     def dropped(self, batch: Batch) -> list[str]:
         return [name for name in super().dropped(batch) if not (self.packs and name == "document_ids")]
+
+    def context_of(self, data: Mapping[str, Any]) -> int | None:
+        return None
 
     @torch.no_grad()
     def check_documents(self, batch: Batch) -> None:

@@ -429,17 +429,12 @@ def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
 
 def epoch_hooks(callbacks: Sequence[L.Callback]) -> list[str]:
     """Return a line for each hook of a user's callback that Lightning calls once an epoch, because a run is a single epoch."""
-    own = [
-        type(each)
-        for each in callbacks
-        if type(each).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "minitx")
-    ]
     return [
-        f"callbacks: {kind.__name__}.{hook} is called once, because Lightning counts the whole run as one epoch: for a call after "
-        "each validation, use on_validation_end"
-        for kind in own
+        f"callbacks: {type(callback).__name__}.{hook} is called once, because Lightning counts the whole run as one epoch: for a call "
+        "after each validation, use on_validation_end"
+        for callback in callbacks
         for hook in ("on_train_epoch_start", "on_train_epoch_end")
-        if getattr(kind, hook) is not getattr(L.Callback, hook)
+        if getattr(type(callback), hook).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "minitx")
     ]
 
 

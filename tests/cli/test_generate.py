@@ -69,7 +69,7 @@ def test_a_stop_ends_the_answer_before_it(output, last):
 @pytest.mark.parametrize("kind", SPACE)
 def test_a_stop_is_the_token_inside_of_a_text_also_if_a_text_begins_with_a_space(kind):
     known = Tokenizer(beginning_with_a_space(kind, ".ab\n").to_str())
-    options = _options(GenerateConfig(ckpt_path="last.ckpt", stop="."), torch.nn.Identity(), known, None)
+    options = _options(GenerateConfig(ckpt_path="last.ckpt", stop="."), torch.nn.Identity(), known)
     assert options["stop"] == known.encode("a.").tolist()[-1:] != known.encode(".").tolist()
 
 

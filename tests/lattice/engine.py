@@ -324,7 +324,7 @@ class Lattice:
         return None
 
     def _not_refused(self, point: Point, refusals: Sequence[Refusal]) -> Iterator[Failure]:
-        """A refusal is asked of each oracle in turn until one raises it: the first may not reach the refused part.
+        """The oracles run in turn until one raises the refusal: the first may not reach the refused part.
 
         A point with several reasons may be refused for any of them. A point without an oracle tells nothing.
         """

@@ -157,7 +157,7 @@ def options_of(point: Mapping[str, str]) -> dict[str, Any]:
 
 
 def refused_by_tables(options: Mapping[str, Any]) -> str | None:
-    """The field that the tables of ``TransformerConfig`` refuse beside the others, or None."""
+    """The field that the tables of ``TransformerConfig`` refuse together with the others, or None."""
     defaults = {name: entry.default for name, entry in TransformerConfig.__dataclass_fields__.items()}
     values = {**defaults, **options}
     for (other, *allowed), names in _BELONG_TO.items():

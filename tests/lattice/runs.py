@@ -974,7 +974,7 @@ def nothing_global_is_changed(run: Run) -> None:
 
 
 def two_processes_train_as_one(run: Run) -> None:
-    """Weights and losses of two processes are those of one, within what a plain loop of one differs from float64."""
+    """Two processes give the weights and losses of one process, within the error of a plain loop against float64."""
     one, two = run.whole(place="one"), run.whole()
     noise = [plain_loop(run.point, one, "64-true"), plain_loop(run.point, one, run.point["precision"], 0)]
     eps = torch.finfo(DTYPES[run.point["precision"]]).eps

@@ -202,7 +202,7 @@ def all_pass(mutant: Mutant, functions: dict[tuple[str, str, int], list[Function
 
 
 def changed_functions(mutant: Mutant) -> Iterator[CodeType]:
-    """The functions of the changed module that have the qualified name of the one that was changed."""
+    """The functions of the changed module with the qualified name of the changed function."""
     stack = [mutant.code]
     while stack:
         code = stack.pop()

@@ -344,7 +344,7 @@ SKIPPED = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """A mutant of ``mutants.py`` as a fault. ``number`` is its number among those of the file."""
+    """A mutant of ``mutants.py`` as a fault. ``number`` counts the mutants of the file."""
 
     name: str
     file: str
@@ -746,7 +746,7 @@ def values_for(fault: Fault | Drawn) -> dict[str, Where]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("judges", nargs="*", help="who is asked: suite, calls, models, runs")
+    parser.add_argument("judges", nargs="*", help="the judges to run: suite, calls, models, runs")
     parser.add_argument("--list", action="store_true", help="print the faults and stop")
     parser.add_argument("--only", nargs="*", help="words in the names of faults, which are asked again")
     parser.add_argument("--seed", type=int, default=SEED, help="of the draw")
