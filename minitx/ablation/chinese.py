@@ -182,7 +182,7 @@ PATTERNS: tuple[tuple[re.Pattern[str], Callable[[Match], str]], ...] = tuple(
             _caption,
         ),
         (
-            r"Medians over the seeds; .* beyond the margin \(× (\S+), or (\S+)\); SAME: it is within",
+            r"Medians over the seeds; .* beyond the margin \(× (\S+), or (\S+)\); SAME: the whole range is within the margin",
             lambda m: (
                 "各个种子的中位数；步数和得分取在其他种子上最好的学习率。步数的比值是第二组除以第一组，最大稳定学习率的比值是第一组除以第二组。范围是中位数的"
                 "范围，由次序统计量得出，并注明覆盖率；少于五个种子则没有范围。更多、更少：整个范围超出"

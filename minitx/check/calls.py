@@ -37,7 +37,7 @@ from minitx.check.search import (
     trials,
 )
 from minitx.check.signatures import chosen_forms, instance_of, read_signature
-from minitx.check.subjects import DoesNotApplyError, Function, Layer, NotTriedError, Subject, Way
+from minitx.check.subjects import RETURNS, DoesNotApplyError, Function, Layer, NotTriedError, Subject, Way
 
 STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
@@ -179,9 +179,9 @@ class _Examination:
     def _uncalled(self, faults: list[str]) -> Report:
         fault = "no way to call it was found"
         advice = "Check a function of queries, keys and values, an attention layer alone, or the whole model."
-        if faults and all(reason.startswith("it returns NoneType") for reason in faults):
+        if faults and all(reason.startswith(f"{RETURNS} NoneType") for reason in faults):
             fault, advice, faults = "it returns None", "Is the return statement missing?", []
-        elif isinstance(self.subject, Function) and len(faults) == 1 and not faults[0].startswith("it returns"):
+        elif isinstance(self.subject, Function) and len(faults) == 1 and not faults[0].startswith(RETURNS):
             fault, advice = "it raises the same error in every call", ""
         finding = Finding("cannot-be-called", Severity.WRONG, fault, advice, "; ".join(faults[:3]))
         checks = self._untried(fault)

@@ -1,4 +1,4 @@
-"""Attention in eleven steps, and common mistakes in each step.
+"""Attention in twelve steps, and common mistakes in each step.
 
 ``attention_in_steps(query, key, value, allowed)`` is the definition. With another function for one or two steps it is a mutant. The
 table ``MUTANTS`` serves to name mistakes, to seed faults for the tests of the checker, and to make puzzles.
@@ -29,6 +29,11 @@ Attention = Callable[..., tuple[Tensor, Tensor]]
 
 
 # --- the definition
+
+
+def _as_named(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Use query, key and value as their names say."""
+    return query, key, value
 
 
 def _same_heads(heads: Tensor) -> Tensor:
@@ -91,6 +96,7 @@ class Steps:
     """The steps of attention, in order. By default they are the definition.
 
     Attributes:
+        roles: (query, key, value) -> the tensors that are used as query, key and value.
         split: heads (B, H, L, D) of query, key or value -> the heads that are used.
         group: (heads of key or value, number of query heads) -> that number of heads.
         dot: (query, key) -> scores (B, H, L, S).
@@ -104,6 +110,7 @@ class Steps:
         merge: (output, query) -> output.
     """
 
+    roles: Step = _as_named
     split: Step = _same_heads
     group: Step = _each_head_repeated
     dot: Step = _dot_product
@@ -141,6 +148,7 @@ def attention_in_steps(
         ``(output (B, H, L, Dv), weights (B, H, L, S))``.
     """
     heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
+    query, key, value = steps.roles(query, key, value)
     query = steps.split(query)
     key, value = (steps.split(steps.group(tensor, heads)) for tensor in (key, value))
     scores = steps.scale(steps.dot(query, key), query, key, value)
@@ -370,6 +378,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _fragile("zeros_like(Q) for d_v ≠ d_k", "The output has the width of the values: new_zeros(*query.shape[:-1], value.shape[-1]).", merge=_buffer_like_query),
     _wrong("causal mask from the upper left hides the token itself", _ALIGNED, causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).tril(-1)),
     _wrong("causal mask shows later tokens alone", "Queries see earlier keys: use tril, not triu.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).triu(1)),
+    _wrong("keys and values swapped", "Compute scores from the keys and the mean from the values.", roles=lambda q, k, v: (q, v, k)),
 )  # fmt: skip
 """The mistakes. Mistakes with severity FRAGILE show only for some numbers or shapes."""
 

@@ -22,7 +22,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -168,8 +168,8 @@ class Report:
         for finding in self.findings:
             yield finding.severity.value, finding.fault
             yield from (("", text) for text in (finding.advice, finding.witness, finding.repeat) if text)
-        yield from _grouped(self.with_status(Status.NOT_TRIED))
         failed = {_name(check) for check in self.with_status(Status.FAILED)}
+        yield from _grouped(self.with_status(Status.NOT_TRIED), {*map(_name, self.with_status(Status.PASSED)), *failed})
         if passed := [name for name in dict.fromkeys(map(_name, self.with_status(Status.PASSED))) if name not in failed]:
             yield from _wrapped("passed", ", ".join(passed))
         if self.points is not None:
@@ -191,12 +191,14 @@ def _rows(lines: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{heading:<10} {text}".rstrip() for heading, text in lines]
 
 
-def _grouped(checks: Iterable[Check]) -> Iterator[tuple[str, str]]:
-    """A line for each reason why checks were not tried."""
+def _grouped(checks: Iterable[Check], tried: Collection[str]) -> Iterator[tuple[str, str]]:
+    """A line for each reason why checks were not tried. If other parts of a check were tried, the line names the part."""
     reasons: dict[str, list[str]] = {}
     for check in checks:
         names = reasons.setdefault(check.reason, [])
-        if (name := _name(check)) not in names:
+        if (name := _name(check)) in tried and (part := check.id.partition("/")[2]):
+            name += f" ({part.replace('-', ' ')})"
+        if name not in names:
             names.append(name)
     for reason, names in reasons.items():
         yield from _wrapped("not tried", f"{', '.join(names)}: {reason}")

@@ -23,6 +23,17 @@ class NotTriedError(Exception):
     """An experiment cannot be run in this way of calling. The message is the reason."""
 
 
+RETURNS = "it returns"
+"""The beginning of a fault about the type or the shape of the result."""
+
+
+class ReturnError(ValueError):
+    """The result of a call is not an output of attention."""
+
+    def __init__(self, result: str) -> None:
+        super().__init__(f"{RETURNS} {result}")
+
+
 class DoesNotApplyError(NotTriedError):
     """An experiment does not apply to this subject, so a graded exercise does not require it."""
 
@@ -307,7 +318,7 @@ class Layer(Subject):
             result = self.call({**arguments, **leaves})
         output = result[0] if isinstance(result, tuple | list) else result
         if not isinstance(output, Tensor):
-            raise ValueError(f"it returns {type(output).__name__}")
+            raise ReturnError(type(output).__name__)
         gradients = torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
         return [*watched.seen, Product("", output, output, tuple(gradient.cpu() for gradient in gradients))]
 
@@ -382,15 +393,13 @@ def _parts(result: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
         output = next((part for part in parts if part.shape[:-1] == shape[:-1]), None)
     if output is None:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts) or type(result).__name__
-        raise ValueError(f"it returns {shapes}, not {tuple(shape)}")
+        raise ReturnError(f"{shapes}, not {tuple(shape)}")
     return output, next((part for part in parts if part is not output), None)
 
 
 def _sentence(error: Exception) -> str:
     first = (str(error).splitlines() or [""])[0]
-    return (
-        first if isinstance(error, ValueError) and first.startswith("it returns") else f"{type(error).__name__}: {first[:160]}"
-    )
+    return first if isinstance(error, ReturnError) else f"{type(error).__name__}: {first[:160]}"
 
 
 def _name(function: Any) -> str:

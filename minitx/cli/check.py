@@ -92,13 +92,13 @@ def _report(subject: Any, config: CheckConfig) -> Report:
     """Return the report on the subject that the file defines."""
     from minitx.check.calls import check_attention
 
-    model = None if config.strict or config.stage is not None or config.mask is not None else _model_of(subject, config.target)
-    if model is not None:
-        return _model_report(model, config)
+    made = _made(subject, config.target)
+    if _is_model(made) and not (config.strict or config.stage is not None or config.mask is not None):
+        return _model_report(made, config)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
         require(config.only is None and config.causal is None, f"only and causal are for models{_why_none(subject)}")
         return check_attention(
-            subject,
+            subject if inspect.isclass(subject) else made,
             strict=config.strict,
             stage=config.stage,
             mask=config.mask,  # type: ignore[arg-type]
@@ -113,30 +113,38 @@ def _model_report(model: Any, config: CheckConfig) -> Report:
     repeat = f"minitx-check {shlex.quote(f'model={config.model}' if config.model else config.target)}"
     repeat += "" if config.causal is None else f" causal={str(config.causal).lower()}"
     repeat += " trust=true" * config.trust + (f" device={config.device}" if config.device != "cpu" else "")
+    if sys.stderr.isatty():  # some seconds without output follow
+        sys.stderr.write(f"checking {type(model).__name__} ...\n")
     with refusing("", (ValueError,)), refusing(f"device={config.device} cannot be used: ", (RuntimeError, AssertionError)):
         return check_model(
             model, only=config.properties, causal=config.causal, seed=config.seed, device=config.device, repeat=repeat
         )
 
 
-def _model_of(subject: Any, target: str) -> Any:
-    """Return a model, or the model that a class or function without required arguments returns; None if the subject is attention."""
+def _made(subject: Any, target: str) -> Any:
+    """Return what a class of modules or a function without required arguments returns, or else the subject."""
     from torch import nn
 
-    if inspect.isclass(subject) and not issubclass(subject, nn.Module):
-        return None
+    if isinstance(subject, nn.Module) or (inspect.isclass(subject) and not issubclass(subject, nn.Module)):
+        return subject
+    parameters = inspect.signature(subject).parameters.values() if callable(subject) else None
+    if parameters is None or any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters):
+        return subject  # a function of attention, or a layer that needs sizes
+    try:
+        made = subject()
+    except Exception as error:
+        raise ConfigError(f"{target}() raises {type(error).__name__}: {first_line(error)}") from error
+    return made if callable(made) else subject
+
+
+def _is_model(subject: Any) -> bool:
+    """Return whether the subject is a model, and not a layer or a function of attention."""
+    from torch import nn
+
     if not isinstance(subject, nn.Module):
-        parameters = inspect.signature(subject).parameters.values() if callable(subject) else None
-        if parameters is None or any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters):
-            return None  # a function of attention, or a layer that needs sizes
-        try:
-            subject = subject()
-        except Exception as error:
-            raise ConfigError(f"{target}() raises {type(error).__name__}: {first_line(error)}") from error
-    if not isinstance(subject, nn.Module):
-        return None
+        return False
     reads = (nn.Embedding, nn.Conv2d)
-    return subject if any(isinstance(module, reads) for module in subject.modules()) or hasattr(subject, "config") else None
+    return any(isinstance(module, reads) for module in subject.modules()) or hasattr(subject, "config")
 
 
 def _why_none(subject: Any) -> str:

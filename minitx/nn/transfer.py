@@ -40,7 +40,10 @@ def _mapped(tree: Any, on_host: dict[int, Tensor]) -> Any:
     if isinstance(tree, dict):
         return {name: _mapped(value, on_host) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(value, on_host) for value in tree)
+        values = [_mapped(value, on_host) for value in tree]
+        return (
+            type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+        )  # a named tuple takes its fields one by one
     return on_host.get(id(tree), tree)
 
 

@@ -45,8 +45,8 @@ def test_the_steps_are_the_definition(experiment):
         torch.testing.assert_close(one, other, rtol=0.0, atol=rounding * max(1.0, other.abs().max().item()))
 
 
-def test_a_mutant_replaces_one_or_two_of_eleven_steps_and_has_advice():
-    assert len(STEP_NAMES) == 11 and len(MUTANTS) >= 50
+def test_a_mutant_replaces_one_or_two_of_twelve_steps_and_has_advice():
+    assert len(STEP_NAMES) == 12 and len(MUTANTS) >= 50
     for entry in MUTANTS:
         assert 1 <= len(entry.instead) <= 2 and set(entry.instead) <= set(STEP_NAMES) and entry.advice
     assert len({entry.id for entry in MUTANTS}) == len(MUTANTS)

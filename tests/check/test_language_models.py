@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,13 @@ class Bare(nn.Module):
 
     def forward(self, ids):
         return self.out(self.mix(self.table(ids)))
+
+
+@pytest.mark.slow
+def test_a_graph_break_is_not_logged(caplog):
+    report = check_model(Bare(lambda hidden: hidden * (1 + (hidden.sum().item() > 1e9))), only="compile")
+    assert [check.id for check in report.with_status(Status.PASSED)] == ["call/finite", "compile"]
+    assert all(record.levelno < logging.WARNING for record in caplog.records)
 
 
 def test_a_model_without_a_mask_passes_and_its_padding_is_not_counted_as_right():

@@ -47,6 +47,12 @@ def test_the_table_has_everything_that_the_json_has():
     assert "points     1 of 3 in stage 2" in shown and "mend first a mistake" in shown
 
 
+def test_a_part_of_a_check_that_was_not_tried_is_named_beside_the_parts_that_were():
+    tried, untried = Check("causality/values", Status.PASSED), Check("causality/with-a-mask", Status.NOT_TRIED, "no mask")
+    shown = str(Report("f", "", 0, (tried, untried, Check("padding/left", Status.NOT_TRIED, "no mask")), ()))
+    assert "not tried  causality (with a mask), padding: no mask" in shown and "passed     causality" in shown
+
+
 def test_the_json_is_strict_json_with_the_findings_and_checks():
     read = json.loads(Report("f", "", 0, (Check("plain", Status.FAILED, size=float("inf")),), (WRONG,)).json())
     assert read["checks"][0]["size"] == "inf" and read["findings"][0]["id"] == read["mend_first"] == "c"
@@ -83,7 +89,7 @@ softmax-over-all-scores softmax-twice no-softmax log-softmax sigmoid exp-without
 one-maximum-for-all-rows scale-after-the-softmax scale-before-and-after-the-softmax mask-after-the-softmax
 eps-after-the-softmax weights-without-gradient weights-transposed keys-mixed queries-mixed query-added-to-the-output
 grouped-heads-tiled first-key-head-for-all heads-by-view heads-merged-by-view zeros-like-q-for-d-v-d-k
-causal-mask-from-the-upper-left-hides-the-token-itself causal-mask-shows-later-tokens-alone
+causal-mask-from-the-upper-left-hides-the-token-itself causal-mask-shows-later-tokens-alone keys-and-values-swapped
 """
 
 

@@ -25,6 +25,17 @@ def right(q, k, v, mask=None):
 def no_scale(q, k, v):
     return (q @ k.mT).softmax(-1) @ v
 
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x):
+        return no_scale(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+def made():
+    return Layer()
+
 class NeedsSizes(torch.nn.Module):
     def __init__(self, vocab_size, n_positions):
         super().__init__()
@@ -124,6 +135,13 @@ def test_what_is_mistyped_ends_with_one_sentence_and_the_exit_code_2(program, wo
 def test_a_class_and_an_instance_of_a_model_are_checked(program, name):
     code, shown, _ = program(f"model.py:{name}", "only=rows,causality")
     assert code == 0 and shown.startswith("Own, seed 0\ncalled as  Own(ids)") and "passed     call, rows, causality" in shown
+
+
+@pytest.mark.parametrize("words", [(), ("stage=1",)])
+@pytest.mark.parametrize("name", ["Layer", "made"])
+def test_a_layer_that_a_class_or_a_function_returns_is_checked(program, name, words):
+    code, shown, _ = program(f"mine.py:{name}", *words)
+    assert code == 1 and shown.startswith("Layer, seed 0") and "Layer.forward(x)" in shown and "wrong      no scale" in shown
 
 
 def test_the_command_in_a_report_of_a_model_repeats_it(program):

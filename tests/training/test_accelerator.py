@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import sys
+from typing import NamedTuple
 
 import lightning.pytorch as L
 import pytest
@@ -93,6 +94,11 @@ def kinds(action):
     return sorted(kind for kind, _, _ in counted.elements())
 
 
+class Named(NamedTuple):
+    values: torch.Tensor
+    step: int
+
+
 def waiting_and_moving():
     device = pretend.register()
     x, pinned = torch.ones(3, device=device), torch.ones(3).pin_memory()
@@ -102,10 +108,12 @@ def waiting_and_moving():
     assert kinds(lambda: (torch.tensor([1.0], device=device), torch.ones(3).to(device), pinned.to(device))) == ["up"] * 3
     assert kinds(lambda: pinned.to(device, non_blocking=True)) == []
     tree = {"loss": x.sum(), "ids": [torch.arange(5, device=device)[None], 3], "mask": x > 0, "wide": x.double()[::2]}
-    tree |= {"half": (x / 3).bfloat16(), "none": x[:0]}
+    tree |= {"half": (x / 3).bfloat16(), "none": x[:0], "named": Named(x, 3)}
     assert kinds(lambda: to_host(tree)) == ["down"]
     here = to_host(tree)
-    for there, value in zip((*tree.values(), *tree["ids"]), (*here.values(), *here["ids"]), strict=True):
+    assert type(here["named"]) is Named
+    pairs = zip(*([*part.values(), *part["ids"], *part["named"]] for part in (tree, here)), strict=True)
+    for there, value in pairs:
         if isinstance(there, torch.Tensor):
             assert value.device.type == "cpu" and value.dtype == there.dtype and value.equal(there.cpu())
     assert kinds(lambda: to_device(torch.ones(3), device)) == [] and to_device(torch.ones(3), device).device == device
