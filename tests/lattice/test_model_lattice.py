@@ -13,6 +13,7 @@ from tests.lattice.networks import CHANGES, FAMILIES, OURS, SIZES, joined
 
 SEED = 61
 QUICK, SLOW = 20, 120
+PARTS = 4  # tests into which the changes of a model alone are divided
 SLOW_TO_START = {"wrapper": "lora|quantised|compile|inductor"}
 RELEASE = ({"model": joined(FAMILIES)}, {"wrapper": "inductor|ddp|fsdp"})
 
@@ -56,12 +57,15 @@ def test_each_pair_of_options_keeps_all_properties(point, process_group):
 
 
 @pytest.mark.release
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", OURS)
-def test_every_change_of_a_model_alone_keeps_all_properties(name):
+def test_every_change_of_a_model_alone_keeps_all_properties(name, part):
     costly = (SLOW_TO_START, *RELEASE)
-    for point in MODELS.pairs():
-        if point["model"] == name and not any(matches(where, point) for where in costly):
-            MODELS.check(point)
+    points = [
+        point for point in MODELS.pairs() if point["model"] == name and not any(matches(where, point) for where in costly)
+    ]
+    for point in points[part::PARTS]:
+        MODELS.check(point)
 
 
 def test_each_oracle_is_asked_often():
