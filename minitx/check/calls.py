@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.check import strict as kernels
+from minitx.check.copying import copied
 from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, PLAIN, Experiment, Inputs, Outcome
 from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import naive_attention, tolerance
@@ -125,7 +126,7 @@ def make_subject(function: Any, device: torch.device | str, dtype: torch.dtype, 
     has_matrices = isinstance(function, nn.Module) and any(p.ndim > 1 for p in function.parameters())
     if has_matrices:
         return Layer(function, dtype, device, seed)
-    called = function.eval() if isinstance(function, nn.Module) else function
+    called = copied(function).eval() if isinstance(function, nn.Module) else function
     if next(signature.orders()).keys() == {"x"}:
         raise ValueError(f"{kind} takes one input and has no projections, so its queries, keys and values cannot be seen")
     return Function(called, dtype, device, seed)
@@ -321,11 +322,23 @@ class _Verdicts:
         yield from self._weights()
         yield from self._unmasked()
         yield from self._few_axes()
-        if any(outcome.is_changed for outcome in self.trial.outcomes.values()):
-            advice = "Write q = q * scale instead of q *= scale."
-            yield Finding("changes-its-arguments", Severity.FRAGILE, "it changes its arguments in place", advice), {PLAIN.id}
+        yield from self._changes()
         if isinstance(self.subject, Layer) and (idle := self.subject.idle_parameters(self.trial.way)):
             yield Finding("idle-parameters", Severity.WRONG, f"unused parameters: {', '.join(idle)}"), {PLAIN.id}
+
+    def _changes(self) -> Iterator[Placed]:
+        """Yield arguments that are changed in place. A changed mask is wrong, because the next layer gets it."""
+        mask = self.subject.signature.mask
+        changed: dict[str | None, str] = {}
+        for outcome in self.trial.outcomes.values():
+            for name in outcome.changed:
+                changed.setdefault(name, outcome.experiment.id)
+        if changed.keys() - {mask}:
+            advice = "Write q = q * scale instead of q *= scale."
+            yield Finding("changes-its-arguments", Severity.FRAGILE, "it changes its arguments in place", advice), {PLAIN.id}
+        if mask in changed:
+            fault = f"it changes {mask} in place, so the next layer gets another mask"
+            yield Finding("changes-the-mask", Severity.WRONG, fault, f"Copy {mask} before you change it."), {changed[mask]}
 
     def _named(self, failed: list[Outcome]) -> Iterator[Placed]:
         """Yield the named mistakes, those that show in the simplest experiment first."""

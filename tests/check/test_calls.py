@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+import threading
 from functools import partial
 
 import pytest
@@ -214,6 +215,47 @@ def test_changed_arguments_and_idle_parameters_are_found():
             self.other = nn.Linear(d_model, d_model)
 
     assert wrong(check_attention(Layer)) == {"idle-parameters"}
+
+
+def test_a_mask_that_is_changed_in_place_is_wrong_and_changes_no_later_check():
+    def flips(q, k, v, mask=None):
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        return (scores if mask is None else scores.masked_fill(mask.logical_not_(), -math.inf)).softmax(-1) @ v
+
+    class FlipsPadding(RightHidesPadding):
+        def forward(self, x, key_padding_mask=None):
+            out = super().forward(x, key_padding_mask)
+            if key_padding_mask is not None:
+                key_padding_mask.zero_()
+            return out
+
+    before = check_attention(mutant("NaN where a query sees nothing"))
+    for function, stage in ((flips, None), (flips, 2), (FlipsPadding, None)):
+        report = check_attention(function, stage=stage)
+        assert "changes-the-mask" in wrong(report) and report.exit_code == 1, report
+        assert check_attention(flips, stage=1).is_right
+        assert str(check_attention(mutant("NaN where a query sees nothing"))) == str(before)
+
+
+def test_a_check_changes_no_module_and_copies_those_that_python_does_not_copy():
+    class Keeps(RightHidesPadding):
+        def forward(self, x, key_padding_mask=None):
+            self.last = super().forward(x, key_padding_mask)
+            return self.last
+
+    layer = Keeps(12, 2)
+    layer(torch.randn(1, 3, 12))
+    layer.lock = threading.Lock()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    assert check_attention(layer).is_right and layer.training
+    assert all(value.dtype == before[name].dtype and value.equal(before[name]) for name, value in layer.state_dict().items())
+
+    class WithoutWeights(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    module = WithoutWeights()
+    assert check_attention(module).is_right and module.training
 
 
 def test_a_mistake_without_a_name_is_found_with_a_witness():
