@@ -313,7 +313,7 @@ class _Verdicts:
             if e.dtype is None and e is not BLIND_MOVED and not passes(self.judge, self.trial, o)
         ]
         if self.mistakes is not None:
-            yield from self._named(failed)
+            yield from self._named([o for o in failed if o.output is not None or self.judge.fits(o, self.mistakes)])
             failed = [o for o in failed if not self.judge.fits(o, self.mistakes, self.trial.is_causal)]
         yield from self._unexplained(failed)
         yield from self._gradient_of_blind()
@@ -348,7 +348,7 @@ class _Verdicts:
         ranked = sorted(shown, key=lambda mutant: min((order[o.experiment] for o in shown[mutant]), default=len(order)))
         for mutant in ranked:
             outcomes = shown[mutant]
-            names = [outcome.experiment.name for outcome in outcomes]
+            names = [self._seen_in(outcome) for outcome in outcomes]
             names = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
             severity = mutant.severity
             finding = Finding(
@@ -362,6 +362,12 @@ class _Verdicts:
         if others and len(self.others) <= 4:
             places = {outcome.experiment.id for mutant in replaced for outcome in shown[mutant]}
             yield Finding("same-numbers", Severity.NOTE, f"the same numbers come from: {', '.join(others)}"), places
+
+    @staticmethod
+    def _seen_in(outcome: Outcome) -> str:
+        """The name of the experiment that shows a mistake. A finite output where a query sees nothing is right until it moves."""
+        is_finite = outcome.output is not None and bool(outcome.output.isfinite().all())
+        return BLIND_MOVED.name if outcome.experiment is BLIND and is_finite else outcome.experiment.name
 
     def _shown(self, mutant: Mutant, failed: list[Outcome]) -> list[Outcome]:
         """The failed outcomes that this mistake alone makes wrong, or all if it shows only with another mistake."""

@@ -53,7 +53,10 @@ def test_a_mutant_replaces_one_or_two_of_twelve_steps_and_has_advice():
     assert len({entry.id for entry in MUTANTS}) == len(MUTANTS)
 
 
-@pytest.mark.parametrize("entry", MUTANTS, ids=lambda entry: entry.id)
+OF_LAYERS = {"heads-not-transposed"}  # as a function, it is right for (B, L, H, D)
+
+
+@pytest.mark.parametrize("entry", [entry for entry in MUTANTS if entry.id not in OF_LAYERS], ids=lambda entry: entry.id)
 def test_every_mutant_is_named(entry):
     report = check_attention(mutant(entry.name), mask="keep")
     assert found(report)[0] == entry.id, report
@@ -95,6 +98,11 @@ NAMES = {
     "hides_the_diagonal": "causal-mask-from-the-upper-left-hides-the-token-itself",
     "scores_copied_without_gradient": "weights-without-gradient",
     "lower_triangle_hidden": "causal-mask-shows-later-tokens-alone",
+    "square_triangle_with_one_later_token": "causal-mask-shows-one-later-token",
+    "one_later_token_from_upper_left": "causal-mask-from-the-upper-left-shows-one-later-token",
+    "returns_the_values": "weights-unused",
+    "scores_with_the_values": "keys-and-values-swapped",
+    "NeverTransposes": "heads-not-transposed",
 }
 """What is found in each. At the first try, before any of them had been run, 18 of the first 22 were named, and two passed."""
 
@@ -387,7 +395,7 @@ def test_stage_3_names_nan_and_the_mean_of_hidden_values_and_says_how_to_write_i
     ):
         report = check_attention(function, stage=3)
         assert report.mend_first.id == name and report.mend_first.severity == Severity.WRONG
-        assert ".softmax(-1).masked_fill(~mask, 0)" in report.mend_first.advice
+        assert ".softmax(-1).masked_fill(hidden, 0)" in report.mend_first.advice
 
 
 def test_nan_in_the_gradient_alone_is_found():
