@@ -170,7 +170,8 @@ def _gradients(exam: Examination, id: str) -> None:
     if cut.any():
         i, j = cut.nonzero()[-1].tolist()
         witness = f"changing token {j} moves the output of token {i} by {influence[i, j]:.2g}, but its gradient is 0; {int(cut.sum())} such pairs"
-        if int(cut.sum()) > 0.5 * int(seen.sum()) - int(seen.diagonal().sum()) > 0:
+        half = 0.5 * int(seen.sum()) - int(seen.diagonal().sum())  # of the effects, less those of a token on itself
+        if 0 < half < int(cut.sum()):
             fault = "outputs depend on tokens that get no gradient"
             advice = "Look for detach(), no_grad, .data or a copy through numpy."
             exam.failed(id, "gradient-cut", Severity.WRONG, fault, advice, witness)
