@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part, TransformerConfig, to_dict
+from minitx.config.part import FROM_PYTHON
 from minitx.config.schema import nearest, require, stated
 from minitx.config.training import MODEL
 from minitx.data.lightning_data import INPUTS, lightning_base, overrides
@@ -197,20 +198,29 @@ class Net:
         trained = sum(p.numel() for p in self.network.parameters() if p.requires_grad)
         return f"{type(self.network).__name__}, {total:,} parameters" + (f" ({trained:,} trained)" if trained != total else "")
 
+    def changes(self) -> list[str]:
+        """Return the differences between the network and what its config or ``stored_node`` builds; [] if it has neither."""
+        from minitx.interop.finetune import differences_from_stored
+
+        return differences_from_stored(self.network)
+
     @property
     def stored_node(self) -> Mapping[str, Any] | None:
-        """The node that rebuilds the network, if the network stores it as an attribute; else None."""
+        """The node that rebuilds the network, if the network stores it as an attribute and has not changed; else None."""
         node = getattr(self.network, "stored_node", None)
-        return node if isinstance(node, Mapping) else None
+        return node if isinstance(node, Mapping) and not self.changes() else None
 
     def node(self, part: Part, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the node of the network for a checkpoint.
 
         This is the stored node if there is one. Otherwise it is the node of ``part`` with the fields that the data determined,
-        or, for an object from Python, the name of its class.
+        or, for an object from Python, the name of its class. An object that was changed after its config built it cannot be
+        rebuilt: its node lists the changes (``changes``), and ``load_model`` needs the model.
         """
-        if self.stored_node is not None:
-            return dict(self.stored_node)
+        if (stored := self.stored_node) is not None:
+            return dict(stored)
+        if part.is_object and (changes := self.changes()):
+            return {"_target_": FROM_PYTHON, "changes": changes, **({} if self.config is None else to_dict(self.config))}
         if part.is_object:
             return {"_target_": f"{type(self.network).__module__}.{type(self.network).__qualname__}"}
         return {**{name: value for name, value in fields.items() if name in part.names}, **part.plain()}
@@ -306,9 +316,16 @@ class Ours(Net):
         sizes = f"num_layers {config.num_layers}, num_heads {config.num_heads}, embed_dim {config.embed_dim}"
         return f"{super().describe()}: {sizes}"
 
+    def changes(self) -> list[str]:
+        from minitx.interop.pretrained import differences_from_config
+
+        if self.network is not self.model:
+            return [f"{self.kind} is inside {type(self.network).__name__}"]
+        return differences_from_config(self.model)
+
     @property
-    def stored_node(self) -> Mapping[str, Any]:
-        return {"_target_": MODEL, **to_dict(self.config)}
+    def stored_node(self) -> Mapping[str, Any] | None:
+        return None if self.changes() else {"_target_": MODEL, **to_dict(self.config)}
 
     @property
     def head(self) -> nn.Module | None:
@@ -454,10 +471,25 @@ def build_network(part: Part, data: DataModule, precision: str = "32-true") -> n
     net = Net.of(model)
     net.check_sizes(decided_fields(data.task))
     if parts := net.train():
-        log.info("model: stays in evaluation mode: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
+        log.info("model: stays in evaluation mode: %s", _listed(parts))
+    if part.is_object and (changes := net.changes()):
+        log.info("model: load its checkpoints with load_model(path, model=...), because %s", _listed(changes, "; "))
+    if net.config is not None and (
+        hooked := [name or "the model" for name, module in model.named_modules() if _has_hooks(module)]
+    ):
+        log.info("model: checkpoints do not contain the hooks of %s", _listed(hooked))
     if precision == "64-true":
         model.double()  # Lightning does this only after loading a checkpoint in float32
     return in_own_dtype(model) if precision in ("64-true", "bf16-true") else model
+
+
+def _listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """Return the first three texts in one."""
+    return separator.join([*texts[:3], *(["..."] if len(texts) > 3 else [])])
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)  # torch has no public list of hooks
 
 
 def network_of(part: Part, data: DataModule | None = None) -> nn.Module:

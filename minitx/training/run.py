@@ -44,6 +44,7 @@ from minitx.training.callbacks import (
 from minitx.training.checkpoints import (
     check_free,
     check_resumed,
+    load_start,
     start_from,
     stored_state,
     tokenizer_of,
@@ -95,16 +96,24 @@ def train(
     folder = Path(folder)
     config = checked(config, folder, model=model, data=data, objective=objective, batch_size=batch_size)
     with quiet_lightning(), machine(config.trainer):
-        rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
-        config = dataclasses.replace(config, trainer=in_steps(config.trainer, rows))
-        network = build_network(config.model, rows, config.trainer.precision)
+        config, rows, network = open_parts(config)
         parts = config.objective, config.optimizer, config.schedule
-        module = build_module(start_from(config.init_from, network), rows, *parts, config.trainer, config.seed)
+        module = build_module(network, rows, *parts, config.trainer, config.seed)
         check_demands(module.net, rows, config)
         if is_rehearsed(config.trainer, config.ckpt_path):
             rehearse(config, module, rows, perform)
         steps, nonfinite_step, metrics = perform(config, module, rows, folder, files)
     return summarise(folder, steps, nonfinite_step, metrics, rows.task.floors, network)
+
+
+def open_parts(config: RunConfig) -> tuple[RunConfig, DataModule, nn.Module]:
+    """Return the config with epochs converted to steps, the data, and the network with the weights of ``init_from``."""
+    start = load_start(config.init_from)  # for the tokenizer and the weights; freed when this function returns
+    tokenizer = tokenizer_of(config.init_from, start, config.data)
+    rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer)
+    config = dataclasses.replace(config, trainer=in_steps(config.trainer, rows))
+    network = build_network(config.model, rows, config.trainer.precision)
+    return config, rows, start_from(config.init_from, start, network)
 
 
 def show_plan(
@@ -119,7 +128,8 @@ def show_plan(
     options = config.trainer
     check_accelerator(options.accelerator)
     with quiet_lightning(), kept_generators(torch.device("cpu")):
-        rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
+        tokenizer = tokenizer_of(config.init_from, load_start(config.init_from), config.data)
+        rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer)
         network = build_without_numbers(config.model, rows, options.precision)
         net = Net.of(network)
         check_demands(net, rows, config)

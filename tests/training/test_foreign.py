@@ -18,11 +18,12 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, RunConfig, TransformerConfig, node
+from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, InitFrom, RunConfig, TransformerConfig, node
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.generation import generate
-from minitx.nn import build_model
+from minitx.nn import DecoderLM, build_model
+from minitx.nn.efficient import LinearAttention
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.metrics_csv import read_metrics
@@ -213,10 +214,10 @@ def rows_of_tokens(real, **more):
     return [{"input_ids": list(range(3, 3 + n)), "labels": list(range(3, 3 + n)), **more} for n in real]
 
 
-def train_tokens(folder, model, rows, *, vocab_size=99, num_labels=2, **options):
+def train_tokens(folder, model, rows, *, vocab_size=99, num_labels=2, run=None, **options):
     fields = {"vocab_size": vocab_size, "num_labels": num_labels}
     task = Task(**{"name": "mine", "train": rows, "val": rows, "model_fields": fields, **options})
-    options = {"objective": None, "precision": "32-true", "max_steps": 2, "val_batch_size": 2}
+    options = {"objective": None, "precision": "32-true", "max_steps": 2, "val_batch_size": 2, **(run or {})}
     return fit(folder, task, model=model, batch_size=len(rows), **options)
 
 
@@ -363,6 +364,31 @@ class Counts(nn.Module):
 
     def forward(self, input_ids):
         return nn.functional.one_hot(input_ids + 1, 99).float()
+
+
+def test_the_checkpoint_of_a_changed_model_of_ours_is_loaded_into_a_model_that_was_changed_alike_and_no_other(tmp_path, caplog):
+    caplog.set_level("INFO")
+    config = TransformerConfig(vocab_size=99, embed_dim=8, num_heads=2, num_layers=2)
+    model = DecoderLM(config, core=LinearAttention)
+    train_tokens(tmp_path / "run", model, rows_of_tokens([5, 5, 3]))
+    assert "load its checkpoints with load_model(path, model=...), because blocks.0.attention.core is" in caplog.text
+    path, ids = tmp_path / "run" / "checkpoints" / "last.ckpt", torch.tensor([[3, 5, 4]])
+    difference = r"differs from its config: blocks\.0\.attention\.core is \S+LinearAttention, not \S+DotProductAttention"
+    with pytest.raises(
+        ConfigError, match=rf"^ckpt_path=\S+ contains a model that {difference}.* call load_model\(path, model="
+    ):
+        load_model(path)
+    loaded = load_model(path, model=DecoderLM(config, core=LinearAttention))[0]
+    torch.testing.assert_close(loaded(ids), model.eval()(ids), rtol=0, atol=0)
+    for options, refusal in (
+        ({"ckpt_path": str(path), "max_steps": 3}, r"contains another model than the config: model\.(changes|_target_) "),
+        ({"init_from": InitFrom(path=str(path))}, rf"^init_from\.path=\S+ contains a model that {difference}"),
+    ):
+        where = tmp_path / ("run" if "ckpt_path" in options else "new")
+        with pytest.raises(ConfigError, match=refusal):
+            train_tokens(where, DecoderLM(config), rows_of_tokens([5, 5, 3]), run=options)
+        steps = train_tokens(where, DecoderLM(config, core=LinearAttention), rows_of_tokens([5, 5, 3]), run=options)["steps"]
+        assert steps == options.get("max_steps", 2)
 
 
 # --- counts, metrics and splits
