@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -203,11 +204,11 @@ class Rows(Split):
         """The values of a key, one for each row: whole numbers as int64, Python's floats as float32."""
         first = values[0]
         try:
-            rows = [np.asarray(value) for value in values]
-            array = padded(rows, self._fill(key, rows)) if rows[0].ndim == 1 else np.stack(rows)
+            rows = [_array(value) for value in values]
+            array = self._padded(key, rows) if rows[0].ndim == 1 else np.stack(rows)
         except ConfigError:
             raise
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             array = np.array(None)
         if array.dtype.kind not in "biuf":
             raise ConfigError(
@@ -219,6 +220,20 @@ class Rows(Split):
         elif array.dtype.kind == "f" and isinstance(first, float | list):
             array = array.astype(np.float32)
         return torch.from_numpy(array)
+
+    def _padded(self, key: str, rows: list[np.ndarray]) -> np.ndarray:
+        """The 1-D rows of a key in one array. Whole numbers, and bools whose padding value is not a bool, become int64.
+
+        Raises:
+            ConfigError: the padding value is not known, or cannot be stored with the numbers.
+        """
+        fill = self._fill(key, rows)
+        kind = np.result_type(*{row.dtype for row in rows if len(row)} or [np.int64])  # an empty Python list would be float64
+        if kind.kind in "iu" or (kind.kind == "b" and fill not in (0, 1)):
+            kind = np.dtype(np.int64)
+            rows = [row.astype(kind) for row in rows]
+        require(_can_store(kind, fill), f"{self.name}: {key} is {kind}, so its padding value in Task.pad cannot be {fill}")
+        return padded(rows, fill)
 
     def _fill(self, key: str, rows: Sequence[np.ndarray]) -> float:
         """The padding value of a key.
@@ -275,6 +290,21 @@ def select_rows(batch: Batch, rows: slice | list[int]) -> Batch:
     size = len(batch["labels"])
     chosen = {name: x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == size else x for name, x in batch.items()}
     return chosen | ({"num_targets": num_targets(chosen["labels"])} if "num_targets" in chosen else {})
+
+
+def _array(value: Any) -> np.ndarray:
+    """Return a value of a row as an array. NumPy has no bfloat16, so such tensors become float32."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.dtype == torch.bfloat16 else value
+    return np.asarray(value)
+
+
+def _can_store(kind: np.dtype, number: float) -> bool:
+    """Return whether an array of a dtype can contain a number, possibly rounded if it is a float."""
+    if kind.kind == "i":
+        return float(number).is_integer()
+    return kind.kind != "f" or not math.isfinite(number) or abs(number) <= float(np.finfo(kind).max)
 
 
 def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:
