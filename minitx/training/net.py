@@ -164,14 +164,16 @@ class Net:
         """The vocabulary size in the model's config, or None."""
         return stated(getattr(self.model, "config", None), "vocab_size", int)
 
-    def check_sizes(self, fields: Mapping[str, Any]) -> None:
+    def check_sizes(self, fields: Mapping[str, Any], longest: int = 0) -> None:
         """Refuse a network that is too small for the data, and log sizes that are larger than needed.
 
         Args:
             fields: the fields that the data determines, such as ``vocab_size`` and ``num_labels``.
+            longest: the number of tokens of the longest row; 0: unknown.
 
         Raises:
-            ConfigError: its vocabulary or number of labels is smaller than the data's.
+            ConfigError: its vocabulary or number of labels is smaller than the data's, or it has fewer positions than the longest
+                row.
         """
         self._check_size("the vocabulary", self.vocab_size, fields.get("vocab_size"))
 
@@ -316,6 +318,11 @@ class Ours(Net):
         sizes = f"num_layers {config.num_layers}, num_heads {config.num_heads}, embed_dim {config.embed_dim}"
         return f"{super().describe()}: {sizes}"
 
+    def check_sizes(self, fields: Mapping[str, Any], longest: int = 0) -> None:
+        super().check_sizes(fields)
+        self._check_size("the number of labels", self.config.num_labels, fields.get("num_labels"))
+        self.config.check_length(longest)
+
     def changes(self) -> list[str]:
         from minitx.interop.pretrained import differences_from_config
 
@@ -383,7 +390,7 @@ class OfTransformers(Net):
                 "Set data.packing=false to put one document into a row"
             )
 
-    def check_sizes(self, fields: Mapping[str, Any]) -> None:
+    def check_sizes(self, fields: Mapping[str, Any], longest: int = 0) -> None:
         super().check_sizes(fields)
         config = self.model.config
         self._check_size("the number of labels", stated(config, "num_labels", int), fields.get("num_labels"))
@@ -453,13 +460,18 @@ _MODELS_OF = {
     "tag": (("encoder", "token"),),
 }
 
+_LENGTHS = ("max_source_len", "max_target_len")
+"""Fields of data in pairs: the longest row on each side."""
+
 
 def build_network(part: Part, data: DataModule, precision: str = "32-true") -> nn.Module:
     """Return the network of a run. Its weights depend only on the seed, ``data.seed``.
 
     Raises:
-        ConfigError: the model cannot be built, does not match the data, or is a LightningModule with its own training step.
+        ConfigError: the model cannot be built, does not match the data, or is a LightningModule with its own training step; or
+            the data has fewer rows than a batch.
     """
+    data.check_batch()
     seed_device(data.seed)
     model = network_of(part, data)
     base = lightning_base(model, "LightningModule")
@@ -469,7 +481,8 @@ def build_network(part: Part, data: DataModule, precision: str = "32-true") -> n
             "train it with Lightning's Trainer and import blocks of minitx, or pass its network as model"
         )
     net = Net.of(model)
-    net.check_sizes(decided_fields(data.task))
+    fields = decided_fields(data.task)
+    net.check_sizes(fields, max(data.task.longest or 0, *(fields.get(name, 0) for name in _LENGTHS)))
     if parts := net.train():
         log.info("model: stays in evaluation mode: %s", _listed(parts))
     if part.is_object and (changes := net.changes()):
@@ -523,16 +536,15 @@ def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
     """Return the config of one of our models with the fields that the data determines: vocabulary, labels, images, special ids.
 
     Raises:
-        ConfigError: the model is for another task or too small for the data, or the data has fewer rows than a batch.
+        ConfigError: the model is for another task, or its fields differ from those of the data.
     """
     fields = decided_fields(data.task)
-    fields.pop("num_classes", None)
-    data.check_batch()
     _check_kind(model, data.task, fields)
-    model.check_length(max(data.task.longest or 0, *(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))))
     changes = {}
     known = [field.name for field in dataclasses.fields(model)]
     for name, value in fields.items():
+        if name in ("num_classes", *_LENGTHS):
+            continue
         if name not in known:
             raise ConfigError(
                 f"the data sets model.{name}={value}, but a model has no such field{nearest(name, known, 'model.')}"

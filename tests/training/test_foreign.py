@@ -18,7 +18,16 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, InitFrom, RunConfig, TransformerConfig, node
+from minitx.config import (
+    CallbacksConfig,
+    ConfigError,
+    EvaluationConfig,
+    InitFrom,
+    RunConfig,
+    TrainerConfig,
+    TransformerConfig,
+    node,
+)
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.generation import generate
@@ -29,6 +38,7 @@ from minitx.training.evaluation import evaluate
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.net import Net, build_network, fitted
+from minitx.training.run import train
 from tests.interop.families import TEXT, build
 
 
@@ -389,6 +399,30 @@ def test_the_checkpoint_of_a_changed_model_of_ours_is_loaded_into_a_model_that_w
             train_tokens(where, DecoderLM(config), rows_of_tokens([5, 5, 3]), run=options)
         steps = train_tokens(where, DecoderLM(config, core=LinearAttention), rows_of_tokens([5, 5, 3]), run=options)["steps"]
         assert steps == options.get("max_steps", 2)
+
+
+@pytest.mark.parametrize("how", ["object", "config"])
+def test_sizes_are_checked_alike_for_a_model_from_python_and_one_of_the_config(tmp_path, how):
+    sizes = {"embed_dim": 8, "num_heads": 2, "num_layers": 1, "position": "learned", "max_len": 8}
+    of_labels = {"architecture": "encoder", "head": "sequence"}
+    cases = (
+        ({}, {"longest": 20}, {}, "^model.max_len=8 is smaller than the longest row of the data, 20 tokens"),
+        ({}, {}, {"batch_size": 4}, "^mine has 3 training rows, fewer than data.batch_size=4: lower it"),
+        ({**of_labels, "num_labels": 2}, {"kind": "classify"}, {}, "^model.*labels.* the data"),
+    )
+    for fields, task, options, refusal in cases:
+        rows = [{**row, "labels": 1} if task.get("kind") else row for row in rows_of_tokens([5, 5, 3])]
+        data = Task(**{"name": "mine", "train": rows, "val": rows, "model_fields": {"vocab_size": 99, "num_labels": 3}, **task})
+        if not fields:
+            data = dataclasses.replace(data, model_fields={"vocab_size": 99})
+        if how == "object":
+            kinds = {"model": build_model(TransformerConfig(vocab_size=99, **sizes, **fields))}
+        else:
+            kinds = {"config": node(build_model, **sizes, **fields)}
+        config = RunConfig(model=kinds.get("config", node(build_model)), trainer=TrainerConfig(max_steps=1, accelerator="cpu"))
+        with pytest.raises(ConfigError, match=refusal):
+            train(config, tmp_path / "run", model=kinds.get("model"), data=data, batch_size=options.get("batch_size", 3))
+    assert not (tmp_path / "run").exists()
 
 
 # --- counts, metrics and splits
