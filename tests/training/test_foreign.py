@@ -131,6 +131,18 @@ def test_what_is_not_finite_ends_the_run_before_the_update_also_without_found_in
         fit(tmp_path / "stop", data, objective=lambda logits, batch: squared(logits, batch) * math.nan)
 
 
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_an_objective_whose_sums_differ_between_batches_is_refused(tmp_path, where):
+    calls = itertools.count()
+
+    def objective(logits, batch):
+        is_other = torch.is_grad_enabled() == (where == "training") and next(calls) % 2
+        return {"loss": squared(logits, batch), **({"more": logits.sum()} if is_other else {})}
+
+    with pytest.raises(ConfigError, match=r"^objective must return the same sums for every batch, but it returned loss, and"):
+        fit(tmp_path / "run", task_of(squares()), objective=objective, accumulate=2, val_batch_size=2)
+
+
 # --- models of transformers, and wrappers around them
 
 
