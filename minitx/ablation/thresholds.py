@@ -25,6 +25,7 @@ from minitx.config import ConfigError, RunConfig
 from minitx.training.callbacks import StepCallback, step_means
 from minitx.training.devices import machine
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
+from minitx.training.net import PURE, in_own_dtype
 from minitx.training.run import build_all, build_trainer, open_parts, quiet_lightning
 
 RUNS_FILE = "runs.jsonl"
@@ -152,6 +153,8 @@ class Runs:
     def __init__(self, config: RunConfig, folder: Path, rule: ThresholdConfig) -> None:
         self.folder, self.rule = folder, rule
         self.config, self.data, self.network = open_parts(config)
+        if config.trainer.precision in PURE:
+            in_own_dtype(self.network)
         self.weights = {name: value.clone() for name, value in self.network.state_dict().items()}
         self.start = self._loss() if rule.metric == "train_loss" else math.nan
 

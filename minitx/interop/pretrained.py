@@ -139,9 +139,8 @@ def check_unchanged(model: nn.Module, caller: str) -> None:
                 hint = f"{' and '.join(names)} are one weight, and merging would change it everywhere, but the adapter changes one name"
         raise TypeError(f"{caller} saves models of minitx.nn, got {type(model).__name__}; {hint}")
     faults = _differences(model, ignores_cores=model.has_own_core)
-    for name, module in model.named_modules():  # torch has no public list of a module's hooks
-        if module._forward_hooks or module._forward_pre_hooks:
-            faults.setdefault(name or "the model", f"{name or 'the model'} has a hook, and hooks are not saved")
+    for name in hooked_modules(model):
+        faults.setdefault(name, f"{name} has a hook, and hooks are not saved")
     if faults:
         raise ValueError(f"{caller}: the model differs from its config: {joined(_outermost(faults))}")
 
@@ -169,6 +168,13 @@ def differences_from_config(model: nn.Module) -> list[str]:
             if name.endswith("attention.core") and type(module) is not attention.target:
                 faults[name] = f"{name} is {type(module).__name__}, not {attention.name}"
     return _outermost(faults)
+
+
+def hooked_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules of ``model`` with a forward hook."""
+    # torch has no public list of a module's hooks
+    hooked = [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    return [name or "the model" for name in hooked]
 
 
 def joined(differences: Sequence[str]) -> str:

@@ -412,6 +412,8 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
             named,
             "; ".join(other_changes),
         )
+    if changed := config.objective.differences(saved["objective"]):
+        log.warning("%s resumes with another objective, so the loss may jump: %s", named, "; ".join(changed))
     step, max_steps = int(checkpoint["global_step"]), config.trainer.max_steps
     require(max_steps is None or step <= max_steps, f"{named} is at step {step}, beyond trainer.max_steps={max_steps}")
     return step

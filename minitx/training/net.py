@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from minitx.config import ConfigError, Part, TransformerConfig, to_dict
 from minitx.config.part import FROM_PYTHON
@@ -22,6 +24,8 @@ from minitx.config.schema import nearest, require, stated
 from minitx.config.training import MODEL
 from minitx.data.lightning_data import INPUTS, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
+from minitx.interop.finetune import differences_from_stored
+from minitx.interop.pretrained import differences_from_config, hooked_modules
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
 
@@ -202,8 +206,6 @@ class Net:
 
     def changes(self) -> list[str]:
         """Return the differences between the network and what its config or ``stored_node`` builds; [] if it has neither."""
-        from minitx.interop.finetune import differences_from_stored
-
         return differences_from_stored(self.network)
 
     @property
@@ -324,8 +326,6 @@ class Ours(Net):
         self.config.check_length(longest)
 
     def changes(self) -> list[str]:
-        from minitx.interop.pretrained import differences_from_config
-
         if self.network is not self.model:
             return [f"{self.kind} is inside {type(self.network).__name__}"]
         return differences_from_config(self.model)
@@ -487,22 +487,16 @@ def build_network(part: Part, data: DataModule, precision: str = "32-true") -> n
         log.info("model: stays in evaluation mode: %s", _listed(parts))
     if part.is_object and (changes := net.changes()):
         log.info("model: load its checkpoints with load_model(path, model=...), because %s", _listed(changes, "; "))
-    if net.config is not None and (
-        hooked := [name or "the model" for name, module in model.named_modules() if _has_hooks(module)]
-    ):
+    if net.config is not None and (hooked := hooked_modules(model)):
         log.info("model: checkpoints do not contain the hooks of %s", _listed(hooked))
     if precision == "64-true":
         model.double()  # Lightning does this only after loading a checkpoint in float32
-    return in_own_dtype(model) if precision in ("64-true", "bf16-true") else model
+    return model
 
 
 def _listed(texts: Sequence[str], separator: str = ", ") -> str:
     """Return the first three texts in one."""
     return separator.join([*texts[:3], *(["..."] if len(texts) > 3 else [])])
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)  # torch has no public list of hooks
 
 
 def network_of(part: Part, data: DataModule | None = None) -> nn.Module:
@@ -571,13 +565,33 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
     require(pair in kinds, f"{actual} does not fit {task.name}: it needs {' or '.join(possible)}")
 
 
-def in_own_dtype(network: nn.Module) -> nn.Module:
-    """Make a network convert floating-point inputs, such as pixels, to the dtype of its weights, and return it.
+PURE = ("64-true", "bf16-true")
+"""The precisions in which weights and computations have one dtype other than float32."""
+
+
+def in_own_dtype(network: nn.Module) -> RemovableHandle:
+    """Make a network convert floating-point inputs, such as pixels, to the dtype of its weights. The handle undoes it.
 
     Lightning converts only the batches of its own loops.
     """
-    network.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
-    return network
+    return network.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
+
+
+@contextmanager
+def lent(network: nn.Module, precision: str) -> Iterator[None]:
+    """A context for the run of a network that may be the user's: it converts inputs to its dtype.
+
+    Afterwards, this hook is removed, and the same parameters are trainable as before.
+    """
+    trainable = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
+    hook = in_own_dtype(network) if precision in PURE else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
 
 
 def _to_own_dtype(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

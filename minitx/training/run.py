@@ -55,7 +55,7 @@ from minitx.training.loggers import WandbExtras, describe_part, finish_wandb, ru
 from minitx.training.memory_plan import build_without_numbers, make_plan, precision_of
 from minitx.training.metrics_csv import COLUMNS, MetricsFile
 from minitx.training.module import AtomicCheckpointIO, NonFiniteError, Sharded, TrainingModule, build_module
-from minitx.training.net import Net, build_network
+from minitx.training.net import Net, build_network, lent
 from minitx.training.probes import Probe
 from minitx.training.questions import questions_of
 from minitx.training.rehearse import is_rehearsed, rehearse
@@ -75,7 +75,8 @@ def train(
 ) -> dict[str, Any]:
     """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
 
-    Afterwards, the random generators, threads, environment variables and signal handlers of this process are restored.
+    Afterwards, the random generators, threads, environment variables and signal handlers of this process are restored, and
+    the same parameters of ``model`` are trainable as before. Its weights keep the dtype of ``trainer.precision``.
 
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
@@ -98,11 +99,12 @@ def train(
     with quiet_lightning(), machine(config.trainer):
         config, rows, network = open_parts(config)
         parts = config.objective, config.optimizer, config.schedule
-        module = build_module(network, rows, *parts, config.trainer, config.seed)
-        check_demands(module.net, rows, config)
-        if is_rehearsed(config.trainer, config.ckpt_path):
-            rehearse(config, module, rows, perform)
-        steps, nonfinite_step, metrics = perform(config, module, rows, folder, files)
+        with lent(network, config.trainer.precision):
+            module = build_module(network, rows, *parts, config.trainer, config.seed)
+            check_demands(module.net, rows, config)
+            if is_rehearsed(config.trainer, config.ckpt_path):
+                rehearse(config, module, rows, perform)
+            steps, nonfinite_step, metrics = perform(config, module, rows, folder, files)
     return summarise(folder, steps, nonfinite_step, metrics, rows.task.floors, network)
 
 

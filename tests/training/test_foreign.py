@@ -1,5 +1,6 @@
 """Models and data given from Python: how a model is called, and what a run promises."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -435,6 +436,32 @@ def test_sizes_are_checked_alike_for_a_model_from_python_and_one_of_the_config(t
         with pytest.raises(ConfigError, match=refusal):
             train(config, tmp_path / "run", model=kinds.get("model"), data=data, batch_size=options.get("batch_size", 3))
     assert not (tmp_path / "run").exists()
+
+
+FREEZE = {"_target_": "minitx.training.optimizers.sgd", "lr": 0.05, "rules": [{"match": "bias", "trainable": False}]}
+
+
+@pytest.mark.parametrize("ending", ["done", "refused", "failed"])
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
+def test_of_a_run_only_weights_and_modes_are_left_on_the_model_of_its_user(tmp_path, ending, precision):
+    def objective(logits, batch):
+        return squared(logits, batch) * (math.nan if ending == "failed" else 1)
+
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model[0].weight.requires_grad_(False)  # as its owner wants it
+
+    def traces():
+        """The attributes of each module, and the number of entries of those that are dicts, such as hooks."""
+        return [{name: isinstance(x, dict) and len(x) for name, x in vars(part).items()} for part in model.modules()]
+
+    before, trainable = traces(), [parameter.requires_grad for parameter in model.parameters()]
+    options = {"precision": precision, "optimizer": FREEZE, "max_steps": 2}
+    options |= {"evaluation": EvaluationConfig(test="last")} if ending == "refused" else {}  # there is no test split
+    rows = [{name: value.float() for name, value in row.items()} for row in squares()]
+    errors = {"done": (), "refused": ConfigError, "failed": NonFiniteError}[ending]
+    with pytest.raises(errors) if errors else contextlib.nullcontext():
+        fit(tmp_path / "run", task_of(rows), model=model, objective=objective, **options)
+    assert traces() == before and [parameter.requires_grad for parameter in model.parameters()] == trainable
 
 
 # --- counts, metrics and splits
