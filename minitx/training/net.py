@@ -78,6 +78,9 @@ class Net:
             name for keys in unpacked for name in getattr(keys, "__annotations__", ())
         ]
         self.needed = [param.name for param in named if param.default is param.empty]
+        self.unnamed = [
+            param.name for param in parameters if param.kind is param.POSITIONAL_ONLY and param.default is param.empty
+        ]
         self._keys: dict[tuple[str, ...], dict[str, str]] = {}  # see ``_keys_for``
 
     # --- calling the network
@@ -112,8 +115,14 @@ class Net:
         """Return the arguments of the network for ``batch``.
 
         Raises:
-            ConfigError: ``forward`` requires a key that the batch does not have, or no parameter of it matches a key.
+            ConfigError: ``forward`` requires a key that the batch does not have, or a parameter that can only be passed by
+                position, or no parameter of it matches a key.
         """
+        require(
+            not self.unnamed,
+            f"model: {self.kind}.forward takes {', '.join(self.unnamed)} only by position, but the keys of a batch are passed by name: "
+            "remove the / from its parameters",
+        )
         keys = self._keys_for(batch)
         missing = [name for name in self.needed if name not in keys]
         if missing or not keys:

@@ -287,6 +287,18 @@ def test_a_mask_that_does_not_reach_the_model_is_refused_where_it_hides_anything
         train_tokens(tmp_path / "later", Reads(), rows_of_tokens([5, 5, 5]), val=rows_of_tokens([5, 5, 5, 2]))
 
 
+class ReadsByPosition(Reads):
+    def forward(self, input_ids, /):
+        return super().forward(input_ids)
+
+
+def test_parameters_that_cannot_be_passed_by_name_are_refused_as_such(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^model: ReadsByPosition\.forward takes input_ids only by position, .*: remove the /"
+    ):
+        train_tokens(tmp_path / "run", ReadsByPosition(), rows_of_tokens([5, 5]))
+
+
 class Sums(nn.Module):
     """Reads a key of its own, with its mask."""
 
