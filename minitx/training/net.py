@@ -285,29 +285,32 @@ class Net:
         """Replace the attention core of a model of transformers by ours, in place, so that attention can be recorded."""
 
     def train(self) -> list[str]:
-        """Put the network into training mode, and return the names of the modules that stay in evaluation mode.
+        """Put the network into training mode, and return the names of the modules that stay in evaluation mode (``_kept_in_eval``).
 
-        ``from_pretrained`` of transformers returns models in evaluation mode, without dropout. A module in evaluation mode
-        stays in it if all of its parameters are frozen, or if it is a single layer, such as a batch norm, inside a module in
-        training mode. PEFT freezes the whole model, so with PEFT all modules are put into training mode.
+        PEFT freezes the whole model, so with PEFT all modules are put into training mode.
         """
-        kept: list[str] = []
-
-        def visit(name: str, part: nn.Module, parent: nn.Module | None) -> None:
-            trained = [parameter.requires_grad for parameter in part.parameters()]
-            leaf = parent is not None and parent.training and not any(True for _ in part.children())
-            if not part.training and ((trained and not any(trained)) or leaf):
-                kept.append(name)
-                return
-            for child, module in part.named_children():
-                visit(f"{name}.{child}" if name else child, module, part)
-
-        if not hasattr(self.network, "get_base_model"):
-            visit("", self.network, None)
+        kept = [] if hasattr(self.network, "get_base_model") else _kept_in_eval(self.network)
         self.network.train()
         for name in kept:
             self.network.get_submodule(name).eval()
         return kept
+
+
+def _kept_in_eval(module: nn.Module, name: str = "", parent: nn.Module | None = None) -> list[str]:
+    """Return the names of the outermost modules in evaluation mode that a run leaves in it.
+
+    A module in evaluation mode was put there on purpose if all of its parameters are frozen, or if it is a single layer, such as
+    a batch norm, inside a module in training mode. Other modules are there because ``from_pretrained`` of transformers returns
+    models in evaluation mode, without dropout.
+    """
+    if not module.training:
+        trained = [parameter.requires_grad for parameter in module.parameters()]
+        is_frozen = bool(trained) and not any(trained)
+        is_single_layer = next(module.children(), None) is None and parent is not None and parent.training
+        if is_frozen or is_single_layer:
+            return [name]
+    children = [(f"{name}.{child}".removeprefix("."), part) for child, part in module.named_children()]
+    return [kept for child, part in children for kept in _kept_in_eval(part, child, module)]
 
 
 class Ours(Net):
