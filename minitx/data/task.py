@@ -61,8 +61,8 @@ class Task:
     """A data set for training and validation. The functions of this package return a ``Task``, and your own function can, too.
 
     A split is a map-style data set: a list, a torch ``Dataset`` or a ``datasets.Dataset``. ``split[i]`` is a dict of tensors,
-    arrays, numbers or lists of numbers. It must contain ``labels``, with −100 at positions that do not count. A split may
-    also have:
+    arrays, numbers or lists of numbers. It must contain ``labels``, with −100 at positions that do not count; bools in a
+    list of labels become 0 and 1. A split may also have:
 
     * ``row(i, generator)``, used instead of ``[i]`` for rows with random draws. ``generator`` is a ``numpy.random.Generator``
       that depends on (seed, step, row), or in validation only on the row.
@@ -104,7 +104,7 @@ class Task:
 
     Raises:
         ConfigError: ``kind`` is unknown. When a batch is made: its rows have different keys or shapes, or different lengths of a key
-            without a padding value.
+            without a padding value, or the dtype of a key cannot store its padding value.
     """
 
     name: str

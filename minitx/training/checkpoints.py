@@ -572,7 +572,8 @@ def load_model(
     """Load a checkpoint: the trained network in evaluation mode on the CPU, its tokenizer (or None), and the stored plain data.
 
     Args:
-        model: a network to load the weights into. Default: the network that the checkpoint names.
+        model: a network to load the weights into. Default: the network that the checkpoint names. It is required if a model of
+            minitx was trained that differs from its config.
         trust: whether to execute any code that the checkpoint names.
 
     Raises:

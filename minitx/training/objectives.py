@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Sums = dict[str, Tensor]
 """0-d sums over the counted targets: ``loss``, and optionally ``correct`` (number of correct answers) and ``nll`` (the
-validation loss, if it differs from ``loss``). Further sums are logged as means."""
+validation loss, if it differs from ``loss``). Further sums are logged as means. ``count`` is not allowed as a name."""
 
 Objective = Callable[[Tensor, Batch], Tensor | Sums]
 
