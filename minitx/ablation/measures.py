@@ -100,13 +100,13 @@ def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(module.seed)
             return pretrained_hf(path, task=kind, num_labels=labels if kind in ("classify", "tag") else None)
-    weights, shape, _ = load_start(InitFrom(path=path))
-    if shape is None:
+    start = load_start(InitFrom(path=path))
+    if start is None or start.shape is None:
         raise ConfigError(f"init_from.fold_scale=true needs a model of minitx, but {path} contains another model")
-    node = {"_target_": MODEL, **shape}
+    node = {"_target_": MODEL, **start.shape}
     check_trusted(node, "model")
     network = network_of(read(Model, node, "model"))
-    network.load_state_dict(weights)
+    network.load_state_dict(start.weights)
     return network
 
 

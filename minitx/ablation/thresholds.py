@@ -22,13 +22,11 @@ from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.grid import read_records
 from minitx.ablation.measures import START_FILE, read_json, short
 from minitx.config import ConfigError, RunConfig
-from minitx.data.datamodule import in_steps, open_data
 from minitx.training.callbacks import StepCallback, step_means
-from minitx.training.checkpoints import start_from, tokenizer_of
 from minitx.training.devices import machine
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
-from minitx.training.net import build_network
-from minitx.training.run import build_all, build_trainer, quiet_lightning
+from minitx.training.net import PURE, in_own_dtype
+from minitx.training.run import build_all, build_trainer, open_parts, quiet_lightning
 
 RUNS_FILE = "runs.jsonl"
 """The file with the finished runs of an unfinished threshold, one per line, in the folder of its cell."""
@@ -153,11 +151,10 @@ class Runs:
     """The training runs of one cell. They differ only in the learning rate."""
 
     def __init__(self, config: RunConfig, folder: Path, rule: ThresholdConfig) -> None:
-        tokenizer, trainer = tokenizer_of(config.init_from, config.data), config.trainer
-        self.data = open_data(config.data, trainer, seed=config.seed, tokenizer=tokenizer)
-        self.config, self.folder, self.rule = dataclasses.replace(config, trainer=in_steps(trainer, self.data)), folder, rule
-        network = build_network(config.model, self.data, trainer.precision)
-        self.network = start_from(config.init_from, network)
+        self.folder, self.rule = folder, rule
+        self.config, self.data, self.network = open_parts(config)
+        if config.trainer.precision in PURE:
+            in_own_dtype(self.network)
         self.weights = {name: value.clone() for name, value in self.network.state_dict().items()}
         self.start = self._loss() if rule.metric == "train_loss" else math.nan
 

@@ -119,7 +119,7 @@ class DataModule(LightningDataModule):
             ConfigError: fewer training rows than ``data.batch_size``.
         """
         rows, size = len(self._train) if isinstance(self._train, Split) else self.batch_size, self.batch_size
-        require(rows >= size, f"{self.task.name} has {rows} training rows, fewer than data.batch_size={size}")
+        require(rows >= size, f"{self.task.name} has {rows} training rows, fewer than data.batch_size={size}: lower it")
 
     def _place(self) -> tuple[int, int]:
         """The rank of this process, and the number of processes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,8 +61,8 @@ class Task:
     """A data set for training and validation. The functions of this package return a ``Task``, and your own function can, too.
 
     A split is a map-style data set: a list, a torch ``Dataset`` or a ``datasets.Dataset``. ``split[i]`` is a dict of tensors,
-    arrays, numbers or lists of numbers. It must contain ``labels``, with −100 at positions that do not count. A split may
-    also have:
+    arrays, numbers or lists of numbers. It must contain ``labels``, with −100 at positions that do not count; bools in a
+    list of labels become 0 and 1. A split may also have:
 
     * ``row(i, generator)``, used instead of ``[i]`` for rows with random draws. ``generator`` is a ``numpy.random.Generator``
       that depends on (seed, step, row), or in validation only on the row.
@@ -103,7 +104,7 @@ class Task:
 
     Raises:
         ConfigError: ``kind`` is unknown. When a batch is made: its rows have different keys or shapes, or different lengths of a key
-            without a padding value.
+            without a padding value, or the dtype of a key cannot store its padding value.
     """
 
     name: str
@@ -203,11 +204,11 @@ class Rows(Split):
         """The values of a key, one for each row: whole numbers as int64, Python's floats as float32."""
         first = values[0]
         try:
-            rows = [np.asarray(value) for value in values]
-            array = padded(rows, self._fill(key, rows)) if rows[0].ndim == 1 else np.stack(rows)
+            rows = [_array(value) for value in values]
+            array = self._padded(key, rows) if rows[0].ndim == 1 else np.stack(rows)
         except ConfigError:
             raise
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             array = np.array(None)
         if array.dtype.kind not in "biuf":
             raise ConfigError(
@@ -219,6 +220,20 @@ class Rows(Split):
         elif array.dtype.kind == "f" and isinstance(first, float | list):
             array = array.astype(np.float32)
         return torch.from_numpy(array)
+
+    def _padded(self, key: str, rows: list[np.ndarray]) -> np.ndarray:
+        """The 1-D rows of a key in one array. Whole numbers, and bools whose padding value is not a bool, become int64.
+
+        Raises:
+            ConfigError: the padding value is not known, or cannot be stored with the numbers.
+        """
+        fill = self._fill(key, rows)
+        kind = np.result_type(*{row.dtype for row in rows if len(row)} or [np.int64])  # an empty Python list would be float64
+        if kind.kind in "iu" or (kind.kind == "b" and fill not in (0, 1)):
+            kind = np.dtype(np.int64)
+            rows = [row.astype(kind) for row in rows]
+        require(_can_store(kind, fill), f"{self.name}: {key} is {kind}, so its padding value in Task.pad cannot be {fill}")
+        return padded(rows, fill)
 
     def _fill(self, key: str, rows: Sequence[np.ndarray]) -> float:
         """The padding value of a key.
@@ -275,6 +290,21 @@ def select_rows(batch: Batch, rows: slice | list[int]) -> Batch:
     size = len(batch["labels"])
     chosen = {name: x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == size else x for name, x in batch.items()}
     return chosen | ({"num_targets": num_targets(chosen["labels"])} if "num_targets" in chosen else {})
+
+
+def _array(value: Any) -> np.ndarray:
+    """Return a value of a row as an array. NumPy has no bfloat16, so such tensors become float32."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.dtype == torch.bfloat16 else value
+    return np.asarray(value)
+
+
+def _can_store(kind: np.dtype, number: float) -> bool:
+    """Return whether an array of a dtype can contain a number, possibly rounded if it is a float."""
+    if kind.kind == "i":
+        return float(number).is_integer()
+    return kind.kind != "f" or not math.isfinite(number) or abs(number) <= float(np.finfo(kind).max)
 
 
 def padded(rows: Sequence[np.ndarray], fill: float) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from minitx.nn.layers import Core
 from minitx.nn.models import TransformerModel, build_model
 
 FORMAT, VERSION = "minitx", 1
-# names of parts and settings that do not change what a trained model computes
-TRAINING_ONLY = ("training", "dropout", "p", "inplace", "backend", "strict")
+# names of parts and settings that do not change what a trained model computes (cores are compared by their parts)
+TRAINING_ONLY = ("training", "dropout", "p", "inplace", "backend", "strict", "has_own_core")
+SHOWN = 5
+"""The largest number of differences in a message."""
 
 
 def save_pretrained(model: TransformerModel, folder: str | Path, *, tokenizer: CanSave | None = None) -> None:
@@ -136,33 +138,82 @@ def check_unchanged(model: nn.Module, caller: str) -> None:
             for names in adapted_ties(model):  # PEFT would merge the adapter of one name into the shared weight
                 hint = f"{' and '.join(names)} are one weight, and merging would change it everywhere, but the adapter changes one name"
         raise TypeError(f"{caller} saves models of minitx.nn, got {type(model).__name__}; {hint}")
-    with torch.device("meta"):
-        built = build_model(model.config, nn.Identity if model.has_own_core else None)
+    faults = _differences(model, ignores_cores=model.has_own_core)
+    for name in hooked_modules(model):
+        faults.setdefault(name, f"{name} has a hook, and hooks are not saved")
+    if faults:
+        raise ValueError(f"{caller}: the model differs from its config: {joined(_outermost(faults))}")
+
+
+def differences_from_config(model: nn.Module) -> list[str]:
+    """Return the parts and settings of ``model`` that differ from what ``model.config`` builds, outermost parts only. Hooks are ignored.
+
+    Args:
+        model: a network whose ``config`` is a ``TransformerConfig``. If its class is not ours, that is the only difference.
+
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> differences_from_config(model)
+    []
+    >>> model.blocks[1].attention.softcap = 2.0
+    >>> differences_from_config(model)
+    ['blocks.1.attention.softcap is 2.0, not None']
+    """
+    if not isinstance(model, TransformerModel):
+        return [f"{type(model).__name__} is not a model of minitx.nn"]
+    attention = model.config.attention
+    faults = _differences(model, ignores_cores=isinstance(attention, Part))
+    if isinstance(attention, Part) and isinstance(attention.target, type):
+        for name, module in model.named_modules():
+            if name.endswith("attention.core") and type(module) is not attention.target:
+                faults[name] = f"{name} is {type(module).__name__}, not {attention.name}"
+    return _outermost(faults)
+
+
+def hooked_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules of ``model`` with a forward hook."""
+    # torch has no public list of a module's hooks
+    hooked = [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    return [name or "the model" for name in hooked]
+
+
+def joined(differences: Sequence[str]) -> str:
+    """Return differences as text for a message. Only the first ones are shown."""
+    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    return f"{'; '.join(differences[:SHOWN])}{more}"
+
+
+def _differences(model: Any, *, ignores_cores: bool) -> dict[str, str]:
+    """The parts and settings of ``model`` that differ from what its config builds, as sentences by name."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        built = build_model(model.config, nn.Identity if ignores_cores else None)
     parts, faults = _parts(model), {}
     actual, expected = {**_settings(model), **parts}, {**_settings(built), **_parts(built)}
     for name in sorted({*expected, *parts}):
         ours, theirs = actual.get(name, "missing"), expected.get(name, "a part of the config")
-        if ours != theirs and not (name.rpartition(".")[2] in TRAINING_ONLY or (model.has_own_core and ".core" in name)):
+        if ours != theirs and not (name.rpartition(".")[2] in TRAINING_ONLY or (ignores_cores and ".core" in name)):
             faults[name] = f"{name} is {ours}, not {theirs}"
-    for name, module in model.named_modules():  # torch has no public list of a module's hooks
-        if module._forward_hooks or module._forward_pre_hooks:
-            faults.setdefault(name or "the model", f"{name or 'the model'} has a hook, and hooks are not saved")
-    listed = [text for name, text in faults.items() if not any(name.startswith(f"{other}.") for other in faults)]
-    if listed:
-        more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
-        raise ValueError(f"{caller}: the model differs from its config: {'; '.join(listed[:5])}{more}")
+    return faults
+
+
+def _outermost(faults: Mapping[str, str]) -> list[str]:
+    return [text for name, text in faults.items() if not any(name.startswith(f"{other}.") for other in faults)]
 
 
 def _parts(model: nn.Module) -> dict[str, Any]:
-    """The class of each module, or the first name of a module with several names, and the shape of each parameter without its ties."""
-    first: dict[nn.Module, str] = {}
-    classes = {
-        name or "the model": f"{type(module).__module__}.{type(module).__name__}"
-        if first.setdefault(module, name) == name
-        else f"the module {first[module]}"
+    """The class of each module and the shape of each parameter and buffer; for a further name of one of them, its first name."""
+    first: dict[Any, str] = {}
+
+    def described(entry: nn.Module | Tensor, name: str, description: Any) -> Any:
+        kind = "module" if isinstance(entry, nn.Module) else "tensor"
+        return description if first.setdefault(entry, name) == name else f"the {kind} {first[entry]}"
+
+    modules = {
+        name or "the model": described(module, name, f"{type(module).__module__}.{type(module).__name__}")
         for name, module in model.named_modules(remove_duplicate=False)
     }
-    return {**classes, **{name: tuple(parameter.shape) for name, parameter in model.named_parameters()}}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {**modules, **{name: described(tensor, name, tuple(tensor.shape)) for name, tensor in named}}
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:

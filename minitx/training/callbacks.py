@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -468,15 +467,19 @@ class LastCheckpoint(StepCallback, Checkpoint):
             self._save_or_stop(trainer, agree=True)
 
     def _save_or_stop(self, trainer: L.Trainer, *, agree: bool) -> None:
-        any_process = partial(trainer.strategy.reduce_boolean_decision, all=False)
-        late = agree and any_process(time.monotonic() - self.saved_at >= self.seconds)
-        stop = agree and any_process(self._received is not None)
+        """Write ``last.ckpt`` if it is due, and then raise ``StoppedError`` if a process has received a signal.
+
+        Args:
+            agree: look at signals and at the time since the last checkpoint. This is a collective operation.
+        """
+        is_late = agree and _any_process(trainer, time.monotonic() - self.saved_at >= self.seconds)
+        is_stopped = agree and _any_process(trainer, self._received is not None)
         if self.path is not None:
-            due = trainer.global_step // self.every > self._steps_before // self.every
-            ends = trainer.should_stop and may_end(trainer)
-            if due or late or stop or ends:
+            is_due = trainer.global_step // self.every > self._steps_before // self.every
+            is_last = trainer.should_stop and may_end(trainer)
+            if is_due or is_late or is_stopped or is_last:
                 self._save(trainer, self.path)
-        if stop:
+        if is_stopped:
             raise StoppedError(self._received or signal.SIGTERM, trainer.global_step)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -489,6 +492,11 @@ class LastCheckpoint(StepCallback, Checkpoint):
     def _save(self, trainer: L.Trainer, path: Path) -> None:
         trainer.save_checkpoint(path)
         self.saved_at, self.saved_step = time.monotonic(), trainer.global_step
+
+
+def _any_process(trainer: L.Trainer, condition: bool) -> bool:
+    """Return whether ``condition`` is true in at least one process. This is a collective operation."""
+    return trainer.strategy.reduce_boolean_decision(condition, all=False)
 
 
 def may_end(trainer: L.Trainer) -> bool:

@@ -10,15 +10,13 @@ A checkpoint contains the model, its tokenizer and its config. ``load_model`` re
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +31,7 @@ from minitx.data import tokenizers
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
+from minitx.interop.pretrained import joined
 from minitx.nn.scale import fold_scale, set_scale
 from minitx.training import rank
 from minitx.training.devices import device_of
@@ -228,24 +227,34 @@ def _is_in(folder: Path, path: str) -> bool:
 
 # --- starting from stored weights
 
-Start = tuple[dict[str, Any], dict[str, Any] | None, Tokenizer | None]
+
+class Start(NamedTuple):
+    """What a run starts from.
+
+    Attributes:
+        weights: the weights by name.
+        shape: the model's config as plain data; None if the model is not one of ours.
+        tokenizer: the tokenizer that is stored with the weights, or None.
+        changes: the differences between the model and its config (``Net.changes``).
+    """
+
+    weights: dict[str, Any]
+    shape: dict[str, Any] | None
+    tokenizer: Tokenizer | None
+    changes: Sequence[str] = ()
 
 
-def load_start(init_from: InitFrom) -> Start:
-    """Load (weights by name, the model's config as plain data, tokenizer) from a checkpoint, a folder or a name on the hub.
-
-    The config is None if the model is not one of ours. The latest result is cached, because a run needs it twice.
+def load_start(init_from: InitFrom) -> Start | None:
+    """Load the weights of ``init_from.path``: a checkpoint, a folder or a name on the hub. Return None if no path is set.
 
     Raises:
         ConfigError: the weights cannot be loaded. The message names ``init_from.path``.
     """
-    return _load_start(str(init_from.path), json.dumps(to_dict(init_from.overrides)), init_from.ignore)
-
-
-@lru_cache(maxsize=1)
-def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
+    if init_from.path is None:
+        return None
     from minitx.interop.files import find_folder
 
+    path, overrides = str(init_from.path), to_dict(init_from.overrides)
     place = Path(os.path.expanduser(path))
     if not place.exists():
         try:
@@ -253,17 +262,18 @@ def _load_start(path: str, overrides: str, ignore: tuple[str, ...]) -> Start:
         except (ImportError, FileNotFoundError) as error:
             raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from None
     if (place / "config.json").is_file():
-        return _of_folder(place, path, json.loads(overrides), ignore)
+        return _of_folder(place, path, overrides, init_from.ignore)
     require(not place.is_dir(), f"init_from.path={path} is a folder without config.json")
     require(
-        not (json.loads(overrides) or ignore),
+        not (overrides or init_from.ignore),
         f"init_from.overrides and init_from.ignore are only for a Hugging Face folder, but init_from.path={path} is not one",
     )
     checkpoint = read_checkpoint(place, key="init_from.path", verb="start from")
     state = checkpoint["minitx"]
     model = dict(state["model"])
     shape = model if model.pop("_target_") == MODEL else None
-    return network_weights(checkpoint), shape, tokenizers.from_dict(state["tokenizer"]) if state["tokenizer"] else None
+    tokenizer = tokenizers.from_dict(state["tokenizer"]) if state["tokenizer"] else None
+    return Start(network_weights(checkpoint), shape, tokenizer, () if shape else model.get("changes", ()))
 
 
 def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple[str, ...]) -> Start:
@@ -280,18 +290,18 @@ def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-    return dict(model.state_dict()), to_dict(model.config), tokenizer
+    return Start(dict(model.state_dict()), to_dict(model.config), tokenizer)
 
 
-def tokenizer_of(init_from: InitFrom, data: Part) -> Tokenizer | None:
-    """Return the tokenizer that is stored with the weights of ``init_from.path``, or None.
+def tokenizer_of(init_from: InitFrom, start: Start | None, data: Part) -> Tokenizer | None:
+    """Return the tokenizer of ``start``, the weights of ``init_from.path``, or None.
 
     Raises:
         ConfigError: no tokenizer is stored there, and ``data.tokenizer`` would train a new one.
     """
-    if init_from.path is None:
+    if start is None:
         return None
-    tokenizer, kind = load_start(init_from)[2], data.get("tokenizer")
+    tokenizer, kind = start.tokenizer, data.get("tokenizer")
     if tokenizer is None and kind in ("char", "bpe"):
         raise ConfigError(
             f"data.tokenizer={kind} would be a new tokenizer, but the weights of init_from.path={init_from.path} were trained "
@@ -306,7 +316,8 @@ def stored_shape(init_from: InitFrom, trust: bool) -> dict[str, Any]:
     Raises:
         ConfigError: without ``trust``, the fields name a class that is not trusted.
     """
-    shape = dict(load_start(init_from)[1] or {})
+    start = load_start(init_from)
+    shape = {} if start is None else dict(start.shape or {})
     if not trust:
         check_trusted({"_target_": MODEL, **shape}, "model")
     return shape
@@ -329,31 +340,35 @@ def check_scale_of(init_from: InitFrom, model: TransformerConfig, stored: Mappin
         log.info("model.init_fold=%s is ignored: the weights come from init_from.path=%s", model.init_fold, path)
 
 
-def start_from(init_from: InitFrom, network: Network) -> Network:
-    """Load the weights of ``init_from.path``, if it is set, into ``network``, and return the network.
+def start_from(init_from: InitFrom, start: Start | None, network: Network) -> Network:
+    """Load ``start``, the weights of ``init_from.path``, into ``network``, if it is not None, and return the network.
 
     With ``fold_scale``, a different scale is folded into the weights.
 
     Raises:
-        ConfigError: a tensor is missing, unexpected or of another shape (torch's message names it), or the scale differs and is
-            not, or cannot be, folded.
+        ConfigError: a tensor is missing, unexpected or of another shape (torch's message names it); the scale differs and is
+            not, or cannot be, folded; or the weights are of a model that differs from its config in other ways than ``network``.
     """
-    if init_from.path is None:
+    if start is None:
         return network
-    config, (weights, shape, _) = Net.of(network).config, load_start(init_from)
+    net, path = Net.of(network), init_from.path
+    config = net.config
+    if start.changes and list(start.changes) != net.changes():
+        raise ConfigError(
+            f"init_from.path={path} contains a model that differs from its config: {joined(start.changes)}. The model of this run "
+            "would be another function: build it as for the run that wrote the weights, and pass it to train(model=...)"
+        )
     if config is not None:
-        check_scale_of(init_from, config, shape or {})
+        check_scale_of(init_from, config, start.shape or {})
     try:
-        load_weights(network, weights)
-        if init_from.fold_scale and shape is not None and config is not None:
+        load_weights(network, start.weights)
+        if init_from.fold_scale and start.shape is not None and config is not None:
             set_scale(
-                network, shape["scale"], factor=shape["scale_factor"]
+                network, start.shape["scale"], factor=start.shape["scale_factor"]
             )  # first the scale of the weights, then the config's
             fold_scale(network, config.scale, factor=config.scale_factor)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"init_from.path={init_from.path} does not match the model: {first_line(error)}") from error
-    finally:
-        _load_start.cache_clear()  # free the second copy of the weights
+        raise ConfigError(f"init_from.path={path} does not match the model: {first_line(error)}") from error
     return network
 
 
@@ -396,6 +411,14 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
             "%s resumes with another seed or other data, so rows may be repeated or skipped: %s",
             named,
             "; ".join(other_changes),
+        )
+    equal = ("objective.chunk_tokens ", "objective.count_correct ")  # the loss does not depend on them
+    of_loss = [change for change in config.objective.differences(saved["objective"]) if not change.startswith(equal)]
+    if of_loss:
+        log.warning(
+            "%s resumes with another objective, so its losses cannot be compared with those before: %s",
+            named,
+            "; ".join(of_loss),
         )
     step, max_steps = int(checkpoint["global_step"]), config.trainer.max_steps
     require(max_steps is None or step <= max_steps, f"{named} is at step {step}, beyond trainer.max_steps={max_steps}")
@@ -459,6 +482,11 @@ class Stored:
         if name in self._parts:
             return self._parts[name]
         node = self.nodes[name]
+        if name == "model" and node.get("_target_") == FROM_PYTHON:
+            raise ConfigError(
+                f"ckpt_path={self.path} contains a model that differs from its config: {joined(node['changes'])}. Build the model "
+                "as for training and call load_model(path, model=...), or pass model._target_=MODULE.NAME to evaluate.py"
+            )
         if node.get("_target_") == FROM_PYTHON:
             raise ConfigError(
                 f"ckpt_path={self.path} was trained with {name} passed from Python, and a checkpoint cannot contain it: pass "
@@ -544,7 +572,8 @@ def load_model(
     """Load a checkpoint: the trained network in evaluation mode on the CPU, its tokenizer (or None), and the stored plain data.
 
     Args:
-        model: a network to load the weights into. Default: the network that the checkpoint names.
+        model: a network to load the weights into. Default: the network that the checkpoint names. It is required if a model of
+            minitx was trained that differs from its config.
         trust: whether to execute any code that the checkpoint names.
 
     Raises:

@@ -417,5 +417,6 @@ def unsharded(module: TrainingModule, node: Mapping[str, Any]) -> nn.Module:
     if module.options.strategy != "sharded":
         return module.network
     weights, network = whole_state(module.network), network_of(read(Model, node, "model"))
-    in_own_dtype(network.to(next(iter(weights.values())).dtype)).load_state_dict(weights)
+    network.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+    in_own_dtype(network)
     return network

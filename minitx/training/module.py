@@ -42,7 +42,15 @@ from minitx.training.devices import (
     total_norm,
 )
 from minitx.training.net import MASKS, Net
-from minitx.training.objectives import CrossEntropy, Objective, Sums, build_objective, check_head, checked_sums
+from minitx.training.objectives import (
+    CrossEntropy,
+    Objective,
+    Sums,
+    build_objective,
+    check_head,
+    check_same_names,
+    checked_sums,
+)
 from minitx.training.optimizers import build_optimizer, check_strategy, skips_on_device
 
 log = logging.getLogger(__name__)
@@ -185,6 +193,7 @@ class TrainingModule(L.LightningModule):
         share = sums["loss"] / targets.clamp(min=1)  # the contribution of this micro-batch to the mean loss
         others = {name: value.detach() for name, value in sums.items() if name not in ("loss", "nll")}
         if micro:
+            check_same_names(["loss", *others], ["loss", *self.step_sums])
             self.step_loss = self.step_loss + share.detach()
             self.step_sums = {name: value + self.step_sums[name] for name, value in others.items()}
         else:
@@ -228,6 +237,8 @@ class TrainingModule(L.LightningModule):
         sums = self.sums(batch)
         count = num_targets(batch["labels"])
         totals = {**sums, "loss": sums.get("nll", sums["loss"]), "count": count}
+        if self._validation:
+            check_same_names(totals, self._validation)
         for name, value in totals.items():  # the filler row of a process without rows must not count
             counted = torch.where(count > 0, value, 0).to(widest_float(self.device))
             self._validation[name] = counted + self._validation.get(name, 0)

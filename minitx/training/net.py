@@ -9,18 +9,23 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from minitx.config import ConfigError, Part, TransformerConfig, to_dict
+from minitx.config.part import FROM_PYTHON
 from minitx.config.schema import nearest, require, stated
 from minitx.config.training import MODEL
 from minitx.data.lightning_data import INPUTS, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
+from minitx.interop.finetune import differences_from_stored
+from minitx.interop.pretrained import differences_from_config, hooked_modules
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
 
@@ -73,6 +78,9 @@ class Net:
             name for keys in unpacked for name in getattr(keys, "__annotations__", ())
         ]
         self.needed = [param.name for param in named if param.default is param.empty]
+        self.unnamed = [
+            param.name for param in parameters if param.kind is param.POSITIONAL_ONLY and param.default is param.empty
+        ]
         self._keys: dict[tuple[str, ...], dict[str, str]] = {}  # see ``_keys_for``
 
     # --- calling the network
@@ -107,8 +115,14 @@ class Net:
         """Return the arguments of the network for ``batch``.
 
         Raises:
-            ConfigError: ``forward`` requires a key that the batch does not have, or no parameter of it matches a key.
+            ConfigError: ``forward`` requires a key that the batch does not have, or a parameter that can only be passed by
+                position, or no parameter of it matches a key.
         """
+        require(
+            not self.unnamed,
+            f"model: {self.kind}.forward takes {', '.join(self.unnamed)} only by position, but the keys of a batch are passed by name: "
+            "remove the / from its parameters",
+        )
         keys = self._keys_for(batch)
         missing = [name for name in self.needed if name not in keys]
         if missing or not keys:
@@ -163,14 +177,16 @@ class Net:
         """The vocabulary size in the model's config, or None."""
         return stated(getattr(self.model, "config", None), "vocab_size", int)
 
-    def check_sizes(self, fields: Mapping[str, Any]) -> None:
+    def check_sizes(self, fields: Mapping[str, Any], longest: int = 0) -> None:
         """Refuse a network that is too small for the data, and log sizes that are larger than needed.
 
         Args:
             fields: the fields that the data determines, such as ``vocab_size`` and ``num_labels``.
+            longest: the number of tokens of the longest row; 0: unknown.
 
         Raises:
-            ConfigError: its vocabulary or number of labels is smaller than the data's.
+            ConfigError: its vocabulary or number of labels is smaller than the data's, or it has fewer positions than the longest
+                row.
         """
         self._check_size("the vocabulary", self.vocab_size, fields.get("vocab_size"))
 
@@ -197,20 +213,27 @@ class Net:
         trained = sum(p.numel() for p in self.network.parameters() if p.requires_grad)
         return f"{type(self.network).__name__}, {total:,} parameters" + (f" ({trained:,} trained)" if trained != total else "")
 
+    def changes(self) -> list[str]:
+        """Return the differences between the network and what its config or ``stored_node`` builds; [] if it has neither."""
+        return differences_from_stored(self.network)
+
     @property
     def stored_node(self) -> Mapping[str, Any] | None:
-        """The node that rebuilds the network, if the network stores it as an attribute; else None."""
+        """The node that rebuilds the network, if the network stores it as an attribute and has not changed; else None."""
         node = getattr(self.network, "stored_node", None)
-        return node if isinstance(node, Mapping) else None
+        return node if isinstance(node, Mapping) and not self.changes() else None
 
     def node(self, part: Part, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the node of the network for a checkpoint.
 
         This is the stored node if there is one. Otherwise it is the node of ``part`` with the fields that the data determined,
-        or, for an object from Python, the name of its class.
+        or, for an object from Python, the name of its class. An object that was changed after its config built it cannot be
+        rebuilt: its node lists the changes (``changes``), and ``load_model`` needs the model.
         """
-        if self.stored_node is not None:
-            return dict(self.stored_node)
+        if (stored := self.stored_node) is not None:
+            return dict(stored)
+        if part.is_object and (changes := self.changes()):
+            return {"_target_": FROM_PYTHON, "changes": changes, **({} if self.config is None else to_dict(self.config))}
         if part.is_object:
             return {"_target_": f"{type(self.network).__module__}.{type(self.network).__qualname__}"}
         return {**{name: value for name, value in fields.items() if name in part.names}, **part.plain()}
@@ -262,29 +285,32 @@ class Net:
         """Replace the attention core of a model of transformers by ours, in place, so that attention can be recorded."""
 
     def train(self) -> list[str]:
-        """Put the network into training mode, and return the names of the modules that stay in evaluation mode.
+        """Put the network into training mode, and return the names of the modules that stay in evaluation mode (``_kept_in_eval``).
 
-        ``from_pretrained`` of transformers returns models in evaluation mode, without dropout. A module in evaluation mode
-        stays in it if all of its parameters are frozen, or if it is a single layer, such as a batch norm, inside a module in
-        training mode. PEFT freezes the whole model, so with PEFT all modules are put into training mode.
+        PEFT freezes the whole model, so with PEFT all modules are put into training mode.
         """
-        kept: list[str] = []
-
-        def visit(name: str, part: nn.Module, parent: nn.Module | None) -> None:
-            trained = [parameter.requires_grad for parameter in part.parameters()]
-            leaf = parent is not None and parent.training and not any(True for _ in part.children())
-            if not part.training and ((trained and not any(trained)) or leaf):
-                kept.append(name)
-                return
-            for child, module in part.named_children():
-                visit(f"{name}.{child}" if name else child, module, part)
-
-        if not hasattr(self.network, "get_base_model"):
-            visit("", self.network, None)
+        kept = [] if hasattr(self.network, "get_base_model") else _kept_in_eval(self.network)
         self.network.train()
         for name in kept:
             self.network.get_submodule(name).eval()
         return kept
+
+
+def _kept_in_eval(module: nn.Module, name: str = "", parent: nn.Module | None = None) -> list[str]:
+    """Return the names of the outermost modules in evaluation mode that a run leaves in it.
+
+    A module in evaluation mode was put there on purpose if all of its parameters are frozen, or if it is a single layer, such as
+    a batch norm, inside a module in training mode. Other modules are there because ``from_pretrained`` of transformers returns
+    models in evaluation mode, without dropout.
+    """
+    if not module.training:
+        trained = [parameter.requires_grad for parameter in module.parameters()]
+        is_frozen = bool(trained) and not any(trained)
+        is_single_layer = next(module.children(), None) is None and parent is not None and parent.training
+        if is_frozen or is_single_layer:
+            return [name]
+    children = [(f"{name}.{child}".removeprefix("."), part) for child, part in module.named_children()]
+    return [kept for child, part in children for kept in _kept_in_eval(part, child, module)]
 
 
 class Ours(Net):
@@ -306,9 +332,19 @@ class Ours(Net):
         sizes = f"num_layers {config.num_layers}, num_heads {config.num_heads}, embed_dim {config.embed_dim}"
         return f"{super().describe()}: {sizes}"
 
+    def check_sizes(self, fields: Mapping[str, Any], longest: int = 0) -> None:
+        super().check_sizes(fields)
+        self._check_size("the number of labels", self.config.num_labels, fields.get("num_labels"))
+        self.config.check_length(longest)
+
+    def changes(self) -> list[str]:
+        if self.network is not self.model:
+            return [f"{self.kind} is inside {type(self.network).__name__}"]
+        return differences_from_config(self.model)
+
     @property
-    def stored_node(self) -> Mapping[str, Any]:
-        return {"_target_": MODEL, **to_dict(self.config)}
+    def stored_node(self) -> Mapping[str, Any] | None:
+        return None if self.changes() else {"_target_": MODEL, **to_dict(self.config)}
 
     @property
     def head(self) -> nn.Module | None:
@@ -366,7 +402,7 @@ class OfTransformers(Net):
                 "Set data.packing=false to put one document into a row"
             )
 
-    def check_sizes(self, fields: Mapping[str, Any]) -> None:
+    def check_sizes(self, fields: Mapping[str, Any], longest: int = 0) -> None:
         super().check_sizes(fields)
         config = self.model.config
         self._check_size("the number of labels", stated(config, "num_labels", int), fields.get("num_labels"))
@@ -436,13 +472,18 @@ _MODELS_OF = {
     "tag": (("encoder", "token"),),
 }
 
+_LENGTHS = ("max_source_len", "max_target_len")
+"""Fields of data in pairs: the longest row on each side."""
+
 
 def build_network(part: Part, data: DataModule, precision: str = "32-true") -> nn.Module:
     """Return the network of a run. Its weights depend only on the seed, ``data.seed``.
 
     Raises:
-        ConfigError: the model cannot be built, does not match the data, or is a LightningModule with its own training step.
+        ConfigError: the model cannot be built, does not match the data, or is a LightningModule with its own training step; or
+            the data has fewer rows than a batch.
     """
+    data.check_batch()
     seed_device(data.seed)
     model = network_of(part, data)
     base = lightning_base(model, "LightningModule")
@@ -452,12 +493,22 @@ def build_network(part: Part, data: DataModule, precision: str = "32-true") -> n
             "train it with Lightning's Trainer and import blocks of minitx, or pass its network as model"
         )
     net = Net.of(model)
-    net.check_sizes(decided_fields(data.task))
+    fields = decided_fields(data.task)
+    net.check_sizes(fields, max(data.task.longest or 0, *(fields.get(name, 0) for name in _LENGTHS)))
     if parts := net.train():
-        log.info("model: stays in evaluation mode: %s", ", ".join(parts[:3]) + (", ..." if len(parts) > 3 else ""))
+        log.info("model: stays in evaluation mode: %s", _listed(parts))
+    if part.is_object and (changes := net.changes()):
+        log.info("model: load its checkpoints with load_model(path, model=...), because %s", _listed(changes, "; "))
+    if net.config is not None and (hooked := hooked_modules(model)):
+        log.info("model: checkpoints do not contain the hooks of %s", _listed(hooked))
     if precision == "64-true":
         model.double()  # Lightning does this only after loading a checkpoint in float32
-    return in_own_dtype(model) if precision in ("64-true", "bf16-true") else model
+    return model
+
+
+def _listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """Return the first three texts in one."""
+    return separator.join([*texts[:3], *(["..."] if len(texts) > 3 else [])])
 
 
 def network_of(part: Part, data: DataModule | None = None) -> nn.Module:
@@ -491,16 +542,15 @@ def fitted(model: TransformerConfig, data: DataModule) -> TransformerConfig:
     """Return the config of one of our models with the fields that the data determines: vocabulary, labels, images, special ids.
 
     Raises:
-        ConfigError: the model is for another task or too small for the data, or the data has fewer rows than a batch.
+        ConfigError: the model is for another task, or its fields differ from those of the data.
     """
     fields = decided_fields(data.task)
-    fields.pop("num_classes", None)
-    data.check_batch()
     _check_kind(model, data.task, fields)
-    model.check_length(max(data.task.longest or 0, *(fields.pop(name, 0) for name in ("max_source_len", "max_target_len"))))
     changes = {}
     known = [field.name for field in dataclasses.fields(model)]
     for name, value in fields.items():
+        if name in ("num_classes", *_LENGTHS):
+            continue
         if name not in known:
             raise ConfigError(
                 f"the data sets model.{name}={value}, but a model has no such field{nearest(name, known, 'model.')}"
@@ -527,13 +577,33 @@ def _check_kind(model: TransformerConfig, task: Task, fields: Mapping[str, Any])
     require(pair in kinds, f"{actual} does not fit {task.name}: it needs {' or '.join(possible)}")
 
 
-def in_own_dtype(network: nn.Module) -> nn.Module:
-    """Make a network convert floating-point inputs, such as pixels, to the dtype of its weights, and return it.
+PURE = ("64-true", "bf16-true")
+"""The precisions in which weights and computations have one dtype other than float32."""
+
+
+def in_own_dtype(network: nn.Module) -> RemovableHandle:
+    """Make a network convert floating-point inputs, such as pixels, to the dtype of its weights. The handle undoes it.
 
     Lightning converts only the batches of its own loops.
     """
-    network.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
-    return network
+    return network.register_forward_pre_hook(_to_own_dtype, with_kwargs=True)
+
+
+@contextmanager
+def lent(network: nn.Module, precision: str) -> Iterator[None]:
+    """A context for the run of a network that may be the user's: it converts inputs to its dtype.
+
+    Afterwards, this hook is removed, and the same parameters are trainable as before.
+    """
+    trainable = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
+    hook = in_own_dtype(network) if precision in PURE else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
 
 
 def _to_own_dtype(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

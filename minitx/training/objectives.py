@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import Any
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Sums = dict[str, Tensor]
 """0-d sums over the counted targets: ``loss``, and optionally ``correct`` (number of correct answers) and ``nll`` (the
-validation loss, if it differs from ``loss``). Further sums are logged as means."""
+validation loss, if it differs from ``loss``). Further sums are logged as means. ``count`` is not allowed as a name."""
 
 Objective = Callable[[Tensor, Batch], Tensor | Sums]
 
@@ -292,7 +292,7 @@ def checked_sums(result: Tensor | Mapping[str, Tensor]) -> Sums:
     """Return the result of an objective as a dict of sums.
 
     Raises:
-        ConfigError: ``loss`` is missing, or a value is not a 0-d tensor.
+        ConfigError: ``loss`` is missing, a value is not a 0-d tensor, or a name is the name of another metric.
     """
     sums = dict(result) if isinstance(result, Mapping) else {"loss": result}
     wrong = [name for name, value in sums.items() if not isinstance(value, Tensor) or value.dim()]
@@ -301,7 +301,21 @@ def checked_sums(result: Tensor | Mapping[str, Tensor]) -> Sums:
         raise ConfigError(
             f"objective must return a 0-d tensor, or a mapping from names to 0-d tensors that includes loss: {fault}"
         )
+    require("count" not in sums, "objective returns a sum named count, the name of the number of targets: rename it")
+    require(
+        not {"correct", "accuracy"} <= sums.keys(),
+        "objective returns the sums correct and accuracy, but the mean of correct is logged as accuracy: rename one of them",
+    )
     return sums
+
+
+def check_same_names(sums: Iterable[str], before: Iterable[str]) -> None:
+    """Raise a ConfigError if the sums of a batch have other names than those of the batches before."""
+    names = [", ".join(sorted({*each} - {"count"})) for each in (sums, before)]
+    require(
+        names[0] == names[1],
+        f"objective must return the same sums for every batch, but it returned {names[1]}, and then {names[0]}",
+    )
 
 
 def _describe(value: Any) -> str:

@@ -331,43 +331,50 @@ def as_before(module: TrainingModule, device: torch.device) -> Iterator[None]:
         stack.callback(logging.disable, level)
         logging.disable(logging.WARNING)
         for part in module.network.modules():
-            stack.callback(_kept(part))
+            stack.callback(_Saved.of_module(part).restore)
         if isinstance(module.objective, nn.Module):
             for part in module.objective.modules():
-                stack.callback(_kept(part))
+                stack.callback(_Saved.of_module(part).restore)
         elif hasattr(module.objective, "__dict__"):
-            stack.callback(_kept_values(vars(module.objective)))
+            stack.callback(_Saved(vars(module.objective)).restore)
         yield
 
 
-def _kept(module: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the parameters, buffers, hooks and other attributes of a module, but not its children."""
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    values = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
-    attributes = _kept_values(vars(module))
+class _Saved:
+    """The state of an object: its attributes, and the numbers of its parameters and buffers.
 
-    def restore() -> None:
-        attributes()
+    Args:
+        attributes: the ``__dict__`` of the object. In that of a module, dicts contain its parameters, buffers and hooks.
+        tensors: its parameters and buffers.
+    """
+
+    def __init__(self, attributes: dict[str, Any], tensors: Iterable[Tensor] = ()) -> None:
+        self.attributes = attributes
+        self.values = {name: (value, _copied(value)) for name, value in attributes.items()}
+        self.tensors = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
+
+    @classmethod
+    def of_module(cls, module: nn.Module) -> _Saved:
+        """Save a module without its children."""
+        return cls(vars(module), [*module.parameters(recurse=False), *module.buffers(recurse=False)])
+
+    def restore(self) -> None:
+        """Restore the attributes, so that the object has the same tensors again, and then the numbers of these tensors."""
+        self._restore_attributes()
         with torch.no_grad():
-            for tensor, value, requires_grad in values:
+            for tensor, numbers, requires_grad in self.tensors:
                 tensor.requires_grad_(requires_grad)
                 tensor.grad = None
-                if tensor.dtype == value.dtype:
-                    tensor.copy_(value)
+                if tensor.dtype == numbers.dtype:
+                    tensor.copy_(numbers)
                 else:  # with bf16-true, restore the unrounded weights, because an average starts from them
-                    tensor.data = value.to(tensor.device)
+                    tensor.data = numbers.to(tensor.device)
 
-    return restore
-
-
-def _kept_values(values: dict[str, Any]) -> Callable[[], None]:
-    """Return a function that restores a dict of attributes to the same objects, with the old contents of containers and tensors."""
-    saved = {name: (value, _copied(value)) for name, value in values.items()}
-
-    def restore() -> None:
-        values.clear()
-        for name, (value, content) in saved.items():
-            values[name] = value
+    def _restore_attributes(self) -> None:
+        """Restore the same objects, and what containers and tensors among them contained."""
+        self.attributes.clear()
+        for name, (value, content) in self.values.items():
+            self.attributes[name] = value
             if isinstance(value, Tensor):
                 with torch.no_grad():
                     value.copy_(content)
@@ -377,11 +384,9 @@ def _kept_values(values: dict[str, Any]) -> Callable[[], None]:
             elif isinstance(value, list):
                 value[:] = content
 
-    return restore
-
 
 def _copied(value: Any) -> Any:
     """Return a copy of an attribute that can change in place, or None."""
     if isinstance(value, Tensor):
-        return None if isinstance(value, nn.Parameter) else value.detach().clone()
+        return value.detach().clone()
     return copy.copy(value) if isinstance(value, dict | set | list) else None

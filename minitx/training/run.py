@@ -44,6 +44,7 @@ from minitx.training.callbacks import (
 from minitx.training.checkpoints import (
     check_free,
     check_resumed,
+    load_start,
     start_from,
     stored_state,
     tokenizer_of,
@@ -54,7 +55,7 @@ from minitx.training.loggers import WandbExtras, describe_part, finish_wandb, ru
 from minitx.training.memory_plan import build_without_numbers, make_plan, precision_of
 from minitx.training.metrics_csv import COLUMNS, MetricsFile
 from minitx.training.module import AtomicCheckpointIO, NonFiniteError, Sharded, TrainingModule, build_module
-from minitx.training.net import Net, build_network
+from minitx.training.net import Net, build_network, lent
 from minitx.training.probes import Probe
 from minitx.training.questions import questions_of
 from minitx.training.rehearse import is_rehearsed, rehearse
@@ -74,7 +75,8 @@ def train(
 ) -> dict[str, Any]:
     """Train with ``config`` in ``folder``, and return the result as plain data (see ``summarise``).
 
-    Afterwards, the random generators, threads, environment variables and signal handlers of this process are restored.
+    Afterwards, the random generators, threads, environment variables and signal handlers of this process are restored, and
+    the same parameters of ``model`` are trainable as before. Its weights keep the dtype of ``trainer.precision``.
 
     Args:
         folder: the folder for ``metrics.csv``, ``checkpoints/`` and, with probes, ``probes.jsonl``. It is created after data,
@@ -82,8 +84,8 @@ def train(
             this folder, or ``last`` for the last one.
         files: further text files to write to the folder, by name (``config.yaml``, ``command.txt``).
         model, data, objective: objects to use instead of the config's. Without ``data``, your own model is also
-            trained on ``config.data``, by default the King James text. Load a checkpoint of your own model with
-            ``load_model(path, model=...)``. The programs can only open data and objectives that a config names.
+            trained on ``config.data``, by default the King James text. Load a checkpoint of your own model, or of a
+            model of minitx that was changed after its config built it, with ``load_model(path, model=...)``. The programs can only open data and objectives that a config names.
         batch_size: number of rows in a step, if ``data`` is a ``Task``. A ``LightningDataModule`` has its own batch size.
 
     Raises:
@@ -95,16 +97,25 @@ def train(
     folder = Path(folder)
     config = checked(config, folder, model=model, data=data, objective=objective, batch_size=batch_size)
     with quiet_lightning(), machine(config.trainer):
-        rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
-        config = dataclasses.replace(config, trainer=in_steps(config.trainer, rows))
-        network = build_network(config.model, rows, config.trainer.precision)
+        config, rows, network = open_parts(config)
         parts = config.objective, config.optimizer, config.schedule
-        module = build_module(start_from(config.init_from, network), rows, *parts, config.trainer, config.seed)
-        check_demands(module.net, rows, config)
-        if is_rehearsed(config.trainer, config.ckpt_path):
-            rehearse(config, module, rows, perform)
-        steps, nonfinite_step, metrics = perform(config, module, rows, folder, files)
+        with lent(network, config.trainer.precision):
+            module = build_module(network, rows, *parts, config.trainer, config.seed)
+            check_demands(module.net, rows, config)
+            if is_rehearsed(config.trainer, config.ckpt_path):
+                rehearse(config, module, rows, perform)
+            steps, nonfinite_step, metrics = perform(config, module, rows, folder, files)
     return summarise(folder, steps, nonfinite_step, metrics, rows.task.floors, network)
+
+
+def open_parts(config: RunConfig) -> tuple[RunConfig, DataModule, nn.Module]:
+    """Return the config with epochs converted to steps, the data, and the network with the weights of ``init_from``."""
+    start = load_start(config.init_from)  # for the tokenizer and the weights; freed when this function returns
+    tokenizer = tokenizer_of(config.init_from, start, config.data)
+    rows = open_data(config.data, config.trainer, seed=config.seed, tokenizer=tokenizer)
+    config = dataclasses.replace(config, trainer=in_steps(config.trainer, rows))
+    network = build_network(config.model, rows, config.trainer.precision)
+    return config, rows, start_from(config.init_from, start, network)
 
 
 def show_plan(
@@ -119,7 +130,8 @@ def show_plan(
     options = config.trainer
     check_accelerator(options.accelerator)
     with quiet_lightning(), kept_generators(torch.device("cpu")):
-        rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer_of(config.init_from, config.data))
+        tokenizer = tokenizer_of(config.init_from, load_start(config.init_from), config.data)
+        rows = open_data(config.data, options, seed=config.seed, tokenizer=tokenizer)
         network = build_without_numbers(config.model, rows, options.precision)
         net = Net.of(network)
         check_demands(net, rows, config)

@@ -13,7 +13,7 @@ from minitx.data.tokenizers import train_tokenizer
 from minitx.generation.decoding import eos_ids
 from minitx.interop import load_hf, release_hf, save_hf, save_pretrained
 from minitx.nn import DecoderLM
-from minitx.training.checkpoints import load_model, read_checkpoint, start_from, write_checkpoint
+from minitx.training.checkpoints import load_model, load_start, read_checkpoint, start_from, write_checkpoint
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.net import Net
 from tests.cli.conftest import SHORT, assert_named, copy_example
@@ -199,5 +199,6 @@ def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(assert
 
 def test_a_scale_without_a_multiplier_cannot_be_folded_and_is_named(tmp_path):
     save_pretrained(DecoderLM(TransformerConfig(vocab_size=7, **GPT2, scale="log_length")), tmp_path)
+    init_from = InitFrom(path=str(tmp_path), fold_scale=True)
     with pytest.raises(ConfigError, match="scale=log_length has no fixed multiplier"):
-        start_from(InitFrom(path=str(tmp_path), fold_scale=True), DecoderLM(TransformerConfig(vocab_size=7, **GPT2)))
+        start_from(init_from, load_start(init_from), DecoderLM(TransformerConfig(vocab_size=7, **GPT2)))

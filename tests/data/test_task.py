@@ -212,6 +212,43 @@ def test_keys_of_one_right_padding_value_need_no_word(key):
     assert batch_of(split_of(rows))[key].tolist() == [[1, 1], [1, PAD[key]]]
 
 
+NUMBERS = {
+    **{name: partial(np.array, dtype=name) for name in ("bool", "uint8", "int8", "int32", "uint16", "float16", "float32")},
+    "list": list,
+    "torch": torch.tensor,
+    "torch bool": lambda row: torch.tensor(row).bool(),
+    "torch uint8": lambda row: torch.tensor(row).byte(),
+    "torch bfloat16": lambda row: torch.tensor(row).bfloat16(),
+    "with a gradient": lambda row: torch.tensor(row).float().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("key", ["labels", "document_ids", "key_mask"])
+def test_padding_is_told_from_data_in_rows_of_every_dtype(kind, key):
+    make = NUMBERS[kind]
+    rows = [{"labels": 1, key: make([1, 0, 1])}, {"labels": 1, key: make([0])}]
+    padded, first = batch_of(split_of(rows))[key], batch_of(split_of(rows[:1]))[key]
+    assert padded.tolist() == [[1, 0, 1], [0, PAD[key], PAD[key]]]
+    assert first.dtype == padded.dtype  # not a matter of the lengths in a batch
+    assert padded.dtype.is_floating_point == ("float" in kind or kind == "with a gradient")
+
+
+@pytest.mark.parametrize(
+    ("row", "fill", "kind"), [([1, 2], 0.5, "int64"), ([True, False], 0.5, "int64"), (np.ones(2, np.float16), 1e9, "float16")]
+)
+def test_a_padding_value_that_the_numbers_of_a_row_cannot_hold_is_refused(row, fill, kind):
+    with pytest.raises(ConfigError, match=rf"^mine: x is {kind}, so its padding value in Task\.pad cannot be {fill}"):
+        batch_of(split_of([{"x": row, "labels": 1}, {"x": row[:1], "labels": 1}], pad={"x": fill}))
+
+
+def test_values_in_half_precision_or_with_a_gradient_are_read_at_any_rank():
+    for change in (torch.Tensor.bfloat16, torch.Tensor.requires_grad_, lambda values: values.requires_grad_().bfloat16()):
+        rows = [{"x": change(torch.full((2, 3), 0.5)), "labels": change(torch.tensor(1.0))}] * 2
+        batch = batch_of(split_of(rows))
+        assert {batch["x"].dtype, batch["labels"].dtype} == {torch.float32} and batch["x"].unique().tolist() == [0.5]
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_lengths_that_differ_in_a_later_batch_alone_are_refused_there_in_one_sentence(num_workers):
     rows = [{"src": [1, 2], "labels": 1}] * 5 + [{"src": [1], "labels": 1}]

@@ -188,7 +188,10 @@ CHANGES = [
     (changed("final_norm", "eps", 0.1), "final_norm.eps is 0.1"),
     (changed("", "final_norm", torch.nn.Identity()), "final_norm is .*Identity"),
     (changed("embeddings", "token", torch.nn.Embedding(9, 4)), r"embeddings.token.num_embeddings is 9, not 7"),
-    (changed("head", "weight", torch.nn.Parameter(torch.zeros(7, 4))), "head.weight is .*, not a part of the config"),
+    (
+        changed("head", "weight", torch.nn.Parameter(torch.zeros(7, 4))),
+        "head.weight is .*, not the tensor embeddings.token.weight",
+    ),
     (changed("blocks.0.attention.q_proj", "bias", None), "blocks.0.attention.q_proj.bias is missing"),
     (lambda model: parametrizations.spectral_norm(model.blocks[0].attention.q_proj), "q_proj is .*ParametrizedLinear"),
     (lambda model: model.head.register_forward_hook(lambda *call: call[-1] * 2), "head has a hook, and hooks are not saved"),

@@ -16,13 +16,14 @@ from torch import nn
 from torch.serialization import set_crc32_options
 
 from minitx.cli.exit_codes import sentence
-from minitx.config import ConfigError
+from minitx.config import ConfigError, InitFrom
 from minitx.nn import DecoderLM
 from minitx.training.callbacks import LastCheckpoint
 from minitx.training.checkpoints import (
     FORMAT,
     CheckpointError,
     load_model,
+    load_start,
     load_weights,
     read_checkpoint,
     write_checkpoint,
@@ -158,6 +159,20 @@ def test_a_checkpoint_has_its_crc_where_a_user_has_switched_it_off_for_torch(pat
         set_crc32_options(True)
     assert torch.equal(read_checkpoint(path)["state_dict"]["weight"], WEIGHT)
     assert_refused(path.with_name("theirs.ckpt"), "does not match its CRC-32")
+
+
+def test_a_start_reads_the_file_that_is_on_disk(tmp_path, monkeypatch):
+    """Also if another file was there before, or a relative path now leads to another folder."""
+    for name, weight in {"a": 1.0, "b": 2.0}.items():
+        (tmp_path / name).mkdir()
+        checkpoint = {"minitx": {**SMALL["minitx"], "tokenizer": None}, "state_dict": {"network.weight": torch.tensor(weight)}}
+        write_checkpoint(checkpoint, tmp_path / name / "last.ckpt")
+    monkeypatch.chdir(tmp_path / "a")
+    assert load_start(InitFrom(path="last.ckpt")).weights["weight"] == 1.0
+    monkeypatch.chdir(tmp_path / "b")
+    assert load_start(InitFrom(path="last.ckpt")).weights["weight"] == 2.0
+    shutil.copy(tmp_path / "a" / "last.ckpt", "last.ckpt")
+    assert load_start(InitFrom(path="last.ckpt")).weights["weight"] == 1.0
 
 
 def test_the_newest_whole_one_is_offered(path):

@@ -1,5 +1,6 @@
 """Models and data given from Python: how a model is called, and what a run promises."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -18,16 +19,27 @@ from extra import last, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from minitx.config import CallbacksConfig, ConfigError, EvaluationConfig, RunConfig, TransformerConfig, node
+from minitx.config import (
+    CallbacksConfig,
+    ConfigError,
+    EvaluationConfig,
+    InitFrom,
+    RunConfig,
+    TrainerConfig,
+    TransformerConfig,
+    node,
+)
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Task
 from minitx.generation import generate
-from minitx.nn import build_model
+from minitx.nn import DecoderLM, build_model
+from minitx.nn.efficient import LinearAttention
 from minitx.training.checkpoints import load_model
 from minitx.training.evaluation import evaluate
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import NonFiniteError
 from minitx.training.net import Net, build_network, fitted
+from minitx.training.run import train
 from tests.interop.families import TEXT, build
 
 
@@ -118,6 +130,18 @@ def test_what_is_not_finite_ends_the_run_before_the_update_also_without_found_in
     torch.testing.assert_close(model.weight, last(tmp_path / "run")["state_dict"]["network.weight"], rtol=0, atol=0)
     with pytest.raises(NonFiniteError, match=r"not finite in step 1 .*the update was skipped"):
         fit(tmp_path / "stop", data, objective=lambda logits, batch: squared(logits, batch) * math.nan)
+
+
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_an_objective_whose_sums_differ_between_batches_is_refused(tmp_path, where):
+    calls = itertools.count()
+
+    def objective(logits, batch):
+        is_other = torch.is_grad_enabled() == (where == "training") and next(calls) % 2
+        return {"loss": squared(logits, batch), **({"more": logits.sum()} if is_other else {})}
+
+    with pytest.raises(ConfigError, match=r"^objective must return the same sums for every batch, but it returned loss, and"):
+        fit(tmp_path / "run", task_of(squares()), objective=objective, accumulate=2, val_batch_size=2)
 
 
 # --- models of transformers, and wrappers around them
@@ -213,10 +237,10 @@ def rows_of_tokens(real, **more):
     return [{"input_ids": list(range(3, 3 + n)), "labels": list(range(3, 3 + n)), **more} for n in real]
 
 
-def train_tokens(folder, model, rows, *, vocab_size=99, num_labels=2, **options):
+def train_tokens(folder, model, rows, *, vocab_size=99, num_labels=2, run=None, **options):
     fields = {"vocab_size": vocab_size, "num_labels": num_labels}
     task = Task(**{"name": "mine", "train": rows, "val": rows, "model_fields": fields, **options})
-    options = {"objective": None, "precision": "32-true", "max_steps": 2, "val_batch_size": 2}
+    options = {"objective": None, "precision": "32-true", "max_steps": 2, "val_batch_size": 2, **(run or {})}
     return fit(folder, task, model=model, batch_size=len(rows), **options)
 
 
@@ -261,6 +285,18 @@ def test_a_mask_that_does_not_reach_the_model_is_refused_where_it_hides_anything
         assert not (tmp_path / "refused").exists()
     with pytest.raises(ConfigError, match=r"Reads\.forward has no parameter key_mask"):
         train_tokens(tmp_path / "later", Reads(), rows_of_tokens([5, 5, 5]), val=rows_of_tokens([5, 5, 5, 2]))
+
+
+class ReadsByPosition(Reads):
+    def forward(self, input_ids, /):
+        return super().forward(input_ids)
+
+
+def test_parameters_that_cannot_be_passed_by_name_are_refused_as_such(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^model: ReadsByPosition\.forward takes input_ids only by position, .*: remove the /"
+    ):
+        train_tokens(tmp_path / "run", ReadsByPosition(), rows_of_tokens([5, 5]))
 
 
 class Sums(nn.Module):
@@ -363,6 +399,81 @@ class Counts(nn.Module):
 
     def forward(self, input_ids):
         return nn.functional.one_hot(input_ids + 1, 99).float()
+
+
+def test_the_checkpoint_of_a_changed_model_of_ours_is_loaded_into_a_model_that_was_changed_alike_and_no_other(tmp_path, caplog):
+    caplog.set_level("INFO")
+    config = TransformerConfig(vocab_size=99, embed_dim=8, num_heads=2, num_layers=2)
+    model = DecoderLM(config, core=LinearAttention)
+    train_tokens(tmp_path / "run", model, rows_of_tokens([5, 5, 3]))
+    assert "load its checkpoints with load_model(path, model=...), because blocks.0.attention.core is" in caplog.text
+    path, ids = tmp_path / "run" / "checkpoints" / "last.ckpt", torch.tensor([[3, 5, 4]])
+    difference = r"differs from its config: blocks\.0\.attention\.core is \S+LinearAttention, not \S+DotProductAttention"
+    with pytest.raises(
+        ConfigError, match=rf"^ckpt_path=\S+ contains a model that {difference}.* call load_model\(path, model="
+    ):
+        load_model(path)
+    loaded = load_model(path, model=DecoderLM(config, core=LinearAttention))[0]
+    torch.testing.assert_close(loaded(ids), model.eval()(ids), rtol=0, atol=0)
+    for options, refusal in (
+        ({"ckpt_path": str(path), "max_steps": 3}, r"contains another model than the config: model\.(changes|_target_) "),
+        ({"init_from": InitFrom(path=str(path))}, rf"^init_from\.path=\S+ contains a model that {difference}"),
+    ):
+        where = tmp_path / ("run" if "ckpt_path" in options else "new")
+        with pytest.raises(ConfigError, match=refusal):
+            train_tokens(where, DecoderLM(config), rows_of_tokens([5, 5, 3]), run=options)
+        steps = train_tokens(where, DecoderLM(config, core=LinearAttention), rows_of_tokens([5, 5, 3]), run=options)["steps"]
+        assert steps == options.get("max_steps", 2)
+
+
+@pytest.mark.parametrize("how", ["object", "config"])
+def test_sizes_are_checked_alike_for_a_model_from_python_and_one_of_the_config(tmp_path, how):
+    sizes = {"embed_dim": 8, "num_heads": 2, "num_layers": 1, "position": "learned", "max_len": 8}
+    of_labels = {"architecture": "encoder", "head": "sequence"}
+    cases = (
+        ({}, {"longest": 20}, {}, "^model.max_len=8 is smaller than the longest row of the data, 20 tokens"),
+        ({}, {}, {"batch_size": 4}, "^mine has 3 training rows, fewer than data.batch_size=4: lower it"),
+        ({**of_labels, "num_labels": 2}, {"kind": "classify"}, {}, "^model.*labels.* the data"),
+    )
+    for fields, task, options, refusal in cases:
+        rows = [{**row, "labels": 1} if task.get("kind") else row for row in rows_of_tokens([5, 5, 3])]
+        data = Task(**{"name": "mine", "train": rows, "val": rows, "model_fields": {"vocab_size": 99, "num_labels": 3}, **task})
+        if not fields:
+            data = dataclasses.replace(data, model_fields={"vocab_size": 99})
+        if how == "object":
+            kinds = {"model": build_model(TransformerConfig(vocab_size=99, **sizes, **fields))}
+        else:
+            kinds = {"config": node(build_model, **sizes, **fields)}
+        config = RunConfig(model=kinds.get("config", node(build_model)), trainer=TrainerConfig(max_steps=1, accelerator="cpu"))
+        with pytest.raises(ConfigError, match=refusal):
+            train(config, tmp_path / "run", model=kinds.get("model"), data=data, batch_size=options.get("batch_size", 3))
+    assert not (tmp_path / "run").exists()
+
+
+FREEZE = {"_target_": "minitx.training.optimizers.sgd", "lr": 0.05, "rules": [{"match": "bias", "trainable": False}]}
+
+
+@pytest.mark.parametrize("ending", ["done", "refused", "failed"])
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
+def test_of_a_run_only_weights_and_modes_are_left_on_the_model_of_its_user(tmp_path, ending, precision):
+    def objective(logits, batch):
+        return squared(logits, batch) * (math.nan if ending == "failed" else 1)
+
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model[0].weight.requires_grad_(False)  # as its owner wants it
+
+    def traces():
+        """The attributes of each module, and the number of entries of those that are dicts, such as hooks."""
+        return [{name: isinstance(x, dict) and len(x) for name, x in vars(part).items()} for part in model.modules()]
+
+    before, trainable = traces(), [parameter.requires_grad for parameter in model.parameters()]
+    options = {"precision": precision, "optimizer": FREEZE, "max_steps": 2}
+    options |= {"evaluation": EvaluationConfig(test="last")} if ending == "refused" else {}  # there is no test split
+    rows = [{name: value.float() for name, value in row.items()} for row in squares()]
+    errors = {"done": (), "refused": ConfigError, "failed": NonFiniteError}[ending]
+    with pytest.raises(errors) if errors else contextlib.nullcontext():
+        fit(tmp_path / "run", task_of(rows), model=model, objective=objective, **options)
+    assert traces() == before and [parameter.requires_grad for parameter in model.parameters()] == trainable
 
 
 # --- counts, metrics and splits

@@ -65,7 +65,8 @@ def words(folders):
         files = [f"data.path={folders / 'train.jsonl'}", f"data.val_path={folders / 'val.jsonl'}"]
         chosen = ["experiment=finetune", "model=hf", f"model.path={folders / model}", f"data={data}", *files, *QUIET]
         short = ["evaluation.at_end=false", "data.batch_size=2", "trainer.max_steps=2", "schedule.warmup_steps=0"]
-        return [*chosen, *short, *more]
+        rows = ["data.context_len=23"] if data == "hf" else []  # at least as many packed rows as in a batch
+        return [*chosen, *short, *rows, *more]
 
     return make
 

@@ -1,13 +1,21 @@
 """One ``Net`` for networks of every kind. What it does with the models of transformers is in ``test_foreign.py``."""
 
+import dataclasses
+
+import peft
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from minitx.config import ConfigError, Part, TransformerConfig, from_dict, node, to_dict
+from minitx.config.part import FROM_PYTHON
 from minitx.config.training import MODEL
-from minitx.nn import build_model
+from minitx.interop import pretrained_hf
+from minitx.nn import DecoderLM, DotProductAttention, build_model, fold_scale, set_scale
+from minitx.nn.efficient import LinearAttention
 from minitx.training.net import Net
+from tests.interop.families import build
 
 SIZES = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "num_layers": 2, "max_len": 16}
 IDS = torch.tensor([[1, 5, 2, 7]])
@@ -43,6 +51,95 @@ def test_the_node_of_one_of_our_models_builds_it_again():
         == config
         == from_dict(TransformerConfig, {k: v for k, v in stored.items() if k != "_target_"})
     )
+
+
+class Louder(DecoderLM):
+    """A model of ours with another ``forward``."""
+
+    def forward(self, *args, **options):
+        return 2 * super().forward(*args, **options)
+
+
+def changed_core(model):
+    return DecoderLM(model.config, core=LinearAttention)
+
+
+def softcap(model):
+    model.blocks[0].attention.softcap = 2.0
+    return model
+
+
+def one_layer_twice(model):
+    model.blocks[1] = model.blocks[0]
+    return model
+
+
+def one_matrix_twice(model):
+    model.blocks[1].attention.q_proj.weight = model.blocks[0].attention.q_proj.weight
+    return model
+
+
+def swapped_core(model):
+    model = DecoderLM(dataclasses.replace(model.config, attention=node(LinearAttention)))
+    model.blocks[1].attention.core = DotProductAttention()
+    return model
+
+
+def after(change, *arguments, part="blocks", **options):
+    def changed(model):
+        change(model.get_submodule(part), *arguments, **options)
+        return model
+
+    return changed
+
+
+CHANGED = {
+    "core": changed_core,
+    "another core than that of the config": swapped_core,
+    "scale of the blocks": after(set_scale, "unscaled"),
+    "folded block": after(fold_scale, "unscaled", part="blocks.0"),
+    "softcap": softcap,
+    "shared layer": one_layer_twice,
+    "shared matrix": one_matrix_twice,
+    "subclass": lambda model: Louder(model.config),
+    "pruned": after(prune.l1_unstructured, "weight", amount=0.5, part="head"),
+    "lora": lambda model: peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])),
+    "quantised": lambda model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
+}
+SAME = {
+    "as built": lambda model: model,
+    "scale": after(set_scale, "unscaled", part=""),
+    "folded": after(fold_scale, "unscaled", part=""),
+    "core of the config": lambda model: DecoderLM(model.config, core=DotProductAttention),
+    "core that the config names": lambda model: DecoderLM(dataclasses.replace(model.config, attention=node(LinearAttention))),
+    "frozen, in bfloat16": lambda model: model.requires_grad_(False).bfloat16(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", [*CHANGED, *SAME])
+def test_the_node_of_a_model_of_ours_builds_the_same_function_or_says_that_it_cannot(name):
+    """What builds a model again is ``node``; the weights are those of the model."""
+    torch.manual_seed(3)
+    model = DecoderLM(TransformerConfig(**SIZES))
+    nn.init.normal_(model.blocks[0].attention.q_proj.weight)
+    model = {**CHANGED, **SAME}[name](model).eval()
+    stored = Net.of(model).node(Part.of_object(model, "model"), {})
+    if name in CHANGED:
+        assert stored["_target_"] == FROM_PYTHON and stored["changes"]
+        return
+    again = Part.of(stored, "model").build().to(next(model.parameters()).dtype).eval()
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again(IDS), model(IDS), rtol=0, atol=0)
+
+
+def test_the_node_of_an_adopted_model_is_not_kept_after_its_scale_or_its_parts_have_changed(tmp_path):
+    build("Llama").save_pretrained(tmp_path)
+    for change in (lambda model: set_scale(model, "unscaled"), lambda model: model.set_submodule("lm_head", nn.Linear(16, 99))):
+        model = pretrained_hf(str(tmp_path), adopt=True, scale="inv")
+        assert Net.of(model).node(Part.of_object(model, "model"), {}) == model.stored_node
+        change(model)
+        assert Net.of(model).node(Part.of_object(model, "model"), {})["_target_"] == FROM_PYTHON
 
 
 def test_the_node_of_a_model_of_ones_own_has_what_the_data_decided():

@@ -134,6 +134,17 @@ def test_what_an_objective_returns_is_a_number_or_numbers_by_name_with_loss_amon
             checked_sums(wrong)
 
 
+def test_a_sum_that_would_be_lost_or_overwritten_under_its_name_is_refused():
+    one = torch.tensor(2.0)
+    for wrong, said in (
+        ({"loss": one, "count": one}, "a sum named count, the name of the number of targets"),
+        ({"loss": one, "correct": one, "accuracy": one}, "the sums correct and accuracy, but the mean of correct"),
+    ):
+        with pytest.raises(ConfigError, match=f"^objective returns {said}"):
+            checked_sums(wrong)
+    assert checked_sums({"loss": one, "accuracy": one}).keys() == {"loss", "accuracy"}
+
+
 HEADS = {
     "lm with model.logit_softcap=5.0": {"logit_softcap": 5.0},
     "lm with model.head_transform=True": {"architecture": "encoder", "head_transform": True},

@@ -195,8 +195,14 @@ def test_pixels_in_float32_train_a_network_of_another_dtype(make_config, tmp_pat
     assert all((tmp_path / "run" / name).stat().st_size for name in ("evaluation.json", "probes.jsonl"))
     pixels, kept = torch.ones(1, 8), torch.nn.LayerNorm(8)  # a norm that stays in float32
     network = torch.nn.Sequential(kept, torch.nn.Linear(8, 2, dtype=torch.bfloat16))
-    assert in_own_dtype(network)(input=pixels).dtype == torch.bfloat16
-    assert in_own_dtype(torch.nn.Identity())(input=pixels) is pixels  # no weights
+    without_weights = torch.nn.Identity()
+    in_own_dtype(without_weights)
+    assert without_weights(input=pixels) is pixels
+    hook = in_own_dtype(network)
+    assert network(input=pixels).dtype == torch.bfloat16
+    hook.remove()
+    with pytest.raises(RuntimeError, match="dtype"):
+        network(input=pixels)
 
 
 @pytest.mark.parametrize("before", [True, False])

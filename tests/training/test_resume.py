@@ -13,8 +13,9 @@ import torch
 from extra import last, train_with
 from killing import blows, hit_and_go_on, length_of, result_of, run
 
-from minitx.config import ConfigError, node, to_dict
+from minitx.config import ConfigError, Part, node, to_dict
 from minitx.training.callbacks import StoppedError
+from minitx.training.checkpoints import check_resumed
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.optimizers import constant, sgd
 from minitx.training.run import train
@@ -114,6 +115,22 @@ def test_a_run_that_goes_on_with_another_seed_or_batch_size_says_that_its_rows_a
         caplog.clear()
         train(dataclasses.replace(resumed(config, tmp_path / "run"), **changes), tmp_path / f"then{len(changes)}")
         assert ("so rows may be repeated or skipped: seed 0 != 3; data.batch_size 12 != 6" in caplog.text) == bool(changes)
+
+
+def test_a_run_that_goes_on_with_another_objective_says_so(make_config, tmp_path, caplog):
+    config = make_config(trainer__ckpt_every=100, trainer__max_steps=1)
+    train(config, tmp_path / "run")
+    then, state = resumed(config, tmp_path / "run"), last(tmp_path / "run")["minitx"]
+    for objective, change in (
+        (config.objective, ""),
+        (config.objective.with_(chunk_tokens=5, count_correct=False), ""),
+        (config.objective.with_(label_smoothing=0.5), "objective.label_smoothing 0.0 != 0.5"),
+        (Part.of_object(torch.nn.CrossEntropyLoss(), "objective"), "CrossEntropy != given to train() from Python"),
+    ):
+        caplog.clear()
+        changed = dataclasses.replace(then, objective=objective)
+        check_resumed(changed, {**state, "config": to_dict(changed)})
+        assert ("resumes with another objective" in caplog.text) == bool(change) and change in caplog.text
 
 
 def test_a_run_does_not_go_on_where_the_same_ids_are_other_characters(make_config, tmp_path):
