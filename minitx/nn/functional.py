@@ -57,8 +57,9 @@ def attention_scores(
 def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
     """Return the softmax over the visible keys of the last axis. A row without a visible key is zero, and so is its gradient.
 
-    p_ij = exp(z_ij) / (Σ_visible exp(z_ij) + exp(sink_h)). Hidden scores are set to the dtype's minimum, and their weights to
-    exactly zero, so that an empty row gives no NaN. ``torch.softmax`` subtracts the row's largest logit first.
+    p_ij = exp(z_ij) / (Σ_visible exp(z_ij) + exp(sink_h)). Hidden scores are set to -inf: the dtype's minimum would equal visible
+    scores with a bias of the minimum. In a row without a visible key they are set to 0, because softmax would give NaN, and the
+    weights are then set to zero. ``torch.softmax`` subtracts the row's largest logit first.
 
     Args:
         scores: (B, H, L, S), at least float32.
@@ -71,7 +72,8 @@ def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor 
     num_keys = scores.shape[-1]
     if visible is not None:
         hidden = ~visible
-        scores = torch.where(hidden, torch.finfo(scores.dtype).min, scores)  # on a CPU faster than masked_fill
+        fill = torch.where(visible.any(-1, keepdim=True), -inf, 0.0).to(scores.dtype)
+        scores = torch.where(hidden, fill, scores)  # on a CPU faster than masked_fill
     if sinks is not None:
         sink_logits = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink_logits], dim=-1)
@@ -263,8 +265,9 @@ def scores_of(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     with full_precision(call.query.device):
         attn_bias = call.dense_bias()
         visible = call.visible(attn_bias)
-        if call.scores is not None:
-            return call.scores, visible
+        if call.scores is not None:  # -inf hides a key, as in a bias
+            seen = call.scores != -inf
+            return call.scores, seen if visible is None else visible & seen
         key = hide_unseen(call.key, visible)
         scale, softcap = call.scale, call.softcap
         return attention_scores(call.query, key, scale=scale, softcap=softcap, attn_bias=attn_bias), visible
