@@ -62,7 +62,9 @@ def test_what_a_call_leaves_out_is_off_and_a_call_cannot_be_written_to():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch uses it for forward derivatives
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sinks", [None, torch.tensor([-math.inf]), torch.tensor([1.0])], ids=["no sinks", "sinks of -inf", "sinks"])
+@pytest.mark.parametrize(
+    "sinks", [None, torch.tensor([-math.inf]), torch.tensor([1.0])], ids=["no sinks", "sinks of -inf", "sinks"]
+)
 def test_no_finite_score_lets_a_hidden_key_into_the_softmax_and_an_empty_row_has_finite_derivatives(dtype, sinks):
     visible = torch.tensor([[True, True, False, False], [True, False, True, False], [False] * 4])
     lowest = torch.tensor([True, True, False, True])
