@@ -193,7 +193,7 @@ class MultiHeadAttention(nn.Module):
         )
         out = self.core(call.check_rules())
         if cache is not None and is_cross:
-            cache.remember(k, v)
+            cache.remember(k, v, query if key is None else key)
         elif cache is not None:
             cache.advance(query.shape[1])
         out, weights = out if isinstance(out, tuple) else (out, None)
@@ -235,13 +235,8 @@ class MultiHeadAttention(nn.Module):
         """Projections, heads, QK-norm, rotary and cache: q (B, H, L, D), k and v (B, Hkv, S, D)."""
         B, L, D = query.shape[0], query.shape[1], self.head_dim
         q = self.q_proj(query).view(B, L, self.num_heads, D).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
-        if is_cross and cache is not None and cache.memory is not None:
-            kept = cache.memory[0].shape[0], cache.memory[0].shape[2]
-            if kept != tuple(key.shape[:2]):
-                raise ValueError(
-                    f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {tuple(key.shape[:2])}"
-                )
-            return q if self.qk_norm is None else self.qk_norm(q, None)[0], *cache.memory
+        if is_cross and cache is not None and (memory := cache.recall(key)) is not None:
+            return q if self.qk_norm is None else self.qk_norm(q, None)[0], *memory
         S = key.shape[1]
         k = self.k_proj(key).view(B, S, self.num_kv_heads, D).transpose(1, 2)  # (B, Hkv, S, D)
         v = self.v_proj(key if value is None else value).view(B, S, self.num_kv_heads, D).transpose(1, 2)

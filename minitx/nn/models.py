@@ -166,7 +166,7 @@ class TransformerModel(nn.Module):
         counted = position_ids is None and document_ids is None and not padded
         self._check_ids(input_ids, position_ids, past, counted, name)
         if cache is not None:
-            key_mask, document_ids = cache.join(input_ids, key_mask, document_ids)  # (B, S)
+            key_mask, document_ids = cache.join(input_ids, key_mask, document_ids, position_ids)  # (B, S)
         key_mask, document_ids = _counted(key_mask), _counted(document_ids)
         if cache is not None and mask is not None and not cache.keeps_all:
             raise ValueError("mask needs a cache that keeps all keys: use KVCache(capacity, num_layers)")

@@ -218,6 +218,19 @@ def test_after_a_failed_first_pass_every_layer_reads_the_memory_of_the_next_call
         assert_same(network(None, ids, memory=memory, cache=cache), network(None, ids, memory=memory))
 
 
+def test_a_cache_takes_its_source_again_encoded_anew_or_in_other_rows():
+    network, ids, target = model(architecture="encoder_decoder"), tokens(2, 7), tokens(2, 9)
+    cache, rows = network.make_cache(9), torch.tensor([1, 1, 0])
+    with torch.no_grad():
+        want, memory = network(ids, target), network.encode(ids)
+        got = [network(ids, target[:, :3], cache=cache), network(None, target[:, 3:5], memory=memory, cache=cache)]
+        assert_same(torch.cat(got, dim=1), want[:, :5])
+        cache.reorder(rows)
+        for step in (5, 6):
+            got = network(None, target[rows, step : step + 1], memory=memory[rows], cache=cache)
+            assert_same(got, want[rows, step : step + 1])
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, None)}, {"attention": "linear"}], ids=str)
 def test_a_forward_that_fails_midway_changes_no_layer(options):
     network, ids = model(position="rotary", **options), tokens(2, L)
