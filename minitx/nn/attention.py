@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from minitx.nn.backends import attend, backend_names
 from minitx.nn.bias import Bias, as_bias
-from minitx.nn.cache import KVCache, LayerCache, StateCache
+from minitx.nn.cache import LayerCache, StateCache
 from minitx.nn.efficient import EfficientAttention
-from minitx.nn.functional import AttentionCall, check_settings, refuse_nested
+from minitx.nn.functional import AttentionCall, check_settings, require_tensor
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary, Rotation
@@ -175,8 +175,9 @@ class MultiHeadAttention(nn.Module):
         """
         is_cross = key is not None and key is not query
         self._check_inputs(query, key, value)
-        if isinstance(cache, KVCache):
-            raise TypeError("cache must be the LayerCache of one layer, got a KVCache: pass one of its layers, cache.layers[i]")
+        if not (cache is None or isinstance(cache, LayerCache)):
+            kind = type(cache).__name__
+            raise TypeError(f"cache must be the LayerCache of one layer (layers[i] of a KVCache), got {kind}")
         mask = attn_mask
         if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
@@ -271,7 +272,7 @@ class MultiHeadAttention(nn.Module):
         if value is not None or self.vdim != self.kdim:
             tensors.append(("value", key if value is None else value, self.vdim))
         for name, tensor, width in tensors:
-            refuse_nested(name, tensor)
+            require_tensor(name, tensor)
             if tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[0] != query.shape[0] or not tensor.shape[1]:
                 expected = f"(batch, length, {width}) with the query's batch size and a length of at least 1"
                 raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")

@@ -186,7 +186,7 @@ class AttentionCall:
         """
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            refuse_nested(name, tensor)
+            require_tensor(name, tensor)
             if tensor.dim() != 4 or 0 in tensor.shape[1:]:
                 raise ValueError(
                     f"{name} must have shape (batch, heads, length, width), and only batch may be 0, got {tuple(tensor.shape)}"
@@ -201,6 +201,8 @@ class AttentionCall:
             raise ValueError(f"key must have shape {expected}, as query has, got {tuple(key.shape)}")
         if value.shape[:3] != key.shape[:3]:
             raise ValueError(f"value must have the key's (B, Hkv, S) = {(B, Hkv, S)}, got {tuple(value.shape)}")
+        if sinks is not None:
+            require_tensor("sinks", sinks)
         if sinks is not None and (not sinks.is_floating_point() or tuple(sinks.shape) != (H,)):
             raise ValueError(f"sinks must be floating-point of shape (H,) = ({H},), got {sinks.dtype} {tuple(sinks.shape)}")
         return self.check_rules()
@@ -225,12 +227,9 @@ def make_call(
     Raises:
         ValueError: shapes, devices or numbers that do not fit. TypeError: dtypes or kinds that do not fit.
     """
-    tensors = (("query", query), ("key", key), ("value", value), *((("sinks", sinks),) if sinks is not None else ()))
-    for name, tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise TypeError(f"scale must be a number or None (1/sqrt(D)), got {scale!r}; words belong to modules and configs")
+    require_tensor("query", query)
+    if scale is not None:
+        require_number("scale", scale, " or None (1/sqrt(D); words belong to modules and configs)")
     if scale is not None and not -inf < scale < inf:
         raise ValueError(f"scale must be finite, got {scale}")
     check_settings(softcap, dropout_p, "dropout_p")
@@ -246,16 +245,31 @@ def make_call(
     ).check()
 
 
-def refuse_nested(name: str, tensor: Tensor) -> None:
-    """Raise a TypeError for a nested tensor, whose rows have different lengths."""
+def require_tensor(name: str, tensor: Tensor) -> None:
+    """Raise a TypeError for anything but a tensor, and for a nested tensor, whose rows have different lengths."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.is_nested:
         raise TypeError(f"{name} must not be a nested tensor: pad it with torch.nested.to_padded_tensor, and give a key_mask")
 
 
+def require_number(name: str, value: float, alternative: str = "") -> None:
+    """Raise a TypeError for anything but a number. ``alternative`` says what else is allowed."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number{alternative}, got {value!r}")
+
+
 def check_settings(softcap: float | None, dropout: float, name: str = "dropout") -> None:
-    """Raise a ValueError for a soft-cap or a dropout out of range. ``name`` is the argument name of the dropout."""
-    if softcap is not None and not 0 < softcap < inf:
-        raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
+    """Check the soft-cap and the dropout. ``name`` is the argument name of the dropout.
+
+    Raises:
+        TypeError: not a number. ValueError: out of range.
+    """
+    if softcap is not None:
+        require_number("softcap", softcap, " or None (off)")
+        if not 0 < softcap < inf:
+            raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
+    require_number(name, dropout)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{name} must lie in [0, 1), got {dropout}")
 
