@@ -12,9 +12,9 @@ How torch's function differs from ours, and how this file handles each differenc
   of them are finite.
 * On a CPU torch silently leaves its fused kernel for dropout, for a bias that requires grad, and for Dv ≠ D.
   ``falls_back`` reports it.
-* The fused kernels store the log-sum-exp of each row for the backward pass. In a row whose every visible key has a bias of -1e9, the
-  logarithm of the sum is lost in float32, and gradients are as many times too large as the row has keys. ``math`` computes such a
-  call if a gradient is recorded and the bias can be read at no cost: not on accelerators, in a compiled graph, or in torch.func.
+* The fused CPU kernel stores the log-sum-exp of each row for the backward pass. If all visible keys of a query have a bias of -1e9,
+  float32 keeps no digit of the sum, and gradients are as many times too large as there are keys. ``math`` computes such a call if a
+  gradient is recorded and the bias can be read at no cost: not on accelerators, in a compiled graph, or inside of torch.func.
 * The memory-efficient CUDA kernel has no grouped heads. With a mask we repeat keys and values for each group, which costs less than
   an L × S matrix.
 * On Hopper GPUs torch 2.11 and later prefers cuDNN, which builds a plan for every new shape, refuses some dropout rates and
