@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minitx.check.called_model import CalledModel, error_text
+from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import Severity
@@ -129,7 +129,7 @@ def _differences(exam: Examination, id: str) -> None:
 def _in_float64(called: CalledModel) -> Iterator[None]:
     model = called.model
     try:
-        called.model = copy.deepcopy(model).to(torch.float64)
+        called.model = copied(model).to(torch.float64)
         yield
     finally:
         called.model = model

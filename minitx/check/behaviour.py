@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from minitx.check.called_model import error_text, is_refusal, limit_of
+from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import compare, rounding
 from minitx.check.results import Severity
@@ -217,7 +217,7 @@ def bfloat16(exam: Examination) -> None:
         expected = called.answer(inputs)
     model = called.model
     try:
-        low = copy.deepcopy(model).to(torch.bfloat16)
+        low = copied(model).to(torch.bfloat16)
         called.model = low
         rounded = {name: v.to(torch.bfloat16) if v.is_floating_point() else v for name, v in inputs.items()}
         output = called.answer(rounded)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from minitx.check.copying import copied
 
 ROWS = 3
 LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
@@ -119,6 +119,7 @@ class CalledModel:
         has_positions: whether the output is (B, L, ...).
         prepended: the number of output positions before the tokens, such as virtual tokens of prompt tuning. They are left out.
         vocabulary: the number of ids. usable: the ids without special tokens.
+        changed: the tokens and masks that a call changed in place. Each call gets copies.
     """
 
     model: nn.Module
@@ -135,6 +136,7 @@ class CalledModel:
     constants: dict[str, Any] = field(default_factory=dict)
     gives_targets: bool = False
     is_positional: bool = False
+    changed: set[str] = field(default_factory=set)
 
     @property
     def stream(self) -> Stream:
@@ -181,13 +183,19 @@ class CalledModel:
 
     def run(self, inputs: Mapping[str, Tensor], keep: Mapping[str, Tensor] | None = None, **options: Any) -> Any:
         """Call the model and return its raw result. ``keep`` has a bool mask (B, L) for each stream, True = a real token."""
-        arguments: dict[str, Any] = {**self.constants, **inputs}
+        originals = dict(inputs)
         for stream in self.streams:
             if keep is not None and stream.name in keep:
                 assert stream.form is not None and stream.mask is not None
-                arguments[stream.mask] = stream.form.write(keep[stream.name].to(self.device))
+                originals[stream.mask] = stream.form.write(keep[stream.name].to(self.device))
+        copies = {name: tensor.clone() for name, tensor in originals.items()}
+        result = self._called({**self.constants, **copies}, options)
+        self.changed.update(name for name, tensor in originals.items() if not torch.equal(copies[name], tensor))
+        return result
+
+    def _called(self, arguments: dict[str, Any], options: Mapping[str, Any]) -> Any:
         if self.gives_targets:
-            arguments["targets"] = inputs[self.stream.name].contiguous()
+            arguments["targets"] = arguments[self.stream.name].contiguous()
         if "use_cache" in self.names:
             arguments["use_cache"] = False
         arguments |= options
@@ -237,8 +245,7 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
         CannotBeCalledError: no way was found.
     """
     generator = torch.Generator().manual_seed(seed)
-    with contextlib.suppress(RuntimeError, TypeError):  # non-leaf tensors, or parts that cannot be copied
-        model = copy.deepcopy(model)
+    model = copied(model)
     model = model.to(device).eval() if dtype is None else model.to(device, dtype).eval()
     fill_zeros(model, generator)
     names, required = arguments_of(model)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.check import strict as kernels
+from minitx.check.copying import copied
 from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, PLAIN, Experiment, Inputs, Outcome
 from minitx.check.mutants import MUTANTS, Mutant
 from minitx.check.reference import naive_attention, tolerance
@@ -125,7 +126,7 @@ def make_subject(function: Any, device: torch.device | str, dtype: torch.dtype, 
     has_matrices = isinstance(function, nn.Module) and any(p.ndim > 1 for p in function.parameters())
     if has_matrices:
         return Layer(function, dtype, device, seed)
-    called = function.eval() if isinstance(function, nn.Module) else function
+    called = copied(function).eval() if isinstance(function, nn.Module) else function
     if next(signature.orders()).keys() == {"x"}:
         raise ValueError(f"{kind} takes one input and has no projections, so its queries, keys and values cannot be seen")
     return Function(called, dtype, device, seed)
@@ -312,7 +313,7 @@ class _Verdicts:
             if e.dtype is None and e is not BLIND_MOVED and not passes(self.judge, self.trial, o)
         ]
         if self.mistakes is not None:
-            yield from self._named(failed)
+            yield from self._named([o for o in failed if o.output is not None or self.judge.fits(o, self.mistakes)])
             failed = [o for o in failed if not self.judge.fits(o, self.mistakes, self.trial.is_causal)]
         yield from self._unexplained(failed)
         yield from self._gradient_of_blind()
@@ -321,11 +322,23 @@ class _Verdicts:
         yield from self._weights()
         yield from self._unmasked()
         yield from self._few_axes()
-        if any(outcome.is_changed for outcome in self.trial.outcomes.values()):
-            advice = "Write q = q * scale instead of q *= scale."
-            yield Finding("changes-its-arguments", Severity.FRAGILE, "it changes its arguments in place", advice), {PLAIN.id}
+        yield from self._changes()
         if isinstance(self.subject, Layer) and (idle := self.subject.idle_parameters(self.trial.way)):
             yield Finding("idle-parameters", Severity.WRONG, f"unused parameters: {', '.join(idle)}"), {PLAIN.id}
+
+    def _changes(self) -> Iterator[Placed]:
+        """Yield arguments that are changed in place. A changed mask is wrong, because the next layer gets it."""
+        mask = self.subject.signature.mask
+        changed: dict[str | None, str] = {}
+        for outcome in self.trial.outcomes.values():
+            for name in outcome.changed:
+                changed.setdefault(name, outcome.experiment.id)
+        if changed.keys() - {mask}:
+            advice = "Write q = q * scale instead of q *= scale."
+            yield Finding("changes-its-arguments", Severity.FRAGILE, "it changes its arguments in place", advice), {PLAIN.id}
+        if mask in changed:
+            fault = f"it changes {mask} in place, so the next layer gets another mask"
+            yield Finding("changes-the-mask", Severity.WRONG, fault, f"Copy {mask} before you change it."), {changed[mask]}
 
     def _named(self, failed: list[Outcome]) -> Iterator[Placed]:
         """Yield the named mistakes, those that show in the simplest experiment first."""
@@ -335,7 +348,7 @@ class _Verdicts:
         ranked = sorted(shown, key=lambda mutant: min((order[o.experiment] for o in shown[mutant]), default=len(order)))
         for mutant in ranked:
             outcomes = shown[mutant]
-            names = [outcome.experiment.name for outcome in outcomes]
+            names = [self._seen_in(outcome) for outcome in outcomes]
             names = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
             severity = mutant.severity
             finding = Finding(
@@ -349,6 +362,12 @@ class _Verdicts:
         if others and len(self.others) <= 4:
             places = {outcome.experiment.id for mutant in replaced for outcome in shown[mutant]}
             yield Finding("same-numbers", Severity.NOTE, f"the same numbers come from: {', '.join(others)}"), places
+
+    @staticmethod
+    def _seen_in(outcome: Outcome) -> str:
+        """The name of the experiment that shows a mistake. A finite output where a query sees nothing is right until it moves."""
+        is_finite = outcome.output is not None and bool(outcome.output.isfinite().all())
+        return BLIND_MOVED.name if outcome.experiment is BLIND and is_finite else outcome.experiment.name
 
     def _shown(self, mutant: Mutant, failed: list[Outcome]) -> list[Outcome]:
         """The failed outcomes that this mistake alone makes wrong, or all if it shows only with another mistake."""

@@ -178,7 +178,7 @@ class Outcome:
         gradients: the gradients of the sum of the squared output for query, key and value, or for the inputs of a layer.
         has_inner_gradients: whether ``gradients`` are for query, key and value.
         fault: the reason why there is no output.
-        is_changed: whether the call changed its arguments.
+        changed: the arguments that the call changed in place.
     """
 
     experiment: Experiment
@@ -188,4 +188,4 @@ class Outcome:
     gradients: tuple[Tensor, ...] = ()
     has_inner_gradients: bool = False
     fault: str = ""
-    is_changed: bool = False
+    changed: tuple[str, ...] = ()

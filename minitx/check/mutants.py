@@ -223,6 +223,10 @@ def _by_view(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).reshape(heads.shape)
 
 
+def _transposed(heads: Tensor, *rest: Any) -> Tensor:
+    return heads.transpose(1, 2)
+
+
 def _merged_by_view(output: Tensor, query: Tensor) -> Tensor:
     B, H, L, D = output.shape
     return output.reshape(B, L, H, D).transpose(1, 2)
@@ -275,7 +279,7 @@ def _fragile(name: str, advice: str, **instead: Step) -> Mutant:
     return Mutant(name, advice, instead, Severity.FRAGILE)
 
 
-_BLIND = "With True = keep: scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~mask, 0)."
+_BLIND = "With hidden = True where a key is hidden: scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(hidden, 0)."
 
 
 def _number_for_hidden(name: str, hide: Step) -> Mutant:
@@ -378,6 +382,9 @@ MUTANTS: tuple[Mutant, ...] = (
     _fragile("zeros_like(Q) for d_v ≠ d_k", "The output has the width of the values: new_zeros(*query.shape[:-1], value.shape[-1]).", merge=_buffer_like_query),
     _wrong("causal mask from the upper left hides the token itself", _ALIGNED, causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).tril(-1)),
     _wrong("causal mask shows later tokens alone", "Queries see earlier keys: use tril, not triu.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).triu(1)),
+    _wrong("causal mask from the upper left shows one later token", _ALIGNED, causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).tril(1)),
+    _wrong("heads not transposed", "Each token attends to its own heads: use view(B, L, H, D).transpose(1, 2).", split=_transposed, merge=_transposed),
+    _wrong("weights unused", "Compute weights @ value.", mix=lambda w, q, k, v: v if _is_square(w) else w @ v),
     _wrong("keys and values swapped", "Compute scores from the keys and the mean from the values.", roles=lambda q, k, v: (q, v, k)),
 )  # fmt: skip
 """The mistakes. Mistakes with severity FRAGILE show only for some numbers or shapes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import combinations
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
@@ -308,8 +308,9 @@ def _best(judge: Judge, tried: list[Trial]) -> Diagnosis:
     tried.sort(key=lambda trial: (*(-share for share in judge.share(trial)), trial.oddity))
     if judge.fits_all(tried[0].ordinary, (), tried[0].is_causal):
         return Diagnosis(tried[0], ())
-    for candidates, possible in ((tried, _single()), (tried[:MANY], _pairs())):
-        explained = [(trial, m) for trial in candidates for m in _explaining(judge, possible, trial)]
+    searches = ((tried, _single()), (tried[:MANY], _pairs()))
+    for (candidates, possible), is_strict in product(searches, (True, False)):
+        explained = [(trial, m) for trial in candidates for m in _explaining(judge, possible, trial, is_strict)]
         if explained:
             best = min(explained, key=lambda entry: (entry[0].oddity, -_hits(judge, entry[1], entry[0]), _gravity(entry[1])))
             hits = _hits(judge, best[1], best[0])
@@ -328,9 +329,15 @@ def _pairs() -> list[Mistakes]:
     return [pair for pair in combinations(MUTANTS, 2) if not set(pair[0].instead) & set(pair[1].instead)]
 
 
-def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial) -> list[Mistakes]:
-    """The mistakes that give all ordinary outcomes. Wrong outcomes are compared first, because they exclude most mistakes."""
-    ordered = sorted(trial.ordinary, key=lambda outcome: judge.fits(outcome, (), trial.is_causal))
+def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial, is_strict: bool) -> list[Mistakes]:
+    """The mistakes that give all ordinary outcomes, or all but those that raise, if ``is_strict`` is False and one raises.
+
+    Wrong outcomes are compared first, because they exclude most mistakes.
+    """
+    chosen = trial.ordinary if is_strict else [outcome for outcome in trial.ordinary if outcome.output is not None]
+    if not is_strict and (len(chosen) == len(trial.ordinary) or judge.fits_all(chosen, (), trial.is_causal)):
+        return []
+    ordered = sorted(chosen, key=lambda outcome: judge.fits(outcome, (), trial.is_causal))
     sensible = (m for m in possible if not (trial.is_causal and any(mutant.name == "causal ignored" for mutant in m)))
     return [mistakes for mistakes in sensible if judge.fits_all(ordered, mistakes, trial.is_causal)]
 

@@ -18,7 +18,7 @@ Leave out the parameters that the function does not support. Cases that need the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -186,11 +186,17 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: t
     query, key, value, cotangent = _draw(case, dtype)
     want = _by_definition(case, dtype, torch.float64)
     try:
-        options = {name: option.to(device) if isinstance(option, Tensor) else option for name, option in case.options.items()}
-        inputs = [tensor.to(device) for tensor in (query, key, value)]
+        options = {
+            name: option.to(device, copy=True) if isinstance(option, Tensor) else option
+            for name, option in case.options.items()
+        }
+        inputs = [tensor.to(device, copy=True) for tensor in (query, key, value)]
         got = _run(partial(kernel, **options), inputs, cotangent.to(device), dtype)
+        _refuse_changes(case.options, options)
     except NotImplementedError as error:
         return _check(case, dtype, Status.NOT_TRIED, f"refused: {error}")
+    except ChangedError as error:
+        return _check(case, dtype, Status.FAILED, str(error))
     except Exception as error:  # any other exception is a fault of the kernel
         return _check(case, dtype, Status.FAILED, f"raised {type(error).__name__}: {error}")
     if case.judged == ("spread",):
@@ -273,8 +279,22 @@ def _run(attention: partial[Any], inputs: Sequence[Tensor], cotangent: Tensor, d
     with torch.no_grad():
         plain = [tensor.detach().contiguous() for tensor in (query, key, value)]
         again = result if attention.func is naive_attention else attention(*plain, **options)
+    names = ("query", "key", "value")
+    _refuse_changes(dict(zip(names, (query, key, value), strict=True)), dict(zip(names, plain, strict=True)))
     results["output without gradients"] = again[0] if isinstance(again, tuple) else again
     return {name: tensor.detach().cpu() for name, tensor in results.items()}
+
+
+class ChangedError(Exception):
+    """A kernel changed an argument in place."""
+
+
+def _refuse_changes(originals: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    for name, original in originals.items():
+        if isinstance(original, Tensor):
+            before, after = (tensor.detach().cpu().nan_to_num() for tensor in (original, given[name]))
+            if not torch.equal(before, after):
+                raise ChangedError(f"it changes {name} in place")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # documented in torch's notes on extending it
 
 from minitx.check import signatures
+from minitx.check.copying import copied
 from minitx.check.experiments import BATCH, HEADS, WIDTH, Experiment, Inputs, Outcome, Sizes, draw, through_mask
 from minitx.check.signatures import INPUTS, Layout, MaskForm, MaskShape, Signature
 
@@ -95,6 +95,7 @@ class Subject:
         self.function, self.dtype, self.device, self.seed = function, dtype, device, seed
         self.signature: Signature = signatures.read_signature(function)
         self.refused: dict[str, str] = {}  # arguments that raise, and their errors
+        self.has_changed_mask = False  # whether a call since the last reset changed its mask in place
 
     def ways(self) -> Iterator[Way]:
         """Yield ways to call it without a mask."""
@@ -152,15 +153,19 @@ class Subject:
             if way.form is None or way.shape is None:
                 raise NotTriedError("none of the kinds of mask that were tried is accepted")
             mask = way.form.make(way.shape.make(inputs.allowed, heads).to(self.device))
-            options[self.signature.mask or ""] = mask.to(dtype) if mask.is_floating_point() else mask
+            options[self.signature.mask or ""] = mask.to(dtype if mask.is_floating_point() else mask.dtype, copy=True)
         return options
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """Call it with arguments by name, and positional-only arguments in order."""
+        masks = [value for name, value in arguments.items() if name == self.signature.mask and isinstance(value, Tensor)]
+        before = [mask.clone() for mask in masks]
         listed = [arguments.pop(name) for name in self.signature.positional if name in arguments]
         with warnings.catch_warnings():  # ways that do not fit may warn
             warnings.simplefilter("ignore")
-            return self.function(*listed, **arguments)
+            result = self.function(*listed, **arguments)
+        self.has_changed_mask |= not all(map(torch.equal, masks, before))
+        return result
 
     def causal(self, way: Way) -> str | None:
         """Return the argument for the causal option, if it is used."""
@@ -202,6 +207,7 @@ class Function(Subject):
         tensors = [leaf * 1 for leaf in leaves]  # leaves cannot be changed in place, but their copies can
         before = [tensor.detach().clone() for tensor in tensors]
         options = self.options(way, inputs, HEADS, dtype)
+        self.has_changed_mask = False
         try:
             output, weights = self._answer(way, tensors, options, _shape_of_output(inputs))
         except Exception as error:
@@ -209,10 +215,13 @@ class Function(Subject):
         gradients: tuple[Tensor, ...] = ()
         if output.requires_grad:
             gradients = torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True)
-        is_changed = any(not torch.equal(tensor.detach(), old) for tensor, old in zip(tensors, before, strict=True))
+        changed = [
+            name for name, tensor, old in zip(INPUTS, tensors, before, strict=True) if not torch.equal(tensor.detach(), old)
+        ]
+        changed += [self.signature.mask or ""] * self.has_changed_mask
         kept = None if weights is None else weights.detach().cpu()
         on_cpu = tuple(gradient.cpu() for gradient in gradients)
-        return Outcome(experiment, inputs, output.detach().cpu(), kept, on_cpu, bool(on_cpu), is_changed=is_changed)
+        return Outcome(experiment, inputs, output.detach().cpu(), kept, on_cpu, bool(on_cpu), changed=tuple(changed))
 
     def _answer(
         self, way: Way, tensors: list[Tensor], options: dict[str, Any], shape: torch.Size
@@ -250,7 +259,7 @@ class Layer(Subject):
     """A module with projections of queries, keys and values. Its attention is the part between its products with parameters."""
 
     def __init__(self, function: nn.Module, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
-        module = copy.deepcopy(function).to(device, dtype).eval()
+        module = copied(function).to(device, dtype).eval()
         super().__init__(module, dtype, device, seed)
         self.module = module
         self.width = _width(module)
@@ -289,8 +298,9 @@ class Layer(Subject):
             query, key, value, output = _heads(products, way.inner, self.width, experiment)
         except (RuntimeError, ValueError) as error:
             return Outcome(experiment, inputs, fault=_sentence(error))
-        gradients = products[-1].gradients
-        return Outcome(experiment, Inputs(query, key, value, inputs.allowed, inputs.is_causal), output, gradients=gradients)
+        seen = Inputs(query, key, value, inputs.allowed, inputs.is_causal)
+        changed = (self.signature.mask or "",) if products[-1].has_changed_mask else ()
+        return Outcome(experiment, seen, output, gradients=products[-1].gradients, changed=changed)
 
     def forget(self) -> None:
         self.products.clear()
@@ -314,13 +324,15 @@ class Layer(Subject):
         leaves = {
             n: way.layout.put(tensors[role]).to(self.device, self.dtype).requires_grad_() for role, n in way.order.items()
         }
+        self.has_changed_mask = False
         with Products(self.module) as watched:
             result = self.call({**arguments, **leaves})
         output = result[0] if isinstance(result, tuple | list) else result
         if not isinstance(output, Tensor):
             raise ReturnError(type(output).__name__)
         gradients = torch.autograd.grad(output.square().sum(), list(leaves.values()), materialize_grads=True)
-        return [*watched.seen, Product("", output, output, tuple(gradient.cpu() for gradient in gradients))]
+        on_cpu = tuple(gradient.cpu() for gradient in gradients)
+        return [*watched.seen, Product("", output, output, on_cpu, self.has_changed_mask)]
 
     def describe(self, way: Way) -> str:
         assert way.inner is not None
@@ -337,12 +349,16 @@ class Layer(Subject):
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A product of an activation with a parameter. The last entry of a call is the output, with the gradients of the inputs."""
+    """A product of an activation with a parameter.
+
+    The last entry of a call is the output, with the gradients of the inputs, and whether the call changed its mask in place.
+    """
 
     name: str
     factor: Tensor
     result: Tensor
     gradients: tuple[Tensor, ...] = ()
+    has_changed_mask: bool = False
 
 
 class _Recorder:

@@ -16,7 +16,8 @@ FAR_LESS = 1e-12
 """A gradient below this share of the largest gradient counts as zero."""
 
 CAUSAL_ADVICE = (
-    "Hide the keys after each query: is_causal=True, or scores.masked_fill(~ones(L, S).tril(S - L), -inf) before the softmax."
+    "Hide the keys after each query: is_causal=True, or scores.masked_fill(~ones(L, S).tril(S - L), -inf) before the softmax. "
+    "If they are hidden, look for heads that are split or merged without transpose(1, 2)."
 )
 
 

@@ -43,7 +43,7 @@ class CheckConfig(Config):
     strict: bool = key(False, "check a kernel with the signature of scaled_dot_product_attention in all cases and dtypes")
     mask: str | None = key(None, "the meaning of True in the mask: keep or hide; null: inferred")
     seed: Natural = key(0, "seed of the random inputs")
-    device: str = key("cpu", "cpu, cuda, cuda:1, mps ...")
+    device: str = key("cpu", "cpu, cuda, cuda:1 or mps")
     json: str = key("", "also write the report to this file, for graders", is_path=True)
 
     def check(self) -> None:

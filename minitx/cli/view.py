@@ -140,11 +140,12 @@ def _view(config: ViewConfig) -> None:
 
     paths = {name: path for name in ("ckpt_path", "model", "compare") if (path := getattr(config, name))}
     runs_model = bool(config.model or config.knock_out or config.text is not None)  # otherwise show the records of a run
-    folders = [not runs_model and os.path.isdir(path) for path in paths.values()]
-    kind = "run folder" if folders[0] else "checkpoint"
-    require(folders[0] == folders[-1], f"compare={config.compare} must be a {kind}, as ckpt_path is")
+    first, *_ = folders = [not runs_model and os.path.isdir(path) for path in paths.values()]
+    existing = {is_folder for is_folder, path in zip(folders, paths.values(), strict=True) if os.path.exists(path)}
+    kind = "run folder" if first else "checkpoint"
+    require(len(existing) < 2, f"compare={config.compare} must be a {kind}, as ckpt_path is")
     rule: RowRule | None = None
-    if folders[0]:
+    if first:
         title, traces, rule = _recorded(config, paths)
     else:
         title, traces = _taken(config, paths)
@@ -182,7 +183,8 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
     from minitx.analysis.viewer import Trace
 
     runs: list[list[Snapshot]] = []
-    for path in paths.values():
+    for name, path in paths.items():
+        require(os.path.isdir(path), f"{name}={path} does not exist")
         with refusing("without text= or a checkpoint file, the page shows what a run recorded: "):
             runs.append(read_snapshots(Path(path)))
     typical = typical_row(runs) if config.row is None else None

@@ -241,6 +241,42 @@ def mask_forgotten_when_causal(query, key, value, attn_mask=None, is_causal=Fals
     return s.softmax(-1) @ value
 
 
+def square_triangle_with_one_later_token(Q, K, V, causal=False):
+    """It raises for more keys than queries."""
+    scores = Q @ K.transpose(-2, -1) / math.sqrt(Q.size(-1))
+    if causal:
+        keep = torch.tril(torch.ones(Q.size(-2), Q.size(-2)), diagonal=1)
+        scores = scores.masked_fill(keep == 0, float("-inf"))
+    return scores.softmax(-1) @ V
+
+
+def one_later_token_from_upper_left(Q, K, V):
+    scores = Q @ K.transpose(-2, -1) / math.sqrt(Q.size(-1))
+    return scores.masked_fill(torch.ones_like(scores).triu(2) == 1, float("-inf")).softmax(-1) @ V
+
+
+def returns_the_values(Q, K, V, mask=None):
+    return V
+
+
+def scores_with_the_values(Q, K, V, mask=None):
+    scores = Q @ V.transpose(-2, -1) / math.sqrt(Q.size(-1))
+    return (scores if mask is None else scores.masked_fill(mask == 0, float("-inf"))).softmax(-1) @ K
+
+
+class NeverTransposes(nn.Module):
+    """Each token attends to its own heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (p(x).view(len(x), -1, HEADS, WIDTH // HEADS) for p in (self.q_proj, self.k_proj, self.v_proj))
+        weights = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1)
+        return self.out_proj((weights @ v).reshape(x.shape))
+
+
 BROKEN = {
     einsum_without_scale: "no scale",
     loops_with_wide_scale: "the scale is from all heads together",
@@ -268,6 +304,11 @@ BROKEN = {
     hides_the_diagonal: "a token does not see itself, and the causal mask begins at the upper left",
     scores_copied_without_gradient: "torch.tensor copies the scores without their gradient",
     lower_triangle_hidden: "a token sees later tokens alone",
+    square_triangle_with_one_later_token: "a token sees the next one; only as many keys as queries",
+    one_later_token_from_upper_left: "a token sees the next one, and the causal mask begins at the upper left",
+    returns_the_values: "the weights are not used",
+    scores_with_the_values: "keys and values are swapped",
+    NeverTransposes: "heads are never transposed",
 }
 
 

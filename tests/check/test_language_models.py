@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,31 @@ def test_positions_in_front_of_the_tokens_are_left_out():
     report = check_model(WithPrompt(), only=["rows", "causality", "reach", "gradient"])
     assert report.called_as.endswith("output (B, 2 + L, ·)") and report.is_right, str(report)
     assert check_model(WithPrompt(leaks=True), only="causality").mend_first.id == "not-causal"
+
+
+def test_a_check_changes_neither_the_model_nor_what_it_gives_to_the_model():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head, self.gate = nn.Embedding(30, 8), nn.Linear(8, 30), nn.Parameter(torch.zeros(8))
+            self.lock = threading.Lock()
+
+        def forward(self, input_ids, attention_mask=None):
+            x = self.table(input_ids)
+            if attention_mask is not None:
+                x = x * attention_mask[..., None]
+                attention_mask.zero_()
+            self.last = x + self.gate * x.cumsum(1)
+            return self.head(self.last)
+
+    model = Keeps()
+    model(torch.randint(0, 30, (2, 5)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = check_model(model, only=["causality", "padding"], dtype=torch.float64)
+    assert [finding.id for finding in report.findings] == ["changes-inputs"], str(report)
+    assert "its argument attention_mask in place" in report.findings[0].fault
+    assert model.training and model.last.grad_fn is not None
+    assert all(value.dtype == before[name].dtype and value.equal(before[name]) for name, value in model.state_dict().items())
 
 
 def test_what_cannot_be_called_is_wrong_and_says_what_was_seen():

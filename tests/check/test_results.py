@@ -89,7 +89,8 @@ softmax-over-all-scores softmax-twice no-softmax log-softmax sigmoid exp-without
 one-maximum-for-all-rows scale-after-the-softmax scale-before-and-after-the-softmax mask-after-the-softmax
 eps-after-the-softmax weights-without-gradient weights-transposed keys-mixed queries-mixed query-added-to-the-output
 grouped-heads-tiled first-key-head-for-all heads-by-view heads-merged-by-view zeros-like-q-for-d-v-d-k
-causal-mask-from-the-upper-left-hides-the-token-itself causal-mask-shows-later-tokens-alone keys-and-values-swapped
+causal-mask-from-the-upper-left-hides-the-token-itself causal-mask-shows-later-tokens-alone
+causal-mask-from-the-upper-left-shows-one-later-token heads-not-transposed weights-unused keys-and-values-swapped
 """
 
 

@@ -139,6 +139,21 @@ def test_each_seeded_fault_is_found(fault):
     assert failures(faulty(fault), cases) == {stable_id(FAULTS[fault][0])}
 
 
+@pytest.mark.parametrize("name", ["attn_mask", "attn_bias", "value"])
+def test_an_argument_that_is_changed_in_place_is_found_and_the_next_kernel_gets_the_original(name):
+    def changes(query, key, value, *, attn_mask=None, attn_bias=None):
+        out = textbook(query, key, value, attn_mask=attn_mask, attn_bias=attn_bias)
+        given = {"attn_mask": attn_mask, "attn_bias": attn_bias, "value": value}[name]
+        if given is not None and not given.requires_grad:
+            given.zero_()
+        return out
+
+    cases = chosen("mask (L, S)", "bias")
+    checks = strict.check_cases(changes, cases)
+    assert f"it changes {name} in place" in {check.reason for check in checks if check.status == Status.FAILED}
+    assert failures(textbook, cases) == set()
+
+
 def test_a_missing_parameter_is_not_tried_and_neither_is_what_a_kernel_refuses():
     def small(query, key, value, *, is_causal=False, scale=None):
         if scale is not None and scale <= 0:

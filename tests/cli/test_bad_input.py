@@ -136,6 +136,8 @@ OTHERS = {
     "view {text} text=e compare={runs}/bytes/checkpoints/last.ckpt": "vocab_size",
     "view {dates} text=7 max_new_tokens=99": "max_new_tokens=99",
     "view ckpt_path={runs}/lookup row=13": "row=13",
+    "view ckpt_path={runs}/lookup compare=lost": "compare=lost does not exist",
+    "view ckpt_path=lost compare={runs}/lookup": "ckpt_path=lost does not exist",
     "view --play output=play.gif": "output=play.gif must end in .html",
     "view ckpt_path=" + "a.ckpt,b.ckpt," * 500 + " text=e": "ckpt_path=a.ckpt does not exist",
     "evaluate ckpt_path=" + "a" * 300: "does not exist",

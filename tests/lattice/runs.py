@@ -664,6 +664,8 @@ def planned_steps(point: Point, finished: Finished) -> int:
     """The number of steps for which the schedule of a run is made."""
     if point["ends"] != "max_epochs":
         return STEPS
+    if point["asked"] == "early":  # it may end inside the epoch
+        finished = Run({**point, "asked": "none"}).whole()
     assert finished.record is not None
     return min(8, len(finished.record.steps()))
 
