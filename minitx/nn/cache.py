@@ -31,8 +31,8 @@ class LayerCache:
 
     Raises:
         ValueError: a capacity or window below 1; more positions than ``capacity``; a change of batch size, number of heads,
-            width, dtype or device; another memory (see ``recall``); a ``length`` that was set back so far that earlier keys are gone. RuntimeError: keys or
-            values that require grad (the tensors are overwritten in place).
+            width, dtype or device; another memory (see ``recall``); a ``length`` that was set back so far that earlier keys are
+            gone. RuntimeError: keys or values that require grad (the tensors are overwritten in place).
 
     >>> cache = LayerCache(capacity=8)
     >>> for length in (3, 1):

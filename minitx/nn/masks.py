@@ -128,7 +128,7 @@ class Mask(Rule):
         """
         if torch.compiler.is_compiling():  # a key with symbolic lengths would bind the graph to one length
             return build(*arguments)
-        if transforms_around():  # results are tensors of the transform, which end with it
+        if transforms_around():  # the tensors of a result end with the transform
             return build(*arguments)
         memory = self.__dict__.get("_memory")
         if memory is None:

@@ -109,7 +109,7 @@ class Problem:
 
 
 class TileSizes(NamedTuple):
-    """The sides of the tiles whose states are looked up, and the width up to which neighbours are merged to one product."""
+    """The height and the width of a tile, and the largest width of neighbours that are computed as one product."""
 
     height: int  # in queries
     width: int  # in keys

@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
 NO_MASK = Plan()
 LARGEST_BIAS = 1024.0
-"""A row's largest bias up to which the log-sum-exp in float32 changes gradients by less than a ten-thousandth."""
+"""If the largest bias of a row is larger, rounding of the log-sum-exp may change gradients by a ten-thousandth."""
 
 
 def run(call: AttentionCall) -> Tensor:
