@@ -88,7 +88,7 @@ class LayerCache:
     def remember(self, key: Tensor, value: Tensor, source: Tensor) -> None:
         """Store the keys and values of a memory, for cross-attention, and the tensor (B, S, E) that they were projected from."""
         _check_like("key", key, key)
-        self.memory, self._source = (key, value), source
+        self.memory, self._source = (key, value), source.detach()  # no graph is kept alive
 
     def recall(self, source: Tensor) -> Pair | None:
         """Return the keys and values of the memory, or None before the first use.
@@ -104,7 +104,7 @@ class LayerCache:
             raise ValueError(
                 f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {tuple(source.shape[:2])}"
             )
-        if self._source is not None and source is not self._source and _differs(source.detach(), self._source.detach()):
+        if self._source is not None and _differs(source.detach(), self._source):
             raise ValueError("key differs from the memory that the cache was filled from: use a new cache for another source")
         return self.memory
 
@@ -258,7 +258,7 @@ def _rows(pair: Pair | None, rows: Tensor) -> Pair | None:
 
 def _differs(source: Tensor, kept: Tensor) -> bool:
     """Whether the vector of a position has moved by more than rounding. False if values cannot be read at no cost."""
-    if not (can_look(source) and can_look(kept)):
+    if not (can_look(source) and can_look(kept)) or source.is_set_to(kept):  # the same memory
         return False
     return bool(((source - kept).norm(dim=-1) > 0.1 * kept.norm(dim=-1)).any())
 
