@@ -175,7 +175,7 @@ class MultiHeadAttention(nn.Module):
         """
         is_cross = key is not None and key is not query
         self._check_inputs(query, key, value)
-        if not (cache is None or isinstance(cache, LayerCache)):
+        if not (cache is None or (hasattr(cache, "append") and hasattr(cache, "advance"))):  # other classes may have both
             kind = type(cache).__name__
             raise TypeError(f"cache must be the LayerCache of one layer (layers[i] of a KVCache), got {kind}")
         mask = attn_mask
