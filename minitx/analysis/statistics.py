@@ -288,7 +288,11 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: list[Tensor]) -> dict[str, Te
     """
     call, visible, dtype = tile.call, tile.visible, buffers[0].dtype
     seen = visible.to(dtype)
-    n, fill = seen.sum(-1), (1.0 - seen).mul_(0.5 * torch.finfo(dtype).min)  # half: a difference of logits does not overflow
+    n, lowest = seen.sum(-1), torch.finfo(dtype).min
+    if can_be_lowest := call.attn_bias is not None or call.scores is not None:  # then only -inf is below all visible scores
+        fill = torch.zeros_like(seen).masked_fill_(~visible & (n > 0).unsqueeze(-1), -torch.inf)
+    else:
+        fill = (1.0 - seen).mul_(0.5 * lowest)  # half: a difference of logits does not overflow
     divisor, is_plain, shape = n.clamp(min=1), _is_plain(call), (*tile.query.shape[:3], seen.shape[-1])
     z, logits, p = (_part_of(buffer, shape) for buffer in buffers)
     if is_plain:
@@ -308,6 +312,8 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: list[Tensor]) -> dict[str, Te
     rows["favourite"] = favourite if call.scale != 0 else (dots + fill).argmax(-1)
     if _is_softmax(call):
         logits.sub_(rows["highest"].unsqueeze(-1))
+        if can_be_lowest:
+            logits.clamp_(min=lowest)  # 0 · -inf is NaN
         rows["entropy"] = logits.mul_(p).sum(-1)  # Σ p (z - max z)
     else:
         rows["entropy"] = torch.xlogy(p, p).sum(-1)  # Σ p ln p

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from minitx.config.schema import stated
 from minitx.generation.sampler import Sampler, row_uniforms
 from minitx.nn.bias import MASKS_PAGE
+from minitx.nn.functional import require_tensor
 from minitx.nn.masks import require_bool
 from minitx.nn.models import TransformerModel
 from minitx.nn.transfer import to_device, to_host
@@ -306,6 +307,9 @@ def _prompt(
     model: nn.Module, input_ids: Tensor, key_mask: Tensor | None, decoder_input_ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the ids to continue, and their key mask."""
+    require_tensor("input_ids", input_ids)
+    if decoder_input_ids is not None:
+        require_tensor("decoder_input_ids", decoder_input_ids)
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids must have shape (B, L) with B >= 1 and L >= 1, got {tuple(input_ids.shape)}")
     if key_mask is not None:
@@ -353,6 +357,8 @@ def _fitting(model: nn.Module, length: int, max_new_tokens: int | None, context:
 def _stop_ids(model: nn.Module, stop: Iterable[int] | None, V: int) -> frozenset[int]:
     if stop is None:  # GPT-2's config names 50256 for every vocabulary
         return frozenset(id for id in eos_ids(model) if id < V)
+    if not isinstance(stop, Iterable):
+        raise TypeError(f"stop must be a list of ids, got {stop!r}")
     ids = list(stop)
     for id in ids:
         if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < V:

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from minitx.nn.backends import attend, backend_names
 from minitx.nn.bias import Bias, as_bias
-from minitx.nn.cache import KVCache, LayerCache, StateCache
+from minitx.nn.cache import LayerCache, StateCache
 from minitx.nn.efficient import EfficientAttention
-from minitx.nn.functional import AttentionCall, check_settings, refuse_nested
+from minitx.nn.functional import AttentionCall, check_settings, require_tensor
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary, Rotation
@@ -175,8 +175,9 @@ class MultiHeadAttention(nn.Module):
         """
         is_cross = key is not None and key is not query
         self._check_inputs(query, key, value)
-        if isinstance(cache, KVCache):
-            raise TypeError("cache must be the LayerCache of one layer, got a KVCache: pass one of its layers, cache.layers[i]")
+        if not (cache is None or (hasattr(cache, "append") and hasattr(cache, "advance"))):  # other classes may have both
+            kind = type(cache).__name__
+            raise TypeError(f"cache must be the LayerCache of one layer (layers[i] of a KVCache), got {kind}")
         mask = attn_mask
         if key_mask is not None or is_causal or not (mask is None or isinstance(mask, Mask)):
             mask = intersect(mask, Padding(key_mask) if key_mask is not None else None, Causal() if is_causal else None)
@@ -193,7 +194,7 @@ class MultiHeadAttention(nn.Module):
         )
         out = self.core(call.check_rules())
         if cache is not None and is_cross:
-            cache.remember(k, v)
+            cache.remember(k, v, query if key is None else key)
         elif cache is not None:
             cache.advance(query.shape[1])
         out, weights = out if isinstance(out, tuple) else (out, None)
@@ -235,13 +236,8 @@ class MultiHeadAttention(nn.Module):
         """Projections, heads, QK-norm, rotary and cache: q (B, H, L, D), k and v (B, Hkv, S, D)."""
         B, L, D = query.shape[0], query.shape[1], self.head_dim
         q = self.q_proj(query).view(B, L, self.num_heads, D).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
-        if is_cross and cache is not None and cache.memory is not None:
-            kept = cache.memory[0].shape[0], cache.memory[0].shape[2]
-            if kept != tuple(key.shape[:2]):
-                raise ValueError(
-                    f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {tuple(key.shape[:2])}"
-                )
-            return q if self.qk_norm is None else self.qk_norm(q, None)[0], *cache.memory
+        if is_cross and cache is not None and (memory := cache.recall(key)) is not None:
+            return q if self.qk_norm is None else self.qk_norm(q, None)[0], *memory
         S = key.shape[1]
         k = self.k_proj(key).view(B, S, self.num_kv_heads, D).transpose(1, 2)  # (B, Hkv, S, D)
         v = self.v_proj(key if value is None else value).view(B, S, self.num_kv_heads, D).transpose(1, 2)
@@ -276,7 +272,7 @@ class MultiHeadAttention(nn.Module):
         if value is not None or self.vdim != self.kdim:
             tensors.append(("value", key if value is None else value, self.vdim))
         for name, tensor, width in tensors:
-            refuse_nested(name, tensor)
+            require_tensor(name, tensor)
             if tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[0] != query.shape[0] or not tensor.shape[1]:
                 expected = f"(batch, length, {width}) with the query's batch size and a length of at least 1"
                 raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")

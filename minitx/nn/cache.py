@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minitx.nn.tracing import can_look
+
 Pair = tuple[Tensor, Tensor]
 
 
@@ -29,8 +31,8 @@ class LayerCache:
 
     Raises:
         ValueError: a capacity or window below 1; more positions than ``capacity``; a change of batch size, number of heads,
-            width, dtype or device; a ``length`` that was set back so far that earlier keys are gone. RuntimeError: keys or
-            values that require grad (the tensors are overwritten in place).
+            width, dtype or device; another memory (see ``recall``); a ``length`` that was set back so far that earlier keys are
+            gone. RuntimeError: keys or values that require grad (the tensors are overwritten in place).
 
     >>> cache = LayerCache(capacity=8)
     >>> for length in (3, 1):
@@ -45,6 +47,7 @@ class LayerCache:
         _check_count("window", 1 if window is None else window, "positions")
         self.capacity, self.window, self.length = capacity, window, 0
         self.memory: Pair | None = None
+        self._source: Tensor | None = None  # the tensor (B, S, E) that the memory was projected from
         self._pair: Pair | None = None
         self._start = 0  # the position in the first slot
 
@@ -82,14 +85,36 @@ class LayerCache:
         """Count the positions that were appended. Attention calls this at the end of its forward pass."""
         self.length += num_new
 
-    def remember(self, key: Tensor, value: Tensor) -> None:
-        """Store the keys and values of a memory, for cross-attention."""
+    def remember(self, key: Tensor, value: Tensor, source: Tensor) -> None:
+        """Store the keys and values of a memory, for cross-attention, and the tensor (B, S, E) that they were projected from."""
         _check_like("key", key, key)
-        self.memory = key, value
+        self.memory, self._source = (key, value), source.detach()  # no graph is kept alive
+
+    def recall(self, source: Tensor) -> Pair | None:
+        """Return the keys and values of the memory, or None before the first use.
+
+        Raises:
+            ValueError: ``source`` is not the memory that the cache was filled from. Shapes are always compared. The values of another
+                tensor are compared on a CPU, unless ``reorder`` has changed the rows.
+        """
+        if self.memory is None:
+            return None
+        kept = self.memory[0].shape[0], self.memory[0].shape[2]
+        if kept != tuple(source.shape[:2]):
+            raise ValueError(
+                f"key must be the memory that the cache was filled from, (B, S) = {kept}, got {tuple(source.shape[:2])}"
+            )
+        if self._source is not None and _differs(source.detach(), self._source):
+            raise ValueError("key differs from the memory that the cache was filled from: use a new cache for another source")
+        return self.memory
+
+    def forget(self) -> None:
+        """Drop the memory."""
+        self.memory = self._source = None
 
     def reorder(self, rows: Tensor) -> None:
         """Replace each row i by the row ``rows[i]``, for beam search. ``rows`` is int (B',)."""
-        self._pair, self.memory = _rows(self._pair, rows), _rows(self.memory, rows)
+        self._pair, self.memory, self._source = _rows(self._pair, rows), _rows(self.memory, rows), None
 
     def _read(self, start: int, stop: int) -> Pair:
         """The keys and values of the positions from ``start`` to ``stop``."""
@@ -158,7 +183,7 @@ class KVCache:
         length: the number of positions that were read, padding included.
 
     Raises:
-        ValueError: as in ``LayerCache``, or document ids that are given for some tokens only.
+        ValueError: as in ``LayerCache``, or document ids or position ids that are given for some tokens only.
 
     >>> from minitx.config import TransformerConfig
     >>> from minitx.nn import DecoderLM
@@ -176,8 +201,11 @@ class KVCache:
         self.capacity, self.length = capacity, 0
         self.key_mask: Tensor | None = None  # (B, length), or longer after a failed pass; None without padding
         self.document_ids: Tensor | None = None
+        self._has_positions = False  # whether ``position_ids`` were given for the earlier tokens
 
-    def join(self, ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def join(
+        self, ids: Tensor, key_mask: Tensor | None, document_ids: Tensor | None, position_ids: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return ``key_mask`` and ``document_ids`` of the earlier and the new tokens: (B, length + L) each, or None.
 
         A model calls this before its blocks read the new tokens ``ids`` (B, L), and ``advance`` afterwards.
@@ -185,7 +213,8 @@ class KVCache:
         check_room(self.length, ids.shape[1], self.capacity)
         for layer in self.layers:
             layer.length = self.length  # a failed pass may have advanced some layers
-            layer.memory = layer.memory if self.length else None
+            if not self.length:
+                layer.forget()
         for name, tensor in (("key_mask", key_mask), ("document_ids", document_ids)):
             if tensor is not None and tensor.shape != ids.shape:
                 raise ValueError(f"{name} must describe the new tokens, (B, L) = {tuple(ids.shape)}, got {tuple(tensor.shape)}")
@@ -193,6 +222,9 @@ class KVCache:
             raise ValueError(
                 "document_ids must be given for all tokens or for none; the earlier tokens in the cache differ from these"
             )
+        if self.length and (position_ids is not None) != self._has_positions:
+            raise ValueError("position_ids must be given with each piece or with none; the earlier tokens in the cache differ")
+        self._has_positions = position_ids is not None
         if self.length and (key_mask is not None or self.key_mask is not None):
             old = ids.new_ones(ids.shape[0], self.length, dtype=torch.bool) if self.key_mask is None else self.key_mask
             new = torch.ones_like(ids, dtype=torch.bool) if key_mask is None else key_mask
@@ -222,6 +254,13 @@ class KVCache:
 
 def _rows(pair: Pair | None, rows: Tensor) -> Pair | None:
     return None if pair is None else (pair[0].index_select(0, rows), pair[1].index_select(0, rows))
+
+
+def _differs(source: Tensor, kept: Tensor) -> bool:
+    """Whether the vector of a position has moved by more than rounding. False if values cannot be read at no cost."""
+    if not (can_look(source) and can_look(kept)) or source.is_set_to(kept):  # the same memory
+        return False
+    return bool(((source - kept).norm(dim=-1) > 0.1 * kept.norm(dim=-1)).any())
 
 
 def _check_count(name: str, number: int, unit: str) -> None:

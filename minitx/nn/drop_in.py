@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minitx.nn.attention import TORCH_PARTS, MultiHeadAttention
 from minitx.nn.bias import MASKS_PAGE
-from minitx.nn.functional import refuse_nested
+from minitx.nn.functional import require_tensor
 from minitx.nn.masks import Causal, Dense, Mask, Padding, hides_later, intersect
 from minitx.nn.tracing import can_look
 
@@ -163,7 +163,7 @@ class DropInAttention(nn.Module):
         if attn_mask is None and is_causal:
             raise ValueError(f"is_causal=True needs attn_mask, as in torch, got None ({MASKS_PAGE})")
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            refuse_nested(name, tensor)
+            require_tensor(name, tensor)
         unbatched, batch_axis = query.dim() == 2, 0 if self.batch_first else 1
         if unbatched:
             query, key, value = _each_once(lambda tensor: tensor.unsqueeze(batch_axis), query, key, value)

@@ -57,8 +57,9 @@ def attention_scores(
 def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
     """Return the softmax over the visible keys of the last axis. A row without a visible key is zero, and so is its gradient.
 
-    p_ij = exp(z_ij) / (Σ_visible exp(z_ij) + exp(sink_h)). Hidden scores are set to the dtype's minimum, and their weights to
-    exactly zero, so that an empty row gives no NaN. ``torch.softmax`` subtracts the row's largest logit first.
+    p_ij = exp(z_ij) / (Σ_visible exp(z_ij) + exp(sink_h)). Hidden scores are set to -inf: the dtype's minimum would equal visible
+    scores with a bias of the minimum. In a row without a visible key they are set to 0, because softmax would give NaN, and the
+    weights are then set to zero. ``torch.softmax`` subtracts the row's largest logit first.
 
     Args:
         scores: (B, H, L, S), at least float32.
@@ -71,7 +72,8 @@ def masked_softmax(scores: Tensor, visible: Tensor | None = None, sinks: Tensor 
     num_keys = scores.shape[-1]
     if visible is not None:
         hidden = ~visible
-        scores = torch.where(hidden, torch.finfo(scores.dtype).min, scores)  # on a CPU faster than masked_fill
+        fill = torch.where(visible.any(-1, keepdim=True), -inf, 0.0).to(scores.dtype)
+        scores = torch.where(hidden, fill, scores)  # on a CPU faster than masked_fill
     if sinks is not None:
         sink_logits = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink_logits], dim=-1)
@@ -184,7 +186,7 @@ class AttentionCall:
         """
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            refuse_nested(name, tensor)
+            require_tensor(name, tensor)
             if tensor.dim() != 4 or 0 in tensor.shape[1:]:
                 raise ValueError(
                     f"{name} must have shape (batch, heads, length, width), and only batch may be 0, got {tuple(tensor.shape)}"
@@ -199,6 +201,8 @@ class AttentionCall:
             raise ValueError(f"key must have shape {expected}, as query has, got {tuple(key.shape)}")
         if value.shape[:3] != key.shape[:3]:
             raise ValueError(f"value must have the key's (B, Hkv, S) = {(B, Hkv, S)}, got {tuple(value.shape)}")
+        if sinks is not None:
+            require_tensor("sinks", sinks)
         if sinks is not None and (not sinks.is_floating_point() or tuple(sinks.shape) != (H,)):
             raise ValueError(f"sinks must be floating-point of shape (H,) = ({H},), got {sinks.dtype} {tuple(sinks.shape)}")
         return self.check_rules()
@@ -223,12 +227,9 @@ def make_call(
     Raises:
         ValueError: shapes, devices or numbers that do not fit. TypeError: dtypes or kinds that do not fit.
     """
-    tensors = (("query", query), ("key", key), ("value", value), *((("sinks", sinks),) if sinks is not None else ()))
-    for name, tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise TypeError(f"scale must be a number or None (1/sqrt(D)), got {scale!r}; words belong to modules and configs")
+    require_tensor("query", query)
+    if scale is not None:
+        require_number("scale", scale, " or None (1/sqrt(D); words belong to modules and configs)")
     if scale is not None and not -inf < scale < inf:
         raise ValueError(f"scale must be finite, got {scale}")
     check_settings(softcap, dropout_p, "dropout_p")
@@ -244,16 +245,31 @@ def make_call(
     ).check()
 
 
-def refuse_nested(name: str, tensor: Tensor) -> None:
-    """Raise a TypeError for a nested tensor, whose rows have different lengths."""
+def require_tensor(name: str, tensor: Tensor) -> None:
+    """Raise a TypeError for anything but a tensor, and for a nested tensor, whose rows have different lengths."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.is_nested:
         raise TypeError(f"{name} must not be a nested tensor: pad it with torch.nested.to_padded_tensor, and give a key_mask")
 
 
+def require_number(name: str, value: float, alternative: str = "") -> None:
+    """Raise a TypeError for anything but a number. ``alternative`` says what else is allowed."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number{alternative}, got {value!r}")
+
+
 def check_settings(softcap: float | None, dropout: float, name: str = "dropout") -> None:
-    """Raise a ValueError for a soft-cap or a dropout out of range. ``name`` is the argument name of the dropout."""
-    if softcap is not None and not 0 < softcap < inf:
-        raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
+    """Check the soft-cap and the dropout. ``name`` is the argument name of the dropout.
+
+    Raises:
+        TypeError: not a number. ValueError: out of range.
+    """
+    if softcap is not None:
+        require_number("softcap", softcap, " or None (off)")
+        if not 0 < softcap < inf:
+            raise ValueError(f"softcap must be positive and finite (or None for off), got {softcap}")
+    require_number(name, dropout)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{name} must lie in [0, 1), got {dropout}")
 
@@ -263,8 +279,9 @@ def scores_of(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     with full_precision(call.query.device):
         attn_bias = call.dense_bias()
         visible = call.visible(attn_bias)
-        if call.scores is not None:
-            return call.scores, visible
+        if call.scores is not None:  # -inf hides a key, as in a bias
+            seen = call.scores != -inf
+            return call.scores, seen if visible is None else visible & seen
         key = hide_unseen(call.key, visible)
         scale, softcap = call.scale, call.softcap
         return attention_scores(call.query, key, scale=scale, softcap=softcap, attn_bias=attn_bias), visible

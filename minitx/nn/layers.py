@@ -16,6 +16,7 @@ from minitx.nn.efficient import build_core
 from minitx.nn.feedforward import ACTIVATIONS, FeedForward
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import (
+    ID_DTYPES,
     LearnedPositions,
     Rotary,
     RotaryScaling,
@@ -60,9 +61,10 @@ class Embeddings(nn.Module):
         if token_type_ids is not None:
             if self.token_type is None:
                 raise ValueError("token_type_ids cannot be used: the model has type_vocab_size=0")
-            if token_type_ids.shape != input_ids.shape:
+            if token_type_ids.shape != input_ids.shape or token_type_ids.dtype not in ID_DTYPES:
                 raise ValueError(
-                    f"token_type_ids must have the shape of input_ids, {tuple(input_ids.shape)}, got {tuple(token_type_ids.shape)}"
+                    f"token_type_ids must be int32 or int64 of the shape of input_ids, {tuple(input_ids.shape)}, "
+                    f"got {token_type_ids.dtype} {tuple(token_type_ids.shape)}"
                 )
             check_range("token_type_ids", token_type_ids, num_rows(self.token_type))
             x = x + self.token_type(token_type_ids)

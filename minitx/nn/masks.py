@@ -25,7 +25,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,13 @@ from minitx.nn.tracing import transforms_around
 
 Built = TypeVar("Built")
 Range = tuple[Any, Any]  # first and last
+
+
+class Memory(NamedTuple):
+    """What a mask remembers: its tensors, None if their changes cannot be detected, and by kind the latest key and result."""
+
+    tensors: list[Tensor] | None
+    results: dict[str, tuple[tuple[object, ...], Any]]
 
 
 class Mask(Rule):
@@ -116,26 +123,32 @@ class Mask(Rule):
         """Return ``build(*arguments)``. Calls with the same ``kind`` and ``key`` compute it once.
 
         The layers of a model share a mask and the results computed from it. For each kind, only the latest result is kept,
-        until a tensor of the mask is changed in place. Nothing is kept under ``torch.compile``: a key with symbolic lengths would
-        bind the graph to one length. Nothing is kept inside of torch.func, because its tensors end with the transform. Nothing is
-        kept if changes cannot be detected: inference tensors do not count them, and fields of unknown types may hide tensors.
+        until a tensor of the mask is changed in place. Nothing is kept in compiled graphs, inside of torch.func, and of a mask
+        whose changes cannot be detected.
         """
-        if torch.compiler.is_compiling() or transforms_around():
+        if torch.compiler.is_compiling():  # a key with symbolic lengths would bind the graph to one length
+            return build(*arguments)
+        if transforms_around():  # the tensors of a result end with the transform
             return build(*arguments)
         memory = self.__dict__.get("_memory")
         if memory is None:
             tensors = tensors_of(self)
-            changes_are_seen = not (unknown_in(self) or any(tensor.is_inference() for tensor in tensors))
-            memory = self.__dict__["_memory"] = {"tensors": tensors if changes_are_seen else None}
-        if memory["tensors"] is None:
+            # an unknown field may hide a tensor, and an inference tensor does not count its changes
+            has_versions = not unknown_in(self) and not any(tensor.is_inference() for tensor in tensors)
+            memory = self.__dict__["_memory"] = Memory(tensors if has_versions else None, {})
+        if memory.tensors is None:
             return build(*arguments)
-        versions = [tensor._version for tensor in memory["tensors"]]  # torch has no public count of changes in place
-        key = (*key, versions, torch.is_inference_mode_enabled())  # an inference tensor cannot be saved for a backward pass
-        if kind in memory and memory[kind][0] == key:
-            return memory[kind][1]
+        versions = [tensor._version for tensor in memory.tensors]  # torch has no public count of changes in place
+        # a result from inference mode cannot be saved for a backward pass
+        key = (*key, versions, torch.is_inference_mode_enabled())
+        if kind in memory.results:
+            kept_key, kept = memory.results[kind]
+            if kept_key == key:
+                return kept
         built = build(*arguments)
-        if type(torch.empty(0)) is Tensor:  # under a FakeTensorMode, new tensors have no values
-            memory[kind] = (key, built)
+        has_values = type(torch.empty(0)) is Tensor  # not so under a FakeTensorMode
+        if has_values:
+            memory.results[kind] = (key, built)
         return built
 
     def grid(self, num_queries: int, num_keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
@@ -575,7 +588,8 @@ def _distinct(parts: Iterable[Mask]) -> list[Mask]:
     """Drop repeated parts. Two ``Causal`` objects count as one."""
     kept: list[Mask] = []
     for part in parts:
-        if part not in kept and not (type(part) is Causal and any(type(other) is Causal for other in kept)):
+        # not ==: a user's dataclass would compare its tensors
+        if not any(part is other or type(part) is type(other) is Causal for other in kept):
             kept.append(part)
     return kept
 
@@ -588,14 +602,21 @@ def simplify(mask: Mask | None, num_queries: int, num_keys: int) -> Mask | None:
     if mask is None:
         return None
     parts = list(mask.parts())
-    whole = (num_keys - num_queries, num_keys - 1), (0, num_keys - 1)
-    # under torch.compile, comparing a window with the length would compile a new graph for each length
-    fixed = torch.compiler.is_compiling()
-    kept = tuple(part for part in parts if (fixed and type(part) is not Causal) or not part.verdict(*whole)[0])
+    queries, keys = (num_keys - num_queries, num_keys - 1), (0, num_keys - 1)  # the first and the last position
+    is_compiling = torch.compiler.is_compiling()
+    kept = []
+    for part in parts:
+        if is_compiling and type(part) is not Causal:
+            hides_nothing = False  # comparing a window with the length would compile a new graph for each length
+        else:
+            hides_nothing, _ = part.verdict(queries, keys)
+        if not hides_nothing:
+            kept.append(part)
     if len(kept) == len(parts):
         return mask
-    if len(kept) > 1:  # kept in memory, so that layers share the new mask and its dense form
-        return mask.remember("simplify", (kept,), lambda: And(kept))
+    if len(kept) > 1:  # remembered, so that layers share the new mask and its dense form
+        members = tuple(kept)
+        return mask.remember("simplify", (members,), And, members)
     return kept[0] if kept else None
 
 

@@ -15,12 +15,12 @@ from minitx.config.schema import takes_fields_of
 from minitx.nn.bias import as_bias
 from minitx.nn.blocks import run_checkpointed
 from minitx.nn.cache import KVCache, LayerCache
-from minitx.nn.functional import refuse_nested
+from minitx.nn.functional import require_tensor
 from minitx.nn.init import init_weights
 from minitx.nn.layers import Core, Embeddings, build_bias, build_block, build_head, init_gains
 from minitx.nn.masks import Causal, Documents, Mask, Padding, SlidingWindow, as_mask, intersect, require_bool
 from minitx.nn.norms import make_norm
-from minitx.nn.positions import Rotary, Rotation, position_ids_from
+from minitx.nn.positions import ID_DTYPES, Rotary, Rotation, position_ids_from
 
 __all__ = ["MODELS", "DecoderLM", "Encoder", "EncoderDecoder", "TransformerModel", "VisionTransformer", "build_model"]
 
@@ -151,12 +151,14 @@ class TransformerModel(nn.Module):
         name: str = "input_ids",
     ) -> tuple[Tensor, Shared]:
         """Return the input of the first block, x (B, L, E), and the masks and positions of all blocks."""
-        refuse_nested(name, input_ids)
-        if isinstance(cache, LayerCache):
+        require_tensor(name, input_ids)
+        described = {"token_type_ids": token_type_ids, "position_ids": position_ids, "document_ids": document_ids}
+        for argument, ids in described.items():
+            if ids is not None:
+                require_tensor(argument, ids)
+        if not (cache is None or isinstance(cache, KVCache)):
             kind = type(cache).__name__
-            raise TypeError(
-                f"cache must be a KVCache, with one LayerCache for each layer, got a {kind}: use model.make_cache(capacity)"
-            )
+            raise TypeError(f"cache must be a KVCache, from model.make_cache(capacity), got {kind}")
         if key_mask is not None:  # before a cache stores it
             require_bool(name.replace("input_ids", "key_mask"), key_mask)
         past, L = 0 if cache is None else cache.length, input_ids.shape[-1]
@@ -166,7 +168,7 @@ class TransformerModel(nn.Module):
         counted = position_ids is None and document_ids is None and not padded
         self._check_ids(input_ids, position_ids, past, counted, name)
         if cache is not None:
-            key_mask, document_ids = cache.join(input_ids, key_mask, document_ids)  # (B, S)
+            key_mask, document_ids = cache.join(input_ids, key_mask, document_ids, position_ids)  # (B, S)
         key_mask, document_ids = _counted(key_mask), _counted(document_ids)
         if cache is not None and mask is not None and not cache.keeps_all:
             raise ValueError("mask needs a cache that keeps all keys: use KVCache(capacity, num_layers)")
@@ -231,8 +233,8 @@ class TransformerModel(nn.Module):
         return x * self.config.embed_dim**-0.5 if self.config.scale_logits and self.causal else x
 
     def _check_ids(self, input_ids: Tensor, position_ids: Tensor | None, past: int, counted: bool, name: str) -> None:
-        if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-            raise ValueError(f"{name} must be integers of shape (B, L), got {input_ids.dtype} {tuple(input_ids.shape)}")
+        if input_ids.dim() != 2 or input_ids.dtype not in ID_DTYPES:
+            raise ValueError(f"{name} must be int32 or int64 of shape (B, L), got {input_ids.dtype} {tuple(input_ids.shape)}")
         if 0 in input_ids.shape:
             raise ValueError(f"{name} must have at least one row and one token, got shape {tuple(input_ids.shape)}")
         config, L = self.config, input_ids.shape[1]
@@ -473,6 +475,7 @@ class PatchEmbeddings(nn.Module):
             nn.init.zeros_(self.class_token)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
+        require_tensor("pixel_values", pixel_values)
         P, shape = self.patch_size, tuple(pixel_values.shape)
         if len(shape) != 4 or shape[1] != self.num_channels or shape[2] % P or shape[3] % P or 0 in shape:
             raise ValueError(
@@ -556,7 +559,8 @@ class EncoderDecoder(TransformerModel):
             decoder_key_mask: bool (B, L), True = real token of the target.
             memory: (B, S, E), the result of ``encode``. With it, the source is not encoded again at each decoding step.
             mask: a mask of the decoder's self-attention, intersected with the causal one, as in ``DecoderLM``.
-            cache: the decoder's cache, as in ``DecoderLM``. It also keeps the keys and values of the memory.
+            cache: the decoder's cache, as in ``DecoderLM``. It also keeps the keys and values of the memory, so another source needs
+                another cache. On a CPU, a source with other values is refused; elsewhere, only one of another shape.
             return_hidden: return the hidden states (B, L, E) before ``self.head`` instead of logits.
 
         Returns:
@@ -569,6 +573,8 @@ class EncoderDecoder(TransformerModel):
             if input_ids is None:
                 raise ValueError("input_ids=None: an encoder-decoder needs input_ids, or memory from encode()")
             memory = self.encoder(input_ids, key_mask=key_mask)
+        require_tensor("memory", memory)
+        require_tensor("decoder_input_ids", decoder_input_ids)
         if memory.dim() != 3 or memory.shape[0] != decoder_input_ids.shape[0]:
             expected = f"(B, S, E) = ({decoder_input_ids.shape[0]}, S, {self.config.embed_dim})"
             raise ValueError(f"memory must have shape {expected}, got {tuple(memory.shape)}")

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from minitx.nn.tracing import can_look
 
+ID_DTYPES = (torch.int32, torch.int64)
+"""The dtypes of ids that an embedding table reads."""
+
 
 class SinusoidalPositions(nn.Module):
     """Sinusoidal position embeddings: positions (..., L) to (..., L, E). Any length, no parameters.
@@ -216,11 +219,11 @@ class Rotary(nn.Module):
 
 
 def check_position_ids(position_ids: Tensor, batch_size: int, length: int) -> None:
-    """Raise a ValueError unless position_ids are integers of shape (B or 1, L)."""
-    whole = not position_ids.is_floating_point() and position_ids.dtype != torch.bool
-    if not whole or position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch_size) or position_ids.shape[1] != length:
+    """Raise a ValueError unless position_ids are int32 or int64 of shape (B or 1, L)."""
+    fits = position_ids.dim() == 2 and position_ids.shape[0] in (1, batch_size) and position_ids.shape[1] == length
+    if not fits or position_ids.dtype not in ID_DTYPES:
         raise ValueError(
-            f"position_ids must be integers of shape (B or 1, L) = ({batch_size} or 1, {length}), "
+            f"position_ids must be int32 or int64 of shape (B or 1, L) = ({batch_size} or 1, {length}), "
             f"got {position_ids.dtype} {tuple(position_ids.shape)}"
         )
 

@@ -120,6 +120,20 @@ def test_statistics_equal_brute_force_over_visible_pairs_without_padded_queries(
         torch.testing.assert_close(found[statistic], expected, rtol=1e-9, atol=1e-12, msg=statistic)
 
 
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bias_of_the_dtypes_minimum_counts_as_it_does_in_the_weights(dtype, sinks):
+    query, key = (tensor.to(dtype) for tensor in inputs(queries=S))
+    bias = torch.zeros(S, S, dtype=dtype)
+    bias[:, :3] = bias[5] = torch.finfo(dtype).min  # the first rows, and one more, see such keys only
+    call = AttentionCall(query, key, key, mask=Causal(), attn_bias=bias, scale=0.7, sinks=sinks)
+    p, found = attention_weights(call)[:, :, 1:], attention_statistics(call)
+    entropy = -torch.xlogy(p, p).sum(-1) / torch.arange(2, S + 1).log()
+    for name, want in {"max_weight": p.amax(-1), "ipr": p.square().sum(-1), "entropy": entropy}.items():
+        torch.testing.assert_close(found[name], want.double().mean((0, 2)), rtol=1e-5, atol=1e-6, msg=name)
+    assert torch.equal(found["favourite"][:, :, 1:], p.argmax(-1))
+
+
 def test_one_row_is_its_mean_one_key_is_its_norm_and_nothing_to_count_gives_zeros():
     query, key = (tensor[:1] for tensor in inputs(queries=1, keys=2))
     found = attention_statistics(AttentionCall(query, key, key, scale=0.7))

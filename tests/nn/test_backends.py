@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -217,6 +218,31 @@ def test_a_named_backend_refuses_a_transform_that_it_lacks(name, backend):
     x = torch.randn(1, H, L, D)
     with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot serve this call: .*derivatives.* math can"):
         TRANSFORMS[name](lambda x: attention(x, x, x, is_causal=True, backend=backend), x)
+
+
+@pytest.mark.parametrize("mask", [None, mx.Causal(), mx.Padding(LEFT)], ids=str)
+@pytest.mark.parametrize("size", [-1e9, -1e5, 1e9])
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+def test_the_weights_of_the_backward_pass_sum_to_one_where_a_large_bias_is_on_all_keys_that_a_query_sees(backend, size, mask):
+    query, key, value = tensors(torch.float32).values()
+    bias = torch.zeros(L, S).index_fill(0, torch.tensor([1]), size)
+    bias[:, : S - L + 1] = size  # under the causal mask, all that the first query sees
+    bias[:, -1] = -torch.inf
+    attention(query, key, value, mask, attn_bias=bias, backend=backend).sum().backward()
+    assert value.grad.sum().item() == pytest.approx(B * H * L * D, rel=1e-5)
+    reports = mx.explain_backends(query, key, value, mask, attn_bias=bias)
+    assert not reports[0].fused and "large bias" in reports[0].reason
+    with torch.no_grad():
+        assert mx.explain_backends(query, key, value, mask, attn_bias=bias)[0].fused  # nothing is wrong with the output
+    assert mx.explain_backends(query, key, value, mask, attn_bias=bias.clamp(min=-1e3, max=1e3))[0].fused
+
+
+def test_replaced_scores_of_minus_infinity_hide_keys():
+    query, key, value = tensors(torch.float64).values()
+    call = make_call(query, key, value, LEFT[:, None, None])
+    weights = mx.attention_weights(replace(call, scores=torch.zeros(B, H, L, S).masked_fill(~EMPTY, -torch.inf)))
+    visible = EMPTY & LEFT[:, None, None]
+    assert torch.equal(weights > 0, visible.expand(B, H, L, S)) and torch.equal(weights.sum(-1) > 0.99, visible.any(-1))
 
 
 # ---- choice, explanation, registration

@@ -9,7 +9,7 @@ from torch import nn
 
 import minitx.nn as mx
 from minitx.config import TransformerConfig
-from minitx.generation import generate
+from minitx.generation import beam_search, generate
 from minitx.nn.efficient import (
     AdditiveAttention,
     EfficientAttention,
@@ -83,6 +83,14 @@ def cross_with_another_memory():
     with torch.no_grad():
         cross(X, torch.randn(B, S, 12), cache=cache)
         cross(X, torch.randn(B, L, 12), cache=cache)
+
+
+def another_source():
+    model = build("encoder_decoder", position="rotary").eval()
+    cache = model.make_cache(2 * L)
+    with torch.no_grad():
+        model(IDS, IDS, cache=cache)
+        model(IDS.index_fill(1, torch.tensor([2]), 7), IDS, cache=cache)
 
 
 VALUE_ERRORS = {
@@ -183,6 +191,9 @@ VALUE_ERRORS = {
     "key: another batch after the prompt": lambda: go_on(IDS[:1]),
     "key: another dtype after the first": lambda: appended(torch.float32, torch.bfloat16),
     "key: another memory": cross_with_another_memory,
+    "memory: of another source": another_source,
+    "position_ids: from the middle on": lambda: go_on(position_ids=torch.arange(5, 10)[None]),
+    "position_ids: up to the middle": lambda: go_on(before={"position_ids": torch.arange(5)[None]}),
     "key_mask: of all tokens beside a cache": lambda: go_on(key_mask=bools(B, 10)),
     "document_ids: from the middle on": lambda: go_on(document_ids=IDS),
     "document_ids: up to the middle": lambda: go_on(before={"document_ids": IDS}),
@@ -216,6 +227,12 @@ VALUE_ERRORS = {
     "rotary_factor: nothing to stretch": lambda: TransformerConfig(position="rotary", rotary_factor=2.0),
     "rotary_scaling: nothing turns": lambda: TransformerConfig(rotary_scaling="ntk"),
 }  # fmt: skip
+INTEGERS = (torch.int8, torch.int16, torch.uint8)
+VALUE_ERRORS |= {f"input_ids: {dtype}": lambda dtype=dtype: lm(IDS.to(dtype)) for dtype in INTEGERS}
+VALUE_ERRORS |= {
+    f"position_ids: {dtype}": lambda dtype=dtype: lm(IDS, call={"position_ids": IDS.to(dtype)}) for dtype in INTEGERS
+}
+VALUE_ERRORS["token_type_ids: torch.uint8"] = lambda: lm(IDS, type_vocab_size=2, call={"token_type_ids": IDS.byte()})
 TYPE_ERRORS = {
     "query: nested": lambda: attend(torch.nested.as_nested_tensor(list(Q), layout=torch.jagged)),
     "key: nested": lambda: mha(X, torch.nested.as_nested_tensor(list(X), layout=torch.jagged)),
@@ -234,7 +251,28 @@ TYPE_ERRORS = {
     "norm: a norm in place of a function that builds norms": lambda: mx.Residual(nn.Identity()),
     "pattern: floats": lambda: mx.BlockSparse(torch.eye(2), 4),
     "query: whole numbers": lambda: attend(Q.long(), K.long(), K.long()),
-    "key: a list": lambda: attend(key=[1.0]),
+    **{f"{name}: a list": lambda name=name: attend(**{name: [1.0]}) for name in ("query", "key", "value")},
+    "query: a list in a layer": lambda: mha([1.0]),
+    "key: an array in a layer": lambda: mha(X, X.numpy()),
+    "value: an array in a layer": lambda: mha(X, X, X.numpy()),
+    "query: a list in torch's place": lambda: mx.DropInAttention(nn.MultiheadAttention(12, 3))([1.0], X, X),
+    "input_ids: a list": lambda: lm([[1, 2]]),
+    "input_ids: a list to generate from": lambda: generate(lm().eval(), [[1, 2]]),
+    "input_ids: a list to search from": lambda: beam_search(lm().eval(), [[1, 2]]),
+    "decoder_input_ids: a list": lambda: build("encoder_decoder", IDS, [[1]]),
+    "memory: a list": lambda: build("encoder_decoder", None, IDS, call={"memory": [1.0]}),
+    "pixel_values: an array": lambda: picture(torch.zeros(2, 1, 8, 8).numpy()),
+    **{
+        f"{name}: a list": lambda name=name: lm(IDS, call={name: [[1] * L] * B})
+        for name in ("position_ids", "token_type_ids", "document_ids", "key_mask", "mask")
+    },
+    "cache: a number for a layer": lambda: mha(X, call={"cache": 5}),
+    "cache: a number for a model": lambda: lm(IDS, call={"cache": 5}),
+    "stop: a number": lambda: generate(lm().eval(), IDS, stop=5),
+    "softcap: a word": lambda: attend(softcap="5"),
+    "softcap: a word in a layer": lambda: mha(softcap="5"),
+    "dropout_p: none": lambda: attend(dropout_p=None),
+    "dropout: none in a layer": lambda: mha(dropout=None),
     "sinks: a list": lambda: attend(sinks=[1.0] * H),
     "key: another device": lambda: attend(key=K.to("meta")),
     "value: another dtype": lambda: attend(value=K.double()),

@@ -1,5 +1,6 @@
 """Decoding with a cache is the full forward, piece by piece, and a layer keeps no more than it needs."""
 
+import copy
 import functools
 from contextlib import nullcontext
 
@@ -216,6 +217,20 @@ def test_after_a_failed_first_pass_every_layer_reads_the_memory_of_the_next_call
         broken.clear()
         memory, ids = second[:1], ids[:1]  # the next call may have another number of rows
         assert_same(network(None, ids, memory=memory, cache=cache), network(None, ids, memory=memory))
+
+
+def test_a_cache_takes_its_source_again_encoded_anew_or_in_other_rows():
+    network, ids, target = model(architecture="encoder_decoder"), tokens(2, 7), tokens(2, 9)
+    cache, rows, memory = network.make_cache(9), torch.tensor([1, 1, 0]), network.encode(ids)
+    with torch.no_grad():
+        want = network(ids, target)
+        got = [network(ids, target[:, :3], cache=cache), network(None, target[:, 3:5], memory=memory, cache=cache)]
+        cache = copy.deepcopy(cache)  # torch could not copy the graph of the memory
+        assert_same(torch.cat(got, dim=1), want[:, :5])
+        cache.reorder(rows)
+        for step in (5, 6):
+            got = network(None, target[rows, step : step + 1], memory=memory[rows], cache=cache)
+            assert_same(got, want[rows, step : step + 1])
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": (3, None)}, {"attention": "linear"}], ids=str)

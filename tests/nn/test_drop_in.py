@@ -174,11 +174,19 @@ def as_float(hidden):
     return torch.zeros(hidden.shape, dtype=F64).masked_fill(hidden, -torch.inf)
 
 
+def lowest():
+    """The dtype's minimum on the first keys, and on all keys of the first query."""
+    mask = torch.zeros(L, S, dtype=F64)
+    mask[0], mask[:, :3] = torch.finfo(F64).min, torch.finfo(F64).min
+    return mask
+
+
 MASKS = {
     "none": lambda *batch: {},
     "bool a head": lambda *batch: {"attn_mask": cells(H * sum(batch or (1,)), L, S)},
     "both": lambda *batch: {"attn_mask": cells(L, S), "key_padding_mask": cells(*batch, S)},
     "float": lambda *batch: {"attn_mask": torch.randn(L, S, dtype=F64), "key_padding_mask": as_float(cells(*batch, S))},
+    "lowest": lambda *batch: {"attn_mask": lowest(), "key_padding_mask": as_float(cells(*batch, S))},
 }
 
 

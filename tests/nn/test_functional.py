@@ -58,3 +58,25 @@ def test_what_a_call_leaves_out_is_off_and_a_call_cannot_be_written_to():
     assert call != AttentionCall(query, query, query)  # tensors have no truth value to compare by
     with pytest.raises(FrozenInstanceError):
         call.scale = 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "sinks", [None, torch.tensor([-math.inf]), torch.tensor([1.0])], ids=["no sinks", "sinks of -inf", "sinks"]
+)
+def test_no_finite_score_lets_a_hidden_key_into_the_softmax_and_an_empty_row_has_finite_derivatives(dtype, sinks):
+    visible = torch.tensor([[True, True, False, False], [True, False, True, False], [False] * 4])
+    lowest = torch.tensor([True, True, False, True])
+    x = torch.randn(1, 1, 3, 4, dtype=dtype, requires_grad=True)
+
+    def weights(x):
+        return mx.masked_softmax(torch.where(lowest, torch.finfo(dtype).min + x, x), visible, sinks)
+
+    with torch.autograd.set_detect_anomaly(True):  # raises where a NaN arises
+        got = weights(x)
+        (first,) = torch.autograd.grad((got * torch.randn_like(got)).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+    assert all(torch.isfinite(result).all() for result in (got, first, second))
+    lowest_row = [0.5, 0.5, 0.0, 0.0] if sinks is None or sinks.isinf() else [0.0] * 4
+    assert got[0, 0, 0].tolist() == lowest_row and got[0, 0, 2].tolist() == [0.0] * 4
+    assert first[0, 0, 2].tolist() == [0.0] * 4

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from itertools import pairwise, product
 
 import pytest
@@ -17,6 +17,7 @@ from minitx.nn import (
     Causal,
     Dense,
     Documents,
+    Mask,
     Padding,
     PrefixLM,
     SlidingWindow,
@@ -73,6 +74,23 @@ def test_and_is_intersection_and_or_is_union(first, second):
     assert torch.equal(whole(one & two).expand(2, 3, 5, 5), both)
     assert torch.equal(whole(one | two).expand(2, 3, 5, 5), either)
     assert torch.equal(whole(intersect(one, two)).expand(2, 3, 5, 5), both)
+
+
+@dataclass(frozen=True)
+class OwnKeys(Mask):
+    marks: torch.Tensor
+
+    def visible(self, batch, head, row, key, offset):
+        return self.marks[key]
+
+
+def test_masks_that_define_equality_combine_and_only_the_same_object_is_dropped():
+    first, second = OwnKeys(REAL[0]), OwnKeys(REAL[1])
+    both = intersect(first, second, first, Causal(), Causal())
+    assert len([*both.parts()]) == 3
+    x = torch.randn(1, 2, 5, 4)
+    want = scaled_dot_product_attention(x, x, x, REAL.all(0)[None], is_causal=True)
+    torch.testing.assert_close(scaled_dot_product_attention(x, x, x, first & second, is_causal=True), want)
 
 
 @pytest.mark.parametrize("name", ["causal", "padding", "dense 4-D"])

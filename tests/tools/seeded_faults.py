@@ -156,8 +156,8 @@ WRITTEN = (
         "cross_cache_norm",
         "cross-attention × cache × QK-norm: from the second token on, queries have no norm",
         "minitx/nn/attention.py:MultiHeadAttention._project",
-        "return q if self.qk_norm is None else self.qk_norm(q, None)[0], *cache.memory",
-        "return q, *cache.memory",
+        "return q if self.qk_norm is None else self.qk_norm(q, None)[0], *memory",
+        "return q, *memory",
     ),
     Fault(
         "cache_window_pieces",

@@ -108,22 +108,38 @@ class Problem:
         return (drawn >= dropout_p).to(self.query.dtype).div_(1.0 - dropout_p)
 
 
-def tile_sizes(mask: Mask | None, shape: tuple[int, int, int, int]) -> tuple[int, int, int]:
-    """Return the rows and keys of a tile, and the largest number of keys of merged neighbours, for ``shape`` = (B, H, L, S)."""
+class TileSizes(NamedTuple):
+    """The height and the width of a tile, and the largest width of neighbours that are computed as one product."""
+
+    height: int  # in queries
+    width: int  # in keys
+    merged_width: int  # in keys
+
+
+def tile_sizes(mask: Mask | None, shape: tuple[int, int, int, int]) -> TileSizes:
+    """Return the tile sizes for ``shape`` = (B, H, L, S).
+
+    A square of ``largest`` × ``largest`` scores fits into the cache. A mask with a fine grain gets smaller tiles, because more of
+    them are empty. Merged neighbours again have as many scores as the square.
+    """
     B, H, L, S = shape
-    side = min(max(math.isqrt(TILE // (B * H)) // 32 * 32, SMALLEST), LARGEST)
+    largest = min(max(math.isqrt(TILE // (B * H)) // 32 * 32, SMALLEST), LARGEST)
     grain = None if mask is None else mask.grain()
-    fine = side if grain is None else min(side, max(-(-grain // 32) * 32, SMALLEST))
-    height = min(fine, L)
-    most = min(side * side // height, S)
-    return height, most if fine == side else min(fine, S), most
+    side = largest if grain is None else min(largest, max(-(-grain // 32) * 32, SMALLEST))
+    height = min(side, L)
+    merged_width = min(largest * largest // height, S)
+    if side == largest:  # the mask has no fine grain: begin with wide tiles
+        return TileSizes(height, merged_width, merged_width)
+    return TileSizes(height, min(side, S), merged_width)
 
 
 def tile_states(mask: Mask | None, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
     """Return the state of each tile, int8 (R, C) on the CPU: 0 if all of it is hidden, 2 if all of it is visible, else 1."""
     _, _, L, S = shape
-    height, width, _ = tile_sizes(mask, shape)
-    rows, keys = (torch.tensor([*range(0, length, size), length], device="cpu") for length, size in ((L, height), (S, width)))
+    sizes = tile_sizes(mask, shape)
+    rows, keys = (
+        torch.tensor([*range(0, length, size), length], device="cpu") for length, size in ((L, sizes.height), (S, sizes.width))
+    )
     if mask is None:
         return torch.full((len(rows) - 1, len(keys) - 1), 2, dtype=torch.int8, device="cpu")
     # on an accelerator, use ``verdict``: it does not read the tensors of a mask
@@ -135,13 +151,14 @@ def tile_states(mask: Mask | None, shape: tuple[int, int, int, int], device: tor
 def tiles(mask: Mask | None, shape: tuple[int, int, int, int], states: Tensor) -> Plan:
     """Return the tiles to compute: slices of rows, each with slices of keys and whether the whole tile is visible."""
     _, _, L, S = shape
-    height, width, most = tile_sizes(mask, shape)
+    height, width, merged_width = tile_sizes(mask, shape)
     whole = (states == 2).numpy()
     plan: Plan = [(slice(row, min(row + height, L)), []) for row in range(0, L, height)]
     for row, column in states.nonzero().tolist():
         strip, is_whole = plan[row][1], bool(whole[row][column])
         start, stop = column * width, min((column + 1) * width, S)
-        if strip and strip[-1][0].stop == start and stop - strip[-1][0].start <= most:  # one product for neighbours
+        # one product for neighbours
+        if strip and strip[-1][0].stop == start and stop - strip[-1][0].start <= merged_width:
             strip[-1] = slice(strip[-1][0].start, stop), strip[-1][1] and is_whole
         else:
             strip.append((slice(start, stop), is_whole))

@@ -12,6 +12,9 @@ How torch's function differs from ours, and how this file handles each differenc
   of them are finite.
 * On a CPU torch silently leaves its fused kernel for dropout, for a bias that requires grad, and for Dv ≠ D.
   ``falls_back`` reports it.
+* The fused CPU kernel stores the log-sum-exp of each row for the backward pass. If all visible keys of a query have a bias of -1e9,
+  float32 keeps no digit of the sum, and gradients are as many times too large as there are keys. ``math`` computes such a call if a
+  gradient is recorded and the bias can be read at no cost: not on accelerators, in a compiled graph, or inside of torch.func.
 * The memory-efficient CUDA kernel has no grouped heads. With a mask we repeat keys and values for each group, which costs less than
   an L × S matrix.
 * On Hopper GPUs torch 2.11 and later prefers cuDNN, which builds a plan for every new shape, refuses some dropout rates and
@@ -38,7 +41,7 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minitx.nn.bias import Bias, tensors_of
-from minitx.nn.functional import AttentionCall, visible_keys
+from minitx.nn.functional import AttentionCall, reference_attention, visible_keys
 from minitx.nn.masks import Causal, simplify
 from minitx.nn.precision import full_precision
 from minitx.nn.tracing import can_look, transforms_around
@@ -54,6 +57,8 @@ class Plan(NamedTuple):
 
 
 NO_MASK = Plan()
+LARGEST_BIAS = 1024.0
+"""If the largest bias of a row is larger, rounding of the log-sum-exp may change gradients by a ten-thousandth."""
 
 
 def run(call: AttentionCall) -> Tensor:
@@ -61,6 +66,8 @@ def run(call: AttentionCall) -> Tensor:
     query, key, value, scale = call.query, call.key, call.value, call.scale
     plan = NO_MASK
     if call.attn_bias is not None:
+        if _loses_log_sum(call):
+            return reference_attention(call)
         plan = _plan(call)
     elif call.mask is not None:
         kept_for = (query.shape, key.shape, query.dtype, query.device)
@@ -217,7 +224,31 @@ def falls_back(call: AttentionCall) -> str | None:
         return "torch's CPU kernel has no gradient for the bias"
     if call.value.shape[-1] != call.query.shape[-1]:
         return "torch's CPU kernel needs values as wide as queries"
+    if _loses_log_sum(call):
+        return "gradients of the kernel are wrong where all keys of a query have a very large bias"
     return None
+
+
+def _loses_log_sum(call: AttentionCall) -> bool:
+    """Whether a gradient is recorded and a row's largest bias exceeds ``LARGEST_BIAS``. False if reading the bias is not free."""
+    rule, inputs = call.attn_bias, (call.query, call.key, call.value)
+    if rule is None or (isinstance(rule, Bias) and not rule.may_hide):  # only a bias that hides keys has such numbers
+        return False
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
+        return False
+    dense = call.dense_bias()
+    assert dense is not None
+    attn_bias = dense.detach()
+    if not can_look(attn_bias) or attn_bias.numel() == 0:
+        return False
+    if call.mask is not None:
+        if attn_bias.nan_to_num(neginf=0.0).abs().amax() <= LARGEST_BIAS:
+            return False
+        B, H, L, S = call.shape
+        visible = call.mask.dense(L, S, batch_size=B, num_heads=H, device=attn_bias.device)
+        attn_bias = torch.where(visible, attn_bias, -torch.inf)
+    largest = attn_bias.amax(-1)  # -inf in a row without a visible key
+    return bool(((largest.abs() > LARGEST_BIAS) & (largest != -torch.inf)).any())
 
 
 def _falls_back_on_cuda(call: AttentionCall) -> str | None:
