@@ -28,7 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from minitx.ablation.design import AblationConfig
-from minitx.ablation.grid import Cell, Place, Record, read_records, solved_step
+from minitx.ablation.grid import Cell, Place, Record, end_last_line, read_records, solved_step
 from minitx.config import ConfigError
 
 log = logging.getLogger(__name__)
@@ -159,8 +159,7 @@ class Book:
             if cell.start and cell.place not in self.known and not cell.start.weights(folder).exists():
                 self.known.pop(cell.start.place, None)  # repeat it: its weights are needed, but are gone
         self.records = {place: record for place, record in self.known.items() if record["status"] == "done"}
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            self._append("\n")  # end a line that a crash cut short
+        end_last_line(self.path)
 
     def write(self, cell: Cell, status: str, **known: Any) -> None:
         """Write the result of a cell (``reason``, ``seconds``, ``result``), unless the file already contains it."""

@@ -373,6 +373,13 @@ def read_records(path: Path, keys: Iterable[str] = KEYS) -> list[Record]:
     return records
 
 
+def end_last_line(path: Path) -> None:
+    """End the last line of a file of records, which a crash may have cut short, so that the next record has a line of its own."""
+    if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")
+
+
 def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
     """Return the first step t at which the mean of the metric over steps t - window + 1 ... t reaches the value.
 

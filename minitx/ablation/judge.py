@@ -339,11 +339,22 @@ def answers(findings: Findings) -> Iterator[Answer]:
     for prediction in findings.grid.predictions.values():
         for expected in prediction.expect:
             for finding in findings.find(expected.study, expected.endpoint, expected.arms, expected.condition):
-                measured = _measured(findings, finding, expected)
-                yield Answer(prediction.statement, finding, measured, _status(finding, measured, expected))
+                divisor = _divisor(findings, finding, expected)
+                measured = _measured(finding, expected, divisor)
+                yield Answer(prediction.statement, finding, measured, _status(finding, measured, expected, divisor))
 
 
-def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) -> Span | None:
+def _divisor(findings: Findings, finding: Finding, expected: ExpectedConfig) -> Finding | None:
+    """Return the finding of ``over`` by which the estimate is divided, or None."""
+    if (over := expected.over) is None:
+        return None
+    factors = findings.grid.studies[over.study].factors
+    shared = {name: level for name, level in finding.condition.items() if name in factors}
+    other = findings.find(over.study, finding.endpoint.name, over.arms, {**shared, **over.condition})
+    return other[0] if len(other) == 1 else None
+
+
+def _measured(finding: Finding, expected: ExpectedConfig, divisor: Finding | None) -> Span | None:
     """Return the number or the interval to compare with the range, or None if the divisor or the parts are missing."""
     if expected.share:
         estimate, interval = finding.share, finding.share_interval
@@ -354,17 +365,16 @@ def _measured(findings: Findings, finding: Finding, expected: ExpectedConfig) ->
         return None
     if expected.formula:
         return measured.over(Span(finding.predicted, finding.predicted)) if finding.predicted else None
-    if (over := expected.over) is None:
+    if expected.over is None:
         return measured
-    factors = findings.grid.studies[over.study].factors
-    shared = {name: level for name, level in finding.condition.items() if name in factors}
-    other = findings.find(over.study, finding.endpoint.name, over.arms, {**shared, **over.condition})
-    return measured.over(other[0].estimate) if len(other) == 1 else None
+    return measured.over(divisor.estimate) if divisor else None
 
 
-def _status(finding: Finding, measured: Span | None, expected: ExpectedConfig) -> str:
-    """Return the status. It is UNDECIDED with fewer than five seeds, or if runs at their cap leave the answer open."""
+def _status(finding: Finding, measured: Span | None, expected: ExpectedConfig, divisor: Finding | None) -> str:
+    """Return the status. It is UNDECIDED with fewer than five seeds, also of the divisor, or if runs at their cap leave it open."""
     if measured is None or (finding.share_interval if expected.share else finding.interval) is None:
+        return "UNDECIDED"
+    if divisor is not None and divisor.interval is None:
         return "UNDECIDED"
     low, high = expected.range
     bounds = Span(-math.inf if low is None else low, math.inf if high is None else high)

@@ -19,7 +19,7 @@ import lightning.pytorch as L
 import torch
 
 from minitx.ablation.design import ThresholdConfig
-from minitx.ablation.grid import read_records
+from minitx.ablation.grid import end_last_line, read_records
 from minitx.ablation.measures import START_FILE, read_json, short
 from minitx.config import ConfigError, RunConfig
 from minitx.training.callbacks import StepCallback, step_means
@@ -127,6 +127,7 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUNS_FILE
     known = {run["rate"]: run for run in read_records(path, keys=["rate", "stable"])}
+    end_last_line(path)
     with quiet_lightning(), machine(config.trainer):
         runs = Runs(config, folder, rule)
 

@@ -382,6 +382,8 @@ def chosen_names(
 
     >>> chosen_names(["blocks.0.attention", "blocks.0.cross", "blocks.1.attention", "blocks.10.attention"], [0, "blocks.1"])
     ['blocks.0.attention', 'blocks.0.cross', 'blocks.1.attention']
+    >>> chosen_names(["blocks.1.attention", "blocks.11.attention"], "1.attention")
+    ['blocks.1.attention']
     """
     if layers is None:
         return list(names)
@@ -391,7 +393,9 @@ def chosen_names(
     chosen: set[str] = set()
     for layer in [layers] if isinstance(layers, int | str) else layers:
         if isinstance(layer, str):
-            part = re.compile(re.escape(layer) + r"(?!\d)")  # block 1 is not block 10
+            part = re.compile(
+                rf"(?<!\d){re.escape(layer)}(?!\d)" if layer[:1].isdigit() else rf"{re.escape(layer)}(?!\d)"
+            )  # 1 is not 10 or 11
             matching = [layer] if layer in names else [name for name in names if part.search(name)]
             if not matching:
                 raise ValueError(f"layers: {layer!r} is none of the {len(names)} layers {', '.join(names)}")

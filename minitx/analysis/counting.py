@@ -184,4 +184,8 @@ def _head(config: TransformerConfig, length: int) -> float:
     if config.head == "lm":
         return 2.0 * length * E * ((config.vocab_size or 0) + E * config.head_transform)
     rows = length if config.head == "token" else 1
-    return 2.0 * E * (rows * (config.num_labels or 0) * (config.head != "none") + E * config.has_pooler)
+    return (
+        2.0
+        * E
+        * (rows * (config.num_labels or 0) * (config.head != "none") + E * (config.has_pooler and config.head == "sequence"))
+    )

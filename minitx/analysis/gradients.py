@@ -89,7 +89,7 @@ def gradient_statistics(model: nn.Module, batch: Any, loss: Loss, *, num_parts: 
     result: dict[str, dict[str, Any]] = {name: {} for name in cores}
     for name, of_calls in ((name, of_calls) for name, of_calls in norms.items() if of_calls):
         rows = torch.cat([of_call[counts].flatten() for of_call, counts in of_calls])
-        sizes = {"grad_query_rms": float(rows.square().mean().sqrt()), "grad_query_median": float(rows.median())}
+        sizes = {"grad_query_rms": float(rows.square().mean().sqrt()), "grad_query_median": _median(rows)}
         result[name] |= {**sizes, "grad_query_histogram": _log_histogram(rows)}
     for (name, key), (signal, noise) in noises.items():
         result[name][key] = float(signal / noise) if noise > 0 else 0.0
@@ -141,6 +141,12 @@ def _by_part(tokens: Tensor, gradient: Tensor, num_parts: int) -> list[Tensor]:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(widest_float(tensor.device))
+
+
+def _median(values: Tensor) -> float:
+    """The median: of an even number of values the mean of the middle two, unlike ``torch.median``."""
+    ordered, half = values.sort().values, len(values) // 2
+    return float(ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2)
 
 
 def _log_histogram(norms: Tensor) -> dict[str, int]:

@@ -215,6 +215,8 @@ def _stacked(results: Sequence[Measured]) -> tuple[Tensor, Tensor]:
 
 def _favourite_key(p: Tensor, visible: Tensor) -> Tensor:
     """The one key with the most weight, (H, L, S): chosen on the even rows for the odd rows, and vice versa."""
+    if not p.shape[2]:  # a row of padding alone
+        return torch.zeros_like(p, dtype=torch.bool)
     even = torch.arange(p.shape[1]) % 2 == 0
     best = [(p[:, half].sum(1) / visible[:, half].sum(1).clamp(min=1)).argmax(-1) for half in (even, ~even)]
     key = torch.where(even, best[1][:, None], best[0][:, None])  # (H, L)

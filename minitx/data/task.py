@@ -217,7 +217,7 @@ class Rows(Split):
             )
         if array.dtype.kind in "iu" and array.ndim < 3:
             array = array.astype(np.int64, copy=False)
-        elif array.dtype.kind == "f" and isinstance(first, float | list):
+        elif array.dtype.kind == "f" and isinstance(first, int | float | list):
             array = array.astype(np.float32)
         return torch.from_numpy(array)
 

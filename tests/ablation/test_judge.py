@@ -271,3 +271,5 @@ def test_a_ratio_is_held_against_the_formula_or_another_ratio():
     fewer = {"over": ("sgd", {}), "condition": {**WIDE, "trained": "all"}, "names": ("sgd",)}  # a study with fewer factors
     assert [found for found, _ in status("adamw", "threshold", 0.2, 0.4, **fewer)] == ["HELD"]
     assert status("sgd", "threshold", 2.5, 5.0, **over, truth=none) == [("UNDECIDED", None)]  # what it is divided by is missing
+    few = Truth(statuses={("adamw", None, None, seed): "missing" for seed in SEEDS[2:]})
+    assert [found for found, _ in status("sgd", "threshold", 2.5, 5.0, **over, truth=few)] == ["UNDECIDED"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,6 +29,29 @@ TEXT = "In the beginning was the Word, and the Word was with God, and the Word w
 
 
 # --- the search
+
+
+def test_a_line_that_a_crash_cut_short_costs_its_run_alone(tmp_path, monkeypatch):
+    tried = []
+
+    class Pretended:
+        start, config, network = 0.0, SimpleNamespace(trainer=SimpleNamespace(max_steps=3)), nn.Linear(2, 2)
+
+        def __init__(self, *_):
+            pass
+
+        def run(self, rate):
+            tried.append(rate)
+            return {"rate": rate, "stable": rate < 3}
+
+    monkeypatch.setattr(thresholds, "Runs", Pretended)
+    config = SimpleNamespace(trainer=SimpleNamespace(threads=1), optimizer={"lr": 1.0})
+    monkeypatch.setattr(thresholds, "machine", lambda trainer: contextlib.nullcontext())
+    (tmp_path / "runs.jsonl").write_text('{"rate": 1.0, "stable": true}\n{"rate": 2.0, "stable": tr')
+    for wanted in ([2.0, 4.0, 8.0], []):
+        tried.clear()
+        measure_threshold(config, tmp_path, SimpleNamespace(bisections=0))
+        assert tried == wanted
 
 
 @pytest.mark.parametrize("true", [0.00071, 0.0099, 0.01, 0.0101, 0.3, 40.0])

@@ -28,6 +28,7 @@ def counted(config, length, target=None):
     {"architecture": "encoder", "activation": "swiglu", "ffn_dim": 31, "tie_embeddings": False},
     {"architecture": "encoder", "head": "token", "num_labels": 5},
     {"architecture": "encoder", "head": "sequence", "num_labels": 5, "pooler": True},
+    {"architecture": "encoder", "head": "none", "pooler": True},
     {"num_kv_heads": 1, "activation": "geglu"}, {"window": 4},
     {"architecture": "encoder_decoder", "num_decoder_layers": 1, "num_kv_heads": 1}, {"architecture": "encoder_decoder"},
 ], ids=str)  # fmt: skip

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from minitx.analysis import Sentence, Snapshot, head_scores, read_conllu, syntax_scores
+from minitx.analysis import Sentence, Snapshot, head_scores, read_conllu, syntax_scores, take_snapshot
 from minitx.analysis.heads import PATTERNS
 from minitx.analysis.snapshot import AttentionMap
+from minitx.config import TransformerConfig
+from minitx.nn import Encoder
 
 N, L, TOKENS = 13, 23, 7  # few tokens, so that every row repeats some
 PLACE = torch.arange(L)
@@ -168,3 +170,15 @@ def test_what_is_no_treebank_is_refused_by_name(tmp_path):
             path.write_bytes(text)
         with pytest.raises(ValueError, match=r"wrong\.conllu"):
             read_conllu(path)
+
+
+def test_a_row_of_padding_alone_changes_no_score_of_the_others():
+    torch.manual_seed(0)
+    model = Encoder(TransformerConfig(architecture="encoder", vocab_size=11, embed_dim=12, num_heads=2, num_layers=1)).eval()
+    ids = torch.tensor([[1, 2, 3, 1], [2, 2, 5, 4], [0, 0, 0, 0]])
+    both, alone = (
+        head_scores(take_snapshot(model, {"input_ids": ids[:rows], "key_mask": ids[:rows] > 0})).heads for rows in (3, 2)
+    )
+    for head, other in zip(both, alone, strict=True):
+        for name, score in head.scores.items():
+            assert score.value == pytest.approx(other.scores[name].value, nan_ok=True), name

@@ -288,6 +288,12 @@ def test_labels_that_are_no_whole_numbers_count_as_others_do():
     assert [(len(batch["labels"]), int(batch["num_targets"])) for batch in last] == [(1, 2), (0, 2), (0, 2)]
 
 
+@pytest.mark.parametrize("labels", [(1, 0.5), (0.5, 1)])
+def test_the_dtype_of_numbers_does_not_depend_on_the_order_of_the_rows(labels):
+    rows = [{"x": [1.0, 2.0], "labels": label} for label in labels]
+    assert split_of(rows).collate(np.arange(2), None)["labels"].dtype == torch.float32
+
+
 class Endless(torch.utils.data.IterableDataset):
     """torch's data set without [i]; some have a length."""
 
