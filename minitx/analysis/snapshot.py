@@ -496,4 +496,4 @@ def read_snapshots(folder: Path | str) -> list[Snapshot]:
     paths = sorted(folder.glob("step_*.safetensors")) or sorted((folder / "attention").glob("step_*.safetensors"))
     if not paths:
         raise ValueError(f"{folder} has no snapshots of attention: train with callbacks.probe.weights_every=N")
-    return sorted(map(read_snapshot, paths), key=lambda snapshot: snapshot.step)
+    return sorted(map(read_snapshot, paths), key=lambda snapshot: snapshot.step or 0)
