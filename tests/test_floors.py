@@ -221,7 +221,7 @@ PRIVATE = {
     },
     "others": {
         *{("training.evaluation", "_extract_corpus_statistics"), ("training.evaluation", "_aggregate_and_compute")},
-        *{("data.documents", "_fingerprint"), ("analysis.canvas", "_repr_png_")},
+        *{("data.documents", "_fingerprint"), ("analysis.canvas", "_repr_png_"), ("nn.transfer", "_fields")},
         *{("ablation.execution", "_processes"), ("ablation.execution", "_exit")},
     },
 }  # fmt: skip
