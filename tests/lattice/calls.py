@@ -450,7 +450,11 @@ class Call:
         sizes = gradient_sizes(*(x.detach() for x in self.inputs), self.cotangent, weights, self.factor)
         found = {name.removeprefix("gradient of "): size for name, size in sizes.items()}
         of_score = value * float(self.cotangent.abs().sum(-1).max()) * math.sqrt(self.L)
-        return {"output": value, "weights": 1.0, "sinks": of_score, "bias": of_score, **found}
+        far = 1.0
+        if self.point["bias"] == "slopes":  # the gradient of a slope is a sum over gradients of scores times distances
+            distances = (torch.arange(self.S) - torch.arange(self.S - self.L, self.S)[:, None]).abs()
+            far = max(1.0, float((weights * distances).sum(-1).max()))
+        return {"output": value, "weights": 1.0, "sinks": of_score, "bias": of_score * far, **found}
 
     def loops(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Leaves, output and weights of the loops."""
