@@ -257,7 +257,7 @@ def _rows(pair: Pair | None, rows: Tensor) -> Pair | None:
 
 
 def _differs(source: Tensor, kept: Tensor) -> bool:
-    """Whether the vector of a position has moved by more than rounding. False if values cannot be read at no cost."""
+    """Whether the vector of a position differs by more than a tenth, which rounding does not. False if values cannot be read at no cost."""
     if not (can_look(source) and can_look(kept)) or source.is_set_to(kept):  # the same memory
         return False
     return bool(((source - kept).norm(dim=-1) > 0.1 * kept.norm(dim=-1)).any())

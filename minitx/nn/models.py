@@ -560,7 +560,8 @@ class EncoderDecoder(TransformerModel):
             memory: (B, S, E), the result of ``encode``. With it, the source is not encoded again at each decoding step.
             mask: a mask of the decoder's self-attention, intersected with the causal one, as in ``DecoderLM``.
             cache: the decoder's cache, as in ``DecoderLM``. It also keeps the keys and values of the memory, so another source needs
-                another cache. On a CPU, a source with other values is refused; elsewhere, only one of another shape.
+                another cache. On a CPU, a source with a vector that differs by more than a tenth is refused; elsewhere, only one of
+                another shape.
             return_hidden: return the hidden states (B, L, E) before ``self.head`` instead of logits.
 
         Returns:
