@@ -22,11 +22,13 @@ from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.grid import end_last_line, read_records
 from minitx.ablation.measures import START_FILE, read_json, short
 from minitx.config import ConfigError, RunConfig
+from minitx.config.training import CALLBACKS
 from minitx.training.callbacks import StepCallback, step_means
 from minitx.training.devices import machine
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
 from minitx.training.net import PURE, in_own_dtype
-from minitx.training.run import build_all, build_trainer, open_parts, quiet_lightning
+from minitx.training.run import build_all, open_parts
+from minitx.training.trainer import build_trainer, quiet_lightning
 
 RUNS_FILE = "runs.jsonl"
 """The file with the finished runs of an unfinished threshold, one per line, in the folder of its cell."""
@@ -169,7 +171,8 @@ class Runs:
     def run(self, rate: float) -> dict[str, Any]:
         """Train at ``rate`` until the run ends or fails, and return its record."""
         watch, module, nonfinite = Watch(self.rule, self.start), self.module(rate), None
-        trainer = self.trainer([*build_all(self.config.callbacks.parts, "callbacks", L.Callback), watch])
+        own = {name: part for name, part in self.config.callbacks.items() if name not in CALLBACKS}
+        trainer = self.trainer([*build_all(own, "callbacks", L.Callback).values(), watch])
         try:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:

@@ -113,7 +113,7 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
                 rule is None or rule.window <= steps,
                 f"{place}.{key}.window={rule and rule.window} is longer than its runs of {steps} steps",
             )
-        parts = compose_cell(of_study[0].overrides).callbacks.parts.values() if study.measures else ()
+        parts = compose_cell(of_study[0].overrides).callbacks.values() if study.measures else ()
         writers = [node for node in parts if node is not None and node.name.endswith(".Measures")]
         written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
         written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()

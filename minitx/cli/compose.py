@@ -8,10 +8,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import itertools
 import json
 import logging
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,11 +26,11 @@ from omegaconf.errors import InterpolationKeyError
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.hydra_errors import explained, is_of_hydra, names_of
-from minitx.config import CONFIG_DIR, ConfigError, EvaluationConfig, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
+from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.part import find_target, plain_defaults, required, unknown_keys
-from minitx.config.schema import config_class_of, defaults, require, to_dict
+from minitx.config.schema import config_class_of, defaults, require
 from minitx.config.shipped import shipped_configs
-from minitx.config.training import LOADING, MODEL, NODES, CallbacksConfig
+from minitx.config.training import LOADING, MODEL, NODES
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +122,7 @@ def check_trainer(node: Mapping[str, Any]) -> None:
     names = [name for name in node if name not in known and not difflib.get_close_matches(str(name), known, n=1, cutoff=0.85)]
     if not names and not extra:
         return
-    from minitx.training.run import check_arguments, key_of_argument
+    from minitx.training.trainer import check_arguments, key_of_argument
 
     for name in names:
         key = key_of_argument(name)
@@ -187,38 +185,6 @@ def _check_loading(config: RunConfig, typed: Mapping[str, str]) -> None:
             f"{typed[f'data.{names[0]}']} has no effect: {target.__name__} is a LightningDataModule without this argument, whose "
             "loaders determine it"
         )
-
-
-def idle(config: RunConfig, words: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each typed value that has no effect, because it differs from its default but another key disables it."""
-    callbacks = config.callbacks
-    data = config.data.plain() if config.data.name.startswith("minitx.") else {}
-    targets = [part.name for part in (*config.logger.values(), *callbacks.parts.values()) if part is not None]
-    foreign = [
-        name for name in targets if not name.startswith(("lightning.", "minitx.training."))
-    ]  # a foreign callback may read any key
-    paths = [Path(data[name]).expanduser() for name in ("path", "val_path", "test_path") if data.get(name)]
-    held_out = data.get("val_path") or data.get("val_split")
-    rules = (
-        (r"evaluation\.num_\w+", config.evaluation.at_end or foreign, "evaluation.at_end=true"),
-        (r"callbacks\.probe\.\w+", callbacks.probe.every, "callbacks.probe.every=STEPS"),
-        (r"callbacks\.samples\.\w+", callbacks.samples.every, "callbacks.samples.every=STEPS"),
-        (r"callbacks\.wandb\.\w+", foreign or "Wandb" in str(targets), "'logger=[csv,wandb]'"),
-        (r"data\.bpe_vocab_size", data.get("tokenizer", "bpe") == "bpe", "data.tokenizer=bpe"),
-        (r"data\.val_rows", data.get("streaming", True), "data.streaming=true"),
-        (r"data\.(val_fraction|bucket)", not data.get("streaming"), "data.streaming=false"),
-        (r"data\.val_fraction", not held_out, "data.val_path=null and data.val_split=null"),
-        (r"data\.subset", not data or not all(path.is_file() for path in paths), "a name on the hub as data.path"),
-    )
-    by_group = {
-        "evaluation": defaults(EvaluationConfig),
-        "callbacks": defaults(CallbacksConfig),
-        "data": _completed({"_target_": config.data.name}, "data"),
-    }
-    values, default = (OmegaConf.create(config_values) for config_values in (to_dict(config), by_group))
-    for (name, word), (pattern, is_read, needed) in itertools.product(by_key(words).items(), rules):
-        if not is_read and re.fullmatch(pattern, name) and OmegaConf.select(values, name) != OmegaConf.select(default, name):
-            yield f"{word} has no effect without {needed}"
 
 
 def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | None:

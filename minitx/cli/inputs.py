@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from minitx.analysis.answers import Asked, next_tokens
 from minitx.analysis.capture import Layers, chosen_modules
 from minitx.analysis.intervene import with_knock_outs
+from minitx.analysis.questions import questions_of, token_namer
 from minitx.analysis.snapshot import Snapshot, take_snapshot
 from minitx.cli.command_line import refusing
 from minitx.cli.compose import find_own_modules
@@ -29,7 +30,6 @@ from minitx.interop import adopt_hf
 from minitx.interop.finetune import load_folder, quiet
 from minitx.training.checkpoints import Stored, load_stored
 from minitx.training.net import Net
-from minitx.training.questions import questions_of, token_namer
 
 SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
 

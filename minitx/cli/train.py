@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
 from minitx.cli.command_line import check_flags
-from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, idle, register_defaults, unlisted
+from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, register_defaults, unlisted
 from minitx.cli.exit_codes import exit_code, sentence
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
@@ -83,9 +83,6 @@ def run_job(composed: DictConfig) -> float | None:
             _GRIDS.add(folder)
             run_ablation(grid, folder, words, command())
             return None
-        for reason in () if FOLDER in os.environ else idle(config, words):
-            require(HydraConfig.get().mode == RunMode.MULTIRUN, reason)  # in a sweep, another job may use it
-            log.warning("job %s: %s", HydraConfig.get().job.num, reason)
         if config.trainer.plan:
             run_plan(config)
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -135,6 +136,10 @@ class ChatFormat:
             ends = self.ends(*self.encode([*asked, {"role": "assistant", "content": text}]))
         return self.encode(asked, add_generation_prompt=True)[0], ends
 
+    def prompt_ids(self, text: str) -> list[int]:
+        """Return the ids of a conversation up to the answer to a user's message ``text``."""
+        return [int(id) for id in self.prompt(text)[0]]
+
     def ends(self, ids: np.ndarray, counted: np.ndarray) -> list[int]:
         """Return the special tokens that end answers, given the result of ``encode``. White space may follow and count."""
         edges = np.flatnonzero(np.diff(counted, prepend=False, append=False))
@@ -260,7 +265,8 @@ def chat(
     (train, of_train), (val, of_val) = (_rows(part, format, context_len, packing, name) for part in splits)
     count_unknown(made_by, [train.pieces.values], name)
     ends = format.ends(train.pieces.values, train.counted.values)  # type: ignore[union-attr]
-    return task_of(name, train, val, made_by, ends, bucket, left_out={"train": of_train, "val": of_val})
+    task = task_of(name, train, val, made_by, ends, bucket, left_out={"train": of_train, "val": of_val})
+    return dataclasses.replace(task, encode_prompt=format.prompt_ids)
 
 
 def is_chat(node: Mapping[str, Any]) -> bool:

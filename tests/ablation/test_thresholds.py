@@ -23,7 +23,7 @@ from minitx.config import ConfigError, ParameterRule, TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM
-from minitx.training.run import build_trainer
+from minitx.training.trainer import build_trainer
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
 

@@ -9,7 +9,8 @@ from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.part import parameter_names
 from minitx.config.schema import defaults
-from minitx.training.run import REPLACED, train
+from minitx.training.run import train
+from minitx.training.trainer import REPLACED
 
 ARGUMENTS = sorted(parameter_names(L.Trainer))
 
