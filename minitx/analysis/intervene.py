@@ -32,7 +32,7 @@ from minitx.analysis.capture import (
     warn_of_silence,
     warning_of_padding,
 )
-from minitx.analysis.heads import UNKNOWN, mean_interval
+from minitx.analysis.heads import NO_INTERVAL, Interval
 from minitx.analysis.snapshot import Snapshot
 from minitx.analysis.token_places import home_of, innermost, length_before, modules_with_caches, with_positions
 from minitx.nn.attention import DotProductAttention
@@ -485,9 +485,9 @@ def _of_rows(numbers: Any, what: str) -> Tensor:
 
 def _effects(by_core: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
     compared = [[compare(numbers).double() for numbers in heads] for heads in by_core.values()]
-    intervals = [[UNKNOWN if effect.isnan().any() else mean_interval(effect) for effect in heads] for heads in compared]
+    intervals = [[NO_INTERVAL if effect.isnan().any() else Interval.of(effect) for effect in heads] for heads in compared]
     width = max(map(len, intervals))
-    rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]
+    rows = [[*heads, *[NO_INTERVAL] * (width - len(heads))] for heads in intervals]
     numbers = torch.tensor([[(cell.mean, cell.low, cell.high) for cell in row] for row in rows], dtype=torch.float64)
     mean, low, high = numbers.unbind(-1)
     return HeadEffects(tuple(by_core), mean, low, high, len(compared[0][0]), what)
