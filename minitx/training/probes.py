@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Asked
-from minitx.analysis.capture import Look, attention_cores, warn_of_calls, watch
+from minitx.analysis.capture import Look, warn_of_calls, watch
 from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
 from minitx.analysis.statistics import (
@@ -29,6 +29,7 @@ from minitx.analysis.statistics import (
 from minitx.config import IGNORED, ProbeConfig
 from minitx.config.schema import require
 from minitx.data.task import Batch
+from minitx.nn.attention import attention_cores
 from minitx.nn.bias import tensors_of
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
