@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "config": (set(), set(), set()),
     "nn": ({"config"}, {"torch"}, set()),
     "check": (set(), {"torch"}, set()),
-    "analysis": ({"config", "nn"}, NUMBERS, PLOTS | {"scipy", "conllu"}),
+    "analysis": ({"config", "nn"}, NUMBERS, PLOTS | {"scipy"}),
     "generation": ({"config", "nn"}, NUMBERS, set()),
     "interop": ({"check", "config", "nn"}, NUMBERS, {"huggingface_hub", "peft", "tokenizers", "transformers"}),
     "data": ({"config", "nn"}, {"torch", "numpy", "tokenizers", "lightning", "filelock"},

@@ -14,7 +14,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.capture import Look, attention_cores, warn_of_calls, watch
+from minitx.analysis.capture import Look, warn_of_calls, watch
 from minitx.analysis.gradients import gradient_statistics, projection_weights
 from minitx.analysis.questions import questions_of
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
@@ -30,6 +30,7 @@ from minitx.config import IGNORED
 from minitx.config.schema import Config, Count, Natural, require, takes_fields_of
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch
+from minitx.nn.attention import attention_cores
 from minitx.nn.bias import tensors_of
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating

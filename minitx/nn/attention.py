@@ -61,6 +61,15 @@ class DotProductAttention(nn.Module):
         return f"backend={self.backend!r}"
 
 
+def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
+    """Return, by name, the cores of ``model`` whose weights are the softmax of their call (``softmax_weights``).
+
+    A core that is used in several places has one name. The attribute is the class's, because instances of wrappers, such as PEFT's,
+    forward the attributes of the wrapped module.
+    """
+    return {name: module for name, module in model.named_modules() if getattr(type(module), "softmax_weights", False)}
+
+
 class MultiHeadAttention(nn.Module):
     """Self- or cross-attention with H query heads and Hkv key/value heads.
 

@@ -26,6 +26,7 @@ from minitx.data.lightning_data import INPUTS, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
 from minitx.interop.finetune import differences_from_stored
 from minitx.interop.pretrained import differences_from_config, hooked_modules
+from minitx.nn.attention import attention_cores
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
 
@@ -410,7 +411,6 @@ class OfTransformers(Net):
             log.info("model: %s is a mixture of experts; its router loss is not part of the objective", self.kind)
 
     def show_attention(self) -> None:
-        from minitx.analysis.capture import attention_cores
         from minitx.interop import adopt_hf
 
         if not attention_cores(self.network):
