@@ -5,7 +5,6 @@ A file in ``configs/data`` may name the function by any path to it. This package
 """
 
 from minitx.data.classification import classify, digits, images
-from minitx.data.conversations import chat
 from minitx.data.corpus import kjv, masked, text
 from minitx.data.documents import hf
 from minitx.data.recall import induction, kv_lookup, multi_query_recall
@@ -14,7 +13,6 @@ from minitx.data.translation import dates, pairs
 
 __all__ = [
     "Task",
-    "chat",
     "classify",
     "dates",
     "digits",

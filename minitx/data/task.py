@@ -83,6 +83,8 @@ class Task:
         bucket: put rows of similar length into the same batch.
         longest: the number of tokens of the longest row. A model with learned positions needs at least this many. ``None``: unknown.
         tokenizer: the tokenizer of the texts.
+        encode_prompt: a function from a user's text to the ids before the answer, or None: ``tokenizer.encode``. A chat puts the
+            text into its template.
         model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
         left_out: for each split, sentences about rows that were left out or cut, with their number and the reason. A run shows them
             before the first step, an evaluation after its metrics.
@@ -117,6 +119,7 @@ class Task:
     bucket: bool = False
     longest: int | None = None
     tokenizer: Tokenizer | None = None
+    encode_prompt: Callable[[str], list[int]] | None = None
     model_fields: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     val_examples: Sequence[tuple[str, str]] = ()

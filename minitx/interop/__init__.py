@@ -4,6 +4,7 @@ Pickle files are never loaded, and no code of a model folder runs.
 """
 
 from minitx.interop.adopt import adopt_hf, release_hf
+from minitx.interop.conversations import chat
 from minitx.interop.finetune import Lora, hf_from_config, pretrained_hf
 from minitx.interop.pretrained import from_pretrained, save_pretrained
 from minitx.interop.weights import FAMILIES, load_hf, save_hf
@@ -12,6 +13,7 @@ __all__ = [
     "FAMILIES",
     "Lora",
     "adopt_hf",
+    "chat",
     "from_pretrained",
     "hf_from_config",
     "load_hf",

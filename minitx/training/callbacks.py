@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,6 @@ from torch import Tensor
 from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, SamplesConfig, TrainerConfig, TransformerConfig
 from minitx.config.schema import check_choice, require
-from minitx.data.conversations import ChatFormat
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
 from minitx.nn.modes import evaluating
@@ -549,7 +548,7 @@ class Samples(StepCallback):
         tokenizer: the tokenizer of the data.
         options: the interval (there are also samples at the last step), the prompts, and options of the generation.
         seed: the seed of the random numbers.
-        format: the chat template, for prompts that are messages of a user; None: prompts are texts to continue.
+        encode: the ids of a prompt (``Task.encode_prompt``); None: ``tokenizer.encode``.
 
     Raises:
         ConfigError: at the start of training: the model does not generate text or is sharded, there are no prompts, or the
@@ -562,10 +561,10 @@ class Samples(StepCallback):
         tokenizer: Tokenizer,
         options: SamplesConfig,
         seed: int = 0,
-        format: ChatFormat | None = None,
+        encode: Callable[[str], list[int]] | None = None,
     ) -> None:
         self.path, self.tokenizer, self.options, self.seed = folder / "samples.jsonl", tokenizer, options, seed
-        self.format = format
+        self.encode = encode or tokenizer.encode
         self._ids: list[list[int]] = []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -612,8 +611,7 @@ class Samples(StepCallback):
                 f"callbacks.samples.max_new_tokens={self.options.max_new_tokens} must be at most model.max_len={config.max_len}"
             )
         try:
-            encode = self.tokenizer.encode if self.format is None else lambda prompt: self.format.prompt(prompt)[0]
-            self._ids = [[int(id) for id in encode(prompt)] for prompt in prompts]
+            self._ids = [[int(id) for id in self.encode(prompt)] for prompt in prompts]
         except ValueError as error:
             raise ConfigError(f"callbacks.samples.prompts cannot be read by the tokenizer: {error}") from error
 

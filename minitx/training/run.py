@@ -26,7 +26,6 @@ from minitx.config import CallbacksConfig, ConfigError, Part, RunConfig, Samples
 from minitx.config.part import import_modules, parameter_names
 from minitx.config.schema import Count, defaults, first_line, read, require
 from minitx.config.training import LOADING
-from minitx.data.conversations import ChatFormat, is_chat, template_of
 from minitx.data.datamodule import DataModule, in_steps, open_data
 from minitx.data.task import Task, kept_generators
 from minitx.data.tokenizers import Tokenizer, encode_known
@@ -263,7 +262,7 @@ def build_callbacks(
             Probe(folder, data.probe_batch(config.probe.batch_size), config.probe, data.texts, partial(questions_of, data.task))
         )
     if config.samples.every:
-        callbacks.append(build_samples(config.samples, module.seed, data, folder, state["config"]["data"]))
+        callbacks.append(build_samples(config.samples, module.seed, data, folder))
     if config.progress:
         callbacks.append(progress())
     if options.ckpt_every:
@@ -276,11 +275,8 @@ def build_callbacks(
     return [Averages(), before, *callbacks, *build_all(config.parts, "callbacks", L.Callback), last]
 
 
-def build_samples(options: SamplesConfig, seed: int, data: DataModule, folder: Path, node: Mapping[str, Any]) -> Samples:
+def build_samples(options: SamplesConfig, seed: int, data: DataModule, folder: Path) -> Samples:
     """Return the callback that writes samples.
-
-    Args:
-        node: the node of the data, for its chat template.
 
     Raises:
         ConfigError: the data has no tokenizer, or a character of a prompt is not in its vocabulary.
@@ -290,9 +286,9 @@ def build_samples(options: SamplesConfig, seed: int, data: DataModule, folder: P
         raise ConfigError("callbacks.samples.every needs data with a tokenizer")
     for prompt in options.prompts:
         encode_known(tokenizer, prompt, "callbacks.samples.prompts")
-    format = ChatFormat(str(template_of(node, tokenizer)), tokenizer) if options.prompts and is_chat(node) else None
+    encode = data.task.encode_prompt if options.prompts else None
     prompts = options.prompts or tuple(default_prompts(data, tokenizer))
-    return Samples(folder, tokenizer, dataclasses.replace(options, prompts=prompts), seed, format)
+    return Samples(folder, tokenizer, dataclasses.replace(options, prompts=prompts), seed, encode)
 
 
 def default_prompts(data: DataModule, tokenizer: Tokenizer) -> list[str]:
