@@ -292,6 +292,10 @@ class DocumentStream:
     packing: bool
     name: str
 
+    def source(self, **options: Any) -> StreamSource:
+        """Return the training batches. For ``options``, see ``StreamSource``."""
+        return StreamSource(self, **options)
+
     def rows(self, position: str, seed: int, part: int, parts: int) -> Iterator[tuple[np.ndarray, str]]:
         """Yield the full rows of part ``part`` of ``parts`` parts of the documents, each with the position after the row.
 

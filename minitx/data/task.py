@@ -69,8 +69,9 @@ class Task:
     * ``num_targets(i)``, the number of labels that count in row i. Without it, all labels of a step are read to count them.
     * ``lengths`` (N,): ``bucket`` sorts by it. Without it, every row is read once to measure the keys of ``key_masks``.
 
-    Two kinds of splits make whole batches and are faster: a ``Split``, and for training a function ``(count, generator) →
-    Batch`` that draws new examples in every step.
+    Three kinds of splits make whole batches and are faster: a ``Split``, and for training a function ``(count, generator) →
+    Batch`` that draws new examples in every step, or a stream: an object whose ``source(seed=, num_workers=, batch_size=,
+    accumulate=, world=)`` returns a ``minitx.data.batches.Source``.
 
     Attributes:
         name: the name of the data in messages, such as ``data=kjv`` or ``data.path=my.txt``.

@@ -30,8 +30,6 @@ TEMPLATE = (
 """The default template: one line for each message, with the end mark after its content."""
 
 Message = Mapping[str, Any]
-LONGEST_TAIL = 4
-"""The largest number of tokens that end an answer: a special token, and white space."""
 
 BREAK, OTHER = "\ufdd0", "\ufdd1"
 """Noncharacters of Unicode, which occur in no text: one separates the letters of a special token's name in a message, the other
@@ -63,9 +61,7 @@ class ChatFormat:
         self.added = {token["content"]: token["id"] for token in added}
         texts = {id: text for text, id in self.added.items()}
         named = {role: text for role, text in tokenizer.special_tokens.items() if text in self.added}
-        self.marks = {
-            f"{role}_token": texts[id] for role, id in tokenizer.mark_ids.items()
-        } | named  # ``named`` takes precedence
+        self.marks = {f"{role}_token": texts[id] for role, id in tokenizer.mark_ids.items()} | named
         if "eos_token" not in self.marks:  # it ends an answer
             require_marks(tokenizer, "eos")
         self.special = {token["content"] for token in added if token["special"]} | {*self.marks.values()}
@@ -83,23 +79,12 @@ class ChatFormat:
         Raises:
             ConfigError: the template raises an error, or has neither ``{% generation %}`` nor a special token after an answer.
         """
-        names = _one_of(self.special)
-        escaped = [
-            _with_texts(message, lambda text: re.sub(names, lambda name: BREAK + BREAK.join(name[0]), text.replace(BREAK, "")))
-            for message in messages
-        ]
-        text, answers = self._render(escaped, add_generation_prompt)
-        if not self.marks_answers:
-            answers = [
-                self._answer(escaped, add_generation_prompt, text, i)
-                for i, each in enumerate(escaped)
-                if each["role"] == "assistant"
-            ]
+        text, answers = self._written(messages, add_generation_prompt)
         counted = np.zeros(len(text), bool)
         for start, stop in answers:
             counted[start:stop] = True
         counted = counted[[character != BREAK for character in text]]
-        sections = [section.replace(BREAK, "") for section in re.split(f"(?<!{BREAK})({names})", text)]
+        sections = [section.replace(BREAK, "") for section in re.split(f"(?<!{BREAK})({_one_of(self.special)})", text)]
         ids, places = self.tokenizer.encode_sections(sections)
         before, (start, stop) = np.cumsum([0, *counted, False]), places.T  # the number of counted characters before each
         return ids, before[np.maximum(stop, start + 1)] > before[start]
@@ -110,20 +95,30 @@ class ChatFormat:
         Raises:
             ConfigError: see ``encode``.
         """
-        asked, ends = [{"role": "user", "content": text}], list[int]()
+        asked, ends = [{"role": "user", "content": text}], set[int]()
         with suppress(ConfigError):  # a template whose answers have no end cannot be trained, but can still write a prompt
-            ends = self.ends(*self.encode([*asked, {"role": "assistant", "content": text}]))
-        return self.encode(asked, add_generation_prompt=True)[0], ends
+            ends = self.ends([*asked, {"role": "assistant", "content": text}])
+        return self.encode(asked, add_generation_prompt=True)[0], sorted(ends)
 
-    def ends(self, ids: np.ndarray, counted: np.ndarray) -> list[int]:
-        """Return the special tokens that end answers, given the result of ``encode``. White space may follow and count."""
-        edges = np.flatnonzero(np.diff(counted, prepend=False, append=False))
-        starts, stops = edges[::2], edges[1::2]
-        is_special = np.isin(ids, [*self.added.values()])
-        last = np.maximum.accumulate(np.where(is_special, np.arange(len(ids)), -1))[stops - 1]
-        is_end = (last >= starts) & (last >= stops - LONGEST_TAIL)
-        tails = {tuple(ids[i:stop].tolist()) for i, stop in zip(last[is_end], stops[is_end], strict=True)}
-        return sorted({end for end, *rest in tails if not self.tokenizer.decode(rest).strip()})
+    def ends(self, messages: Sequence[Message]) -> set[int]:
+        """Return the special tokens that end the answers of a conversation. White space after them does not matter."""
+        text, answers = self._written(messages)
+        lasts = [re.search(f"({_one_of(self.added)})$", text[start:stop].rstrip()) for start, stop in answers]
+        return {self.added[last[0]] for last in lasts if last}
+
+    def _written(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, with BREAK in special tokens' names in messages, and the places that count."""
+        names = _one_of(self.special)
+
+        def escape(text: str) -> str:
+            return re.sub(names, lambda name: BREAK + BREAK.join(name[0]), text.replace(BREAK, ""))
+
+        messages = [_with_texts(message, escape) for message in messages]
+        text, answers = self._render(messages, add_generation_prompt)
+        if not self.marks_answers:
+            assistants = (i for i, message in enumerate(messages) if message["role"] == "assistant")
+            answers = [self._answer(messages, add_generation_prompt, text, i) for i in assistants]
+        return text, answers
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the places of its ``{% generation %}`` blocks."""
@@ -225,7 +220,7 @@ def chat(
         log.warning("data.template writes today's date, so a run that resumes on another day has different rows")
     (train, of_train), (val, of_val) = (_conversation_rows(part, format, context_len, packing, name) for part in splits)
     count_unknown(made_by, [train.pieces.values], name)
-    ends = format.ends(train.pieces.values, train.counted.values)  # type: ignore[union-attr]
+    ends = sorted(set[int]().union(*map(format.ends, filter(None, splits[0]))))
     task = task_of(name, train, val, made_by, ends, bucket, left_out={"train": of_train, "val": of_val})
     return replace(task, encode_prompt=lambda text: format.prompt(text)[0].tolist())
 
