@@ -23,7 +23,7 @@ from minitx.data.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
-INPUTS = "inputs"
+FIRST_INPUT = "inputs"
 """The key of the first tensor of a pair. It is passed to the first parameter of a network's ``forward``."""
 
 _CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ class Collated(Split):
             seed_device(int(draw(0).integers(2**63)), _CPU)
             batch = self.make(at_once(items.tolist()) if at_once else [self.rows[int(i)] for i in items])
         if isinstance(batch, tuple | list) and [isinstance(part, Tensor) for part in batch] == [True, True]:
-            return {INPUTS: batch[0], "labels": batch[1]}
+            return {FIRST_INPUT: batch[0], "labels": batch[1]}
         what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         require(
             isinstance(batch, Mapping) and "labels" in batch,

@@ -32,7 +32,7 @@ Draw = Callable[[int], np.random.Generator]
 """A function from i to the random generator of row i of a batch."""
 
 
-KINDS = ("language_model", "masked_lm", "seq2seq", "classify", "tag", "other")
+TASK_KINDS = ("language_model", "masked_lm", "seq2seq", "classify", "tag", "other")
 """The kinds of tasks. ``tag`` classifies every token, and ``other`` is any further task."""
 
 KEY_MASKS = {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}
@@ -132,7 +132,7 @@ class Task:
     recall: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, KINDS)
+        check_choice("kind", self.kind, TASK_KINDS)
 
 
 class Split(ABC):
@@ -161,7 +161,7 @@ class Split(ABC):
         """Return the items (B,) as a batch without ``num_targets``. ``draw(i)`` is the random generator of row i."""
 
 
-class Rows(Split):
+class MapSplit(Split):
     """A map-style data set as a ``Split``. See ``Task``."""
 
     def __init__(self, rows: Any, task: Task) -> None:
@@ -272,7 +272,7 @@ def as_split(task: Task, name: str) -> Split:
     data = getattr(task, name)
     filled = hasattr(data, "__len__") and len(data) > 0 and not isinstance(data, IterableDataset)
     require(filled, f"{task.name}: {name} must have rows, len() and [i], got {type(data).__name__}")
-    return data if isinstance(data, Split) else Rows(data, task)
+    return data if isinstance(data, Split) else MapSplit(data, task)
 
 
 def num_targets(labels: Tensor) -> Tensor:
@@ -425,7 +425,9 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
     return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))
 
 
-def tokenizer_of(tokenizer: str | Tokenizer, bpe_vocab_size: int, texts: Iterable[str], marks: Sequence[str]) -> Tokenizer:
+def find_or_train_tokenizer(
+    tokenizer: str | Tokenizer, bpe_vocab_size: int, texts: Iterable[str], marks: Sequence[str]
+) -> Tokenizer:
     """Return a tokenizer.
 
     Args:

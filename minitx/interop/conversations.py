@@ -18,7 +18,7 @@ from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, first_line, require
 from minitx.data.documents import DocumentRows, learned_marks, task_of
 from minitx.data.file_formats import column_of, divided, load_tables, share_of
-from minitx.data.task import Ragged, Task, VocabSize, hold_out, package, tokenizer_of
+from minitx.data.task import Ragged, Task, VocabSize, find_or_train_tokenizer, hold_out, package
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ def chat(
         messages_column: the column of conversations (lists of messages with ``role`` and ``content`` or ``tool_calls``).
         template: a chat template (jinja2), as on the Hugging Face hub; ``null``: the template in the tokenizer's folder, else ours.
             transformers renders it (extra ``hf``).
-        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
         context_len: longest row, in tokens. A longer conversation is truncated.
         packing: put several conversations into a row, without attention between them; ``false``: one conversation per row.
         bucket: put rows of similar length into the same batch.
@@ -200,7 +200,7 @@ def chat(
     tables = divided(loaded, lambda table: hold_out(range(len(table)), val_fraction))
     splits = [_conversations(table, messages_column) for table in tables]
     texts = (f"{message['role']}: {message.get('content', '')}\n" for chat in splits[0] for message in chat)
-    made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
+    made_by = find_or_train_tokenizer(tokenizer, bpe_vocab_size, chain([template or ""], texts), learned_marks(tokenizer))
     made_by = copy.copy(made_by)
     made_by.chat_template = template = (
         template or made_by.chat_template or TEMPLATE

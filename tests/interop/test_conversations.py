@@ -12,7 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 from minitx.config import ConfigError
 from minitx.data import classify, pairs
 from minitx.data.task import as_split
-from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, load_tokenizer, train_tokenizer
+from minitx.data.tokenizers import Tokenizer, fingerprint, load_tokenizer, train_tokenizer
 from minitx.interop.conversations import TEMPLATE, ChatFormat, chat
 from tests.data.conftest import SPACE, batch_of, beginning_with_a_space, total_left_out
 from tests.interop.chat_templates import GENERATION, PLAIN, SPECIAL
@@ -292,7 +292,7 @@ def test_the_template_is_that_of_the_tokenizers_folder_unless_one_is_given(path,
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
     assert first().startswith("[d]user: ")
     (tmp_path / "chat_template.jinja").write_text("[bc]" + TEMPLATE)
-    stored = from_dict(load_tokenizer(tmp_path).to_dict())  # as in a checkpoint
+    stored = Tokenizer.from_dict(load_tokenizer(tmp_path).to_dict())  # as in a checkpoint
     assert tokenizer.decode(chat(path=path, tokenizer=stored).train[0]["input_ids"]).startswith("[bc]user: ")
     assert fingerprint(stored) == fingerprint(tokenizer), "the ids are the same"
 
