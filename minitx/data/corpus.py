@@ -120,8 +120,9 @@ def masked(
     pad_id, mask_id = require_marks(made_by, *MASKED_MARKS)
     vocab_size = made_by.vocab_size
     plain = np.setdiff1d(np.arange(vocab_size), list(made_by.mark_ids.values()))
-    filled = len(train) > 0 and len(val) > 0
-    require(filled, f"data.val_fraction={val_fraction} leaves a split of {name_of(path)} without a token")
+    require(
+        min(len(train), len(val)) > 0, f"data.val_fraction={val_fraction} leaves a split of {name_of(path)} without a token"
+    )
     return Task(
         name="data=masked" if path is None else name_of(path),
         kind="masked_lm",
@@ -497,8 +498,8 @@ def tokenised(
 
     def build(file: Path) -> dict[str, Any]:
         length = sum(map(len, read_text(path)))
-        written = any(piece.strip() for piece in read_text(path))
-        require(written, f"{source} has no text: its {length} characters are only white space")
+        if not any(piece.strip() for piece in read_text(path)):
+            raise ConfigError(f"{source} has no text: its {length} characters are only white space")
         cut = int(length * (1 - read(Fraction, val_fraction, "data.val_fraction")))
         require(0 < cut < length, f"{source} has {length} characters, too few for a training and a validation split")
         every = -(-cut // CHARACTERS_TO_LEARN_FROM) if tokenizer == "bpe" else 1

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minitx.config import IGNORED
+from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Source
 from minitx.data.corpus import CACHE_FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
@@ -368,8 +368,8 @@ class StreamSource(Source):
         micro = step * self.accumulate + slice_of_step
         part = micro % self.parts
         if micro != self._next:
-            known = 0 <= micro - self._first * self.accumulate < self.parts
-            require(known, f"{self.stream.name}: the checkpoint has no position in the stream for step {step}")
+            if not 0 <= micro - self._first * self.accumulate < self.parts:
+                raise ConfigError(f"{self.stream.name}: the checkpoint has no position in the stream for step {step}")
             every = self.world * self.parts
             self._rows = self.stream.rows(self._starts[rank][part], self.seed, rank * self.parts + part, every)
         self._next = micro + self.parts
@@ -434,8 +434,10 @@ def _stream(
         table, count = table.select_columns([column]).cast(Features({column: Value("string")})), table.num_shards
         table = concatenate_datasets([table.shard(num_shards=count, index=i).skip(held_out[i]) for i in range(count)])
     first = list(islice(not_blank((text for _, text in rows), column), 1 if known else DOCUMENTS_TO_LEARN_FROM))
-    enough = bool(first and texts)
-    require(enough, f"{name} has too few documents: it needs data.val_rows={val_rows} for validation, and others for training")
+    require(
+        bool(first and texts),
+        f"{name} has too few documents: it needs data.val_rows={val_rows} for validation, and others for training",
+    )
     tokenizer = find_or_train_tokenizer(known or tokenizer_name, bpe_vocab_size, first, learned_marks(tokenizer_name))
     stream = DocumentStream(table=table, column=column, tokenizer=tokenizer, name=name, **options)
     counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}

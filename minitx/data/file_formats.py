@@ -117,16 +117,16 @@ def _files_of(path: str, option: str, **reader: Any) -> tuple[list[str], dict[st
     is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else it names a file such as "reviews [1].csv"
     files = sorted(glob(str(local), recursive=True)) if is_pattern else [str(local)]
     if local.is_dir():
-        is_read = not set("*?[") & set(str(local.absolute()))  # datasets would read the folders that match the pattern
-        require(
-            is_read, f"{option}: a folder with * ? or [ in its path cannot be read: name a file in it, or rename the folder"
-        )
+        if set("*?[") & set(str(local.absolute())):  # datasets would read the folders that match the pattern
+            raise ConfigError(
+                f"{option}: a folder with * ? or [ in its path cannot be read: name a file in it, or rename the folder"
+            )
         return files, {"path": str(local)}
     if files and Path(files[0]).is_file():
         named = {"train": [escape(os.path.abspath(file)) for file in files]}
         return files, {"name": None, "data_files": named, **_reader(files, option, **reader)}
-    is_named = files and local.suffix.lower() not in READERS and not path.startswith((".", "/", "~")) and path.count("/") < 2
-    require(bool(is_named), f"{option} does not exist; it must be a file, a folder or a name on the Hugging Face hub")
+    if not files or local.suffix.lower() in READERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ConfigError(f"{option} does not exist; it must be a file, a folder or a name on the Hugging Face hub")
     return files, {}
 
 
@@ -135,8 +135,8 @@ def _reader(
 ) -> dict[str, Any]:
     """The reader of ``datasets`` for these files, and its options."""
     suffixes = sorted({Path(file).suffix.lower() for file in files})
-    known = kind is not None or (len(suffixes) == 1 and suffixes[0] in READERS)
-    require(known, f"{option} must have one of the suffixes {', '.join(READERS)}, got {', '.join(suffixes)}")
+    if kind is None and (len(suffixes) > 1 or suffixes[0] not in READERS):
+        raise ConfigError(f"{option} must have one of the suffixes {', '.join(READERS)}, got {', '.join(suffixes)}")
     require(any(Path(file).stat().st_size for file in files), f"{option} is empty")
     kind = kind or READERS[suffixes[0]]
     return {"path": kind, **_reading(kind, "," if suffixes == [".csv"] else "\t", texts, header)}
@@ -183,8 +183,9 @@ def _check_header(files: Sequence[str], option: str, **options: Any) -> None:
 
     for file in files:
         table = pandas.read_csv(file, nrows=1, **options)
-        fit = isinstance(table.index, pandas.RangeIndex)
-        require(fit, f"{option} has rows with more fields than its first line has names: {', '.join(map(str, table.columns))}")
+        if not isinstance(table.index, pandas.RangeIndex):
+            names = ", ".join(map(str, table.columns))
+            raise ConfigError(f"{option} has rows with more fields than its first line has names: {names}")
 
 
 def share_of(part: int, count: int, what: str) -> list[str]:

@@ -16,7 +16,7 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from minitx.config import Part, TrainerConfig
+from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.task import Batch, Draw, Split, Task, kept_generators, seed_device
 from minitx.data.tokenizers import Tokenizer
@@ -59,11 +59,10 @@ class Collated(Split):
             "torch.utils.data.ConcatDataset",
         )
         rows, sampler = loader.dataset, loader.sampler
-        is_indexed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, IterableDataset)
-        require(
-            is_indexed,
-            f"{place} reads {type(rows).__name__} without len() or [i], but minitx chooses the rows of a step by their number",
-        )
+        if isinstance(rows, IterableDataset) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+            raise ConfigError(
+                f"{place} reads {type(rows).__name__} without len() or [i], but minitx chooses the rows of a step by their number"
+            )
         is_plain = loader.batch_size is not None and type(sampler) in (RandomSampler, SequentialSampler)
         repeats = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(rows))
         chooses = type(sampler if loader.batch_size is not None else loader.batch_sampler).__name__
@@ -114,8 +113,8 @@ def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
             it has a state that a checkpoint would have to store.
     """
     base, name = lightning_base(data, "LightningDataModule"), type(data).__name__
-    require(base is not None, f"data must be a Task or a LightningDataModule, got {name}")
-    assert base is not None
+    if base is None:
+        raise ConfigError(f"data must be a Task or a LightningDataModule, got {name}")
     hooks = [hook for hook in _BATCH_HOOKS if overrides(data, base, hook)]
     require(not hooks, f"data: minitx does not call {name}.{', '.join(hooks)}: change batches in collate_fn")
     require(overrides(data, base, "val_dataloader"), f"data: {name} needs a val_dataloader")

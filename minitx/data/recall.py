@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.config import IGNORED
+from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Natural, require
 from minitx.data.task import VALIDATION_SEED, Batch, Task, generator
 
@@ -60,8 +60,8 @@ def multi_query_recall(
         val_size: number of validation rows. They are the same for every seed.
     """
     _check_pairs(num_pairs, num_keys)
-    fits = num_queries <= num_pairs
-    require(fits, f"data.num_queries={num_queries} must not exceed data.num_pairs={num_pairs}: a key is queried once")
+    if num_queries > num_pairs:
+        raise ConfigError(f"data.num_queries={num_queries} must not exceed data.num_pairs={num_pairs}: a key is queried once")
     draw = partial(_multi_query_recall, num_keys, num_values, num_pairs, num_queries)
     return _recall_task("multi_query_recall", draw, val_size, 1 / num_values, vocab_size=num_keys + num_values)
 
@@ -122,8 +122,10 @@ def _induction(num_tokens: int, segment_len: int, max_gap: int, count: int, rand
 
 
 def _check_pairs(num_pairs: int, num_keys: int) -> None:
-    fits = 0 < num_pairs <= num_keys
-    require(fits, f"data.num_pairs={num_pairs} must lie in [1, data.num_keys={num_keys}]: the keys of a row are distinct")
+    if not 0 < num_pairs <= num_keys:
+        raise ConfigError(
+            f"data.num_pairs={num_pairs} must lie in [1, data.num_keys={num_keys}]: the keys of a row are distinct"
+        )
 
 
 def _recall_task(name: str, draw: Callable[..., Batch], val_size: int, chance: float, **fields: int) -> Task:

@@ -270,8 +270,8 @@ def as_split(task: Task, name: str) -> Split:
         ConfigError: it has no ``len()`` or ``[i]``, or it is empty.
     """
     data = getattr(task, name)
-    filled = hasattr(data, "__len__") and len(data) > 0 and not isinstance(data, IterableDataset)
-    require(filled, f"{task.name}: {name} must have rows, len() and [i], got {type(data).__name__}")
+    if not hasattr(data, "__len__") or not len(data) or isinstance(data, IterableDataset):
+        raise ConfigError(f"{task.name}: {name} must have rows, len() and [i], got {type(data).__name__}")
     return data if isinstance(data, Split) else MapSplit(data, task)
 
 
