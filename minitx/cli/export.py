@@ -40,16 +40,15 @@ def _export(config: ExportConfig) -> None:
     from safetensors import SafetensorError
 
     from minitx.cli.inputs import open_stored
-    from minitx.data.conversations import template_of
     from minitx.interop import save_hf
 
     stored = open_stored(config.checkpoint, trust=config.trust)
-    tokenizer, data = stored.tokenizer, stored.state["config"]["data"]
+    tokenizer = stored.tokenizer
     require(
         tokenizer is not None or config.chat_template is None,
         f"chat_template={config.chat_template} needs a tokenizer, but ckpt_path={config.ckpt_path} has none",
     )
-    template = template_of(data, tokenizer) if config.chat_template is None else _read(config.chat_template)
+    template = getattr(tokenizer, "chat_template", None) if config.chat_template is None else _read(config.chat_template)
     facts = _facts(config.checkpoint, stored.state["config"])
     labels = _labels(stored.state.get("labels", ()), getattr(stored.network, "config", None))
     options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "facts": facts, "labels": labels}

@@ -9,6 +9,7 @@ from minitx.config.lazy import on_first_use
 
 if TYPE_CHECKING:
     from minitx.interop.adopt import adopt_hf, release_hf
+    from minitx.interop.conversations import chat
     from minitx.interop.finetune import Lora, hf_from_config, pretrained_hf
     from minitx.interop.pretrained import from_pretrained, save_pretrained
     from minitx.interop.weights import FAMILIES, load_hf, save_hf
@@ -17,6 +18,7 @@ __all__ = [
     "FAMILIES",
     "Lora",
     "adopt_hf",
+    "chat",
     "from_pretrained",
     "hf_from_config",
     "load_hf",

@@ -272,7 +272,7 @@ def load_start(init_from: InitFrom) -> Start | None:
     state = checkpoint["minitx"]
     model = dict(state["model"])
     shape = model if model.pop("_target_") == MODEL else None
-    tokenizer = tokenizers.from_dict(state["tokenizer"]) if state["tokenizer"] else None
+    tokenizer = Tokenizer.from_dict(state["tokenizer"]) if state["tokenizer"] else None
     return Start(network_weights(checkpoint), shape, tokenizer, () if shape else model.get("changes", ()))
 
 
@@ -397,7 +397,7 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     lambdas = ["lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]]
     if not all(lambdas):  # the state of a LambdaLR does not contain a number of steps
         check_length(config.schedule, config.trainer, saved["trainer"], named)
-    tokenizers_of_both = [tokenizers.from_dict(entry["tokenizer"]) for entry in (stored, state) if entry["tokenizer"]]
+    tokenizers_of_both = [Tokenizer.from_dict(entry["tokenizer"]) for entry in (stored, state) if entry["tokenizer"]]
     if len({*map(tokenizers.fingerprint, tokenizers_of_both)}) > 1:  # ids may have other meanings, even if the size is the same
         raise ConfigError(
             f"{named} was trained with another tokenizer. Resume with the old data, "
@@ -555,7 +555,7 @@ def load_stored(
         check_trusted(nodes[name], name)
     import_modules(state["config"].get("imports", ()) if trust else ())
     try:
-        stored.tokenizer = None if state["tokenizer"] is None else tokenizers.from_dict(state["tokenizer"])
+        stored.tokenizer = None if state["tokenizer"] is None else Tokenizer.from_dict(state["tokenizer"])
         network = network_of(stored.part("model")) if model is None else model
         load_weights(network, network_weights(checkpoint))
     except ConfigError:

@@ -22,7 +22,7 @@ from minitx.config import ConfigError, Part, TransformerConfig, to_dict
 from minitx.config.part import FROM_PYTHON
 from minitx.config.schema import nearest, require, stated
 from minitx.config.training import MODEL
-from minitx.data.lightning_data import INPUTS, lightning_base, overrides
+from minitx.data.lightning_data import FIRST_INPUT, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
 from minitx.interop.finetune import differences_from_stored
 from minitx.interop.pretrained import differences_from_config, hooked_modules
@@ -105,7 +105,7 @@ class Net:
             keys = {}
             for parameter in self.names:
                 mask = next((key for key, other in MASKS.items() if other == parameter and key not in self.names), None)
-                first = INPUTS if parameter == self.names[0] else None
+                first = FIRST_INPUT if parameter == self.names[0] else None
                 key = next((key for key in (parameter, mask, first) if key in names), None)
                 if key is not None:
                     keys[parameter] = key

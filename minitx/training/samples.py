@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +72,9 @@ class Samples(StepCallback):
             raise ConfigError("callbacks.samples.every needs data with a tokenizer")
         self.path, self.tokenizer, self.options, self.seed = folder / "samples.jsonl", task.tokenizer, options, seed
         self.prompts: Sequence[str] = options.prompts or self._beginnings(rows)
-        encode: Any = partial(encode_known, task.tokenizer, name="callbacks.samples.prompts")
-        if options.prompts and task.encode_prompt is not None:
-            encode = task.encode_prompt
+        for prompt in self.prompts:
+            encode_known(task.tokenizer, prompt, "callbacks.samples.prompts")
+        encode: Any = (options.prompts and task.encode_prompt) or task.tokenizer.encode
         try:
             self._ids = [[int(id) for id in encode(prompt)] for prompt in self.prompts]
         except ConfigError:

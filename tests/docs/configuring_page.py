@@ -29,7 +29,7 @@ from minitx.config import ParameterRule, Part, RunConfig, TransformerConfig, to_
 from minitx.config.part import FROM_THE_RUN, find_target
 from minitx.config.training import LOADING
 from minitx.data.file_formats import load_tables
-from minitx.data.task import tokenizer_of
+from minitx.data.task import find_or_train_tokenizer
 from minitx.data.tokenizers import Tokenizer
 from minitx.interop.finetune import Lora, pretrained_hf
 from minitx.training import optimizers
@@ -87,7 +87,7 @@ def keys(cls: type) -> list[Key]:
     ]
 
 
-SHARED = {"load_tables": load_tables, "tokenizer_of": tokenizer_of, "kjv": data.kjv}
+SHARED = {"load_tables": load_tables, "find_or_train_tokenizer": find_or_train_tokenizer, "kjv": data.kjv}
 SHARED |= {name: getattr(optimizers, name) for name in ("adamw", "constant", "linear")}
 """What explains arguments of several targets."""
 OF_ALL_DATA = [
