@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minitx
 from minitx.analysis.canvas import panels
-from minitx.analysis.counting import allocations
 from minitx.config import CallbacksConfig, Part, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import kv_lookup
 from minitx.nn import Causal, DecoderLM, Padding, build_model
 from minitx.nn.backends import chunked, sdpa
+from minitx.nn.counting import allocations
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import CrossEntropy
 from minitx.training.optimizers import adamw

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from minitx.ablation.design import AblationConfig
-from minitx.analysis.counting import flop_counter
 from minitx.config import ConfigError, EvaluationConfig, InitFrom, TransformerConfig, from_dict
 from minitx.config.schema import read, require
 from minitx.config.training import MODEL, Data, Model
@@ -32,6 +31,7 @@ from minitx.data.datamodule import DataModule
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Batch, without_targets
 from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.counting import flop_counter
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating

@@ -21,12 +21,12 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, SamplesConfig, TrainerConfig, TransformerConfig
 from minitx.config.schema import check_choice, require
 from minitx.data.conversations import ChatFormat
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, generate
+from minitx.nn.counting import train_flops
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host

@@ -12,10 +12,10 @@ import torch
 from extra import last, train_with
 from omegaconf import OmegaConf
 
-from minitx.analysis.counting import train_flops
 from minitx.config import ConfigError, Part, TransformerConfig, node
 from minitx.config.part import find_target
 from minitx.config.training import StopAtConfig
+from minitx.nn.counting import train_flops
 from minitx.training import callbacks
 from minitx.training.callbacks import StepLog, StopAt, batch_flops
 from minitx.training.checkpoints import read_checkpoint
