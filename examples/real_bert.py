@@ -24,8 +24,8 @@ import torch
 import transformers
 
 from minitx.analysis import Sentence, capture, head_scores, save_figure, syntax_scores, take_snapshot
-from minitx.analysis.canvas import GREY, PALETTE, dodge, label, legend, panels
 from minitx.analysis.heads import agreement, hits_of_best_rule, mean_interval
+from minitx.canvas import GREY, PALETTE, dodge, label, legend, panels
 from minitx.interop import adopt_hf
 
 CLARK = {"dobj →": 0.868, "dobj ←": None, "nsubj →": 0.585, "aux →": 0.811, "auxpass →": 0.825, "prt →": 0.991, "mark →": 0.507}

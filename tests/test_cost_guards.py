@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minitx
-from minitx.analysis.canvas import panels
+from minitx.canvas import panels
 from minitx.config import CallbacksConfig, Part, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import kv_lookup
 from minitx.nn import Causal, DecoderLM, Padding, build_model

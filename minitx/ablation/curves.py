@@ -17,7 +17,7 @@ from minitx.ablation.formatting import condition_text, words
 from minitx.ablation.grid import Run, solved_step
 from minitx.ablation.intervals import Span
 from minitx.ablation.judge import Finding, Findings, middle
-from minitx.analysis.canvas import GREY, INK, PALETTE, Entry, dodge, label, legend, log_ticks, panels, wrapped_panels
+from minitx.canvas import GREY, INK, PALETTE, Entry, dodge, label, legend, log_ticks, panels, wrapped_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -137,16 +137,18 @@ class Cell:
 
         They load the weights of ``start``. If the scale is folded, they add a check that the model starts as the same function.
         """
-        values, loading = settings(self.overrides), list[str]()
+        values, loading, loader = settings(self.overrides), list[str](), ""
         folded = (node for node in ("init_from", "model") if values.get(f"{node}.fold_scale", "").lower() == "true")
         if self.start is not None:
-            path = str(self.start.weights(grid))
-            loading = [f"init_from.path={_quoted(path)}", "init_from.fold_scale=true"]
+            path = _quoted(str(self.start.weights(grid)))
+            loading = [f"init_from.path={path}", "init_from.fold_scale=true"]
         elif node := next(folded, None):
-            path = values.get(f"{node}.path", f"${{{node}.path}}").strip("\"'")  # an experiment may set it
+            path = _quoted(values.get(f"{node}.path", f"${{{node}.path}}").strip("\"'"))  # an experiment may set it
+            if node == "model":
+                loader = f", model: {{_target_: ${{model._target_}}, path: {path}, _partial_: true}}"
         else:
             return list(self.overrides)
-        check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {_quoted(path)}}}"
+        check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {path}{loader}}}"
         return [*self.overrides, *loading, check]
 
     def steps(self) -> int:

@@ -33,7 +33,7 @@ from minitx.ablation.chinese import chinese
 from minitx.ablation.design import AblationConfig, ComparisonConfig
 from minitx.ablation.intervals import Span, mean_interval, median
 from minitx.ablation.judge import RATIOS, Finding, Findings, answers, middle, slopes
-from minitx.analysis.canvas import DPI, png, svg
+from minitx.canvas import DPI, png, svg
 from minitx.config import ConfigError
 from minitx.config.schema import require
 

@@ -182,10 +182,19 @@ def run_cell(
         config, trainer=dataclasses.replace(config.trainer, rehearse=False)
     )  # rehearsing every run of a grid would take too long
     trained = run_training(config, place, command_of(words))
-    result = result_of(place, trained, cap, keep_attention=keep_attention)
+    result = result_of(place, trained, cap)
+    if keep_attention:
+        result["attention"] = first_heads(place)
     if not keep_weights:
         shutil.rmtree(place, ignore_errors=True)
     return result
+
+
+def first_heads(folder: Path) -> dict[str, list[Any]]:
+    """Return the weights (rows, L, S) of the first head in layer 1 that the probe wrote, by step, rounded to four decimals."""
+    from minitx.analysis import read_snapshots
+
+    return {str(shot.step): (shot.maps[0].weights[:, 0] * 1e4).round().div(1e4).tolist() for shot in read_snapshots(folder)}
 
 
 def pool_of(grid: AblationConfig, chosen: Sequence[Cell], folder: Path) -> Pool:

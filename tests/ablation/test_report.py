@@ -14,7 +14,7 @@ from minitx.ablation.grid import Runs, cells, solved_step
 from minitx.ablation.judge import judge
 from minitx.ablation.report import _bounds, _shares, _slopes, study_pictures, write_report
 from minitx.ablation.scaling import figure, sentences
-from minitx.analysis.canvas import DPI
+from minitx.canvas import DPI
 from tests.ablation import made_up
 from tests.ablation.made_up import META, RATES, SCALED, SEEDS, UNSCALED, WORDS, Truth
 

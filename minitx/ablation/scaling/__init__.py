@@ -12,7 +12,7 @@ from minitx.ablation import formatting as say
 from minitx.ablation.grid import Run
 from minitx.ablation.judge import Finding, Findings
 from minitx.ablation.report import Picture, Section, text
-from minitx.analysis.canvas import INK, label, log_ticks, panels
+from minitx.canvas import INK, label, log_ticks, panels
 
 ARMS = ("inv_sqrt", "unscaled")
 """The arms with and without the scale, in every grid about the scale."""
