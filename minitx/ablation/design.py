@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from minitx.config.schema import Config, Count, Finite, Natural, Positive, require
-from minitx.config.training import check_limit
+from minitx.config.training import WindowConfig
 
 RATE = "lr"
 """The name of the tuned factor. Its levels are learning rates."""
@@ -18,24 +18,6 @@ PARTS = "qk", "rest"
 
 Condition = Mapping[str, str]
 """A level for each factor, by the factor's name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Solved(Config):
-    """The task counts as solved at the first step at which the mean of a metric over a window reaches a value.
-
-    Attributes:
-        metric: the metric. An accuracy must rise to value; a loss must fall to it.
-        value: the value that the mean must reach.
-        window: number of steps in the mean.
-    """
-
-    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
-    value: Finite = 0.9
-    window: Count = 16
-
-    def check(self) -> None:
-        check_limit(self.metric, self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +39,7 @@ class StartConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThresholdConfig(Config):
+class ThresholdConfig(WindowConfig):
     """How the largest stable learning rate of a trained model is measured, for each arm and seed: doubling, then bisection.
 
     The rate is ``optimizer.lr``; the other keys of the optimizer do not change. A run ends when it fails, and is stable if it
@@ -74,12 +56,7 @@ class ThresholdConfig(Config):
 
     first: Mapping[str, Positive]
     bisections: Natural = 4
-    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
-    value: Finite = 0.9
     window: Count = 8
-
-    def check(self) -> None:
-        check_limit(self.metric, self.value)
 
 
 Score = Literal["time", "loss", "accuracy", "equal"]
@@ -118,7 +95,7 @@ class StudyConfig(Config):
     threshold: ThresholdConfig | None = None
     scores: tuple[Score, ...] = ()
     measures: tuple[str, ...] = ()
-    solved: Solved = Solved()
+    solved: WindowConfig = field(default_factory=WindowConfig)
     keep_attention: bool = False
 
     def check(self) -> None:

@@ -56,10 +56,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.design import RATE, AblationConfig, Solved, StudyConfig, ThresholdConfig
+from minitx.ablation.design import RATE, AblationConfig, StudyConfig, ThresholdConfig
 from minitx.config import CONFIG_DIR, to_dict
 from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
+from minitx.config.training import WindowConfig
+from minitx.training.window import Window
 
 NEW_DATA = 1000
 """Added to the seed of a run that starts from the weights of another run, so that its batches are new, and equal for all arms."""
@@ -382,24 +384,19 @@ def end_last_line(path: Path) -> None:
             file.write("\n")
 
 
-def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
+def solved_step(result: Mapping[str, Any], solved: WindowConfig) -> int | None:
     """Return the first step t at which the mean of the metric over steps t - window + 1 ... t reaches the value.
 
-    Return None if there is no such step, or if the run was not finite.
+    Return None if there is no such step, or if the run was not finite. A missing value counts as the worst: accuracy 0, or an
+    infinite loss.
 
-    >>> solved_step({"accuracy": [0.0, 1.0, 1.0], "nonfinite_step": None}, Solved(value=0.9, window=2))
+    >>> solved_step({"accuracy": [0.0, 1.0, 1.0], "nonfinite_step": None}, WindowConfig(value=0.9, window=2))
     3
     """
     if result["nonfinite_step"] is not None:
         return None
-    for step, value in enumerate(_means(result, solved.metric, solved.window), solved.window):
-        if value >= solved.value if solved.metric == "train_accuracy" else value <= solved.value:
+    window, worst = Window(solved.metric, solved.value, solved.window), 0.0 if solved.metric == "train_accuracy" else math.inf
+    for step, value in enumerate(result[solved.metric.removeprefix("train_")] or [], 1):
+        if window.reaches(window.add({solved.metric: worst if value is None else value})):
             return step
     return None
-
-
-def _means(result: Mapping[str, Any], metric: str, window: int) -> Iterator[float]:
-    """Yield the means over ``window`` consecutive steps. A missing value counts as the worst: accuracy 0, or an infinite loss."""
-    worst = 0.0 if metric == "train_accuracy" else math.inf
-    values = [worst if value is None else value for value in result[metric.removeprefix("train_")] or []]
-    return (math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1))

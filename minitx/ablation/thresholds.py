@@ -21,12 +21,13 @@ import torch
 from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.grid import end_last_line, read_records
 from minitx.ablation.measures import START_FILE, read_json, short
-from minitx.config import ConfigError, RunConfig
+from minitx.config import RunConfig
 from minitx.training.callbacks import StepCallback, step_means
 from minitx.training.devices import machine
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
 from minitx.training.net import PURE, in_own_dtype
 from minitx.training.run import build_all, build_trainer, open_parts, quiet_lightning
+from minitx.training.window import Window
 
 RUNS_FILE = "runs.jsonl"
 """The file with the finished runs of an unfinished threshold, one per line, in the folder of its cell."""
@@ -89,7 +90,9 @@ class Watch(StepCallback):
     """
 
     def __init__(self, rule: ThresholdConfig, start: float) -> None:
-        self.rule, self.start = rule, start
+        is_loss = rule.metric == "train_loss"
+        self.window = Window(rule.metric, start + rule.value if is_loss else rule.value, rule.window, "threshold")
+        self._worse = max if is_loss else min
         self.losses: list[float] = []
         self.accuracies: list[float] = []
         self.worst: float | None = None
@@ -101,16 +104,11 @@ class Watch(StepCallback):
         self.losses.append(means["train_loss"])
         if "train_accuracy" in means:
             self.accuracies.append(means["train_accuracy"])
-        is_loss, window = self.rule.metric == "train_loss", self.rule.window
-        values = self.losses if is_loss else self.accuracies
-        if not values:
-            raise ConfigError("threshold.metric=train_accuracy: the objective does not count correct answers; use train_loss")
-        if step < window:
-            return
-        mean = math.fsum(values[-window:]) / window
-        self.worst = mean if self.worst is None else (max if is_loss else min)(self.worst, mean)
-        self.failed = not (mean <= self.start + self.rule.value if is_loss else mean >= self.rule.value)
-        trainer.should_stop = trainer.should_stop or self.failed
+        mean = self.window.add(means)
+        if mean is not None:
+            self.worst = mean if self.worst is None else self._worse(self.worst, mean)
+            self.failed = not self.window.reaches(mean)
+            trainer.should_stop = trainer.should_stop or self.failed
 
 
 def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) -> dict[str, Any]:
