@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "training.net": (LOWER, {"torch"}, set()),
     "training.trust": ({"config"}, {"torch"}, set()),
     "ablation.design": ({"config"}, set(), set()),
-    "ablation": ({"canvas", "config", "data", "generation", "nn", "training"}, {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"}, PLOTS | {"submitit"}),
+    "ablation": ({"canvas", "config", "data", "generation", "nn", "training"}, {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"}, PLOTS | {"submitit", "babel"}),
     "cli": (LOWER | {"check", "training", "ablation"}, {"hydra", "omegaconf", "torch", "lightning", "numpy"},
             {"yaml", "huggingface_hub", "safetensors", "transformers"}),
 }  # fmt: skip
