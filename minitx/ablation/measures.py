@@ -43,7 +43,7 @@ from minitx.training.net import Net, network_of
 from minitx.training.trust import check_trusted
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
-TOLERANCE = 1e-5
+LARGEST_ERROR = 1e-5
 MEASURES = ("loss_at_N", "attention_error", "attention_cost")
 """Names of the numbers that ``Measures`` can write, for ``measures`` of a study. N is a length."""
 _ROWS = 8
@@ -84,8 +84,8 @@ class SameStart(L.Callback):
         error = float((actual - expected).abs().max() / expected.abs().max())
         Path(trainer.default_root_dir, START_FILE).write_text(json.dumps({"error": error}) + "\n", encoding="utf-8")
         require(
-            error <= TOLERANCE,
-            f"the outputs differ from the outputs of {self.path} by {error:.1e} of the largest output, more than {TOLERANCE:g}",
+            error <= LARGEST_ERROR,
+            f"the outputs differ from the outputs of {self.path} by {error:.1e} of the largest output, more than {LARGEST_ERROR:g}",
         )
 
     def _start(self, trainer: L.Trainer, module: Any) -> nn.Module:
@@ -154,7 +154,7 @@ class Measures(L.Callback):
             measured = evaluate(network, longer, length_options, batch_size=data.val_batch_size(1))
             numbers[f"loss_at_{length}"] = measured.metrics["loss"].value
         if self.attention:
-            numbers |= _attention(network, data.probe_batch(_ROWS))
+            numbers |= _attention_numbers(network, data.probe_batch(_ROWS))
         Path(trainer.default_root_dir, MEASURES_FILE).write_text(json.dumps(numbers) + "\n", encoding="utf-8")
 
 
@@ -175,7 +175,7 @@ def _check_lengths(longest: int, model: TransformerConfig, data: DataModule) -> 
 
 
 @torch.no_grad()
-def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
+def _attention_numbers(network: nn.Module, batch: Batch) -> dict[str, float]:
     """Call each core again with its recorded arguments, and return its error and its cost."""
     calls: list[tuple[nn.Module, AttentionCall]] = []
     device = next(network.parameters()).device
@@ -225,10 +225,10 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int) -> dict[str, A
         "floors": dict(trained["floors"]),
         "digest": hashlib.sha256(b"".join(struct.pack("<d", loss) for loss in losses)).hexdigest(),
         "parameters": trained["num_parameters"],
-        "start_error": read_json(folder / START_FILE).get("error"),
-        "measures": {name: finite(value) for name, value in read_json(folder / MEASURES_FILE).items()},
+        "start_error": read_numbers(folder / START_FILE).get("error"),
+        "measures": {name: finite(value) for name, value in read_numbers(folder / MEASURES_FILE).items()},
         "probes": [
-            {"step": probe["step"], "layers": [_layer(layer) for layer in probe["layers"]]}
+            {"step": probe["step"], "layers": [_plain_layer(layer) for layer in probe["layers"]]}
             for probe in read_probes(folder / "probes.jsonl")
         ],
         "attention": {},
@@ -240,12 +240,12 @@ def short(value: float | None) -> float | None:
     return None if finite(value) is None else float(f"{value:.5g}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_numbers(path: Path) -> dict[str, Any]:
     """Read a JSON file; {} if it does not exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}  # type: ignore[no-any-return]
 
 
-def _layer(layer: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a layer without histograms."""
     plain = {name: value for name, value in layer.items() if not isinstance(value, list | dict)}
     return {name: short(value) if isinstance(value, float) else value for name, value in plain.items()}

@@ -45,7 +45,7 @@ from minitx.ablation.formatting import (
     words,
 )
 from minitx.ablation.intervals import Span, mean_interval, median
-from minitx.ablation.judge import RATIOS, Finding, Findings, answers, middle, slopes
+from minitx.ablation.judge import RATIOS, Contrast, Findings, middle, slopes, verdicts
 from minitx.canvas import DPI, png, svg
 from minitx.config import ConfigError
 from minitx.config.schema import require
@@ -128,7 +128,7 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
     def of_question(part: str, otherwise: list[Any]) -> list[Any]:
         return getattr(about, part)(findings) if hasattr(about, part) else otherwise  # type: ignore[no-any-return]
 
-    sentences = of_question("sentences", []) or [_sentence(grid, f) for f in findings.findings[:6]]
+    sentences = of_question("sentences", []) or [_comparison_sentence(grid, f) for f in findings.findings[:6]]
     sentences = sentences or ["No comparison of this grid has a pair: two finished runs of the same seed."]
     first, results = (
         of_question("figure", pictures_of_studies[:1]),
@@ -207,7 +207,7 @@ def _write_cells(findings: Findings, path: Path) -> None:
 # --- sentences
 
 
-def _sentence(grid: AblationConfig, f: Finding) -> Text:
+def _comparison_sentence(grid: AblationConfig, f: Contrast) -> Text:
     """Return the result of a comparison."""
     first, second = (words(grid, arm) for arm in f.comparison.arms)
     where = ": ".join(filter(None, [title(grid, f.comparison.study), condition_text(grid, f.condition)]))
@@ -272,9 +272,9 @@ def _number_table(findings: Findings) -> Table:
     return Table(say(message, ratio=f"{grid.ratio_margin:g}", score=f"{grid.score_margin:g}"), rows)
 
 
-def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Finding]]:
+def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Contrast]]:
     """Return the thresholds whose ratio has a law, grouped so that those in a group differ only in the factor of the law."""
-    series = dict[tuple[ComparisonConfig, str], list[Finding]]()
+    series = dict[tuple[ComparisonConfig, str], list[Contrast]]()
     for f in findings.findings:
         if f.endpoint.name == "threshold" and f.bound and (law := f.comparison.law):
             others = {factor: level for factor, level in f.condition.items() if factor != law.factor}
@@ -357,7 +357,7 @@ def _controls(findings: Findings) -> Table:
 
 def _predictions(findings: Findings) -> Table:
     rows = []
-    for statement, finding, measured, status in answers(findings):
+    for statement, finding, measured, status in verdicts(findings):
         where = condition_text(findings.grid, finding.condition)
         rows.append({"prediction": statement, "where": where, "status": status, "measured": span_text(measured)})
     rows.sort(key=lambda row: ("NOT HELD", "UNDECIDED", "HELD").index(row["status"]))

@@ -19,8 +19,8 @@ import lightning.pytorch as L
 import torch
 
 from minitx.ablation.design import ThresholdConfig
-from minitx.ablation.grid import end_last_line, read_records
-from minitx.ablation.measures import START_FILE, read_json, short
+from minitx.ablation.grid import end_last_line, read_json_lines
+from minitx.ablation.measures import START_FILE, read_numbers, short
 from minitx.config import RunConfig
 from minitx.training.callbacks import StepCallback, step_means
 from minitx.training.devices import machine
@@ -124,10 +124,10 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUNS_FILE
-    known = {run["rate"]: run for run in read_records(path, keys=["rate", "stable"])}
+    known = {run["rate"]: run for run in read_json_lines(path, keys=["rate", "stable"])}
     end_last_line(path)
     with quiet_lightning(), machine(config.trainer):
-        runs = Runs(config, folder, rule)
+        runs = RateRuns(config, folder, rule)
 
         def is_stable(rate: float) -> bool:
             if rate not in known:
@@ -141,12 +141,12 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
             "start": short(runs.start),
             "cap": runs.config.trainer.max_steps,
             "parameters": sum(p.numel() for p in runs.network.parameters()),
-            "start_error": read_json(folder / START_FILE).get("error"),
+            "start_error": read_numbers(folder / START_FILE).get("error"),
             "runs": [known[rate] for rate in sorted(known)],
         }
 
 
-class Runs:
+class RateRuns:
     """The training runs of one cell. They differ only in the learning rate."""
 
     def __init__(self, config: RunConfig, folder: Path, rule: ThresholdConfig) -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
-from minitx.ablation.grid import cells, read_records, settings
+from minitx.ablation.grid import cells, read_json_lines, settings
 from minitx.config.training import WindowConfig
 from tests.waiting import PATIENCE, wait_for
 
@@ -58,7 +58,7 @@ def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None):
     asked = settings(words)
     broken, permits, lines = (place.parents[1] / name for name in ("broken", "permits", "cells.jsonl"))
     if permits.exists():  # the runs of a grid that is to be killed wait while it has as many lines as there are permits
-        wait_for(lambda: len(read_records(lines)) < permits.stat().st_size)
+        wait_for(lambda: len(read_json_lines(lines)) < permits.stat().st_size)
     if broken.exists() and broken.read_text() in (asked["study"], asked.get("lr")):
         raise ValueError("no luck\nat all")
     if "init_from.path" in asked:

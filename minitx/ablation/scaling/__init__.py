@@ -12,16 +12,16 @@ from minitx.ablation import curves
 from minitx.ablation.design import ThresholdConfig
 from minitx.ablation.formatting import Text, list_text, number, say, seeds_text, span_text, title, words
 from minitx.ablation.grid import Run
-from minitx.ablation.judge import Finding, Findings
+from minitx.ablation.judge import Contrast, Findings
 from minitx.ablation.report import Picture, Section
 from minitx.canvas import INK, label, log_ticks, panels
 
 ARMS = ("inv_sqrt", "unscaled")
 """The arms with and without the scale, in every grid about the scale."""
-WINDOW = 8
+AVERAGED_STEPS = 8
 """The number of steps over which the first figure averages the accuracy."""
 
-LIMITS = {
+LIMITS_BY_ENDPOINT = {
     "threshold": "The largest stable rate belongs to a model that has solved its task and is trained further at a constant rate. If other weights limit the rate before W_Q and W_K do, the scale matters less: see the formula.",
     "time": "Steps to solve measure how soon a run learns the task, not its final quality.",
 }
@@ -48,7 +48,7 @@ def sentences(findings: Findings) -> list[Text]:
     return shown
 
 
-def _at_the_start(options: Mapping[str, Any], large: Finding, small: Finding | None) -> Text:
+def _at_the_start(options: Mapping[str, Any], large: Contrast, small: Contrast | None) -> Text:
     """Return the sentence on the steps to learn the task from scratch."""
     default: str = ""
     if small is not None:
@@ -63,7 +63,9 @@ def _at_the_start(options: Mapping[str, Any], large: Finding, small: Finding | N
     return say(message, width=width, optimizer=optimizer, default=default, **_effect(large))
 
 
-def _at_every_step(options: Mapping[str, Any], wide: Mapping[str, Finding], narrow: Mapping[str, Finding], equal: bool) -> Text:
+def _at_every_step(
+    options: Mapping[str, Any], wide: Mapping[str, Contrast], narrow: Mapping[str, Contrast], equal: bool
+) -> Text:
     """Return the sentence on the largest rates without a collapse, by optimizer. ``equal``: whether the null control held."""
     first, further = "%(times)s times smaller with %(optimizer)s (%(range)s)", "%(times)s times with %(optimizer)s (%(range)s)"
     rates = [say(further if i else first, optimizer=name, **_effect(f)) for i, (name, f) in enumerate(wide.items())]
@@ -83,7 +85,7 @@ def _at_every_step(options: Mapping[str, Any], wide: Mapping[str, Finding], narr
     )
 
 
-def _effect(f: Finding) -> dict[str, str]:
+def _effect(f: Contrast) -> dict[str, str]:
     """Return the ratio and its interval, or the number of seeds if there is none."""
     times = span_text(f.estimate)
     if f.interval is None:
@@ -92,14 +94,14 @@ def _effect(f: Finding) -> dict[str, str]:
     return {"times": times, "range": say("%(low)s or more", low=low) if high == "∞" else f"{low}–{high}"}
 
 
-def _thresholds(findings: Findings, width: str) -> dict[str, Finding]:
+def _thresholds(findings: Findings, width: str) -> dict[str, Contrast]:
     """Return the threshold findings at one d_k, by the name of the optimizer."""
     studies = findings.grid.options["optimizers"]
     by_optimizer = {name: findings.find(study, "threshold", ARMS, {"head_dim": width}) for name, study in studies.items()}
     return {name: listed[0] for name, listed in by_optimizer.items() if listed}
 
 
-def _started(findings: Findings) -> dict[str, Finding]:
+def _started(findings: Findings) -> dict[str, Contrast]:
     """Return the findings on the steps to solve the task, by initial weights."""
     (study,) = findings.grid.options["time"].values()
     findings_of_time = findings.find(study, "time", ARMS)
@@ -121,8 +123,10 @@ def figure(findings: Findings) -> list[Picture]:
         return []
     drawn, axes = panels(1, columns, width=12.5 / columns, height=2.6)
     for ax, (name, runs) in zip(axes[0], shown.items(), strict=False):
-        curves.curves(ax, grid, runs, "accuracy", WINDOW)
-        label(ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", f"accuracy, mean of the last {WINDOW}")
+        curves.curves(ax, grid, runs, "accuracy", AVERAGED_STEPS)
+        label(
+            ax, f"solved models, {name},\nrate {options['shown'][name]}", "step", f"accuracy, mean of the last {AVERAGED_STEPS}"
+        )
     for ax, (name, of_study) in zip(axes[0, len(shown) :], stable.items(), strict=False):
         curves.draw_thresholds(ax, grid, of_study)
         label(ax, f"largest rate without a collapse,\n{name}", "d_k", "learning rate")
@@ -150,7 +154,7 @@ def _caption(has_caps: bool, threshold: ThresholdConfig | None) -> Text:
     )
 
 
-def _draw_times(ax: Any, findings: Findings, started: dict[str, Finding]) -> None:
+def _draw_times(ax: Any, findings: Findings, started: dict[str, Contrast]) -> None:
     """Draw the steps of each seed, by initial weights and arm, with a triangle if the task was not solved within the cap."""
     for column, f in enumerate(started.values()):
         curves.dots(ax, findings.grid, f, lambda shift, column=column: column + 0.6 * shift)  # type: ignore[misc]
@@ -175,7 +179,7 @@ def sections(findings: Findings) -> list[Section]:
     """Return a section with the attention of a head before and after further training, and the loss curves on text."""
     study = findings.grid.options["attention"]
     kept = [run for arm in ARMS for run in findings.runs.select(study, arm, status="done")[:1] if run.result["attention"]]
-    blocks = [_attention(findings, kept)] if len(kept) == len(ARMS) else []
+    blocks = [_attention_picture(findings, kept)] if len(kept) == len(ARMS) else []
     for name in findings.grid.options["text"]:
         if findings.runs.select(name, status="done"):
             heading = say("%(title)s: %(quantity)s", title=title(findings.grid, name), quantity=say("training loss"))
@@ -184,7 +188,7 @@ def sections(findings: Findings) -> list[Section]:
     return [Section("What the runs look like", blocks)]
 
 
-def _attention(findings: Findings, kept: list[Run]) -> Picture:
+def _attention_picture(findings: Findings, kept: list[Run]) -> Picture:
     """Draw the attention of the question before and after further steps, with and without the scale."""
     before = kept[0].result["attention"]["0"]
     maps = [("before", before)]
@@ -201,4 +205,4 @@ def _attention(findings: Findings, kept: list[Run]) -> Picture:
 def limits(findings: Findings) -> list[str]:
     """Return the limits of the statements about the scale."""
     judged = {f.endpoint.name for f in findings.findings}
-    return [text for endpoint, text in LIMITS.items() if endpoint in judged]
+    return [text for endpoint, text in LIMITS_BY_ENDPOINT.items() if endpoint in judged]
