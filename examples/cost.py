@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from minitx.analysis import save_figure
-from minitx.analysis.canvas import INK, PALETTE, label, panels
+from minitx.canvas import INK, PALETTE, label, panels
 from minitx.config import TransformerConfig
 from minitx.nn import Causal, DecoderLM, DotProductAttention, FeedForward, SlidingWindow
 from minitx.nn.counting import allocations, count_flops, fit_exponent, flop_counter, forward_flops

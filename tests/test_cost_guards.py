@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minitx
-from minitx.analysis.canvas import panels
 from minitx.analysis.probe import Probe
+from minitx.canvas import panels
 from minitx.config import Part, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import kv_lookup
 from minitx.nn import Causal, DecoderLM, Padding, build_model

@@ -1,6 +1,5 @@
 """Tools to record attention without changing the output, and to change it on purpose."""
 
-from minitx.analysis.canvas import save_figure
 from minitx.analysis.capture import capture
 from minitx.analysis.figures import (
     effects_figure,
@@ -15,6 +14,7 @@ from minitx.analysis.heads import head_scores, heads_figure
 from minitx.analysis.intervene import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
 from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
+from minitx.canvas import save_figure
 
 __all__ = [
     "AttentionMap",

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from minitx.analysis.canvas import (
+from minitx.analysis.snapshot import AttentionMap, Snapshot, as_weights
+from minitx.canvas import (
     GREY,
     INK,
     PALETTE,
@@ -28,7 +29,6 @@ from minitx.analysis.canvas import (
     step_axis,
     token_labels,
 )
-from minitx.analysis.snapshot import AttentionMap, Snapshot, as_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

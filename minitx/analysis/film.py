@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.analysis.answers import Answer
-from minitx.analysis.canvas import GREY, INK, PALETTE, drawable, token_labels
 from minitx.analysis.figures import draw_weights, masked_weights, name_tokens
 from minitx.analysis.snapshot import AttentionMap, Snapshot
 from minitx.analysis.viewer import Trace
+from minitx.canvas import GREY, INK, PALETTE, drawable, token_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

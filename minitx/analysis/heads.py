@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.analysis.canvas import GREY, INK, PALETTE, label, legend, panels, short_name
 from minitx.analysis.capture import layer_numbers
 from minitx.analysis.snapshot import AttentionMap, Snapshot
+from minitx.canvas import GREY, INK, PALETTE, label, legend, panels, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

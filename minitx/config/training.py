@@ -107,14 +107,27 @@ class ParameterRule(Config):
             evaluate_factor(getattr(self, name), head_dim=1, key=name)
 
 
-def check_limit(metric: str, value: float) -> None:
-    """Raise a ConfigError for an accuracy outside of (0, 1], such as 90 for 90 %."""
-    fits = metric != "train_accuracy" or 0 < value <= 1
-    require(fits, f"value={value:g} must lie in (0, 1], because metric=train_accuracy is a share")
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig(Config):
+    """A value that the mean of a training metric over the last ``window`` steps must reach.
+
+    Attributes:
+        metric: the metric. An accuracy must rise to value; a loss must fall to it.
+        value: the value that the mean must reach.
+        window: number of steps in the mean.
+    """
+
+    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
+    value: Finite = 0.9
+    window: Count = 16
+
+    def check(self) -> None:
+        fits = self.metric != "train_accuracy" or 0 < self.value <= 1
+        require(fits, f"value={self.value:g} must lie in (0, 1], because metric=train_accuracy is a share")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopAtConfig(Config):
+class StopAtConfig(WindowConfig):
     """End a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
 
     Attributes:
@@ -124,13 +137,8 @@ class StopAtConfig(Config):
         extra_steps: number of further steps after the value is reached.
     """
 
-    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
     value: Finite = 0.99
-    window: Count = 16
     extra_steps: Natural = 0
-
-    def check(self) -> None:
-        check_limit(self.metric, self.value)
 
 
 @dataclass(frozen=True, kw_only=True)

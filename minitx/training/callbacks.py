@@ -22,13 +22,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from minitx.config import ConfigError, TrainerConfig, TransformerConfig
-from minitx.config.schema import check_choice
 from minitx.nn.counting import train_flops
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host
 from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import unit_of
 from minitx.training.module import NonFiniteError, TrainingModule
+from minitx.training.window import Window
 
 log = logging.getLogger(__name__)
 
@@ -223,32 +223,24 @@ class StopAt(StepCallback):
     """
 
     def __init__(self, metric: str, value: float, window: int = 1, extra_steps: int = 0) -> None:
-        check_choice("metric", metric, ("train_accuracy", "train_loss"))
-        self.metric, self.value, self.window, self.extra_steps = metric, value, window, extra_steps
+        self.window, self.extra_steps = Window(metric, value, window, "trainer.stop_at"), extra_steps
         self.reached: int | None = None
-        self._last: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reached": self.reached, "last": self._last}
+        return {"reached": self.reached, "last": self.window.last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.reached, self._last = state_dict["reached"], list(state_dict["last"])
+        self.reached, self.window.last = state_dict["reached"], list(state_dict["last"])
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._stop_if_over(trainer)  # the checkpoint may come from a run that StopAt ended here
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        value = step_means(trainer, module).get(self.metric)
-        if value is None:
-            raise ConfigError(
-                "trainer.stop_at.metric=train_accuracy: the objective does not count correct answers; use train_loss"
-            )
-        self._last = [*self._last, value][-self.window :]
-        mean = math.fsum(self._last) / len(self._last)
-        enough = mean <= self.value if self.metric == "train_loss" else mean >= self.value
-        if self.reached is None and enough and len(self._last) == self.window:
+        rule = self.window
+        mean = rule.add(step_means(trainer, module))
+        if self.reached is None and rule.reaches(mean):
             self.reached = step
-            log.info("%s reached %g at step %d (mean of %d steps: %g)", self.metric, self.value, step, self.window, mean)
+            log.info("%s reached %g at step %d (mean of %d steps: %g)", rule.metric, rule.value, step, rule.window, mean)
         self._stop_if_over(trainer)
 
     def _stop_if_over(self, trainer: L.Trainer) -> None:
