@@ -72,14 +72,14 @@ def save_theirs(
     labels: Sequence[str] = (),
 ) -> None:
     """Save a model of transformers with ``save_pretrained``, after merging LoRA and removing our attention core."""
-    from minitx.interop.adopt import AdoptedCore, adopted_cores, release_hf
+    from minitx.interop.adopt import adopted_cores, fold_back, release_hf
     from minitx.interop.files import write_companions
     from minitx.interop.finetune import adapted_ties, merged, quiet, set_untied
 
     unties = bool(adapted_ties(model))
     model = merged(model) if hasattr(model, "merge_and_unload") else model
     if any(module.core.scale is not None for module in adopted_cores(model).values()):
-        AdoptedCore.fold_back(model)  # configs of transformers cannot store a scale
+        fold_back(model)  # configs of transformers cannot store a scale
     model = release_hf(model) if adopted_cores(model) else model
     if unties:
         set_untied(model)  # after release_hf, because it restores the original configs

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from minitx.interop.adopt import adopt_hf, release_hf
     from minitx.interop.conversations import chat
     from minitx.interop.finetune import Lora, hf_from_config, pretrained_hf
-    from minitx.interop.pretrained import from_pretrained, save_pretrained
     from minitx.interop.weights import FAMILIES, load_hf, save_hf
 
 __all__ = [
@@ -19,13 +18,11 @@ __all__ = [
     "Lora",
     "adopt_hf",
     "chat",
-    "from_pretrained",
     "hf_from_config",
     "load_hf",
     "pretrained_hf",
     "release_hf",
     "save_hf",
-    "save_pretrained",
 ]
 
 __getattr__, __dir__ = on_first_use(__name__)

@@ -31,8 +31,8 @@ from minitx.data import tokenizers
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
-from minitx.interop.pretrained import joined
-from minitx.nn.scale import fold_scale, set_scale
+from minitx.nn.changes import joined
+from minitx.nn.folding import fold_scale, set_scale
 from minitx.training import rank
 from minitx.training.devices import device_of
 from minitx.training.net import Net, decided_fields, network_of
@@ -277,16 +277,10 @@ def load_start(init_from: InitFrom) -> Start | None:
 
 
 def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple[str, ...]) -> Start:
-    from minitx.interop import from_pretrained, load_hf
-    from minitx.interop.files import read_json
+    from minitx.interop import load_hf
 
     try:
-        ours = read_json(folder / "config.json").get("format") == "minitx"
-        require(
-            not (ours and (overrides or ignore)),
-            f"init_from.overrides and init_from.ignore are only for a Hugging Face folder, but init_from.path={path} is not one",
-        )
-        model = from_pretrained(folder) if ours else load_hf(folder, overrides=overrides, ignore=ignore)
+        model = load_hf(folder, overrides=overrides, ignore=ignore)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None

@@ -140,7 +140,7 @@ def test_the_first_rate_of_a_threshold_and_its_rule_are_part_of_the_cell():
 
 
 def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others(tmp_path, monkeypatch):
-    decides = [f"minitx/{name}.py" for name in ("nn/a/code", "interop/folding", "ablation/measures", "analysis/statistics")]
+    decides = [f"minitx/{name}.py" for name in ("nn/a/code", "nn/folding", "ablation/measures", "analysis/statistics")]
     decides.append("configs/train.yaml")
     other = ["minitx/ablation/judge.py", "minitx/analysis/figures.py", "configs/ablation/grid.yaml", "minitx/nn/notes.txt"]
     named = [("minitx", name) for name in module._CODE] + [("configs", name) for name in module._CONFIGS]
