@@ -25,7 +25,7 @@ from minitx.analysis.statistics import over_tiles
 from minitx.analysis.token_places import home_of, with_positions
 from minitx.nn.attention import MultiHeadAttention
 from minitx.nn.blocks import Block
-from minitx.nn.efficient import EfficientAttention
+from minitx.nn.functional import EfficientAttention
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import full_precision
 from minitx.nn.transfer import to_host

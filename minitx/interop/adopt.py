@@ -31,10 +31,10 @@ from torch.utils.hooks import RemovableHandle
 from minitx.config.schema import stated
 from minitx.interop.trial import Trial, error_text, made_up_inputs
 from minitx.nn.attention import DotProductAttention
-from minitx.nn.folding import OtherScale, Use, fold_scale
+from minitx.nn.folding import Use, fold_scale
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Dense, Mask, Padding
-from minitx.nn.scale import scale_multiplier
+from minitx.nn.scale import OtherScale, scale_multiplier
 
 NAME = "minitx"
 """The name of our function in transformers' two registries. Nothing else is global to the process."""

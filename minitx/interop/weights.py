@@ -12,10 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minitx.config import to_dict
+from minitx.data.tokenizers import Tokenizer, load_tokenizer
 from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
 from minitx.interop.families import Architecture, Family, UnsupportedError, find_architecture, read_config, unlike, write_config
-from minitx.interop.files import CanSave, find_folder, read_json, read_shards, write_companions, write_json, write_shards
+from minitx.interop.files import (
+    TOKENIZER,
+    CanSave,
+    find_folder,
+    read_json,
+    read_shards,
+    write_companions,
+    write_json,
+    write_shards,
+)
 from minitx.interop.finetune import adapted_ties
 from minitx.nn.changes import changes_of, hooked_modules, joined
 from minitx.nn.models import TransformerModel, build_model
@@ -78,6 +89,23 @@ def load_hf(
     if passed:
         log.info("%s: ignored keys that do not change what the model computes: %s", folder, ", ".join(passed))
     return model.eval()
+
+
+def read_folder(
+    name: str, overrides: Mapping[str, Any], ignore: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, Any], Tokenizer | None] | None:
+    """Return the weights, the config and the tokenizer (or None) of a folder or a model on the hub, for ``init_from``.
+
+    None: ``name`` is neither a folder nor a name on the hub. For the arguments and errors, see ``load_hf``.
+    """
+    folder = find_folder(name)
+    if not folder.is_dir():
+        return None
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError("it is a folder without config.json")
+    model = load_hf(folder, overrides=overrides, ignore=ignore)
+    tokenizer = load_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
+    return dict(model.state_dict()), to_dict(model.config), tokenizer
 
 
 def save_hf(

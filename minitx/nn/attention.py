@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from minitx.nn.backends import attend, backend_names
 from minitx.nn.bias import Bias, as_bias
 from minitx.nn.cache import LayerCache, StateCache
-from minitx.nn.efficient import EfficientAttention
-from minitx.nn.functional import AttentionCall, check_settings, require_tensor
+from minitx.nn.functional import AttentionCall, EfficientAttention, check_settings, require_tensor
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary, Rotation

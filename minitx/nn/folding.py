@@ -19,7 +19,7 @@ from minitx.config.schema import Finite, read, stated
 from minitx.config.transformer import TransformerConfig
 from minitx.nn.attention import not_plain
 from minitx.nn.modes import evaluating
-from minitx.nn.scale import ScoreScale, scale_multiplier
+from minitx.nn.scale import OtherScale, ScoreScale, scale_multiplier
 
 
 class Projections(NamedTuple):
@@ -70,30 +70,6 @@ class Use(NamedTuple):
     head_dim: int
     multiplier: float
     own_multiplier: float
-
-
-class OtherScale:
-    """The base class of cores under attention that is not ours (``minitx.interop.adopt_hf``). Its scale can be changed.
-
-    Attributes:
-        scale: None for the scale of the model, or the arguments of ``set_scale``.
-        folds: the weights that ``fold_scale`` has multiplied.
-    """
-
-    scale: tuple[str | float, float] | None
-    folds: list[Fold]
-
-    def set_scale(self, to: str | float, factor: float) -> None:
-        """Replace the model's own scale by ``factor`` times a fixed scale. ``own`` restores it."""
-        if to != "own":
-            scale_multiplier(to, 1)  # raises if the scale is not a fixed number
-        self.scale = None if to == "own" else (to, factor)
-
-    def trial(
-        self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Use], Callable[[], str]]:
-        """Call ``model``. Return the first use of each layer's core, and a function that calls it again and describes the difference."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)

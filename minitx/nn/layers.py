@@ -12,7 +12,6 @@ from minitx.config.transformer import of_layer
 from minitx.nn.attention import DotProductAttention, MultiHeadAttention
 from minitx.nn.bias import ALiBi, Bias, T5RelativeBias
 from minitx.nn.blocks import Block, LayerScale, StochasticDepth
-from minitx.nn.efficient import build_core
 from minitx.nn.feedforward import ACTIVATIONS, FeedForward
 from minitx.nn.norms import QKNorm, make_norm
 from minitx.nn.positions import (
@@ -159,6 +158,8 @@ def build_attention_core(config: TransformerConfig) -> nn.Module:
         return config.attention.build(**sizes)
     if config.attention == "exact":
         return DotProductAttention(backend=config.backend)
+    from minitx.nn.efficient import build_core
+
     sizes = {name: getattr(config, name) for name in ("max_len", "num_features", "num_slots")}
     return build_core(config.attention, head_dim=config.width_per_head, **sizes)
 
