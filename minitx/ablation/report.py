@@ -48,7 +48,6 @@ from minitx.ablation.intervals import Span, mean_interval, median
 from minitx.ablation.judge import RATIOS, Contrast, Findings, middle, slopes, verdicts
 from minitx.canvas import DPI, png, svg
 from minitx.config import ConfigError
-from minitx.config.schema import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,10 +106,8 @@ def module_of(grid: AblationConfig) -> Any:
         module = importlib.import_module(grid.about)
     except (ImportError, TypeError, ValueError) as error:  # invalid module names raise the last two
         raise ConfigError(f"ablation.about={grid.about} cannot be imported: {error}") from error
-    require(
-        any(hasattr(module, part) for part in HOOKS),
-        f"ablation.about={grid.about} must define at least one of {', '.join(HOOKS)}",
-    )
+    if not any(hasattr(module, name) for name in HOOKS):
+        raise ConfigError(f"ablation.about={grid.about} must define at least one of {', '.join(HOOKS)}")
     return module
 
 
