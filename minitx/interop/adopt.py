@@ -213,14 +213,14 @@ class Adoption:
                 key_mask = key_mask[:, -keys[1] :]  # a cache with a window has only the last keys
             # a mask of another shape belongs to other keys, for example of images
             real = None if key_mask is None or key_mask.shape != keys else key_mask.to(tensor.device)
-            visible = tensor if tensor.dtype == torch.bool else _visible(tensor)
+            visible = tensor if tensor.dtype == torch.bool else _not_hidden(tensor)
             mask = TransformersMask(visible[..., : keys[1]], is_causal, real)
         if is_shared:
             call.masks[made_of] = mask
         return mask
 
 
-def _visible(added: Tensor) -> Tensor:
+def _not_hidden(added: Tensor) -> Tensor:
     """The keys that a float mask leaves visible. A key 9,000 below the largest of its row is hidden (MarkupLM adds -10,000)."""
     return added > (added.amax(-1, keepdim=True) - 9e3).clamp(min=torch.finfo(added.dtype).min / 2)
 

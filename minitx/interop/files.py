@@ -18,7 +18,7 @@ from minitx.config.schema import stated
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # the suffixes of model classes, the class of transformers that loads each, and its task on the hub
-AUTO = {
+AUTO_CLASSES = {
     "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
     "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
     "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "text2text-generation"),
@@ -134,7 +134,7 @@ def write_companions(
 
     Hugging Face models write their own ``generation_config.json``.
     """
-    loader, task = next((entry for suffix, entry in AUTO.items() if name.endswith(suffix)), AUTO["Model"])
+    loader, task = next((entry for suffix, entry in AUTO_CLASSES.items() if name.endswith(suffix)), AUTO_CLASSES["Model"])
     ids = _special_ids(model.config, tokenizer)
     if loader in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM") and not hasattr(model, "generation_config"):
         begins = {f"{role}_token_id": ids[role][0] for role in ("bos", "pad") if ids[role]}
