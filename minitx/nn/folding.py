@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from minitx.config.schema import Finite, read, stated
 from minitx.config.transformer import TransformerConfig
 from minitx.nn.attention import not_plain
-from minitx.nn.modes import evaluating
 from minitx.nn.scale import ScoreScale, scale_multiplier
 
 
@@ -346,18 +345,19 @@ def _found(name: str, layer: nn.Module, role: str, use: Use | None) -> Fold:
         return replace(fold, groups=H, start=D * (role == "key"), length=D)
     if row.rows == "joined":
         return replace(fold, start=H * D * (role == "key"), length=(Hkv if role == "key" else H) * D)
-    return replace(fold, shift=_shift_of(fold)) if is_norm else fold
+    return replace(fold, shift=_shift_of(module, parameters)) if is_norm else fold
 
 
-def _shift_of(norm: Fold) -> float:
-    """1 for a norm that multiplies by 1 + weight, or 0. It is found by doubling the output."""
-    parameters = dict(norm.module.named_parameters())
+def _shift_of(norm: nn.Module, parameters: Mapping[str, Tensor]) -> float:
+    """1 for a norm that multiplies by 1 + weight, or 0: with 2w + 1 or with 2w instead of w, its output is twice as large."""
     weight = parameters["weight"]
-    row = torch.arange(weight.numel(), device=weight.device).sin().to(weight.dtype)[None]
-    doubled = {name: 2 * parameter + 1 for name, parameter in parameters.items()}
-    with evaluating(norm.module):
-        expected = 2 * norm.module(row)
-        return float(torch.allclose(torch.func.functional_call(norm.module, doubled, (row,)), expected, rtol=0.02))
+    row = torch.arange(1, weight.numel() + 1, device=weight.device).sin().to(weight.dtype)[None]
+
+    def error(shift: float) -> float:
+        doubled = {name: 2 * parameter + shift for name, parameter in parameters.items()}
+        return float((torch.func.functional_call(norm, doubled, (row,)) - 2 * norm(row)).abs().max())
+
+    return min((0.0, 1.0), key=error)
 
 
 def _apply(
