@@ -333,12 +333,12 @@ def _found(name: str, layer: nn.Module, role: str, use: Use | None) -> Fold:
     else:
         known = ", ".join(filter(None, (row.query if role == "query" else row.key for row in PROJECTIONS)))
         raise ValueError(f"{REFUSED}{name} has no weights for its {role} under a known name ({known})")
+    fold = Fold(f"{name}.{part}".removeprefix("."), module, tuple(parameters))
+    if use is None:  # ours, checked before
+        return fold
     # writing to a quantised weight may have no effect; nested parameters belong to an adapter or a parametrisation
     if not {*parameters} <= {"weight", "bias"} or any(type(parameter) is not nn.Parameter for parameter in parameters.values()):
-        raise ValueError(f"{REFUSED}{name}.{part}, {type(module).__name__}, is no projection or norm with plain weights")
-    fold = Fold(f"{name}.{part}".removeprefix("."), module, tuple(parameters))
-    if use is None:
-        return fold
+        raise ValueError(f"{REFUSED}{fold.name}, {type(module).__name__}, is no projection or norm with plain weights")
     is_norm = all(parameter.dim() == 1 for parameter in parameters.values())
     H, Hkv, D = use.num_heads, use.num_kv_heads, use.head_dim
     if row.rows == "by head":
