@@ -27,13 +27,13 @@ from minitx.interop.files import (
     write_json,
     write_shards,
 )
-from minitx.interop.finetune import adapted_ties
 from minitx.nn.changes import changes_of, hooked_modules, joined
 from minitx.nn.models import TransformerModel, build_model
 
 log = logging.getLogger(__name__)
-KNOWN = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, BERT, ROBERTA, T5, VIT)
-FAMILIES = {family.model_type: family for family in KNOWN}
+FAMILIES = {
+    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, BERT, ROBERTA, T5, VIT)
+}
 ELSEWHERE = "transformers can build such a model: pretrained_hf(folder, adopt=True), or model=hf model.adopt=true in a run"
 
 
@@ -83,7 +83,7 @@ def load_hf(
         config, passed = read_config(family, architecture, values, tensors)
         with torch.device("meta"):
             model = build_model(config)
-        _fill(model, family, architecture, tensors, dtype)
+        _put_tensors(model, family, architecture, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}{f'. {ELSEWHERE}' if isinstance(error, UnsupportedError) else ''}") from None
     if passed:
@@ -155,7 +155,7 @@ def save_hf(
             f"labels must be {model.config.num_labels} names (the model's num_labels), got {len(labels)}: {labels}"
         )
     lacking: dict[str, dict[str, str]] = {}
-    for family in KNOWN if model_type is None else (FAMILIES[model_type],):
+    for family in FAMILIES.values() if model_type is None else (FAMILIES[model_type],):
         for name, architecture in family.architectures.items():
             values = write_config(family, name, model.config, labels)
             names = {place.name for place in _places(model, family, architecture).values()}
@@ -179,6 +179,8 @@ def _check_unchanged(model: nn.Module) -> None:
     if not isinstance(model, TransformerModel):
         hint = "save other models with their own library"
         if hasattr(model, "merge_and_unload"):
+            from minitx.interop.finetune import adapted_ties
+
             hint = "merge_and_unload() returns the model"
             for names in adapted_ties(model):  # PEFT would merge the adapter of one name into the shared weight
                 hint = f"{' and '.join(names)} are one weight, and merging would change it everywhere, but the adapter changes one name"
@@ -256,7 +258,7 @@ def _places(model: TransformerModel, family: Family, architecture: Architecture,
     return places
 
 
-def _fill(
+def _put_tensors(
     model: TransformerModel,
     family: Family,
     architecture: Architecture,

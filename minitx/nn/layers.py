@@ -26,7 +26,7 @@ from minitx.nn.positions import (
 )
 from minitx.nn.scale import ScoreScale
 
-Core = Callable[[], nn.Module]
+CoreBuilder = Callable[[], nn.Module]
 """A function that builds one attention core: a module that maps an ``AttentionCall`` to (B, H, L, Dv)."""
 
 
@@ -74,7 +74,7 @@ class Embeddings(nn.Module):
 
 
 def build_attention(
-    config: TransformerConfig, layer: int = 0, *, rotary: bool = True, core: Core | None = None
+    config: TransformerConfig, layer: int = 0, *, rotary: bool = True, core: CoreBuilder | None = None
 ) -> MultiHeadAttention:
     """Build the attention of block number ``layer``. Cross-attention has ``rotary=False``. ``core`` builds another core."""
     D = config.width_per_head
@@ -186,7 +186,13 @@ def build_bias(config: TransformerConfig, *, decoder: bool) -> Bias | None:
 
 
 def build_block(
-    config: TransformerConfig, layer: int, num_layers: int, *, causal: bool, cross: bool = False, core: Core | None = None
+    config: TransformerConfig,
+    layer: int,
+    num_layers: int,
+    *,
+    causal: bool,
+    cross: bool = False,
+    core: CoreBuilder | None = None,
 ) -> Block:
     """Build block number ``layer`` of ``num_layers``. Later blocks have a higher probability of stochastic depth."""
     drop = config.stochastic_depth * (layer + 1) / num_layers  # Huang et al. 2016, eq. 4
