@@ -1,6 +1,7 @@
 """Conversations: what a template writes, and which tokens count."""
 
 import json
+import sys
 
 import jinja2
 import numpy as np
@@ -110,6 +111,17 @@ def test_a_template_writes_what_transformers_writes_and_its_marks_decide_what_co
         ends = np.flatnonzero(counted & ~np.append(counted, False)[1:])
         assert len(ends) == sum(turn.startswith("assistant") for turn in chat)
         assert {*theirs.convert_ids_to_tokens(ids[ends])} <= {*SPECIAL, "<|endoftext|>"}
+
+
+@pytest.mark.parametrize("name", [name for name, template in PLAIN.items() if "add_generation_prompt" in template])
+def test_all_that_follows_the_prompt_of_generation_counts_up_to_the_end_mark(both_tokenizers, name):
+    """Thoughts included, which Qwen 3 writes in the last answer only."""
+    format, said = ChatFormat(PLAIN[name], both_tokenizers[1]), turns(*TURNS)
+    ids, counted = format.encode(said)
+    prompt, _ = format.encode(said[:-1], add_generation_prompt=True)
+    assert ids[: len(prompt)].tolist() == prompt.tolist() and not counted[len(prompt) - 1]
+    answer = format.tokenizer.decode(ids[len(prompt) :]).rstrip()
+    assert format.tokenizer.decode(ids[len(prompt) :][counted[len(prompt) :]]) == answer
 
 
 @pytest.mark.parametrize(
@@ -345,6 +357,12 @@ def test_tools_that_a_template_reads_are_refused_because_it_does_not_get_them(wr
     chat(**options)
     with pytest.raises(ConfigError, match="has a column tools, but tools are not passed to the template"):
         chat(**options, template="{% if tools %}{{ tools }}{% endif %}" + TEMPLATE)
+
+
+def test_the_extra_that_renders_templates_is_named_where_it_is_missing(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
+    with pytest.raises(ConfigError, match=r"^data\.template needs the package transformers: install minitx with the extra hf$"):
+        chat(path=path, tokenizer="char")
 
 
 def test_a_tokenizer_without_an_end_mark_is_refused(path):
