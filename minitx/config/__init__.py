@@ -6,20 +6,51 @@ arguments are read by the signature of the target (``read_call``), or as the fie
 used. Messages begin with ``key=value``.
 """
 
-from minitx.config.part import Part, node
-from minitx.config.schema import ConfigError, from_dict, is_node, to_dict
-from minitx.config.training import (
-    CONFIG_DIR,
-    IGNORED,
-    CallbacksConfig,
-    EvaluationConfig,
-    InitFrom,
-    ParameterRule,
-    ProbeConfig,
-    RunConfig,
-    SamplesConfig,
-    StopAtConfig,
-    TrainerConfig,
-    evaluate_factor,
-)
-from minitx.config.transformer import SCALE_WORDS, TransformerConfig, check_scale
+from typing import TYPE_CHECKING
+
+from minitx.config.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from minitx.config.part import Part, node
+    from minitx.config.scale_words import SCALE_WORDS, check_scale, evaluate_factor
+    from minitx.config.schema import ConfigError, from_dict, is_node, to_dict
+    from minitx.config.training import (
+        CONFIG_DIR,
+        IGNORED,
+        CallbacksConfig,
+        EvaluationConfig,
+        InitFrom,
+        ParameterRule,
+        ProbeConfig,
+        RunConfig,
+        SamplesConfig,
+        StopAtConfig,
+        TrainerConfig,
+    )
+    from minitx.config.transformer import TransformerConfig
+
+__all__ = [
+    "CONFIG_DIR",
+    "IGNORED",
+    "SCALE_WORDS",
+    "CallbacksConfig",
+    "ConfigError",
+    "EvaluationConfig",
+    "InitFrom",
+    "ParameterRule",
+    "Part",
+    "ProbeConfig",
+    "RunConfig",
+    "SamplesConfig",
+    "StopAtConfig",
+    "TrainerConfig",
+    "TransformerConfig",
+    "check_scale",
+    "evaluate_factor",
+    "from_dict",
+    "is_node",
+    "node",
+    "to_dict",
+]
+
+__getattr__, __dir__ = on_first_use(__name__)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from minitx.config.part import FROM_THE_RUN, Part, Takes
+from minitx.config.scale_words import evaluate_factor
 from minitx.config.schema import (
     Config,
     ConfigError,
@@ -97,19 +98,6 @@ class ParameterRule(Config):
             raise ConfigError(f"match={self.match} is not a regular expression: {error}") from None
         for name in ("lr", "weight_decay", "eps"):
             evaluate_factor(getattr(self, name), head_dim=1, key=name)
-
-
-def evaluate_factor(factor: float | str, *, head_dim: int, key: str = "factor") -> float:
-    """Return a number unchanged, and ``head_dim^p`` as d_k to the power p.
-
-    >>> evaluate_factor("head_dim^-0.25", head_dim=16)
-    0.5
-    """
-    if isinstance(factor, int | float):
-        return float(factor)
-    matched = re.fullmatch(r"head_dim\^(-?\d+(?:\.\d+)?)", factor.strip())
-    require(matched is not None, f"{key}={factor} must be a number or head_dim^p, for example head_dim^-0.25")
-    return float(head_dim) ** float(matched[1])  # type: ignore[index]
 
 
 def check_limit(metric: str, value: float) -> None:

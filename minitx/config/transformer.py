@@ -8,35 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from minitx.config.part import Part, Takes
-from minitx.config.schema import Bound, Config, ConfigError, Count, Finite, Natural, Positive, Share, needs, read, require
-from minitx.config.training import evaluate_factor
-
-SCALE_WORDS = ("inv_sqrt", "unscaled", "inv", "learned", "log_length")
-
-
-def _is_scale(scale: object) -> bool:
-    if scale in SCALE_WORDS:
-        return True
-    try:
-        return isinstance(scale, str | float) and math.isfinite(evaluate_factor(scale, head_dim=2**20))
-    except (ConfigError, OverflowError):
-        return False
-
-
-Scale = Annotated[
-    str | float,
-    Bound(
-        f"be one of {', '.join(SCALE_WORDS)}, head_dim^p, or a finite number; 'unscaled' means no scaling, 'inv_sqrt' means 1/sqrt(head_dim)",
-        _is_scale,
-    ),
-]
-"""A word of ``SCALE_WORDS``, ``head_dim^p`` or a finite number."""
-
-
-def check_scale(scale: object) -> None:
-    """Raise a ConfigError unless ``scale`` is a ``Scale``."""
-    read(Scale, scale, "scale")
-
+from minitx.config.scale_words import Scale
+from minitx.config.schema import Config, Count, Finite, Natural, Positive, Share, needs, require
 
 Core = Annotated[Part, Takes(offers=("head_dim", "num_heads", "max_len"), completes=False)]
 """An attention core: a function or class that returns a module."""

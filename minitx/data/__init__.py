@@ -4,12 +4,17 @@ A file in ``configs/data`` may name the function by any path to it. This package
 ``minitx.data.datamodule`` makes batches of a ``Task`` for Lightning.
 """
 
-from minitx.data.classification import classify, digits, images
-from minitx.data.corpus import kjv, masked, text
-from minitx.data.documents import hf
-from minitx.data.recall import induction, kv_lookup, multi_query_recall
-from minitx.data.task import Task
-from minitx.data.translation import dates, pairs
+from typing import TYPE_CHECKING
+
+from minitx.config.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from minitx.data.classification import classify, digits, images
+    from minitx.data.corpus import kjv, masked, text
+    from minitx.data.documents import hf
+    from minitx.data.recall import induction, kv_lookup, multi_query_recall
+    from minitx.data.task import Task
+    from minitx.data.translation import dates, pairs
 
 __all__ = [
     "Task",
@@ -26,3 +31,5 @@ __all__ = [
     "pairs",
     "text",
 ]
+
+__getattr__, __dir__ = on_first_use(__name__)

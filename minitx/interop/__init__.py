@@ -3,11 +3,16 @@
 Pickle files are never loaded, and no code of a model folder runs.
 """
 
-from minitx.interop.adopt import adopt_hf, release_hf
-from minitx.interop.conversations import chat
-from minitx.interop.finetune import Lora, hf_from_config, pretrained_hf
-from minitx.interop.pretrained import from_pretrained, save_pretrained
-from minitx.interop.weights import FAMILIES, load_hf, save_hf
+from typing import TYPE_CHECKING
+
+from minitx.config.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from minitx.interop.adopt import adopt_hf, release_hf
+    from minitx.interop.conversations import chat
+    from minitx.interop.finetune import Lora, hf_from_config, pretrained_hf
+    from minitx.interop.pretrained import from_pretrained, save_pretrained
+    from minitx.interop.weights import FAMILIES, load_hf, save_hf
 
 __all__ = [
     "FAMILIES",
@@ -22,3 +27,5 @@ __all__ = [
     "save_hf",
     "save_pretrained",
 ]
+
+__getattr__, __dir__ = on_first_use(__name__)

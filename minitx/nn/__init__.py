@@ -8,37 +8,42 @@ attend.
 Additive, linear, Performer and Linformer attention are in ``minitx.nn.efficient``.
 """
 
-from minitx.nn.attention import DotProductAttention, MultiHeadAttention
-from minitx.nn.backends import (
-    backend_names,
-    explain_backends,
-    register_backend,
-    scaled_dot_product_attention,
-    unregister_backend,
-)
-from minitx.nn.bias import ALiBi, Bias, T5RelativeBias, TensorBias
-from minitx.nn.blocks import Block, LayerScale, Residual, StochasticDepth, is_recomputing
-from minitx.nn.cache import KVCache, LayerCache
-from minitx.nn.drop_in import DropInAttention, swap_attention
-from minitx.nn.feedforward import FeedForward
-from minitx.nn.functional import AttentionCall, attention_scores, attention_weights, masked_softmax, reference_attention
-from minitx.nn.init import init_weights
-from minitx.nn.masks import (
-    BlockSparse,
-    Causal,
-    Dense,
-    Documents,
-    Mask,
-    Padding,
-    PrefixLM,
-    SlidingWindow,
-    from_key_padding_mask,
-    intersect,
-)
-from minitx.nn.models import DecoderLM, Encoder, EncoderDecoder, VisionTransformer, build_model
-from minitx.nn.norms import QKNorm, make_norm
-from minitx.nn.positions import LearnedPositions, Rotary, RotaryScaling, SinusoidalPositions
-from minitx.nn.scale import ScoreScale, fold_scale, scale_multiplier, set_scale
+from typing import TYPE_CHECKING
+
+from minitx.config.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from minitx.nn.attention import DotProductAttention, MultiHeadAttention
+    from minitx.nn.backends import (
+        backend_names,
+        explain_backends,
+        register_backend,
+        scaled_dot_product_attention,
+        unregister_backend,
+    )
+    from minitx.nn.bias import ALiBi, Bias, T5RelativeBias, TensorBias
+    from minitx.nn.blocks import Block, LayerScale, Residual, StochasticDepth, is_recomputing
+    from minitx.nn.cache import KVCache, LayerCache
+    from minitx.nn.drop_in import DropInAttention, swap_attention
+    from minitx.nn.feedforward import FeedForward
+    from minitx.nn.functional import AttentionCall, attention_scores, attention_weights, masked_softmax, reference_attention
+    from minitx.nn.init import init_weights
+    from minitx.nn.masks import (
+        BlockSparse,
+        Causal,
+        Dense,
+        Documents,
+        Mask,
+        Padding,
+        PrefixLM,
+        SlidingWindow,
+        from_key_padding_mask,
+        intersect,
+    )
+    from minitx.nn.models import DecoderLM, Encoder, EncoderDecoder, VisionTransformer, build_model
+    from minitx.nn.norms import QKNorm, make_norm
+    from minitx.nn.positions import LearnedPositions, Rotary, RotaryScaling, SinusoidalPositions
+    from minitx.nn.scale import ScoreScale, fold_scale, scale_multiplier, set_scale
 
 __all__ = [
     "ALiBi",
@@ -94,3 +99,5 @@ __all__ = [
     "swap_attention",
     "unregister_backend",
 ]
+
+__getattr__, __dir__ = on_first_use(__name__)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.config import TransformerConfig, check_scale, evaluate_factor
+from minitx.config.scale_words import check_scale, evaluate_factor
 from minitx.config.schema import Finite, read
+from minitx.config.transformer import TransformerConfig
 
 
 def scale_multiplier(scale: str | float, head_dim: int) -> float:
