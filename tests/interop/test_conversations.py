@@ -39,9 +39,6 @@ def tokenizer():
     return train_tokenizer("char", [LETTERS], vocab_size=0, marks=("bos", "eos"))
 
 
-CALLED = [{"role": "assistant", "content": "ok", "calls": [{"name": "né<'>", "a": 1}]}]
-TO_JSON = "{% for m in messages %}{{ m.content }}{{ m.calls | tojson }}{{ eos_token }}{% endfor %}"
-"""As transformers writes it, and not as jinja2 does for HTML: ``\\u00e9``, ``\\u003c``, ``\\u0027`` and sorted keys."""
 SAID = "user: 1+1?<eos>\nassistant: 2<eos>\n"
 CALLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}[{{ call.name }}]{% endfor %}{{ eos_token }}\n{% endfor %}"
 A_CALL = [*CHAT[1:2], {"role": "assistant", "tool_calls": [{"name": "né"}]}, {"role": "tool", "content": "3"}, *CHAT[2:3]]
@@ -49,7 +46,6 @@ WRITTEN = [
     (TEMPLATE, CHAT, f"system: be brief<eos>\n{SAID}user: thanks<eos>\nassistant: né<eos>\nassistant: ", "2<eos>né<eos>"),
     (CHATML, CHAT[1:3], "<bos><|im_start|>user\n1+1?<eos>\n<|im_start|>assistant\n2<eos>\n<|im_start|>assistant\n", "2<eos>"),
     (CALLS, A_CALL, "<user>1+1?<eos>\n<assistant>[né]<eos>\n<tool>3<eos>\n<assistant>2<eos>\n", "[né]<eos>2<eos>"),
-    (TO_JSON, CALLED, """ok[{"name": "né<'>", "a": 1}]<eos>""", """ok[{"name": "né<'>", "a": 1}]<eos>"""),
 ]
 
 
