@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +25,8 @@ from minitx.config import CONFIG_DIR, RunConfig
 from minitx.config.schema import defaults, nearest
 from minitx.config.shipped import shipped_configs
 
-_OURS = {*defaults(RunConfig), "ablation", "debug"}
-"""The groups and keys that every config has."""
+_OF_RUNS = {*defaults(RunConfig), "ablation", "debug"}
+"""The groups and keys that the config of every run has."""
 
 GLOBAL = "# @package _global_"
 """The first line of a file in ``experiment/`` and ``debug/``."""
@@ -41,18 +41,24 @@ def is_of_hydra(error: BaseException) -> bool:
 
 
 def explained(
-    error: BaseException, words: Sequence[str], keys_of: Callable[[Sequence[str]], list[str]], *, sweeps: bool = False
+    error: BaseException,
+    words: Sequence[str],
+    keys_of: Callable[[Sequence[str]], list[str]],
+    *,
+    sweeps: bool = False,
+    keys: Collection[str] | None = None,
 ) -> str:
     """Return one line for an error of Hydra or OmegaConf.
 
     Args:
         words: overrides, and ``--config-dir=FOLDER``.
-        keys_of: a function from valid words to all keys of their config, as ``group.key``.
+        keys_of: a function from valid words to all keys of the config of a run, as ``group.key``.
         sweeps: whether ``a=1,2`` is a sweep (``-m``).
+        keys: the keys of another program, which has no config files; None: the program is ``train.py``.
     """
     if isinstance(error, OverrideParseException):
         return unreadable(error.override)
-    line = _CommandLine(words, keys_of, sweeps)
+    line = _CommandLine(words, keys_of, sweeps, keys)
     advice = line.advice() or line.advice_on_option(getattr(error, "missing_cfg_file", None) or "")
     return f"{message_of(error).rstrip('.')}{advice}" if advice else message_of(error)
 
@@ -88,8 +94,15 @@ def message_of(error: BaseException) -> str:
 class _CommandLine:
     """The words of a command line, and existing groups, options and keys. For the arguments, see ``explained``."""
 
-    def __init__(self, words: Sequence[str], keys_of: Callable[[Sequence[str]], list[str]], sweeps: bool) -> None:
-        self.keys_of, self.sweeps, self.overrides = keys_of, sweeps, list[Override]()
+    def __init__(
+        self,
+        words: Sequence[str],
+        keys_of: Callable[[Sequence[str]], list[str]],
+        sweeps: bool,
+        of_program: Collection[str] | None,
+    ) -> None:
+        self.keys_of, self.sweeps, self.of_program, self.overrides = keys_of, sweeps, of_program, list[Override]()
+        self.first_names = _OF_RUNS if of_program is None else {*of_program}
         self.folders = [word for word in words if word.startswith(CONFIG_DIR)]
         for word in words:
             if word not in self.folders:
@@ -100,6 +113,8 @@ class _CommandLine:
     def groups(self) -> dict[str, dict[str, Path]]:
         """The files of options, by group."""
         files: dict[str, dict[str, Path]] = {}
+        if self.of_program is not None:
+            return files
         for root in (shipped_configs(), *(Path(word.removeprefix(CONFIG_DIR)) for word in self.folders)):
             for path in sorted(root.glob("*/**/*.yaml")):
                 files.setdefault(path.parent.relative_to(root).as_posix(), {})[path.stem] = path
@@ -109,7 +124,9 @@ class _CommandLine:
 
     @cached_property
     def keys(self) -> list[str]:
-        """All keys of the config with the typed options. This imports torch."""
+        """All keys of the config with the typed options. For a run, this imports torch."""
+        if self.of_program is not None:
+            return [*self.of_program]
         chosen = [override.input_line or "" for override in self.overrides if self._is_choice(override)]
         with suppress(Exception):
             return self.keys_of([*self.folders, *chosen])
@@ -136,12 +153,13 @@ class _CommandLine:
     def _of_word(self, override: Override) -> str:
         name, value, is_group = override.key_or_group, override.value(), override.key_or_group in self.groups
         if override.is_sweep_override() and not self.sweeps:
-            return f"; add -m to run every value, or write '{name}=[...]' for a list"
-        if override.is_add() and (name in _OURS or name in self.keys):
+            run_all = "add -m to run every value, or " if self.of_program is None else ""
+            return f"; {run_all}write '{name}=[...]' for a list"
+        if override.is_add() and (name in self.first_names or name in self.keys):
             return f"; {name} already exists: remove the +"
         if is_group and not override.is_delete():
             return self._of_option(name, value) or self._of_group(override)
-        if not is_group and not name.startswith("hydra") and name.partition(".")[0] not in {*_OURS, *self.groups}:
+        if not is_group and not name.startswith("hydra") and name.partition(".")[0] not in {*self.first_names, *self.groups}:
             return self._of_key(name)
         for reference in re.findall(r"\$\{([\w.]+)\}", str(value)):
             if reference == name:
@@ -169,12 +187,12 @@ class _CommandLine:
             return ""
         if override.package:
             return f" (did you mean {override.key_or_group}?)"
-        is_new = not override.is_hydra_override() and override.key_or_group not in _OURS
+        is_new = not override.is_hydra_override() and override.key_or_group not in self.first_names
         return f" (did you mean +{override.key_or_group}?)" if is_new else ""
 
     def _of_key(self, name: str) -> str:
         for near in (
-            difflib.get_close_matches(name, _OURS, n=1, cutoff=0.8) if "." not in name else ()
+            difflib.get_close_matches(name, self.first_names, n=1, cutoff=0.8) if "." not in name else ()
         ):  # without importing torch
             return f" (did you mean {near}?)"
         in_groups = [key for key in self.keys if key.rpartition(".")[2] == name]  # such as lr without its group

@@ -281,9 +281,6 @@ class Net:
         """
         return data.get("context_len")
 
-    def show_attention(self) -> None:
-        """Replace the attention core of a model of transformers by ours, in place, so that attention can be recorded."""
-
     def train(self) -> list[str]:
         """Put the network into training mode, and return the names of the modules that stay in evaluation mode (``_kept_in_eval``).
 
@@ -408,13 +405,6 @@ class OfTransformers(Net):
         self._check_size("the number of labels", stated(config, "num_labels", int), fields.get("num_labels"))
         if stated(config, "output_router_logits", bool) is not None:
             log.info("model: %s is a mixture of experts; its router loss is not part of the objective", self.kind)
-
-    def show_attention(self) -> None:
-        from minitx.analysis.capture import attention_cores
-        from minitx.interop import adopt_hf
-
-        if not attention_cores(self.network):
-            adopt_hf(self.network)
 
 
 class _Writer(nn.Module):

@@ -25,7 +25,7 @@ from torch import nn
 from minitx.config import CallbacksConfig, ConfigError, Part, RunConfig, SamplesConfig, TrainerConfig, to_dict
 from minitx.config.part import import_modules, parameter_names
 from minitx.config.schema import Count, defaults, first_line, read, require
-from minitx.config.training import LOADING
+from minitx.config.training import LOADING, REPLACED
 from minitx.data.conversations import ChatFormat, is_chat, template_of
 from minitx.data.datamodule import DataModule, in_steps, open_data
 from minitx.data.task import Task, kept_generators
@@ -354,22 +354,6 @@ def build_trainer(
     # signals at fewer steps. There is no public switch for this; pyproject.toml bounds the version of lightning.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
-
-
-REPLACED = {
-    "accumulate_grad_batches": "trainer.accumulate",
-    "callbacks": "callbacks",
-    "default_root_dir": "output_dir",
-    "enable_checkpointing": "trainer.ckpt_every",
-    "enable_progress_bar": "callbacks.progress",
-    "gradient_clip_val": "trainer.clip",
-    "limit_val_batches": "trainer.val_batches",
-    "log_every_n_steps": "trainer.log_every",
-    "logger": "logger",
-    "overfit_batches": "trainer.overfit",
-    "val_check_interval": "trainer.val_every",
-}
-"""Arguments of Lightning's Trainer whose key has another name."""
 
 
 def key_of_argument(name: str) -> str | None:

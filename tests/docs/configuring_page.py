@@ -81,7 +81,7 @@ def keys(cls: type) -> list[Key]:
             "NAME" if field.metadata.get("rest") else field.name,
             kind_of(hints[field.name]),
             default_of(field.default if field.default_factory is dataclasses.MISSING else field.default_factory()),
-            field.metadata.get("meaning") or said.get(field.name, ""),
+            said.get(field.name, ""),
         )
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]
     ]
@@ -97,11 +97,14 @@ OF_ALL_DATA = [
 
 
 def targets(*groups: str) -> dict[str, Any]:
-    """What the options of these groups name as ``_target_``, by the word that chooses the option."""
+    """What the options of these groups name as ``_target_``, by the first word that chooses it: other options only set its keys."""
     paths = [path for group in groups for path in sorted((ROOT / "configs" / group).glob("*.yaml"))]
+    named = {path: yaml.safe_load(path.read_text())["_target_"] for path in paths}
+    first = {name: path for path, name in reversed(named.items())}
     return {
-        f"{path.parent.name}={path.stem}": find_target(yaml.safe_load(path.read_text())["_target_"], path.parent.name)
-        for path in paths
+        f"{path.parent.name}={path.stem}": find_target(name, path.parent.name)
+        for path, name in named.items()
+        if first[name] == path
     }
 
 
