@@ -15,20 +15,34 @@ from pathlib import Path
 from typing import NoReturn
 
 from minitx import __version__
-from minitx.cli.compose import FilePath, Options, compose_program, readable
+from minitx.cli.compose import FilePath, Options, compose_program
 from minitx.cli.exit_codes import exit_code
-from minitx.config import CONFIG_DIR, ConfigError
+from minitx.config import ConfigError
 from minitx.config.schema import Config, require
 
 
 class Flags(argparse.ArgumentParser):
-    """Parser for the flags of a program. All other words are ``overrides``. An unknown flag is a ConfigError."""
+    """Parser for the flags of a program. All other words are ``overrides``. An unknown flag is a ConfigError.
 
-    def __init__(self) -> None:
+    Args:
+        of_hydra: accept the flags of Hydra, except ``--experimental-rerun``, which reads a pickle. Hydra reads them, but prints a page of
+            usage for an unknown flag.
+    """
+
+    def __init__(self, *, of_hydra: bool = False) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         self.add_argument("overrides", nargs="*")
         self.add_argument("--version", action="version", version=f"minitx {__version__}")
         self.add_argument("--help", "-h", action="store_true")
+        if not of_hydra:
+            return
+        for names in ("--hydra-help", "--multirun -m", "--run -r", "--resolve", "--shell-completion -sc"):
+            self.add_argument(*names.split(), action="store_true")
+        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+        topics = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+        self.add_argument("--info", "-i", nargs="?", choices=topics)
+        for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
+            self.add_argument(*names.split())
 
     def error(self, message: str) -> NoReturn:
         dashed = message.partition("unrecognized arguments: --")[2]
@@ -42,45 +56,10 @@ class Flags(argparse.ArgumentParser):
             ConfigError: a flag is unknown, a word is not UTF-8 text in the locale of this process, or an override has no key.
         """
         for word in words:
-            is_text = word == word.encode(errors="ignore").decode()
-            require(is_text, f"{word!a} is not UTF-8 text; in a locale without UTF-8, set PYTHONUTF8=1")
+            if word != word.encode(errors="ignore").decode():
+                raise ConfigError(f"{word!a} is not UTF-8 text; in a locale without UTF-8, set PYTHONUTF8=1")
             require(not word.startswith("="), f"{word} has no key; --help shows the keys")
         return self.parse_intermixed_args(list(words))
-
-
-class HydraFlags(Flags):
-    """Parser for the flags of ``train.py``: Hydra's flags, except ``--experimental-rerun``, which reads a pickle.
-
-    They are checked here because Hydra prints a page of usage for an unknown flag.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        for names in ("--hydra-help", "--multirun -m", "--run -r", "--resolve", "--shell-completion -sc"):
-            self.add_argument(*names.split(), action="store_true")
-        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-        topics = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-        self.add_argument("--info", "-i", nargs="?", choices=topics)
-        for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
-            self.add_argument(*names.split())
-
-
-def check_flags(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
-    """Check the command line of ``train.py``.
-
-    Returns:
-        The arguments with all flags at the end, where Hydra expects them; the words for ``compose.composed``; and whether the
-            config of
-        ``train`` is printed (``--help`` or ``--cfg job``).
-
-    Raises:
-        ConfigError: see ``Flags.read``.
-    """
-    flags_read = HydraFlags().read(arguments)
-    flags = [word for word in arguments if word not in flags_read.overrides]
-    overrides = [readable(word) for word in flags_read.overrides]
-    words = [f"{CONFIG_DIR}{flags_read.config_dir}", *overrides] if flags_read.config_dir else overrides
-    return [*overrides, *flags], words, flags_read.config_name is None and (flags_read.help or flags_read.cfg == "job")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,8 +135,8 @@ def check_output(path: str, *endings: str) -> None:
     """
     require(Path(path).absolute().parent.is_dir(), f"output={path} is in a folder that does not exist")
     require(not os.path.isdir(path), f"output={path} is a folder, but must name a file")
-    fits = not endings or Path(path).suffix.lower() in endings
-    require(fits, f"output={path} must end in {' or '.join(endings)}")
+    if endings and Path(path).suffix.lower() not in endings:
+        raise ConfigError(f"output={path} must end in {' or '.join(endings)}")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.hydra_errors import explained, is_of_hydra, names_of
+from minitx.cli.hydra_errors import CommandLine, explained, is_of_hydra, names_of
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
 from minitx.config.part import find_target, plain_defaults, required
 from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, require
@@ -183,13 +183,13 @@ def composed(words: Sequence[str]) -> DictConfig:
 
 @contextmanager
 def explaining(words: Sequence[str], **options: Any) -> Iterator[None]:
-    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For ``options``, see ``explained``."""
+    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For ``options``, see ``CommandLine``."""
     try:
         yield
     except Exception as error:
         if isinstance(error, ConfigError) or not is_of_hydra(error):
             raise
-        raise ConfigError(explained(error, words, _keys_of, **options)) from error
+        raise ConfigError(explained(error, CommandLine(words, **{"keys_of": _keys_of, **options}))) from error
 
 
 def _keys_of(words: Sequence[str]) -> list[str]:
@@ -313,14 +313,18 @@ def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
     texts, others = dict[str, Any](), list[str]()
     for word in words:
         name, is_pair, value = word.partition("=")
-        is_quoted = value[:1] in ("'", '"') and _is_readable(word)
+        is_quoted = value[:1] in ("'", '"') and _is_parsed(word)
         if is_pair and kinds.get(name, set()) & {str, FilePath} and value != "null" and not is_quoted:
             texts[name] = value
         else:
             others.append(readable(word))
     known = defaults(cls)
     ConfigStore.instance().store(cls.__name__, _with_open_groups(known))
-    with explaining(others, keys=known), _outside_of_jobs(), hydra.initialize(None, version_base="1.3"):
+    with (
+        explaining(others, keys_of=lambda _: [*known], of_run=False),
+        _outside_of_jobs(),
+        hydra.initialize(None, version_base="1.3"),
+    ):
         composed: Any = OmegaConf.to_container(hydra.compose(cls.__name__, overrides=others), resolve=True)
     values = {name: value for name, value in composed.items() if value != "???"} | texts
     for name, value in values.items():
@@ -335,12 +339,13 @@ def readable(word: str) -> str:
     A value with a comma, a bracket or a quote is not quoted.
     """
     name, is_pair, value = word.partition("=")
-    if not is_pair or set(value) & set("'\"\\,()[]{}") or _is_readable(word):
+    if not is_pair or set(value) & set("'\"\\,()[]{}") or _is_parsed(word):
         return word
-    return f"{name}={QuotedString(value, Quote.double).with_quotes()}"
+    quoted = f"{name}={QuotedString(value, Quote.double).with_quotes()}"
+    return quoted if _is_parsed(quoted) else word
 
 
-def _is_readable(word: str) -> bool:
+def _is_parsed(word: str) -> bool:
     with suppress(HydraException):
         return OverridesParser.create().parse_override(word) is not None
     return False

@@ -65,8 +65,10 @@ def _evaluate(config: EvaluateConfig) -> None:
             "data.tokenizer has no effect: the checkpoint contains the tokenizer",
         )
         task = stored.task()
-        answers = config.num_beams == 1 or task.kind == "seq2seq"
-        require(answers, f"num_beams={config.num_beams} has no effect: only encoder-decoders generate answers")
+        require(
+            config.num_beams == 1 or task.kind == "seq2seq",
+            f"num_beams={config.num_beams} has no effect: only encoder-decoders generate answers",
+        )
         rows = (
             config.batch_size
             or stored.state["config"]["trainer"]["val_batch_size"]

@@ -58,15 +58,18 @@ class GenerateConfig(StoredConfig):
 
     def check(self) -> None:
         require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")
-        beams = self.num_beams == 1 or self.temperature == 0.0
         require(
-            beams,
+            self.num_beams == 1 or self.temperature == 0.0,
             f"num_beams={self.num_beams} needs temperature=0, got temperature={self.temperature}: beam search does not sample",
         )
-        ranks = self.num_beams != 1 or self.length_penalty == GenerateConfig.length_penalty
-        require(ranks, f"length_penalty={self.length_penalty} has no effect without beam search: set num_beams above 1")
-        draws = self.num_samples == 1 or self.temperature != 0.0
-        require(draws, f"num_samples={self.num_samples} needs temperature above 0: without sampling, all answers are equal")
+        require(
+            self.num_beams != 1 or self.length_penalty == GenerateConfig.length_penalty,
+            f"length_penalty={self.length_penalty} has no effect without beam search: set num_beams above 1",
+        )
+        require(
+            self.num_samples == 1 or self.temperature != 0.0,
+            f"num_samples={self.num_samples} needs temperature above 0: without sampling, all answers are equal",
+        )
 
 
 def main() -> int:

@@ -20,8 +20,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.command_line import check_flags
-from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, register_defaults, unlisted
+from minitx.cli.command_line import Flags
+from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, readable, register_defaults, unlisted
 from minitx.cli.exit_codes import exit_code, sentence
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
@@ -40,12 +40,15 @@ def main() -> int:
 
     def program() -> None:
         _GRIDS.clear()
-        sys.argv[1:], words, is_shown = check_flags(sys.argv[1:])
+        read = Flags(of_hydra=True).read(sys.argv[1:])
+        flags = [word for word in sys.argv[1:] if word not in read.overrides]
+        overrides = [readable(word) for word in read.overrides]
+        words = [f"{CONFIG_DIR}{read.config_dir}", *overrides] if read.config_dir else overrides
         find_own_modules(words)
-        if is_shown:
-            sys.argv[1:1] = unlisted(words)
-        sweeps = bool({"-m", "--multirun"} & {*sys.argv})
-        with explaining(words, sweeps=sweeps):
+        if read.config_name is None and (read.help or read.cfg == "job"):
+            overrides += unlisted(words)
+        sys.argv[1:] = [*overrides, *flags]  # Hydra expects flags at the end
+        with explaining(words, sweeps=read.multirun):
             hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(run_job)()
 
     with kept_environment("HYDRA_FULL_ERROR"):
@@ -195,11 +198,8 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
         return Path(os.environ[FOLDER])
     job = HydraConfig.get()
     sweeps = job.mode == RunMode.MULTIRUN
-    is_shared = sweeps and config.output_dir and not OmegaConf.is_interpolation(composed, "output_dir")
-    require(
-        not is_shared,
-        f"output_dir={config.output_dir} is the same folder for all jobs of -m: set hydra.sweep.dir instead",
-    )
+    if sweeps and config.output_dir and not OmegaConf.is_interpolation(composed, "output_dir"):
+        raise ConfigError(f"output_dir={config.output_dir} is the same folder for all jobs of -m: set hydra.sweep.dir instead")
     if grid is not None:
         return Path(config.output_dir or Path("runs", config.experiment, grid.name)).absolute()
     folder = config.output_dir or hydra_folder()

@@ -278,8 +278,8 @@ def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | Non
     kind = type(model).__name__ if stored is None else stored.net.shape.architecture
     is_pair = model.config.is_encoder_decoder if stored is None else kind == "encoder_decoder"
     require(is_pair or config.target is None, f"target is for encoder-decoders, but the model is a {kind}")
-    needed = is_pair and config.compare_text is not None and config.target is None
-    require(not needed, "compare_text needs target=TEXT: the model reads both texts with the same target")
+    if is_pair and config.compare_text is not None and config.target is None:
+        raise ConfigError("compare_text needs target=TEXT: the model reads both texts with the same target")
     if config.text is not None:
         read = hf_inputs if stored is None else text_inputs
         answering = {"num_beams": config.num_beams, "max_new_tokens": config.max_new_tokens}
