@@ -36,10 +36,10 @@ from harness import ROOT, Row, compare, exact, median_interval, over, parser, ro
 from peers import NANOGPT, loss_of, nano_gpt
 from step import chunked_loss, most_bytes, probed_over_none, raw_step, trainer_over_loop
 
-from minitx.analysis.counting import train_flops
 from minitx.config import TransformerConfig
 from minitx.generation import generate
 from minitx.nn import DecoderLM, scaled_dot_product_attention
+from minitx.nn.counting import train_flops
 
 DEVICE = os.environ.get("DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE == "pretend":

@@ -68,7 +68,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 def peak(work: Callable[[], object]) -> int:
     """The most bytes at once of those that ``work`` allocates."""
     if not torch.cuda.is_available():
-        from minitx.analysis.counting import allocations
+        from minitx.nn.counting import allocations
 
         return allocations(work)[1]
     gc.collect()

@@ -38,7 +38,7 @@ from matplotlib import pyplot as plt
 from minitx.analysis import capture, effects_figure, heatmap, intervene, knock_out_heads
 from minitx.analysis.snapshot import read_snapshots
 from minitx.analysis.viewer import view
-from minitx.config import CallbacksConfig, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
+from minitx.config import RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import induction, kv_lookup
 from minitx.data.recall import induction_targets
 from minitx.data.task import key_value_texts
@@ -302,7 +302,7 @@ def learn(model, task, steps, lr, seed=0, name="film"):
     config = RunConfig(
         seed=seed,
         optimizer=node(adamw, lr=lr),
-        callbacks=CallbacksConfig(probe=ProbeConfig(every=10, batch_size=256, weights_every=10, weights_rows=256)),
+        callbacks={"probe": {"every": 10, "batch_size": 256, "weights_every": 10, "weights_rows": 256}},
         schedule=node(constant, warmup_steps=steps // 10),
         trainer=TrainerConfig(max_steps=steps, val_every=10, clip=1.0, accelerator="cpu"),
     )

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from syntax_heads import Sentence, syntax_scores
 
-from minitx.analysis import Sentence, Snapshot, head_scores, heads_figure, save_figure, syntax_scores, take_snapshot
+from minitx.analysis import Snapshot, head_scores, heads_figure, save_figure, take_snapshot
 from minitx.config import RunConfig, TrainerConfig, node
 from minitx.data.task import Task
 from minitx.nn import build_model
@@ -92,7 +93,7 @@ def main(steps: int = 1200, seed: int = 0, folder: str | Path = "runs/brackets")
 
     rows = sentences(100, seed=2)
     syntax = syntax_scores(attend, rows, encode)
-    heads = head_scores((attend(row.encode(encode)[0]) for row in rows), syntax=syntax)
+    heads = head_scores(attend(row.encode(encode)[0]) for row in rows)
     save_figure(heads_figure(heads), Path(folder) / "heads.png")
     print(f"accuracy on 200 new rows: {accuracy:.3f}", *heads.lines(), sep="\n")
     (layer, head), best = max(syntax.items(), key=lambda item: item[1].gain.mean)

@@ -1,6 +1,6 @@
 """Count what each part of a model costs, and how the cost of one layer grows with the length of the row. Nothing is timed.
 
-Operations are those of matrix products (``minitx.analysis.counting``), in millions. Softmax, scale and mask count no operations, but
+Operations are those of matrix products (``minitx.nn.counting``), in millions. Softmax, scale and mask count no operations, but
 read and write O(L²) bytes if the scores are stored. ``formula``: the operations of exact attention, with the keys that a query sees.
 ``forward`` and ``backward``: counted operations. ``kept``: bytes kept for the backward pass.
 
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from minitx.analysis import save_figure
-from minitx.analysis.canvas import INK, PALETTE, label, panels
-from minitx.analysis.counting import allocations, count_flops, fit_exponent, flop_counter, forward_flops
+from minitx.canvas import INK, PALETTE, label, panels
 from minitx.config import TransformerConfig
 from minitx.nn import Causal, DecoderLM, DotProductAttention, FeedForward, SlidingWindow
+from minitx.nn.counting import allocations, count_flops, fit_exponent, flop_counter, forward_flops
 from minitx.nn.efficient import build_core
 from minitx.nn.functional import make_call
 from minitx.nn.masks import intersect

@@ -93,8 +93,7 @@ def significant(number):
 def run(overrides, folder, **callbacks):
     """Train like ``train.py OVERRIDES``, and return the loss and the number of correct answers of each step."""
     config = compose_config(shlex.split(f"{RUN} {overrides}"))
-    parts = {**config.callbacks.parts, **callbacks}
-    train(replace(config, callbacks=replace(config.callbacks, parts=parts)), folder)
+    train(replace(config, callbacks={**config.callbacks, **callbacks}), folder)
     with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["train_loss"]]
     return [significant(float(row["train_loss"])) for row in rows], [round(64 * float(row["train_accuracy"])) for row in rows]

@@ -22,10 +22,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from syntax_heads import Sentence, agreement, syntax_scores
 
-from minitx.analysis import Sentence, capture, head_scores, save_figure, syntax_scores, take_snapshot
-from minitx.analysis.canvas import GREY, PALETTE, dodge, label, legend, panels
-from minitx.analysis.heads import agreement, hits_of_best_rule, mean_interval
+from minitx.analysis import capture, head_scores, save_figure, take_snapshot
+from minitx.analysis.heads import Interval, hits_of_best_rule
+from minitx.canvas import GREY, PALETTE, dodge, label, legend, panels
 from minitx.interop import adopt_hf
 
 CLARK = {"dobj →": 0.868, "dobj ←": None, "nsubj →": 0.585, "aux →": 0.811, "auxpass →": 0.825, "prt →": 0.991, "mark →": 0.507}
@@ -88,13 +89,13 @@ def best_head(pairs, relation):
     value, control = (torch.stack([score.value for score in half]) for half in zip(*both, strict=True))  # (n, heads)
     head, position = int(value[0::2].mean(0).argmax()), hits_of_best_rule([score.rules for score, _ in both])[1::2]
     value, shuffled = value[1::2, head], control[1::2, head]
-    best = {"head": head, **vars(mean_interval(value)), "gain": vars(mean_interval(value - position))}
+    best = {"head": head, **vars(Interval.of(value)), "gain": vars(Interval.of(value - position))}
     return best | {"position": float(position.mean()), "shuffled": float(shuffled.mean())}
 
 
 def kept(score):
     """Return the part of a score that is recorded. Each mean has both ends of its interval."""
-    parts = {part: vars(getattr(score, part)) for part in ("excess", "gain", "lost") if getattr(score, part).n > 1}
+    parts = {part: vars(value) for part, value in vars(score).items() if isinstance(value, Interval) and value.n > 1}
     return {"at": score.at, "value": score.value, "uniform": score.uniform} | {k: [*v.values()][:3] for k, v in parts.items()}
 
 
@@ -102,7 +103,7 @@ def measure(model, sentences, pronouns, encode, first, last):
     """Return the scores of all heads, their weight on special tokens, and the best head for each relation."""
     attend, random, stops = reader(model, last), np.random.default_rng(0), torch.tensor(encode(".,"))
     snapshots, special, relations = [attend(sentence.encode(encode, [first])[0]) for sentence in sentences], [], {}
-    scores = head_scores(snapshots, syntax=syntax_scores(attend, sentences, encode, before=[first]))
+    scores, syntax = head_scores(snapshots), syntax_scores(attend, sentences, encode, before=[first])
     for snapshot in snapshots:
         weights = snapshot.maps[0].weights[0].mean(1)  # (heads, L)
         is_stop = torch.isin(snapshot.ids["input_ids"][0], stops)  # (L,)
@@ -115,7 +116,13 @@ def measure(model, sentences, pronouns, encode, first, last):
     for group in (sentences, pronouns):
         pairs = [(arcs(sentence), arcs(sentence.shuffled(random))) for sentence in group]
         relations |= {name: best_head(pairs, name) for name in CLARK if sum(name in scores for scores, _ in pairs) > 19}
-    heads = [{"label": h.label, "entropy": h.entropy.mean} | {k: kept(v) for k, v in h.scores.items()} for h in scores.heads]
+    heads = []
+    for head in scores.heads:
+        along = {"syntactic": syntax[head.layer, head.head]} if (head.layer, head.head) in syntax else {}
+        is_syntactic = any(score.is_syntactic for score in along.values())
+        label = "syntactic" if is_syntactic and head.label not in ("previous", "duplicate", "induction") else head.label
+        kept_scores = {name: kept(score) for name, score in (head.scores | along).items()}
+        heads.append({"label": label, "entropy": head.entropy.mean} | kept_scores)
     shares = dict(zip(("[CLS]", "[SEP]", "full stops and commas"), torch.stack(special).mean(0).tolist(), strict=True))
     return {"heads": heads, "weight on": shares, "relations": relations}
 

@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from minitx.analysis import capture, head_heatmap, intervene, logit_lens, save_figure, take_snapshot
-from minitx.analysis.canvas import GREY, PALETTE, label, panels
-from minitx.analysis.heads import mean_interval
+from minitx.analysis.heads import Interval
+from minitx.canvas import GREY, PALETTE, label, panels
 from minitx.interop import adopt_hf, release_hf
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -154,11 +154,11 @@ def main(out, folder=None, length=50, find=4, judge=10, most=8, timed=256, round
         for way, removed in {**ways, "without others of these layers": same}.items():
             losses.setdefault(way, []).append(loss(model, row, length, removed))
     judged, first = (torch.stack(both) for both in zip(*looks, strict=True))  # (seeds, layers, H)
-    record["heads"] = [[layer, head, vars(mean_interval(judged[:, layer, head]))] for layer, head in heads]
+    record["heads"] = [[layer, head, vars(Interval.of(judged[:, layer, head]))] for layer, head in heads]
     record |= {"tokens": 2 * length, "induction": judged.mean(0).tolist()}
-    record["loss"] = {way: vars(mean_interval(torch.tensor(values))) for way, values in losses.items()}
+    record["loss"] = {way: vars(Interval.of(torch.tensor(values))) for way, values in losses.items()}
     record["loss on prose"] = {"all heads": loss(model, ids, 0), "without induction heads": loss(model, ids, 0, heads)}
-    record["first token"] = [vars(mean_interval(layer)) for layer in first.mean(2).unbind(1)]
+    record["first token"] = [vars(Interval.of(layer)) for layer in first.mean(2).unbind(1)]
     record["uniform"] = float((1 / torch.arange(length + 1.0, 2 * length + 1)).mean())
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     guesses = logit_lens(model, input_ids=ids)[:, 0, -1].softmax(-1).max(-1)  # of the next word, after each layer

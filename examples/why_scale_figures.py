@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minitx.analysis.canvas import INK, PALETTE, label, log_ticks, panels, png
+from minitx.canvas import INK, PALETTE, label, log_ticks, panels, png
 
 LOOKS = {"inv_sqrt": PALETTE[0], "unscaled": PALETTE[1], "inv": PALETTE[4], "unscaled, W_Q / √d_k": PALETTE[2]}
 Series = Mapping[str, Sequence[float]]  # names in the legend, each with a value for each x

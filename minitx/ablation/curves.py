@@ -16,8 +16,8 @@ from minitx.ablation.design import AblationConfig
 from minitx.ablation.formatting import condition_text, words
 from minitx.ablation.grid import Run, solved_step
 from minitx.ablation.intervals import Span
-from minitx.ablation.judge import Finding, Findings, middle
-from minitx.analysis.canvas import GREY, INK, PALETTE, Entry, dodge, label, legend, log_ticks, panels, wrapped_panels
+from minitx.ablation.judge import Contrast, Findings, middle
+from minitx.canvas import GREY, INK, PALETTE, Entry, dodge, label, legend, log_ticks, panels, wrapped_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +96,7 @@ def offset(arms: int, arm: int, seeds: int, seed: int) -> float:
 # --- thresholds, curves, attention
 
 
-def threshold_panel(findings: Findings, listed: Sequence[Finding]) -> Figure:
+def threshold_panel(findings: Findings, listed: Sequence[Contrast]) -> Figure:
     """Draw the thresholds of findings of a comparison in one panel."""
     figure, axes = panels(1, 1, width=7.6, height=3.2)  # as wide as the legend
     law = listed[0].comparison.law
@@ -107,7 +107,7 @@ def threshold_panel(findings: Findings, listed: Sequence[Finding]) -> Figure:
     return figure
 
 
-def law_lines(grid: AblationConfig, listed: Sequence[Finding]) -> list[Entry]:
+def law_lines(grid: AblationConfig, listed: Sequence[Contrast]) -> list[Entry]:
     """Return legend entries for the lines of ``draw_thresholds``."""
     laws = dict.fromkeys(law.text or f"{law.factor}^{law.power:g}" for f in listed if (law := f.comparison.law))
     predicted = (f"{words(grid, listed[0].comparison.arms[1])}, predicted", INK, "", "-")
@@ -115,7 +115,7 @@ def law_lines(grid: AblationConfig, listed: Sequence[Finding]) -> list[Entry]:
     return [predicted, bound] if any(f.predicted for f in listed) else [bound]
 
 
-def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -> None:
+def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Contrast]) -> None:
     """Draw the largest stable rates of both arms against the factor of the law. Each seed is a dot.
 
     Below the medians of the first arm, a solid line shows the prediction of the formula, and a dashed line shows the law.
@@ -138,7 +138,7 @@ def draw_thresholds(ax: Axes, grid: AblationConfig, listed: Sequence[Finding]) -
     ax.minorticks_off()
 
 
-def dots(ax: Axes, grid: AblationConfig, finding: Finding, x: Callable[[float], float]) -> None:
+def dots(ax: Axes, grid: AblationConfig, finding: Contrast, x: Callable[[float], float]) -> None:
     """Draw each value of each seed as a dot at the geometric mean of its ends, with a line from end to end.
 
     A triangle marks a value without an upper end. ``x`` maps the offset of a dot, in slots, to its position.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from minitx.config.schema import Config, Count, Finite, Natural, Positive, require
-from minitx.config.training import check_limit
+from minitx.config.training import WindowConfig
 
 RATE = "lr"
 """The name of the tuned factor. Its levels are learning rates."""
@@ -18,24 +18,6 @@ PARTS = "qk", "rest"
 
 Condition = Mapping[str, str]
 """A level for each factor, by the factor's name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Solved(Config):
-    """The task counts as solved at the first step at which the mean of a metric over a window reaches a value.
-
-    Attributes:
-        metric: the metric. An accuracy must rise to value; a loss must fall to it.
-        value: the value that the mean must reach.
-        window: number of steps in the mean.
-    """
-
-    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
-    value: Finite = 0.9
-    window: Count = 16
-
-    def check(self) -> None:
-        check_limit(self.metric, self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +39,7 @@ class StartConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThresholdConfig(Config):
+class ThresholdConfig(WindowConfig):
     """How the largest stable learning rate of a trained model is measured, for each arm and seed: doubling, then bisection.
 
     The rate is ``optimizer.lr``; the other keys of the optimizer do not change. A run ends when it fails, and is stable if it
@@ -74,12 +56,7 @@ class ThresholdConfig(Config):
 
     first: Mapping[str, Positive]
     bisections: Natural = 4
-    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
-    value: Finite = 0.9
     window: Count = 8
-
-    def check(self) -> None:
-        check_limit(self.metric, self.value)
 
 
 Score = Literal["time", "loss", "accuracy", "equal"]
@@ -118,7 +95,7 @@ class StudyConfig(Config):
     threshold: ThresholdConfig | None = None
     scores: tuple[Score, ...] = ()
     measures: tuple[str, ...] = ()
-    solved: Solved = Solved()
+    solved: WindowConfig = field(default_factory=WindowConfig)
     keep_attention: bool = False
 
     def check(self) -> None:
@@ -127,7 +104,7 @@ class StudyConfig(Config):
         if self.threshold is not None:
             searches = not self.scores and RATE not in self.factors
             require(searches, f"threshold searches for the rate itself: remove scores and the factor {RATE}")
-            _known("arms", self.arms, self.threshold.first, "threshold.first")
+            _require_known("arms", self.arms, self.threshold.first, "threshold.first")
         require(
             not {"arm", "seed"} & {*self.factors},
             "factors.arm and factors.seed are reserved for the arms and seeds of the study: choose other names",
@@ -148,9 +125,9 @@ class StudyConfig(Config):
         there = {"arm": self.arms, "seed": [str(seed) for seed in self.seeds], **self.factors}
         for skip in self.skip:
             require(bool(skip), "skip=[{}] would leave out every run: name at least one factor")
-            _known("skip", skip, there, "the study")
+            _require_known("skip", skip, there, "the study")
             for key, levels in skip.items():
-                _known(f"skip.{key}", levels, there[key], "it")
+                _require_known(f"skip.{key}", levels, there[key], "it")
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -299,11 +276,11 @@ class AblationConfig(Config):
             self.about is not None or not self.options, f"options={dict(self.options)} need about, the module that reads them"
         )
         require(self.ratio_margin > 1, f"ratio_margin={self.ratio_margin:g} must be above 1")
-        _known("only", self.only, self.studies, "ablation.studies")
+        _require_known("only", self.only, self.studies, "ablation.studies")
         for name, study in self.studies.items():
-            _known(f"studies.{name}.arms", study.arms, self.arms, "ablation.arms")
+            _require_known(f"studies.{name}.arms", study.arms, self.arms, "ablation.arms")
             if study.start is not None:
-                _known(f"studies.{name}.start.study", [study.start.study], self.studies, "ablation.studies")
+                _require_known(f"studies.{name}.start.study", [study.start.study], self.studies, "ablation.studies")
         for i, comparison in enumerate(self.comparisons):
             self._check_comparison(f"comparisons[{i}]", comparison)
             require(comparison not in self.comparisons[:i], f"comparisons[{i}] is a duplicate: remove it")
@@ -313,23 +290,23 @@ class AblationConfig(Config):
 
     def _check_comparison(self, place: str, comparison: ComparisonConfig) -> None:
         name, arms, law = comparison.study, comparison.arms, comparison.law
-        _known(f"{place}.study", [name], self.studies, "ablation.studies")
+        _require_known(f"{place}.study", [name], self.studies, "ablation.studies")
         study = self.studies[name]
         require(bool(study.endpoints), f"{place}.study={name} has no scores: set studies.{name}.scores")
         require(arms[0] != arms[1], f"{place}.arms={list(arms)} compares an arm with itself")
-        _known(f"{place}.arms", arms, study.arms, f"studies.{name}.arms")
+        _require_known(f"{place}.arms", arms, study.arms, f"studies.{name}.arms")
         if law is not None:
-            _known(f"{place}.law", filter(None, (law.factor, law.parts)), study.factors, f"studies.{name}.factors")
+            _require_known(f"{place}.law", filter(None, (law.factor, law.parts)), study.factors, f"studies.{name}.factors")
             numbers = law.factor != RATE and all(map(_is_rate, study.factors[law.factor]))
             require(
                 numbers, f"{place}.law.factor={law.factor} must be a factor other than {RATE} whose levels are positive numbers"
             )
             if law.parts is not None:
-                _known(f"{place}.law.parts={law.parts} needs levels", PARTS, study.factors[law.parts], "it")
+                _require_known(f"{place}.law.parts={law.parts} needs levels", PARTS, study.factors[law.parts], "it")
 
     def _check_expected(self, place: str, expected: ExpectedConfig) -> None:
         laws, study, endpoint = self._laws(place, expected), self.studies[expected.study], expected.endpoint
-        _known(f"{place}.endpoint", [endpoint], study.endpoints, "that study")
+        _require_known(f"{place}.endpoint", [endpoint], study.endpoints, "that study")
         divides = bool(expected.over or expected.formula)
         require(
             not divides or endpoint in ("threshold", "time"),
@@ -348,7 +325,9 @@ class AblationConfig(Config):
         laws = [comparison.law for comparison in self.comparisons if (comparison.study, comparison.arms) == (name, arms)]
         require(bool(laws), f"{place}: arms={list(arms)} of study={name} are not in ablation.comparisons")
         for factor, level in compared.condition.items():
-            _known(f"{place}.condition.{factor}", [level], self.studies[name].factors.get(factor, ()), f"studies.{name}")
+            _require_known(
+                f"{place}.condition.{factor}", [level], self.studies[name].factors.get(factor, ()), f"studies.{name}"
+            )
         return laws
 
     def phases(self, name: str) -> list[str]:
@@ -376,7 +355,7 @@ def _is_rate(level: str) -> bool:
         return False
 
 
-def _known(place: str, names: Iterable[str], allowed: Iterable[str], owner: str) -> None:
+def _require_known(place: str, names: Iterable[str], allowed: Iterable[str], owner: str) -> None:
     allowed = list(allowed)
     unknown = [name for name in names if name not in allowed]
     require(not unknown, f"{place}={unknown} not found; {owner} has {', '.join(allowed)}")

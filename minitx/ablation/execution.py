@@ -28,7 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from minitx.ablation.design import AblationConfig
-from minitx.ablation.grid import Cell, Place, Record, end_last_line, read_records, solved_step
+from minitx.ablation.grid import Cell, GridPlace, Record, end_last_line, read_json_lines, solved_step
 from minitx.config import ConfigError
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class SlurmPool:
                 job.cancel(check=False)
 
 
-Pool = LocalPool | SlurmPool
+WorkerPool = LocalPool | SlurmPool
 
 
 # --- cells
@@ -152,7 +152,7 @@ class Book:
 
     def __init__(self, cells: Sequence[Cell], folder: Path, after_line: Callable[[], None]) -> None:
         self.folder, self.path, self.after_line = folder, folder / "cells.jsonl", after_line
-        last = {record["cell"]: record for record in read_records(self.path)}
+        last = {record["cell"]: record for record in read_json_lines(self.path)}
         by_place = {cell.place: last[cell.hash] for cell in cells if cell.hash in last}
         self.known = {place: record for place, record in by_place.items() if record["status"] != "failed"}
         for cell in reversed(cells):
@@ -178,7 +178,7 @@ class Book:
             os.fsync(file.fileno())
 
 
-def why_not(grid: AblationConfig, cell: Cell, records: Mapping[Place, Record]) -> str | None:
+def skip_reason(grid: AblationConfig, cell: Cell, records: Mapping[GridPlace, Record]) -> str | None:
     """Return the reason for leaving out ``cell``, from the record of the run that it starts from, or None."""
     start = grid.studies[cell.place.study].start
     if start is None or cell.start is None:
@@ -192,7 +192,7 @@ def why_not(grid: AblationConfig, cell: Cell, records: Mapping[Place, Record]) -
 
 
 def run_cells(
-    pool: Pool,
+    pool: WorkerPool,
     grid: AblationConfig,
     cells: Sequence[Cell],
     folder: Path,
@@ -221,7 +221,9 @@ def run_cells(
     return [book.records[cell.place] for cell in cells]
 
 
-def _outcomes(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Book, run_cell: RunCell) -> Iterator[Cell | None]:
+def _outcomes(
+    pool: WorkerPool, grid: AblationConfig, cells: Sequence[Cell], book: Book, run_cell: RunCell
+) -> Iterator[Cell | None]:
     """Yield each cell once its record is in the book, and None when all that is left is to wait."""
     waiting, running, died = list(cells), dict[Cell, tuple[Any, float]](), set[Cell]()
     while waiting or running:
@@ -229,7 +231,7 @@ def _outcomes(pool: Pool, grid: AblationConfig, cells: Sequence[Cell], book: Boo
         ready = next((cell for cell in free if cell.start is None or cell.start.place in book.records), None)
         if ready is not None:
             waiting.remove(ready)
-            if ready.place not in book.records and (reason := why_not(grid, ready, book.records)):
+            if ready.place not in book.records and (reason := skip_reason(grid, ready, book.records)):
                 book.write(ready, "not run", reason=reason)
             if ready.place in book.records:
                 yield ready

@@ -56,16 +56,18 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from minitx.ablation.design import RATE, AblationConfig, Solved, StudyConfig, ThresholdConfig
+from minitx.ablation.design import RATE, AblationConfig, StudyConfig, ThresholdConfig
 from minitx.config import CONFIG_DIR, to_dict
 from minitx.config.schema import require
 from minitx.config.shipped import shipped_configs
+from minitx.config.training import WindowConfig
+from minitx.training.window import Window
 
 NEW_DATA = 1000
 """Added to the seed of a run that starts from the weights of another run, so that its batches are new, and equal for all arms."""
 
 # files of the package and its configs that determine the result of a run
-_LOOKS = ("capture", "statistics", "gradients", "snapshot", "counting")  # used by probes and measures
+_LOOKS = ("capture", "statistics", "gradients", "snapshot")  # used by probes and measures
 _CODE = (
     *("nn", "data", "training", "config", "interop"),
     *(f"ablation/{name}.py" for name in ("measures", "thresholds", "scaling/updates")),
@@ -78,7 +80,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class GridPlace:
     """The place of a run in its grid. ``factors`` are (factor, level), sorted by the factor's name."""
 
     study: str
@@ -105,7 +107,7 @@ class Place:
 class Cell:
     """One training run or threshold of a grid: its place, its overrides, and the run from whose weights it starts."""
 
-    place: Place
+    place: GridPlace
     overrides: tuple[str, ...]
     start: Cell | None = None
     keeps_weights: bool = False
@@ -137,16 +139,18 @@ class Cell:
 
         They load the weights of ``start``. If the scale is folded, they add a check that the model starts as the same function.
         """
-        values, loading = settings(self.overrides), list[str]()
+        values, loading, loader = settings(self.overrides), list[str](), ""
         folded = (node for node in ("init_from", "model") if values.get(f"{node}.fold_scale", "").lower() == "true")
         if self.start is not None:
-            path = str(self.start.weights(grid))
-            loading = [f"init_from.path={_quoted(path)}", "init_from.fold_scale=true"]
+            path = _in_quotes(str(self.start.weights(grid)))
+            loading = [f"init_from.path={path}", "init_from.fold_scale=true"]
         elif node := next(folded, None):
-            path = values.get(f"{node}.path", f"${{{node}.path}}").strip("\"'")  # an experiment may set it
+            path = _in_quotes(values.get(f"{node}.path", f"${{{node}.path}}").strip("\"'"))  # an experiment may set it
+            if node == "model":
+                loader = f", model: {{_target_: ${{model._target_}}, path: {path}, _partial_: true}}"
         else:
             return list(self.overrides)
-        check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {_quoted(path)}}}"
+        check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {path}{loader}}}"
         return [*self.overrides, *loading, check]
 
     def steps(self) -> int:
@@ -170,7 +174,7 @@ class Cell:
         }
 
 
-def _quoted(path: str) -> str:
+def _in_quotes(path: str) -> str:
     """Return ``path`` in quotes for Hydra, where only the quote itself is escaped."""
     return '"' + path.replace('"', r"\"") + '"'
 
@@ -203,19 +207,19 @@ def cells(grid: AblationConfig, *, common: Sequence[str] = ()) -> list[Cell]:
         ConfigError: two cells are equal; two of arm, factors, seeds, threshold and ``common`` set the same key; or the grid
             does not contain the starting run of a cell.
     """
-    cells_by_place, blocks = dict[Place, Cell](), dict[Place, int]()
+    cells_by_place, blocks = dict[GridPlace, Cell](), dict[GridPlace, int]()
     studies = grid.chosen()
     starts = {(study.start.study, study.start.arm) for study in studies.values() if study.start}
     for name, study in sorted(studies.items(), key=lambda item: len(grid.phases(item[0]))):
         where = f"ablation.studies.{name}"
-        places = [*_places(name, study)]
+        places = [*_grid_places(name, study)]
         require(bool(places), f"{where} has no run: it needs arms, seeds, and levels that skip does not leave out")
         for place in places:
             require(place not in cells_by_place, f"{where} names a seed or a level twice: {place}")
             factors, first = dict(place.factors), None
             if study.start is not None:
                 shared = tuple(pair for pair in place.factors if pair[0] in grid.studies[study.start.study].factors)
-                first = Place(study.start.study, study.start.arm, shared, place.seed)
+                first = GridPlace(study.start.study, study.start.arm, shared, place.seed)
                 require(first in cells_by_place, f"{where}.start: the grid has no run {first}")
             parts = {
                 "base": study.base,
@@ -242,14 +246,14 @@ def _check_apart(where: str, parts: Mapping[str, Iterable[str]]) -> None:
         require(not both, f"{where}: {first} and {second} both set {both}")
 
 
-def _places(name: str, study: StudyConfig) -> Iterator[Place]:
+def _grid_places(name: str, study: StudyConfig) -> Iterator[GridPlace]:
     """Yield the places of a study by seed, without skipped ones."""
     combined = itertools.product(*study.factors.values(), study.arms)
     for seed, (*levels, arm) in itertools.product(study.seeds, combined):
         factors = dict(zip(study.factors, levels, strict=True))
         place = {"arm": arm, "seed": str(seed), **factors}
         if not any(all(place[key] in allowed for key, allowed in skip.items()) for skip in study.skip):
-            yield Place(name, arm, tuple(sorted(factors.items())), seed)
+            yield GridPlace(name, arm, tuple(sorted(factors.items())), seed)
 
 
 @cache
@@ -314,7 +318,7 @@ def _executed(source: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Run(Place):
+class Run(GridPlace):
     """A run of the grid with its record ({} if there is none)."""
 
     record: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -338,12 +342,12 @@ class Runs:
     all: tuple[Run, ...]
 
     @classmethod
-    def of(cls, places: Iterable[Place], records: Iterable[Record]) -> Runs:
+    def of(cls, places: Iterable[GridPlace], records: Iterable[Record]) -> Runs:
         """Return the runs at ``places``, each with the last record of a finished run, or else the last record. Other records are ignored."""
         by_place = {}
         for record in sorted(records, key=lambda record: record["status"] == "done"):
             factors = tuple(sorted(record["factors"].items()))
-            by_place[Place(record["study"], record["arm"], factors, record["seed"])] = record
+            by_place[GridPlace(record["study"], record["arm"], factors, record["seed"])] = record
         return cls(tuple(Run(**vars(place), record=by_place.get(place, {})) for place in places))
 
     def select(
@@ -354,11 +358,11 @@ class Runs:
         return [run for run in of_study if arm in ("", run.arm) and rate in ("", run.rate) and status in ("", run.status)]
 
 
-KEYS = ("cell", "study", "arm", "factors", "seed", "overrides", "status", "result")
+RECORD_KEYS = ("cell", "study", "arm", "factors", "seed", "overrides", "status", "result")
 """Keys that each record of a grid has."""
 
 
-def read_records(path: Path, keys: Iterable[str] = KEYS) -> list[Record]:
+def read_json_lines(path: Path, keys: Iterable[str] = RECORD_KEYS) -> list[Record]:
     """Read the records of a ``cells.jsonl``; [] if it does not exist. An incomplete line, after a crash, is skipped.
 
     Raises:
@@ -380,24 +384,19 @@ def end_last_line(path: Path) -> None:
             file.write("\n")
 
 
-def solved_step(result: Mapping[str, Any], solved: Solved) -> int | None:
+def solved_step(result: Mapping[str, Any], solved: WindowConfig) -> int | None:
     """Return the first step t at which the mean of the metric over steps t - window + 1 ... t reaches the value.
 
-    Return None if there is no such step, or if the run was not finite.
+    Return None if there is no such step, or if the run was not finite. A missing value counts as the worst: accuracy 0, or an
+    infinite loss.
 
-    >>> solved_step({"accuracy": [0.0, 1.0, 1.0], "nonfinite_step": None}, Solved(value=0.9, window=2))
+    >>> solved_step({"accuracy": [0.0, 1.0, 1.0], "nonfinite_step": None}, WindowConfig(value=0.9, window=2))
     3
     """
     if result["nonfinite_step"] is not None:
         return None
-    for step, value in enumerate(_means(result, solved.metric, solved.window), solved.window):
-        if value >= solved.value if solved.metric == "train_accuracy" else value <= solved.value:
+    window, worst = Window(solved.metric, solved.value, solved.window), 0.0 if solved.metric == "train_accuracy" else math.inf
+    for step, value in enumerate(result[solved.metric.removeprefix("train_")] or [], 1):
+        if window.reaches(window.add({solved.metric: worst if value is None else value})):
             return step
     return None
-
-
-def _means(result: Mapping[str, Any], metric: str, window: int) -> Iterator[float]:
-    """Yield the means over ``window`` consecutive steps. A missing value counts as the worst: accuracy 0, or an infinite loss."""
-    worst = 0.0 if metric == "train_accuracy" else math.inf
-    values = [worst if value is None else value for value in result[metric.removeprefix("train_")] or []]
-    return (math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1))

@@ -108,7 +108,7 @@ class Arm:
 # --- comparisons
 
 
-class Pair(NamedTuple):
+class SeedPair(NamedTuple):
     """A seed of a comparison: the rates and values of reference and treatment, and the effect."""
 
     seed: int
@@ -148,7 +148,7 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Contrast:
     """The result of a comparison on one endpoint under one condition.
 
     Attributes:
@@ -165,7 +165,7 @@ class Finding:
     comparison: ComparisonConfig
     endpoint: Endpoint
     condition: Condition
-    pairs: tuple[Pair, ...]
+    pairs: tuple[SeedPair, ...]
     at_edge: bool
     margin: Span
     bound: float | None
@@ -243,16 +243,16 @@ class Findings:
 
     grid: AblationConfig
     runs: Runs
-    findings: tuple[Finding, ...]
+    findings: tuple[Contrast, ...]
     equalities: tuple[Equality, ...]
 
-    def find(self, study: str, endpoint: str, arms: tuple[str, ...] = (), condition: Mapping[str, str] = {}) -> list[Finding]:
+    def find(self, study: str, endpoint: str, arms: tuple[str, ...] = (), condition: Mapping[str, str] = {}) -> list[Contrast]:
         """Return the findings that match all arguments. If ``arms`` is empty, all arms match."""
         matching = (f for f in self.findings if (f.comparison.study, f.endpoint.name) == (study, endpoint))
         return [f for f in matching if arms in ((), f.comparison.arms) and condition.items() <= f.condition.items()]
 
 
-def slopes(listed: Sequence[Finding]) -> list[float]:
+def slopes(listed: Sequence[Contrast]) -> list[float]:
     """Return, for each seed, the slope of log(ratio) against the log of the law's factor, over all levels in ``listed``."""
     xs = np.log([f.level for f in listed])
     by_seed = [{pair.seed: pair.effect.low for pair in f.pairs} for f in listed]
@@ -269,7 +269,7 @@ def judge(grid: AblationConfig, runs: Runs) -> Findings:
                 if name == "equal":
                     equalities.append(_equality(grid, runs, comparison, condition))
                 else:
-                    findings.append(_finding(grid, runs, comparison, condition, name))
+                    findings.append(_contrast(grid, runs, comparison, condition, name))
     return Findings(grid, runs, tuple(f for f in findings if f.pairs), tuple(e for e in equalities if e.equal))
 
 
@@ -279,7 +279,7 @@ def _conditions(runs: Runs, comparison: ComparisonConfig) -> list[Condition]:
     return [condition for i, condition in enumerate(reference) if condition in treatment and condition not in reference[:i]]
 
 
-def _finding(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, condition: Condition, name: str) -> Finding:
+def _contrast(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, condition: Condition, name: str) -> Contrast:
     arms = [Arm(grid, runs, comparison.study, arm, condition) for arm in comparison.arms]
     endpoint, margin = Endpoint(name, grid.studies[comparison.study]), grid.score_margin
     pairs = []
@@ -288,12 +288,14 @@ def _finding(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, con
         reference, treatment = (endpoint.value(run) if run else None for run in judged)
         if reference is not None and treatment is not None:
             pairs.append(
-                Pair(seed, [run.rate for run in judged if run], (reference, treatment), endpoint.effect(reference, treatment))
+                SeedPair(
+                    seed, [run.rate for run in judged if run], (reference, treatment), endpoint.effect(reference, treatment)
+                )
             )
     tried = [(arm.rates[0], arm.rates[-1]) for arm in arms if arm.rates]
     law = comparison.law if endpoint.is_ratio else None
     part = law.part(condition) if law else None
-    return Finding(
+    return Contrast(
         comparison=comparison,
         endpoint=endpoint,
         condition=condition,
@@ -301,11 +303,11 @@ def _finding(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, con
         at_edge=any(rate in ends for pair in pairs for rate, ends in zip(pair.rates, tried, strict=True) if rate),
         margin=Span(1 / grid.ratio_margin, grid.ratio_margin) if endpoint.is_ratio else Span(-margin, margin),
         bound=None if law is None or part == "rest" else float(condition[law.factor]) ** law.power,
-        parts=_parts(runs, comparison, law, condition) if law and law.parts and not part else (),
+        parts=_parts_by_seed(runs, comparison, law, condition) if law and law.parts and not part else (),
     )
 
 
-def _parts(runs: Runs, comparison: ComparisonConfig, law: LawConfig, condition: Condition) -> tuple[Parts, ...]:
+def _parts_by_seed(runs: Runs, comparison: ComparisonConfig, law: LawConfig, condition: Condition) -> tuple[Parts, ...]:
     """Return the thresholds of the reference and of its parts, for the seeds that have all three."""
     by_level = []
     for level in (condition[str(law.parts)], *PARTS):
@@ -325,26 +327,26 @@ def _equality(grid: AblationConfig, runs: Runs, comparison: ComparisonConfig, co
 # --- predictions
 
 
-class Answer(NamedTuple):
+class Verdict(NamedTuple):
     """Whether an expected range of a prediction holds under a condition: HELD, NOT HELD or UNDECIDED."""
 
     statement: str
-    finding: Finding
+    finding: Contrast
     measured: Span | None
     status: str
 
 
-def answers(findings: Findings) -> Iterator[Answer]:
-    """Yield the answers to the predictions of the grid, in order, for all comparisons that were run. A prediction holds if all answers hold."""
+def verdicts(findings: Findings) -> Iterator[Verdict]:
+    """Yield the verdicts on the predictions of the grid, in order, for all comparisons that were run. A prediction holds if all verdicts hold."""
     for prediction in findings.grid.predictions.values():
         for expected in prediction.expect:
             for finding in findings.find(expected.study, expected.endpoint, expected.arms, expected.condition):
                 divisor = _divisor(findings, finding, expected)
                 measured = _measured(finding, expected, divisor)
-                yield Answer(prediction.statement, finding, measured, _status(finding, measured, expected, divisor))
+                yield Verdict(prediction.statement, finding, measured, _status(finding, measured, expected, divisor))
 
 
-def _divisor(findings: Findings, finding: Finding, expected: ExpectedConfig) -> Finding | None:
+def _divisor(findings: Findings, finding: Contrast, expected: ExpectedConfig) -> Contrast | None:
     """Return the finding of ``over`` by which the estimate is divided, or None."""
     if (over := expected.over) is None:
         return None
@@ -354,7 +356,7 @@ def _divisor(findings: Findings, finding: Finding, expected: ExpectedConfig) -> 
     return other[0] if len(other) == 1 else None
 
 
-def _measured(finding: Finding, expected: ExpectedConfig, divisor: Finding | None) -> Span | None:
+def _measured(finding: Contrast, expected: ExpectedConfig, divisor: Contrast | None) -> Span | None:
     """Return the number or the interval to compare with the range, or None if the divisor or the parts are missing."""
     if expected.share:
         estimate, interval = finding.share, finding.share_interval
@@ -370,7 +372,7 @@ def _measured(finding: Finding, expected: ExpectedConfig, divisor: Finding | Non
     return measured.over(divisor.estimate) if divisor else None
 
 
-def _status(finding: Finding, measured: Span | None, expected: ExpectedConfig, divisor: Finding | None) -> str:
+def _status(finding: Contrast, measured: Span | None, expected: ExpectedConfig, divisor: Contrast | None) -> str:
     """Return the status. It is UNDECIDED with fewer than five seeds, also of the divisor, or if runs at their cap leave it open."""
     if measured is None or (finding.share_interval if expected.share else finding.interval) is None:
         return "UNDECIDED"

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from minitx.ablation.design import AblationConfig
-from minitx.analysis.counting import flop_counter
 from minitx.config import ConfigError, EvaluationConfig, InitFrom, TransformerConfig, from_dict
 from minitx.config.schema import read, require
 from minitx.config.training import MODEL, Data, Model
@@ -32,6 +31,7 @@ from minitx.data.datamodule import DataModule
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Batch, without_targets
 from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.counting import flop_counter
 from minitx.nn.functional import AttentionCall, reference_attention
 from minitx.nn.masks import Mask, SlidingWindow, intersect
 from minitx.nn.modes import evaluating
@@ -43,7 +43,7 @@ from minitx.training.net import Net, network_of
 from minitx.training.trust import check_trusted
 
 START_FILE, MEASURES_FILE = "start.json", "measures.json"
-TOLERANCE = 1e-5
+LARGEST_ERROR = 1e-5
 MEASURES = ("loss_at_N", "attention_error", "attention_cost")
 """Names of the numbers that ``Measures`` can write, for ``measures`` of a study. N is a length."""
 _ROWS = 8
@@ -64,50 +64,48 @@ class SameStart(L.Callback):
     to ``start.json`` in the folder of the run.
 
     Args:
-        path: the value of ``init_from.path`` (a checkpoint, a folder, or a name on the hub), or of ``model.path`` for an
-            adopted model of transformers.
+        path: the value of ``init_from.path`` (a checkpoint, a folder, or a name on the hub), or of ``model.path``.
+        model: for a model that is loaded by its own target, such as ``minitx.interop.pretrained_hf``: a function of ``task``
+            and ``num_labels`` that loads it again, as it is at ``path``.
 
     Raises:
         ConfigError: in training, if this number is above 1e-5.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, model: Callable[..., nn.Module] | None = None) -> None:
+        self.path, self.model = path, model
 
     @torch.no_grad()
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         batch = {name: tensor.to(module.device) for name, tensor in trainer.datamodule.probe_batch(_ROWS).items()}  # type: ignore[attr-defined]
-        before, network = (_network_at(self.path, trainer, module).to(next(module.network.parameters())), module.network)
+        before, network = self._start(trainer, module).to(next(module.network.parameters())), module.network
         with evaluating(before), evaluating(network):
             expected, actual = Net.of(before)(batch), module.net(batch)
         error = float((actual - expected).abs().max() / expected.abs().max())
         Path(trainer.default_root_dir, START_FILE).write_text(json.dumps({"error": error}) + "\n", encoding="utf-8")
         require(
-            error <= TOLERANCE,
-            f"the outputs differ from the outputs of {self.path} by {error:.1e} of the largest output, more than {TOLERANCE:g}",
+            error <= LARGEST_ERROR,
+            f"the outputs differ from the outputs of {self.path} by {error:.1e} of the largest output, more than {LARGEST_ERROR:g}",
         )
 
-
-def _network_at(path: str, trainer: L.Trainer, module: Any) -> nn.Module:
-    """Return the network that the run starts from. A head that the folder does not contain is initialised as in the run."""
-    if Path(path).is_file():
-        builds_itself = module.net.stored_node is not None
-        return load_model(path, None if builds_itself else copy.deepcopy(module.network))[0]
-    if module.net.config is None:
-        from minitx.interop import pretrained_hf
-
-        kind, labels = trainer.datamodule.task.kind, module.network.config.num_labels  # type: ignore[attr-defined]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(module.seed)
-            return pretrained_hf(path, task=kind, num_labels=labels if kind in ("classify", "tag") else None)
-    start = load_start(InitFrom(path=path))
-    if start is None or start.shape is None:
-        raise ConfigError(f"init_from.fold_scale=true needs a model of minitx, but {path} contains another model")
-    node = {"_target_": MODEL, **start.shape}
-    check_trusted(node, "model")
-    network = network_of(read(Model, node, "model"))
-    network.load_state_dict(start.weights)
-    return network
+    def _start(self, trainer: L.Trainer, module: Any) -> nn.Module:
+        """Return the network that the run starts from. A head that the folder does not contain is initialised as in the run."""
+        if self.model is not None:
+            kind, fields = trainer.datamodule.task.kind, trainer.datamodule.task.model_fields  # type: ignore[attr-defined]
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(module.seed)
+                return self.model(task=kind, num_labels=fields.get("num_labels"))
+        if Path(self.path).is_file():
+            builds_itself = module.net.stored_node is not None
+            return load_model(self.path, None if builds_itself else copy.deepcopy(module.network))[0]
+        start = load_start(InitFrom(path=self.path))
+        if start is None or start.shape is None:
+            raise ConfigError(f"init_from.fold_scale=true needs a model of minitx, but {self.path} contains another model")
+        node = {"_target_": MODEL, **start.shape}
+        check_trusted(node, "model")
+        network = network_of(read(Model, node, "model"))
+        network.load_state_dict(start.weights)
+        return network
 
 
 class Measures(L.Callback):
@@ -156,7 +154,7 @@ class Measures(L.Callback):
             measured = evaluate(network, longer, length_options, batch_size=data.val_batch_size(1))
             numbers[f"loss_at_{length}"] = measured.metrics["loss"].value
         if self.attention:
-            numbers |= _attention(network, data.probe_batch(_ROWS))
+            numbers |= _attention_numbers(network, data.probe_batch(_ROWS))
         Path(trainer.default_root_dir, MEASURES_FILE).write_text(json.dumps(numbers) + "\n", encoding="utf-8")
 
 
@@ -177,7 +175,7 @@ def _check_lengths(longest: int, model: TransformerConfig, data: DataModule) -> 
 
 
 @torch.no_grad()
-def _attention(network: nn.Module, batch: Batch) -> dict[str, float]:
+def _attention_numbers(network: nn.Module, batch: Batch) -> dict[str, float]:
     """Call each core again with its recorded arguments, and return its error and its cost."""
     calls: list[tuple[nn.Module, AttentionCall]] = []
     device = next(network.parameters()).device
@@ -205,14 +203,13 @@ def _without_window(mask: Mask | None) -> Mask | None:
     return mask and intersect(*(part for part in mask.parts() if not isinstance(part, SlidingWindow)))
 
 
-def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attention: bool = False) -> dict[str, Any]:
+def result_of(folder: Path, trained: Mapping[str, Any], cap: int) -> dict[str, Any]:
     """Return the ``result`` of a record (see ``grid``) as plain data without NaN.
 
     Args:
         folder: the folder of the run.
         trained: the result of ``train``.
         cap: ``trainer.max_steps``.
-        keep_attention: also read the attention weights that the probe wrote.
     """
     rows = [row for row in read_metrics(folder / "metrics.csv") if row["train_loss"] is not None]
     is_broken = trained["nonfinite_step"] is None and trained["metrics"].get("val_loss", 0.0) is None  # after the last update
@@ -228,13 +225,13 @@ def result_of(folder: Path, trained: Mapping[str, Any], cap: int, *, keep_attent
         "floors": dict(trained["floors"]),
         "digest": hashlib.sha256(b"".join(struct.pack("<d", loss) for loss in losses)).hexdigest(),
         "parameters": trained["num_parameters"],
-        "start_error": read_json(folder / START_FILE).get("error"),
-        "measures": {name: finite(value) for name, value in read_json(folder / MEASURES_FILE).items()},
+        "start_error": read_numbers(folder / START_FILE).get("error"),
+        "measures": {name: finite(value) for name, value in read_numbers(folder / MEASURES_FILE).items()},
         "probes": [
-            {"step": probe["step"], "layers": [_layer(layer) for layer in probe["layers"]]}
+            {"step": probe["step"], "layers": [_plain_layer(layer) for layer in probe["layers"]]}
             for probe in read_probes(folder / "probes.jsonl")
         ],
-        "attention": _kept_weights(folder / "attention") if keep_attention else {},
+        "attention": {},
     }
 
 
@@ -243,19 +240,12 @@ def short(value: float | None) -> float | None:
     return None if finite(value) is None else float(f"{value:.5g}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_numbers(path: Path) -> dict[str, Any]:
     """Read a JSON file; {} if it does not exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}  # type: ignore[no-any-return]
 
 
-def _layer(layer: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a layer without histograms."""
     plain = {name: value for name, value in layer.items() if not isinstance(value, list | dict)}
     return {name: short(value) if isinstance(value, float) else value for name, value in plain.items()}
-
-
-def _kept_weights(folder: Path) -> dict[str, list[Any]]:
-    """Return the weights (rows, L, S) of the first head in the first layer, by step, rounded to four decimals."""
-    from minitx.analysis.snapshot import read_snapshots
-
-    return {str(shot.step): (shot.maps[0].weights[:, 0] * 1e4).round().div(1e4).tolist() for shot in read_snapshots(folder)}

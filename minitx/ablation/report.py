@@ -8,7 +8,7 @@
 ``limits(findings) -> list[str]``      sentences for the section on limits
 
 The rest is the same for every grid: a table of numbers, figures, controls, predictions, limits, and instructions to reproduce
-it.
+it. The page is in English and Chinese (see ``minitx.ablation.formatting``). A ``Text`` of the module has both, a string is English.
 """
 
 from __future__ import annotations
@@ -28,12 +28,25 @@ from urllib.parse import quote
 import numpy as np
 
 from minitx.ablation import curves
-from minitx.ablation import formatting as say
-from minitx.ablation.chinese import chinese
 from minitx.ablation.design import AblationConfig, ComparisonConfig
+from minitx.ablation.formatting import (
+    Text,
+    capital,
+    caps_text,
+    chinese,
+    condition_text,
+    list_text,
+    number,
+    range_text,
+    say,
+    seeds_text,
+    span_text,
+    title,
+    words,
+)
 from minitx.ablation.intervals import Span, mean_interval, median
-from minitx.ablation.judge import RATIOS, Finding, Findings, answers, middle, slopes
-from minitx.analysis.canvas import DPI, png, svg
+from minitx.ablation.judge import RATIOS, Contrast, Findings, middle, slopes, verdicts
+from minitx.canvas import DPI, png, svg
 from minitx.config import ConfigError
 from minitx.config.schema import require
 
@@ -46,7 +59,7 @@ NUMBERS = ("steps", "cap", "val_loss", "val_accuracy", "nonfinite_step", "low", 
 FACTS = ("study", "arm", "seed", "status", "reason", "seconds", "command")
 """The other columns of the table of runs, in addition to one for each factor."""
 
-PARTS = ("sentences", "figure", "sections", "limits")
+HOOKS = ("sentences", "figure", "sections", "limits")
 """Functions that a module ``about`` may define."""
 
 
@@ -74,22 +87,19 @@ class Picture:
         return quote(self.name, safe="")
 
 
-Block = str | Table | Picture
-
-
 @dataclass(frozen=True)
 class Section:
     """A section of the page. Tables without rows and sections without blocks are omitted."""
 
     title: str
-    blocks: Sequence[Block]
+    blocks: Sequence[str | Table | Picture]
 
 
 def module_of(grid: AblationConfig) -> Any:
     """Return the module that ``about`` names, or None.
 
     Raises:
-        ConfigError: the module cannot be imported, or defines none of ``PARTS``.
+        ConfigError: the module cannot be imported, or defines none of ``HOOKS``.
     """
     if grid.about is None:
         return None
@@ -98,8 +108,8 @@ def module_of(grid: AblationConfig) -> Any:
     except (ImportError, TypeError, ValueError) as error:  # invalid module names raise the last two
         raise ConfigError(f"ablation.about={grid.about} cannot be imported: {error}") from error
     require(
-        any(hasattr(module, part) for part in PARTS),
-        f"ablation.about={grid.about} must define at least one of {', '.join(PARTS)}",
+        any(hasattr(module, part) for part in HOOKS),
+        f"ablation.about={grid.about} must define at least one of {', '.join(HOOKS)}",
     )
     return module
 
@@ -118,19 +128,19 @@ def write_report(findings: Findings, folder: Path, *, meta: Mapping[str, Any]) -
     def of_question(part: str, otherwise: list[Any]) -> list[Any]:
         return getattr(about, part)(findings) if hasattr(about, part) else otherwise  # type: ignore[no-any-return]
 
-    sentences = of_question("sentences", []) or [text("sentences.txt", "sentence", grid, f) for f in findings.findings[:6]]
+    sentences = of_question("sentences", []) or [_comparison_sentence(grid, f) for f in findings.findings[:6]]
     sentences = sentences or ["No comparison of this grid has a pair: two finished runs of the same seed."]
     first, results = (
         of_question("figure", pictures_of_studies[:1]),
         [run.result for run in findings.runs.all if run.status == "done"],
     )
     sections = [
-        Section("Numbers", [_numbers(findings), _slopes(findings), _shares(findings), _bounds(findings)]),
+        Section("Numbers", [_number_table(findings), _slope_table(findings), _share_table(findings), _bound_table(findings)]),
         *of_question("sections", []),
         Section("Figures", [picture for picture in pictures_of_studies if picture not in first]),
-        Section("Controls", [_controls(findings), *text("sentences.txt", "starts", results).splitlines()]),
+        Section("Controls", [_controls(findings), *_starts(results)]),
         Section("Predictions", [_predictions(findings)]),
-        Section("Limits", [*of_question("limits", []), *text("sentences.txt", "limits", results).splitlines()]),
+        Section("Limits", [*of_question("limits", []), *_limits(results)]),
         Section("What was run, and how to run it again", [_runs(findings), _not_done(findings), *_reproduce(meta)]),
     ]
     sections = [
@@ -170,14 +180,8 @@ def _template(name: str) -> Any:
 
     loader = jinja2.PackageLoader("minitx.ablation", "templates")
     environment = jinja2.Environment(loader=loader, autoescape=name.endswith(".html"), trim_blocks=True, lstrip_blocks=True)
-    environment.filters["markdown"] = _markdown
-    environment.globals |= {"say": say, "chinese": chinese}
+    environment.filters |= {"markdown": _markdown, "chinese": chinese, "capital": capital}
     return environment.get_template(f"{name}.j2")
-
-
-def text(template: str, macro: str, *values: Any) -> str:
-    """Return the text that a macro of a template renders. In templates, ``say`` is ``minitx.ablation.formatting``."""
-    return str(getattr(_template(template).module, macro)(*values)).strip()
 
 
 def _markdown(plain: str) -> str:
@@ -200,51 +204,95 @@ def _write_cells(findings: Findings, path: Path) -> None:
     pandas.DataFrame(rows).to_csv(path, index=False, lineterminator="\n")
 
 
+# --- sentences
+
+
+def _comparison_sentence(grid: AblationConfig, f: Contrast) -> Text:
+    """Return the result of a comparison."""
+    first, second = (words(grid, arm) for arm in f.comparison.arms)
+    where = ": ".join(filter(None, [title(grid, f.comparison.study), condition_text(grid, f.condition)]))
+    message = "%(where)s. %(quantity)s, “%(second)s” against “%(first)s”: %(word)s, %(kind)s %(value)s %(range)s."
+    return say(
+        message,
+        **{"where": where, "quantity": capital(words(grid, f.endpoint.text)), "second": second, "first": first},
+        **{"word": say(f.word), "kind": say("ratio" if f.endpoint.is_ratio else "difference")},
+        **{"value": span_text(f.estimate), "range": range_text(f.interval, len(f.pairs))},
+    )
+
+
+def _starts(results: Sequence[Mapping[str, Any]]) -> list[Text]:
+    """Return how closely continued models start as the same function."""
+    errors = [error for result in results if (error := result.get("start_error")) is not None]
+    message = "Continued models start as the same function: in %(starts)s starts, outputs differ by at most %(error)s of the largest output."
+    return [say(message, starts=f"{len(errors):,}", error=f"{max(errors):.0e}")] if errors else []
+
+
+def _limits(results: Sequence[Mapping[str, Any]]) -> list[Text]:
+    """Return the limits of any grid: the sizes of models and runs, and searches with a second crossing."""
+    limits, searches = [], [bool(result["above"]) for result in results if "above" in result]
+    if results:
+        parameters, steps = (f"{max(result[name] for result in results):,}" for name in ("parameters", "cap"))
+        message = "The models are small (up to %(parameters)s parameters) and the runs are short (up to %(steps)s steps)."
+        limits.append(say(message, parameters=parameters, steps=steps))
+    if any(searches):
+        message = (
+            "In %(again)s of %(searches)s searches a rate above the first failure was stable again. The first failure counts."
+        )
+        limits.append(say(message, again=sum(searches), searches=len(searches)))
+    return limits
+
+
 # --- numbers
 
 
-def _numbers(findings: Findings) -> Table:
+def _number_table(findings: Findings) -> Table:
     """Return the table of all comparisons with their numbers."""
     grid, rows = findings.grid, []
     for f in findings.findings:
-        values = [median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio) for i in range(2)]
-        bound, formula = (None if value is None else say.number(value) for value in (f.bound, f.predicted))
+        values = [span_text(median([pair.values[i] for pair in f.pairs], ratio=f.endpoint.is_ratio)) for i in range(2)]
+        first, second = (
+            say("%(arm)s: %(value)s", arm=words(grid, arm), value=value)
+            for arm, value in zip(f.comparison.arms, values, strict=True)
+        )
+        bound, formula = (None if value is None else number(value) for value in (f.bound, f.predicted))
         row = {
-            "study": say.title(grid, f.comparison.study),
-            "setting": say.condition_text(grid, f.condition),
-            "what": say.words(grid, f.endpoint.text),
-            "first arm": f"{say.words(grid, f.comparison.arms[0])}: {say.span_text(values[0])}",
-            "second arm": f"{say.words(grid, f.comparison.arms[1])}: {say.span_text(values[1])}",
-            "ratio or difference": say.span_text(f.estimate),
-            "range": text("sentences.txt", "range", f.interval, len(f.pairs)),
-            "predicted": f"{formula} (formula), at most {bound}" if formula else bound or "",
-            "second arm has": f.word + (" (a rate at the edge of those tried)" if f.at_edge else ""),
+            "study": title(grid, f.comparison.study),
+            "setting": condition_text(grid, f.condition),
+            "what": words(grid, f.endpoint.text),
+            **{"first arm": first, "second arm": second},
+            "ratio or difference": span_text(f.estimate),
+            "range": range_text(f.interval, len(f.pairs)),
+            "predicted": say("%(formula)s (formula), at most %(bound)s", formula=formula, bound=bound)
+            if formula
+            else bound or "",
+            "second arm has": say("%(word)s (a rate at the edge of those tried)", word=say(f.word)) if f.at_edge else f.word,
         }
         rows.append(row)
-    return Table(text("sentences.txt", "numbers", grid), rows)
+    message = "Medians over the seeds; times and scores at the rate that is best on the other seeds. Ratios of times are second / first, ratios of largest stable rates first / second. The range covers the median, by order statistics, with the coverage beside it; fewer than five seeds have no range. For largest stable rates, it leaves out the last step of the search; the words add this step to both ends. MORE and LESS: the whole range is beyond the margin (× %(ratio)s, or %(score)s); SAME: the whole range is within the margin"
+    return Table(say(message, ratio=f"{grid.ratio_margin:g}", score=f"{grid.score_margin:g}"), rows)
 
 
-def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Finding]]:
+def _series(findings: Findings) -> dict[tuple[ComparisonConfig, str], list[Contrast]]:
     """Return the thresholds whose ratio has a law, grouped so that those in a group differ only in the factor of the law."""
-    series = dict[tuple[ComparisonConfig, str], list[Finding]]()
+    series = dict[tuple[ComparisonConfig, str], list[Contrast]]()
     for f in findings.findings:
         if f.endpoint.name == "threshold" and f.bound and (law := f.comparison.law):
             others = {factor: level for factor, level in f.condition.items() if factor != law.factor}
-            series.setdefault((f.comparison, say.condition_text(findings.grid, others)), []).append(f)
+            series.setdefault((f.comparison, condition_text(findings.grid, others)), []).append(f)
     return series
 
 
-def _slopes(findings: Findings) -> Table:
+def _slope_table(findings: Findings) -> Table:
     """Return the table of exponents: slopes of the ratios of thresholds against the factor of a law."""
     grid = findings.grid
     rows = [
         {
-            "study": say.title(grid, comparison.study),
-            "arms": say.list_text([say.words(grid, arm) for arm in comparison.arms]),
+            "study": title(grid, comparison.study),
+            "arms": list_text([words(grid, arm) for arm in comparison.arms]),
             "setting": setting,
-            f"exponent over {say.words(grid, law.factor)}": say.number(mean_and_span[0]),
-            "95 % (Student's t)": say.span_text(mean_and_span[1]),
-            "of the law": say.number(law.power),
+            say("exponent over %(factor)s", factor=words(grid, law.factor)): number(mean_and_span[0]),
+            "95 % (Student's t)": span_text(mean_and_span[1]),
+            "of the law": number(law.power),
             "seeds": str(len(values)),
         }
         for (comparison, setting), listed in _series(findings).items()
@@ -253,7 +301,7 @@ def _slopes(findings: Findings) -> Table:
     return Table("Exponents of the ratios: the mean of the slopes of single seeds", rows)
 
 
-def _shares(findings: Findings) -> Table:
+def _share_table(findings: Findings) -> Table:
     """What limits the largest stable rate of the first arm, by the searches that train a part of the weights."""
     grid, rows = findings.grid, []
     for f in findings.findings:
@@ -261,56 +309,57 @@ def _shares(findings: Findings) -> Table:
             places = Counter(parts.place for parts in f.parts)
             rows.append(
                 {
-                    "study": say.title(grid, f.comparison.study),
-                    "setting": say.condition_text(grid, f.condition),
+                    "study": title(grid, f.comparison.study),
+                    "setting": condition_text(grid, f.condition),
                     "η*": _middle_text([parts.whole for parts in f.parts]),
                     "η_QK": _middle_text([parts.qk for parts in f.parts]),
                     "η_R": _middle_text([parts.rest for parts in f.parts]),
-                    "share of W_Q and W_K": say.span_text(f.share),
-                    "range": text("sentences.txt", "range", f.share_interval, len(f.parts)),
-                    "between the bounds": f"{places['between']} of {len(f.parts)}",
+                    "share of W_Q and W_K": span_text(f.share),
+                    "range": range_text(f.share_interval, len(f.parts)),
+                    "between the bounds": say("%(part)s of %(whole)s", part=places["between"], whole=len(f.parts)),
                 }
             )
-    return Table(text("sentences.txt", "shares"), rows)
+    caption = "What limits the largest stable rate η* of the first arm: medians over the seeds. η_QK if W_Q and W_K alone train, η_R if the rest alone trains. The share of W_Q and W_K is (1 / η_QK) / (1 / η_QK + 1 / η_R), and the formula's ratio 1 + (bound − 1) · share"
+    return Table(caption, rows)
 
 
 def _middle_text(spans: Sequence[Span]) -> str:
     """The median of the middles of brackets."""
-    return say.number(float(np.median([middle(span) for span in spans])))
+    return number(float(np.median([middle(span) for span in spans])))
 
 
-def _bounds(findings: Findings) -> Table:
+def _bound_table(findings: Findings) -> Table:
     """Every η* whose parts were searched, with its two bounds."""
     grid, rows = findings.grid, []
     for f in findings.findings:
-        where = {"study": say.title(grid, f.comparison.study), "setting": say.condition_text(grid, f.condition)}
+        where = {"study": title(grid, f.comparison.study), "setting": condition_text(grid, f.condition)}
         for parts in f.parts:
-            row = {**where, "seed": str(parts.seed), "η*": say.span_text(parts.whole)}
+            row = {**where, "seed": str(parts.seed), "η*": span_text(parts.whole)}
             rows.append(
-                row
-                | {"lower bound": say.span_text(parts.lower), "upper bound": say.span_text(parts.upper), "η* is": parts.place}
+                row | {"lower bound": span_text(parts.lower), "upper bound": span_text(parts.upper), "η* is": parts.place}
             )
-    return Table(
-        text("sentences.txt", "bounds", len(rows), sum(row["η* is"] == "between" for row in rows)), rows, is_open=False
-    )
+    message = "η* and its bounds for each seed: %(between)s of %(searches)s lie between them. The lower bound is 1 / (1 / η_QK + 1 / η_R), the upper bound the smaller one of η_QK and η_R. Between: the bracket of η* overlaps the range from the lower to the upper bound, whose ends are known within brackets, too"
+    between = sum(row["η* is"] == "between" for row in rows)
+    return Table(say(message, between=between, searches=len(rows)), rows, is_open=False)
 
 
 def _controls(findings: Findings) -> Table:
     """Return the table of the null control."""
     grid, rows = findings.grid, []
     for e in findings.equalities:
-        equal = f"{sum(e.equal.values())} of {say.count_text(len(e.equal), 'seed')}, {e.steps} steps"
-        arms, result = [say.words(grid, arm) for arm in e.comparison.arms], "EQUAL" if all(e.equal.values()) else "DIFFERENT"
-        row = {"arms": say.list_text(arms), "setting": say.condition_text(grid, e.condition)}
+        seeds = seeds_text(len(e.equal))
+        equal = say("%(equal)s of %(seeds)s, %(steps)s steps", equal=sum(e.equal.values()), seeds=seeds, steps=e.steps)
+        arms, result = [words(grid, arm) for arm in e.comparison.arms], "EQUAL" if all(e.equal.values()) else "DIFFERENT"
+        row = {"arms": list_text(arms), "setting": condition_text(grid, e.condition)}
         rows.append({**row, "losses that are equal": equal, "result": result})
     return Table("Two ways to write the same model must have the same losses, bit for bit", rows)
 
 
 def _predictions(findings: Findings) -> Table:
     rows = []
-    for statement, finding, measured, status in answers(findings):
-        where = say.condition_text(findings.grid, finding.condition)
-        rows.append({"prediction": statement, "where": where, "status": status, "measured": say.span_text(measured)})
+    for statement, finding, measured, status in verdicts(findings):
+        where = condition_text(findings.grid, finding.condition)
+        rows.append({"prediction": statement, "where": where, "status": status, "measured": span_text(measured)})
     rows.sort(key=lambda row: ("NOT HELD", "UNDECIDED", "HELD").index(row["status"]))
     return Table("Written before the runs; what did not hold comes first", rows)
 
@@ -320,42 +369,49 @@ def _predictions(findings: Findings) -> Table:
 
 def _incomplete(findings: Findings) -> str:
     is_whole = not {run.status for run in findings.runs.all} & {"failed", "missing"}
-    return "" if is_whole else f"The grid is not complete. {_counted(findings)} They are listed below."
+    return "" if is_whole else say("The grid is not complete. %(counts)s They are listed below.", counts=_counts(findings))
 
 
-def _counted(findings: Findings) -> str:
+def _counts(findings: Findings) -> Text:
     total = Counter(str(run.status) for run in findings.runs.all)
-    counts = ", ".join(f"{total[status]} {status}" for status in ("done", "not run", "failed", "missing") if total[status])
-    return f"{say.count_text(total.total(), 'run')} and searches: {counts}."
+    counts = [
+        say("%(count)s %(status)s", count=total[status], status=say(status))
+        for status in ("done", "not run", "failed", "missing")
+        if total[status]
+    ]
+    listed = Text(", ".join(counts), "，".join(map(chinese, counts)))
+    message = "%(total)s run and searches: %(counts)s." if total.total() == 1 else "%(total)s runs and searches: %(counts)s."
+    return say(message, total=f"{total.total():,}", counts=listed)
 
 
 def _runs(findings: Findings) -> Table:
     def named(names: Iterable[str]) -> str:
-        return ", ".join(say.words(findings.grid, name) for name in names)
+        return ", ".join(words(findings.grid, name) for name in names)
 
     rows = [
         {
-            "study": say.title(findings.grid, name),
+            "study": title(findings.grid, name),
             "arms": named(study.arms),
             "settings": "; ".join(f"{named([f]).rstrip(':')}: {named(levels)}" for f, levels in study.factors.items()),
-            "seeds": say.count_text(len(study.seeds), "seed"),
-            "length": say.budget(done),
-            "done": f"{len(done)} of {len(findings.runs.select(name))}",
+            "seeds": seeds_text(len(study.seeds)),
+            "length": say("%(steps)s steps", steps=caps_text(done)),
+            "done": say("%(part)s of %(whole)s", part=len(done), whole=len(findings.runs.select(name))),
         }
         for name, study in findings.grid.studies.items()
         if (done := findings.runs.select(name, status="done"))
     ]
-    return Table(_counted(findings), rows)
+    return Table(_counts(findings), rows)
 
 
 def _not_done(findings: Findings) -> Table:
     """Return the table of unfinished runs, with reasons."""
     runs = sorted((run for run in findings.runs.all if run.status != "done"), key=lambda run: run.status)
     rows = [{"run": str(run), "status": run.status, "reason": run.record.get("reason") or ""} for run in runs]
-    return Table(f"Runs that failed, are missing, or were left out ({len(rows)})", rows, is_open=False)
+    caption = say("Runs that failed, are missing, or were left out (%(count)s)", count=len(rows))
+    return Table(caption, rows, is_open=False)
 
 
-def _reproduce(meta: Mapping[str, Any]) -> list[Block]:
+def _reproduce(meta: Mapping[str, Any]) -> list[str | Table]:
     rows = []
     for name in ("command", "commit", "date", "hardware", "versions", "wall_seconds"):
         if value := meta.get(name):
@@ -372,10 +428,11 @@ def study_pictures(findings: Findings) -> list[Picture]:
     pictures = []
     for name, study in findings.grid.studies.items():
         runs = findings.runs.select(name, status="done")
-        title = say.title(findings.grid, name)
+        name_text = title(findings.grid, name)
         of_study = [item for item in _series(findings).items() if item[0][0].study == name]
         for i, ((_, setting), listed) in enumerate(of_study):
-            heading = f"{title}{setting and f' ({setting})'}: {RATIOS['threshold']}"
+            where = name_text + (f" ({setting})" if setting else "")
+            heading = say("%(title)s: %(quantity)s", title=where, quantity=say(RATIOS["threshold"]))
             caption = "Every dot is a seed. The formula predicts from the first arm alone."
             drawn = curves.threshold_panel(findings, listed)
             pictures.append(Picture(f"{name}_threshold{f'_{i}' if i else ''}", heading, caption, drawn))
@@ -383,6 +440,7 @@ def study_pictures(findings: Findings) -> list[Picture]:
             if score != "equal" and study.factors.get("lr"):
                 y, missing = ("steps to solve", "not solved") if score == "time" else (f"validation {score}", "not finite")
                 drawn = curves.by_rate(findings, name, score, y, missing)
-                caption = f"Every finished run is a dot; lines join the medians over seeds. Budget: {say.budget(runs)}."
-                pictures.append(Picture(f"{name}_{score}", f"{title}: {y}", caption, drawn))
+                message = "Every finished run is a dot; lines join the medians over seeds. Budget: %(steps)s steps."
+                heading = say("%(title)s: %(quantity)s", title=name_text, quantity=say(y))
+                pictures.append(Picture(f"{name}_{score}", heading, say(message, steps=caps_text(runs)), drawn))
     return pictures

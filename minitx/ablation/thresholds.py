@@ -19,14 +19,17 @@ import lightning.pytorch as L
 import torch
 
 from minitx.ablation.design import ThresholdConfig
-from minitx.ablation.grid import end_last_line, read_records
-from minitx.ablation.measures import START_FILE, read_json, short
-from minitx.config import ConfigError, RunConfig
+from minitx.ablation.grid import end_last_line, read_json_lines
+from minitx.ablation.measures import START_FILE, read_numbers, short
+from minitx.config import RunConfig
+from minitx.config.training import CALLBACKS
 from minitx.training.callbacks import StepCallback, step_means
 from minitx.training.devices import machine
 from minitx.training.module import NonFiniteError, TrainingModule, build_module
 from minitx.training.net import PURE, in_own_dtype
-from minitx.training.run import build_all, build_trainer, open_parts, quiet_lightning
+from minitx.training.run import build_all, open_parts
+from minitx.training.trainer import build_trainer, quiet_lightning
+from minitx.training.window import Window
 
 RUNS_FILE = "runs.jsonl"
 """The file with the finished runs of an unfinished threshold, one per line, in the folder of its cell."""
@@ -89,7 +92,9 @@ class Watch(StepCallback):
     """
 
     def __init__(self, rule: ThresholdConfig, start: float) -> None:
-        self.rule, self.start = rule, start
+        is_loss = rule.metric == "train_loss"
+        self.window = Window(rule.metric, start + rule.value if is_loss else rule.value, rule.window, "threshold")
+        self._worse = max if is_loss else min
         self.losses: list[float] = []
         self.accuracies: list[float] = []
         self.worst: float | None = None
@@ -101,16 +106,11 @@ class Watch(StepCallback):
         self.losses.append(means["train_loss"])
         if "train_accuracy" in means:
             self.accuracies.append(means["train_accuracy"])
-        is_loss, window = self.rule.metric == "train_loss", self.rule.window
-        values = self.losses if is_loss else self.accuracies
-        if not values:
-            raise ConfigError("threshold.metric=train_accuracy: the objective does not count correct answers; use train_loss")
-        if step < window:
-            return
-        mean = math.fsum(values[-window:]) / window
-        self.worst = mean if self.worst is None else (max if is_loss else min)(self.worst, mean)
-        self.failed = not (mean <= self.start + self.rule.value if is_loss else mean >= self.rule.value)
-        trainer.should_stop = trainer.should_stop or self.failed
+        mean = self.window.add(means)
+        if mean is not None:
+            self.worst = mean if self.worst is None else self._worse(self.worst, mean)
+            self.failed = not self.window.reaches(mean)
+            trainer.should_stop = trainer.should_stop or self.failed
 
 
 def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) -> dict[str, Any]:
@@ -126,10 +126,10 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RUNS_FILE
-    known = {run["rate"]: run for run in read_records(path, keys=["rate", "stable"])}
+    known = {run["rate"]: run for run in read_json_lines(path, keys=["rate", "stable"])}
     end_last_line(path)
     with quiet_lightning(), machine(config.trainer):
-        runs = Runs(config, folder, rule)
+        runs = RateRuns(config, folder, rule)
 
         def is_stable(rate: float) -> bool:
             if rate not in known:
@@ -143,12 +143,12 @@ def measure_threshold(config: RunConfig, folder: Path, rule: ThresholdConfig) ->
             "start": short(runs.start),
             "cap": runs.config.trainer.max_steps,
             "parameters": sum(p.numel() for p in runs.network.parameters()),
-            "start_error": read_json(folder / START_FILE).get("error"),
+            "start_error": read_numbers(folder / START_FILE).get("error"),
             "runs": [known[rate] for rate in sorted(known)],
         }
 
 
-class Runs:
+class RateRuns:
     """The training runs of one cell. They differ only in the learning rate."""
 
     def __init__(self, config: RunConfig, folder: Path, rule: ThresholdConfig) -> None:
@@ -169,7 +169,8 @@ class Runs:
     def run(self, rate: float) -> dict[str, Any]:
         """Train at ``rate`` until the run ends or fails, and return its record."""
         watch, module, nonfinite = Watch(self.rule, self.start), self.module(rate), None
-        trainer = self.trainer([*build_all(self.config.callbacks.parts, "callbacks", L.Callback), watch])
+        own = {name: part for name, part in self.config.callbacks.items() if name not in CALLBACKS}
+        trainer = self.trainer([*build_all(own, "callbacks", L.Callback).values(), watch])
         try:
             trainer.fit(module, datamodule=self.data)
         except NonFiniteError as error:

@@ -1,6 +1,5 @@
 """Tools to record attention without changing the output, and to change it on purpose."""
 
-from minitx.analysis.canvas import save_figure
 from minitx.analysis.capture import capture
 from minitx.analysis.figures import (
     effects_figure,
@@ -11,15 +10,15 @@ from minitx.analysis.figures import (
     saturation_over_steps,
     to_bertviz,
 )
-from minitx.analysis.heads import Sentence, head_scores, heads_figure, read_conllu, syntax_scores
+from minitx.analysis.heads import head_scores, heads_figure
 from minitx.analysis.intervene import HeadEffects, intervene, knock_out_heads, logit_lens, patch_heads
 from minitx.analysis.snapshot import AttentionMap, Snapshot, read_snapshots, take_snapshot
 from minitx.analysis.statistics import attention_statistics, zhai_entropy_bound
+from minitx.canvas import save_figure
 
 __all__ = [
     "AttentionMap",
     "HeadEffects",
-    "Sentence",
     "Snapshot",
     "attention_statistics",
     "capture",
@@ -34,11 +33,9 @@ __all__ = [
     "knock_out_heads",
     "logit_lens",
     "patch_heads",
-    "read_conllu",
     "read_snapshots",
     "saturation_over_steps",
     "save_figure",
-    "syntax_scores",
     "take_snapshot",
     "to_bertviz",
     "zhai_entropy_bound",

@@ -82,7 +82,7 @@ def which_follows(token: str) -> str:
     return f"Which token follows “{token}”?"
 
 
-Rows = list[list[Answer]]
+AnswerRows = list[list[Answer]]
 """The answers of each row of a batch."""
 
 
@@ -97,14 +97,14 @@ class Answers:
     """
 
     axis: str
-    rows: Rows
-    without: Mapping[str, Sequence[Rows]] = field(default_factory=dict)
+    rows: AnswerRows
+    without: Mapping[str, Sequence[AnswerRows]] = field(default_factory=dict)
 
     def of_row(self, row: int, real: Sequence[bool]) -> Answers:
         """Return the answers of one row (B = 1), with positions counted among its ``real`` tokens."""
         place = {old: new for new, old in enumerate(compress(range(len(real)), real))}
 
-        def cut(rows: Rows) -> Rows:
+        def cut(rows: AnswerRows) -> AnswerRows:
             return [[replace(a, at=place.get(a.at), key=place.get(a.key)) for a in rows[row]]]  # type: ignore[arg-type]
 
         return Answers(self.axis, cut(self.rows), {name: [cut(rows) for rows in heads] for name, heads in self.without.items()})
@@ -115,7 +115,7 @@ def logits_of(output: Any) -> Any:
     return output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
 
 
-def read_answers(output: Any, asked: Asked) -> Rows | None:
+def read_answers(output: Any, asked: Asked) -> AnswerRows | None:
     """Return the answers in a model's output, or None if it has no logits for these questions.
 
     Args:

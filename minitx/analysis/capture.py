@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minitx.analysis.statistics import over_tiles, real_queries, statistic_sums, statistics_of
 from minitx.analysis.token_places import PaddingWarner, models_that_count
-from minitx.nn.attention import MultiHeadAttention
+from minitx.nn.attention import MultiHeadAttention, attention_cores
 from minitx.nn.bias import TensorBias, as_bias
 from minitx.nn.blocks import Block, is_block, is_recomputing
 from minitx.nn.functional import AttentionCall
@@ -249,8 +249,8 @@ def modules_of(model: nn.Module, what: str) -> dict[str, nn.Module]:
         recorded = [module.core for module in modules if isinstance(module, MultiHeadAttention)]
         inside = {part for core in recorded for part in core.modules()}  # a core may be wrapped, or contain another core
         recorded += [module for module in modules if _is_core(module) and module not in inside]
-    else:  # the attribute of the class: instances of wrappers, such as PEFT's, forward the attributes of the wrapped module
-        recorded = [module for module in modules if getattr(type(module), "softmax_weights", False)]
+    else:
+        return attention_cores(model)
     unique = set(recorded)
     return {name: module for name, module in named.items() if module in unique}
 
@@ -271,11 +271,6 @@ def _feedforward_of(block: nn.Module) -> nn.Module | None:
 
 def _is_core(module: nn.Module) -> bool:
     return hasattr(type(module), "softmax_weights")
-
-
-def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the cores of ``model`` whose weights are the softmax of their call (``softmax_weights``)."""
-    return modules_of(model, "weights")
 
 
 @cache

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from minitx.analysis.canvas import (
+from minitx.analysis.snapshot import AttentionMap, Snapshot, as_weights
+from minitx.canvas import (
     GREY,
     INK,
     PALETTE,
@@ -28,7 +29,6 @@ from minitx.analysis.canvas import (
     step_axis,
     token_labels,
 )
-from minitx.analysis.snapshot import AttentionMap, Snapshot, as_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ PROBED = {
 """Statistics over steps: title and y axis."""
 
 Records = Sequence[Mapping[str, Any]]
-Layers = tuple[Tensor, ...]
+PerLayer = tuple[Tensor, ...]
 
 
 def heatmap_grid(snapshot: Snapshot, row: int = 0) -> Figure:
@@ -372,7 +372,7 @@ def induction_steps(scores: Mapping[int, Any]) -> Figure:
     return figure
 
 
-def to_bertviz(snapshot: Snapshot, row: int = 0) -> Layers | tuple[Layers | None, Layers | None, Layers | None]:
+def to_bertviz(snapshot: Snapshot, row: int = 0) -> PerLayer | tuple[PerLayer | None, PerLayer | None, PerLayer | None]:
     """Return the input of BertViz's ``head_view`` and ``model_view``: one tensor (1, H, L, S) per layer, without padding.
 
     ::

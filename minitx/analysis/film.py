@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitx.analysis.answers import Answer
-from minitx.analysis.canvas import GREY, INK, PALETTE, drawable, token_labels
 from minitx.analysis.figures import draw_weights, masked_weights, name_tokens
 from minitx.analysis.snapshot import AttentionMap, Snapshot
 from minitx.analysis.viewer import Trace
+from minitx.canvas import GREY, INK, PALETTE, drawable, token_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +96,7 @@ def write_film(traces: Sequence[Trace], path: Path | str, *, head: int = 0, note
     return len(steps)
 
 
-def _at(trace: Trace, step: int) -> Snapshot:
+def _at_step(trace: Trace, step: int) -> Snapshot:
     """The snapshot of a step, or the latest earlier snapshot, or the first."""
     before = [snapshot for snapshot in trace.snapshots if snapshot.step is not None and snapshot.step <= step]
     return (before or trace.snapshots[:1])[-1]
@@ -163,7 +163,7 @@ class _Pane:
         return self.ax.annotate(shown, (self.left, 1.0), (0, points), **place, **font)
 
     def show(self, step: int) -> None:
-        snapshot = _at(self.trace, step)
+        snapshot = _at_step(self.trace, step)
         self.title.set_text(_in_one_line(self.name if snapshot.step == step else f"{self.name}, step {snapshot.step}")[0])
         self.image.set_data(masked_weights(snapshot.maps[0], self.head))
         answer = _asked(snapshot)

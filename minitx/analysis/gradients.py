@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from minitx.analysis.capture import attention_cores, watch
+from minitx.analysis.capture import watch
 from minitx.analysis.snapshot import SOURCE, TARGET
+from minitx.nn.attention import attention_cores
 from minitx.nn.modes import evaluating
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_host

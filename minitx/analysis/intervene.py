@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.answers import Asked, Rows, logits_of, read_answers
+from minitx.analysis.answers import AnswerRows, Asked, logits_of, read_answers
 from minitx.analysis.capture import (
     OUTPUTS,
     Hook,
@@ -32,7 +32,7 @@ from minitx.analysis.capture import (
     warn_of_silence,
     warning_of_padding,
 )
-from minitx.analysis.heads import UNKNOWN, mean_interval
+from minitx.analysis.heads import NO_INTERVAL, Interval
 from minitx.analysis.snapshot import Snapshot
 from minitx.analysis.token_places import home_of, innermost, length_before, modules_with_caches, with_positions
 from minitx.nn.attention import DotProductAttention
@@ -311,9 +311,9 @@ def knock_out_heads(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> He
     """
     with evaluating(model):
         with _count_heads(model) as num_heads:
-            whole = _of_rows(loss(model), "loss")
+            whole = _one_per_row(loss(model), "loss")
         without = _each_head(model, num_heads, "heads", 0.0, loss)
-    without = {name: [_of_rows(losses, "loss") for losses in heads] for name, heads in without.items()}
+    without = {name: [_one_per_row(losses, "loss") for losses in heads] for name, heads in without.items()}
     whole, without = to_host((whole, without))
     known = ~whole.isnan()
     return _effects(without, lambda losses: (losses - whole)[known], "change of loss without the head")
@@ -355,14 +355,14 @@ def patch_heads(
     clean, corrupted = (with_positions(model, batch) for batch in (clean, corrupted))
     with evaluating(model):
         with capture(model, what=what) as seen:
-            right = _of_rows(score(logits_of(model(**clean))), "score")
-        wrong = _of_rows(score(logits_of(model(**corrupted))), "score")
+            right = _one_per_row(score(logits_of(model(**clean))), "score")
+        wrong = _one_per_row(score(logits_of(model(**corrupted))), "score")
         if not (whole := right - wrong).mean().abs() > 0:
             raise ValueError("clean and corrupted run have the same mean score, or one is NaN: there is nothing to restore")
         num_heads = {name: records[0].shape[1] if records else 0 for name, records in seen.items()}
         patched = _each_head(model, num_heads, what, seen, lambda model: score(logits_of(model(**corrupted))))
 
-    patched = {name: [_of_rows(scores, "score") for scores in heads] for name, heads in patched.items()}
+    patched = {name: [_one_per_row(scores, "score") for scores in heads] for name, heads in patched.items()}
     whole, wrong, patched = to_host((whole, wrong, patched))
 
     def linearised(scores: Tensor) -> Tensor:
@@ -375,7 +375,7 @@ def patch_heads(
 @torch.no_grad()
 def answers_without_heads(
     model: nn.Module, inputs: Mapping[str, Any], asked: Asked, *, layers: Layers = None
-) -> dict[str, list[Rows]]:
+) -> dict[str, list[AnswerRows]]:
     """Return the answers with the output of one head set to 0, for every head of each layer.
 
     The model reads several copies of the batch at once. In each copy, a different head of the layer is silent. The work is one forward
@@ -397,7 +397,7 @@ def answers_without_heads(
     ([3, 3], '5')
     """
     inputs = with_positions(model, inputs)
-    B, answers = len(asked.rows), dict[str, list[Rows]]()
+    B, answers = len(asked.rows), dict[str, list[AnswerRows]]()
     length = inputs[asked.axis].shape[1] if asked.axis in inputs else 1
     at_once = max(1, COPIED_TOKENS // (B * length))
     with evaluating(model), full_precision(next(iter(inputs.values())).device):
@@ -475,7 +475,7 @@ def _each_head(
     return losses
 
 
-def _of_rows(numbers: Any, what: str) -> Tensor:
+def _one_per_row(numbers: Any, what: str) -> Tensor:
     """Return the numbers of a user's function, in the widest type of their device."""
     if not isinstance(numbers, Tensor) or numbers.dim() != 1:
         got = tuple(numbers.shape) if isinstance(numbers, Tensor) else type(numbers).__name__
@@ -485,9 +485,9 @@ def _of_rows(numbers: Any, what: str) -> Tensor:
 
 def _effects(by_core: dict[str, list[Tensor]], compare: Callable[[Tensor], Tensor], what: str) -> HeadEffects:
     compared = [[compare(numbers).double() for numbers in heads] for heads in by_core.values()]
-    intervals = [[UNKNOWN if effect.isnan().any() else mean_interval(effect) for effect in heads] for heads in compared]
+    intervals = [[NO_INTERVAL if effect.isnan().any() else Interval.of(effect) for effect in heads] for heads in compared]
     width = max(map(len, intervals))
-    rows = [[*heads, *[UNKNOWN] * (width - len(heads))] for heads in intervals]
+    rows = [[*heads, *[NO_INTERVAL] * (width - len(heads))] for heads in intervals]
     numbers = torch.tensor([[(cell.mean, cell.low, cell.high) for cell in row] for row in rows], dtype=torch.float64)
     mean, low, high = numbers.unbind(-1)
     return HeadEffects(tuple(by_core), mean, low, high, len(compared[0][0]), what)

@@ -31,7 +31,7 @@ from minitx.nn.precision import full_precision
 from minitx.nn.transfer import to_host
 
 SOURCE, TARGET, PIXELS = "input_ids", "decoder_input_ids", "pixel_values"
-TOLERANCE = 1e-2
+WEIGHT_TOLERANCE = 1e-2
 """The largest distance of weights of 8 or 16 bits from the range 0 to 1."""
 MASKS_OF = {SOURCE: ("key_mask", "attention_mask"), TARGET: ("decoder_key_mask", "decoder_attention_mask")}
 
@@ -356,7 +356,7 @@ def as_weights(numbers: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"weights must be numbers in a tensor, an array or nested lists of equal length: {error}") from None
     low, high = (float(edge(weights.nan_to_num())) if weights.numel() else 0.0 for edge in (torch.min, torch.max))
-    if low < -TOLERANCE or high > 1 + TOLERANCE:
+    if low < -WEIGHT_TOLERANCE or high > 1 + WEIGHT_TOLERANCE:
         raise ValueError(f"weights must lie between 0 and 1, got {low:.3g} to {high:.3g}: apply softmax(-1) to scores first")
     return weights
 

@@ -81,9 +81,9 @@ def statistic_sums(call: AttentionCall, query_mask: Tensor | None = None) -> dic
     rows = {name: value.to(wide) for name, value in rows.items()}
     n, mean, top, ipr = (rows[name] for name in ("n", "mean", "top", "ipr"))
     variance, dots_variance = (
-        rows[name] / (n - 1) for name in ("squares", "squares" if _is_plain(call) else "squares_of_dots")
+        rows[name] / (n - 1) for name in ("squares", "squares" if _is_scaled_product(call) else "squares_of_dots")
     )
-    unit, tiny = call.scale if _is_plain(call) else 1.0, torch.finfo(dtype).tiny
+    unit, tiny = call.scale if _is_scaled_product(call) else 1.0, torch.finfo(dtype).tiny
     entropy = -rows["entropy"]
     if _is_softmax(call):  # ln p = z - max z + ln max p
         entropy -= rows.get("mass", 1.0) * top.clamp(min=tiny).log()
@@ -271,7 +271,7 @@ def real_queries(call: AttentionCall) -> Tensor:
     return real_keys(call)[:, S - L :] if L <= S else call.query.new_ones(call.shape[0], L, dtype=torch.bool)
 
 
-def _is_plain(call: AttentionCall) -> bool:
+def _is_scaled_product(call: AttentionCall) -> bool:
     """Whether the scores are scale · q·k."""
     return call.scale != 0 and call.softcap is None and call.attn_bias is None and call.scores is None
 
@@ -293,7 +293,7 @@ def _of_rows(tile: Tile, inverse: Tensor, buffers: list[Tensor]) -> dict[str, Te
         fill = torch.zeros_like(seen).masked_fill_(~visible & (n > 0).unsqueeze(-1), -torch.inf)
     else:
         fill = (1.0 - seen).mul_(0.5 * lowest)  # half: a difference of logits does not overflow
-    divisor, is_plain, shape = n.clamp(min=1), _is_plain(call), (*tile.query.shape[:3], seen.shape[-1])
+    divisor, is_plain, shape = n.clamp(min=1), _is_scaled_product(call), (*tile.query.shape[:3], seen.shape[-1])
     z, logits, p = (_part_of(buffer, shape) for buffer in buffers)
     if is_plain:
         dots = _zero_hidden(_scores_into(z, tile.query, tile.key, call.scale), visible)

@@ -20,10 +20,10 @@ OFFSETS = range(3)
 def home_of(model: nn.Module, name: str) -> str:
     """Return the name of the innermost transformers model around the module ``name``, such as the vision model of LLaVA."""
     around = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    return next((path for path in reversed(around) if _is_model(model.get_submodule(path))), "")
+    return next((path for path in reversed(around) if _is_hf(model.get_submodule(path))), "")
 
 
-def _is_model(module: nn.Module) -> bool:
+def _is_hf(module: nn.Module) -> bool:
     return hasattr(type(module), "base_model_prefix")
 
 
@@ -39,7 +39,7 @@ def models_that_count(model: nn.Module) -> dict[str, nn.Module]:
         if not isinstance(table, nn.Embedding) or table.padding_idx is not None:
             continue
         reader: Any = model.get_submodule(home_of(model, name))
-        if not _is_model(reader) or not {"input_ids", "position_ids"} <= _arguments(reader).keys():
+        if not _is_hf(reader) or not {"input_ids", "position_ids"} <= _arguments(reader).keys():
             continue
         longest = getattr(reader.config, "max_position_embeddings", None)
         if longest and table.num_embeddings - longest in OFFSETS and table is not reader.get_input_embeddings():
@@ -101,7 +101,7 @@ def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
     with_caches: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_ours = (is_block(module) or isinstance(module, MultiHeadAttention)) and "cache" in _arguments(module)
-        if _is_model(module) or (is_ours and not any(is_block(model.get_submodule(m)) for m in _around(name, with_caches))):
+        if _is_hf(module) or (is_ours and not any(is_block(model.get_submodule(m)) for m in _enclosing(name, with_caches))):
             with_caches[name] = module
     return with_caches
 
@@ -109,7 +109,7 @@ def modules_with_caches(model: nn.Module) -> dict[str, nn.Module]:
 def length_before(module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
     """Return the number of positions in the cache of a call of a module of ``modules_with_caches``."""
     arguments = dict(zip(_arguments(module), args, strict=False)) | dict(options)
-    if not _is_model(module):
+    if not _is_hf(module):
         return getattr(arguments.get("cache"), "length", 0)
     cache: Any = arguments.get("past_key_values")
     return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
@@ -117,10 +117,10 @@ def length_before(module: nn.Module, args: tuple[Any, ...], options: Mapping[str
 
 def innermost(name: str, of_modules: Mapping[str, int]) -> int:
     """Return the number of the innermost module around ``name``, or 0 if there is none."""
-    return max(((len(module), of_modules[module]) for module in _around(name, of_modules)), default=(0, 0))[1]
+    return max(((len(module), of_modules[module]) for module in _enclosing(name, of_modules)), default=(0, 0))[1]
 
 
-def _around(name: str, modules: Iterable[str]) -> Iterator[str]:
+def _enclosing(name: str, modules: Iterable[str]) -> Iterator[str]:
     """The ``modules`` that contain the module ``name``, including the module itself."""
     return (module for module in modules if not module or f"{name}.".startswith(f"{module}."))
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CalledModel, error_text
+from minitx.check.called_model import CalledModel, fault_text
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
@@ -31,7 +31,7 @@ def gradient(exam: Examination) -> None:
     if not parameters:
         exam.skip("gradient", "no parameter requires a gradient")
         return
-    grads = _gradients(exam, parameters)
+    grads = _parameter_gradients(exam, parameters)
     if grads is None:
         advice = "Look for no_grad, detach() or .data around the whole model."
         exam.failed("gradient", "no-gradient", Severity.WRONG, "the output has no gradient", advice)
@@ -55,14 +55,14 @@ def gradient(exam: Examination) -> None:
         names = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
         exam.note("unused-parameters", f"{len(silent)} of {len(parameters)} parameters change nothing here: {names}")
     exam.passed("gradient/all")
-    exam.attempt("gradient/differences", partial(_differences, exam))
+    exam.attempt("gradient/differences", partial(_finite_differences, exam))
 
 
 def _trained(called: CalledModel) -> dict[str, Tensor]:
     return {name: p for name, p in called.model.named_parameters() if p.requires_grad and p.numel()}
 
 
-def _gradients(exam: Examination, parameters: Parameters) -> dict[str, Tensor | None] | None:
+def _parameter_gradients(exam: Examination, parameters: Parameters) -> dict[str, Tensor | None] | None:
     """The gradients of a random sum of the output. None: the output has no gradient."""
     with torch.enable_grad():
         out = exam.called.answer(exam.inputs)
@@ -102,7 +102,7 @@ class _Slope:
     expected: float
 
 
-def _differences(exam: Examination, id: str) -> None:
+def _finite_differences(exam: Examination, id: str) -> None:
     """Gradients equal finite differences of the output, in float64."""
     called = exam.called
     if called.floats() != torch.float32 or sum(p.numel() for p in called.model.parameters()) > LARGE:
@@ -112,9 +112,9 @@ def _differences(exam: Examination, id: str) -> None:
         try:
             called.answer(exam.inputs if called.streams else {n: v.double() for n, v in exam.inputs.items()})
         except Exception as error:  # parts of some models compute in a fixed dtype
-            exam.skip(id, f"in float64 it raises {error_text(error)}")
+            exam.skip(id, f"in float64 it raises {fault_text(error)}")
             return
-        worst = max(_slopes(exam), key=lambda slope: slope.share)
+        worst = max(_slope_of_groups(exam), key=lambda slope: slope.share)
     if worst.share <= SLOPE:
         exam.passed(id)
         return
@@ -135,7 +135,7 @@ def _in_float64(called: CalledModel) -> Iterator[None]:
         called.model = model
 
 
-def _slopes(exam: Examination) -> Iterator[_Slope]:
+def _slope_of_groups(exam: Examination) -> Iterator[_Slope]:
     """Yield the slope of each group of parameters."""
     called, parameters = exam.called, _trained(exam.called)
     inputs = {name: v[:1].double() if v.is_floating_point() else v[:1] for name, v in exam.inputs.items()}
@@ -146,7 +146,7 @@ def _slopes(exam: Examination) -> Iterator[_Slope]:
         grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
     gradients = dict(zip(parameters, grads, strict=True))
     for names in _groups(list(parameters)):
-        steps = {name: _step(parameters[name], called.generator) for name in names}
+        steps = {name: _random_step(parameters[name], called.generator) for name in names}
         parts = [gradients[name] * step for name, step in steps.items()]
         expected = sum(part.sum().item() for part in parts)
         slope = partial(_slope, lambda: (called.answer(inputs) * weights).sum().item(), parameters, steps)
@@ -160,7 +160,7 @@ def _slopes(exam: Examination) -> Iterator[_Slope]:
         yield _Slope(difference / size, tuple(names), measured, expected)
 
 
-def _step(parameter: Tensor, generator: torch.Generator) -> Tensor:
+def _random_step(parameter: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(parameter.shape, generator=generator).to(parameter) * max(parameter.detach().abs().mean().item(), 1e-2)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minitx.check.called_model import error_text, is_refusal, limit_of
+from minitx.check.called_model import fault_text, is_refusal, limit_of
 from minitx.check.copying import copied
 from minitx.check.examination import Examination
 from minitx.check.properties import compare, rounding
@@ -104,10 +104,10 @@ def _length(exam: Examination, id: str, name: str, length: int) -> None:
         output = called.answer(inputs)
     except Exception as error:
         if is_refusal(error):
-            exam.skip(f"sizes/length-{length}", f"it raises {error_text(error)}")
+            exam.skip(f"sizes/length-{length}", f"it raises {fault_text(error)}")
         else:
             fault = f"{length} token{'s' * (length > 1)} crash"
-            exam.failed(id, "crashes-at-a-length", Severity.FRAGILE, fault, witness=error_text(error))
+            exam.failed(id, "crashes-at-a-length", Severity.FRAGILE, fault, witness=fault_text(error))
         return
     if not output.isfinite().all():
         exam.failed(id, "nan-at-a-length", Severity.WRONG, f"NaN for {length} tokens")
@@ -126,7 +126,7 @@ def _limit(exam: Examination, id: str, name: str, limit: int) -> None:
         except Exception as error:
             if length == limit:
                 exam.failed(
-                    id, "crashes-at-its-limit", Severity.FRAGILE, f"{limit} tokens, its limit, crash", witness=error_text(error)
+                    id, "crashes-at-its-limit", Severity.FRAGILE, f"{limit} tokens, its limit, crash", witness=fault_text(error)
                 )
                 return
             exam.passed(id)
@@ -148,7 +148,7 @@ def _ids(exam: Examination, id: str, name: str) -> None:
         except Exception as error:
             if token == called.vocabulary - 1:
                 fault = f"the last id, {token} of {called.vocabulary}, crashes"
-                exam.failed(id, "last-id-crashes", Severity.FRAGILE, fault, witness=error_text(error))
+                exam.failed(id, "last-id-crashes", Severity.FRAGILE, fault, witness=fault_text(error))
                 return
             continue
         if token in (called.vocabulary, -1):
@@ -248,7 +248,7 @@ def compiled(exam: Examination) -> None:
         called.model = torch.compile(model, backend="aot_eager", dynamic=False)  # type: ignore[assignment]
         output = called.answer(exam.inputs)
     except Exception as error:
-        exam.failed("compile", "compile-raises", Severity.FRAGILE, "torch.compile raises", witness=error_text(error))
+        exam.failed("compile", "compile-raises", Severity.FRAGILE, "torch.compile raises", witness=fault_text(error))
         return
     finally:
         called.model = model

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from minitx.check.copying import copied
 
-ROWS = 3
+NUM_ROWS = 3
 LENGTHS = (12, 16, 32, 64, 128, 8, 5, 10, 7, 9, 6, 4, 3, 2)
 """Numbers of tokens to try, in this order: some models need whole blocks, some read only a few."""
 
 IDS = ("input_ids", "idx", "ids", "tokens", "token_ids", "inputs", "x", "src", "input", "xb")
 TARGET_IDS = ("decoder_input_ids", "tgt", "target_ids", "tgt_ids", "decoder_ids")
 PIXELS = ("pixel_values", "images", "image", "img", "imgs", "pixels")
-MASKS = (
+MASK_NAMES = (
     "attention_mask",
     "key_mask",
     "padding_mask",
@@ -34,7 +34,7 @@ MASKS = (
 TARGET_MASKS = ("decoder_attention_mask", "decoder_key_mask", "tgt_key_padding_mask", "tgt_mask")
 CACHES = ("past_key_values", "cache", "cache_params", "kv_cache", "past_kv", "past", "state", "hidden")
 LIMITS = ("max_position_embeddings", "n_positions", "block_size", "max_len", "max_seq_len", "context_length", "max_length")
-MARKS = (
+SPECIAL_IDS = (
     "pad_token_id",
     "eos_token_id",
     "bos_token_id",
@@ -45,7 +45,7 @@ MARKS = (
     "mask_token_id",
 )
 PICTURES = ((3, 32), (1, 28), (3, 16), (3, 64), (1, 16), (1, 32), (3, 8), (1, 8), (3, 224))
-OUTPUTS = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")
+OUTPUT_NAMES = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")
 
 
 class CannotBeCalledError(ValueError):
@@ -53,7 +53,7 @@ class CannotBeCalledError(ValueError):
 
 
 @dataclass(frozen=True)
-class MaskForm:
+class StreamMask:
     """The dtype, meaning and shape of a stream's mask.
 
     Attributes:
@@ -79,7 +79,7 @@ class MaskForm:
 
 
 SHAPES = (("B", "L"), ("B", "1", "1", "L"), ("B", "1", "L"), ("B", "Q", "L"), ("B", "1", "Q", "L"))
-DTYPES = (torch.long, torch.bool, torch.float32)
+MASK_DTYPES = (torch.long, torch.bool, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Stream:
     length: int
     mask: str | None = None
     width: int | None = None
-    form: MaskForm | None = None
+    form: StreamMask | None = None
     refused: str = ""
 
     @property
@@ -154,7 +154,7 @@ class CalledModel:
 
     # --- inputs
 
-    def draw(self, rows: int = ROWS, lengths: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+    def draw(self, rows: int = NUM_ROWS, lengths: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         """Return random inputs."""
         if self.picture is not None:
             channels, side = self.picture
@@ -258,10 +258,10 @@ def make_called(model: nn.Module, seed: int, device: torch.device | str, dtype: 
             inputs = candidate.draw()
             output = candidate.answer(inputs)
         except Exception as error:
-            faults[error_text(error)] = None
+            faults[fault_text(error)] = None
             continue
-        if output.dim() < 2 or output.shape[0] != ROWS:
-            faults[f"the output has shape {tuple(output.shape)} for {ROWS} rows"] = None
+        if output.dim() < 2 or output.shape[0] != NUM_ROWS:
+            faults[f"the output has shape {tuple(output.shape)} for {NUM_ROWS} rows"] = None
             continue
         if candidate.streams:
             L = candidate.stream.length
@@ -282,7 +282,7 @@ def _prepended(called: CalledModel, output: Tensor) -> int:
     if output.dim() < 3 or output.shape[1] <= L:
         return 0
     try:
-        shorter = called.answer(called.draw(ROWS, {name: L - 1}))
+        shorter = called.answer(called.draw(NUM_ROWS, {name: L - 1}))
     except Exception:  # the model reads whole blocks
         return 0
     return output.shape[1] - L if output.shape[1] - shorter.shape[1] == 1 else 0
@@ -303,9 +303,9 @@ def _ways(called: CalledModel, required: Sequence[str]) -> Iterator[CalledModel]
         return
     ids = next((name for name in IDS if name in names), first)
     target = next((name for name in TARGET_IDS if name in names), None)
-    mask = next((name for name in MASKS if name in names), None)
+    mask = next((name for name in MASK_NAMES if name in names), None)
     target_mask = next((name for name in TARGET_MASKS if name in names), None)
-    width = None if _tables(model) else _width(model)
+    width = None if _tables(model) else _input_width(model)
     if width is not None and "inputs_embeds" in names:
         ids = "inputs_embeds"
     limit = limit_of(model)
@@ -348,13 +348,13 @@ def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
         keep = torch.ones(inputs[stream.name].shape[:2], dtype=torch.bool)
         keep[1, : stream.length // 3] = False
         hides, faults, accepted = "pad" in stream.mask, dict[str, None](), None
-        for dtype, shape in product(DTYPES, SHAPES):
-            form = MaskForm(dtype, hides, shape)
+        for dtype, shape in product(MASK_DTYPES, SHAPES):
+            form = StreamMask(dtype, hides, shape)
             called.streams = tuple(replace(s, form=form) if s.name == stream.name else s for s in called.streams)
             try:
                 called.answer(inputs, {stream.name: keep})
             except Exception as error:
-                faults[error_text(error)] = None
+                faults[fault_text(error)] = None
                 continue
             accepted = form
             break
@@ -362,7 +362,7 @@ def find_forms(called: CalledModel, inputs: Mapping[str, Tensor]) -> None:
     called.streams = tuple(streams)
 
 
-def with_form(called: CalledModel, stream: Stream, form: MaskForm) -> CalledModel:
+def with_form(called: CalledModel, stream: Stream, form: StreamMask) -> CalledModel:
     """Return the same model with another form of mask for a stream."""
     return replace(called, streams=tuple(replace(s, form=form) if s.name == stream.name else s for s in called.streams))
 
@@ -383,7 +383,7 @@ def fill_zeros(model: nn.Module, generator: torch.Generator) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-def error_text(error: Exception) -> str:
+def fault_text(error: Exception) -> str:
     """Return the class and the first line of an error."""
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {line[:140]}" if line else type(error).__name__
@@ -404,7 +404,7 @@ def _tables(model: nn.Module) -> list[nn.Embedding]:
     return [m for m in model.modules() if isinstance(m, nn.Embedding)]
 
 
-def _width(model: nn.Module) -> int | None:
+def _input_width(model: nn.Module) -> int | None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             return module.in_features
@@ -432,7 +432,7 @@ def _vocabulary(model: nn.Module) -> tuple[int, Tensor]:
     if size is None:
         size = tables[0].num_embeddings if tables else 50
     special: set[Any] = set()
-    for mark in (*(_stated(config, name) for name in MARKS), *(t.padding_idx for t in tables)):
+    for mark in (*(_stated(config, name) for name in SPECIAL_IDS), *(t.padding_idx for t in tables)):
         special |= set(mark) if isinstance(mark, list | tuple) else {mark}
     special |= {0, 1, 2} if size > 12 else set()
     usable = [token for token in range(size) if token not in special] or list(range(size))
@@ -443,7 +443,7 @@ def _floats(result: Any) -> Tensor | None:
     """The first floating-point tensor with at least one axis. Logits come first."""
     if isinstance(result, Tensor):
         return result if result.is_floating_point() and result.dim() else None
-    for name in OUTPUTS:
+    for name in OUTPUT_NAMES:
         output = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
         if isinstance(output, Tensor):
             return output

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from minitx.check import strict as kernels
 from minitx.check.copying import copied
-from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, PLAIN, Experiment, Inputs, Outcome
+from minitx.check.experiments import BLIND, BLIND_MOVED, EXPERIMENTS, HALF, SIMPLE, Experiment, Operands, Outcome
 from minitx.check.mutants import MUTANTS, Mutant
-from minitx.check.reference import naive_attention, tolerance
+from minitx.check.reference import dtype_name, naive_attention, tolerance
 from minitx.check.results import Check, Finding, Report, Severity, Status
 from minitx.check.search import (
-    Answer,
     Diagnosis,
+    Expected,
     Judge,
     Mistakes,
-    Trial,
+    Tried,
     are_close,
     diagnose,
     further_mistakes,
@@ -38,9 +38,9 @@ from minitx.check.search import (
     trials,
 )
 from minitx.check.signatures import chosen_forms, instance_of, read_signature
-from minitx.check.subjects import RETURNS, DoesNotApplyError, Function, Layer, NotTriedError, Subject, Way
+from minitx.check.subjects import RETURNS, AttentionLayer, DoesNotApplyError, Function, NotTriedError, Subject, Way
 
-STAGES = (1, 2, 3, 4, 5)
+EXERCISE_STAGES = (1, 2, 3, 4, 5)
 """The stages of a graded exercise: plain; masks; queries without a visible key; wide values and causal; half precision and large scores."""
 
 BLIND_GRADIENT = "gradients-where-a-query-sees-nothing"
@@ -76,8 +76,8 @@ def check_attention(
     Raises:
         ValueError, TypeError: an argument is out of range, or ``function`` does not compute attention.
     """
-    if stage is not None and stage not in STAGES:
-        raise ValueError(f"stage={stage} must be one of {', '.join(map(str, STAGES))}")
+    if stage is not None and stage not in EXERCISE_STAGES:
+        raise ValueError(f"stage={stage} must be one of {', '.join(map(str, EXERCISE_STAGES))}")
     if mask not in (None, "keep", "hide"):
         raise ValueError(f"mask={mask} must be keep or hide")
     if strict and stage is not None:
@@ -125,7 +125,7 @@ def make_subject(function: Any, device: torch.device | str, dtype: torch.dtype, 
         raise ValueError(f"{kind} has no arguments that look like query, key and value, or x; its arguments: {names}")
     has_matrices = isinstance(function, nn.Module) and any(p.ndim > 1 for p in function.parameters())
     if has_matrices:
-        return Layer(function, dtype, device, seed)
+        return AttentionLayer(function, dtype, device, seed)
     called = copied(function).eval() if isinstance(function, nn.Module) else function
     if next(signature.orders()).keys() == {"x"}:
         raise ValueError(f"{kind} takes one input and has no projections, so its queries, keys and values cannot be seen")
@@ -149,7 +149,7 @@ class _Examination:
             is_module = isinstance(self.subject.function, nn.Module)
             argument = "training=self.training" if is_module else "training=False, or an argument of your function for it"
             advice = f"Without dropout, two calls are equal. In evaluation, F.dropout needs {argument}."
-            return self._made(Trial(way, {}, {}), self._untried(fault), [Finding("random", Severity.WRONG, fault, advice)])
+            return self._made(Tried(way, {}, {}), self._untried(fault), [Finding("random", Severity.WRONG, fault, advice)])
         judge, faults = Judge(self.subject.dtype), dict[str, None]()
         diagnosis = diagnose(judge, trials(self.subject, judge, chosen_forms(self.mask), faults))
         if diagnosis is None:
@@ -163,14 +163,14 @@ class _Examination:
             checks, findings = self._graded(diagnosis.trial, checks, findings)
         return self._made(diagnosis.trial, checks, [finding for finding, _ in findings])
 
-    def _made(self, trial: Trial, checks: list[Check], findings: list[Finding]) -> Report:
+    def _made(self, trial: Tried, checks: list[Check], findings: list[Finding]) -> Report:
         called = self.subject.describe(trial.way) + (", causal by default" if trial.is_causal else "")
         called = f"{self.made}; {called}" if self.made else called
         if self.subject.dtype != torch.float64:
             called += f", {str(self.subject.dtype).removeprefix('torch.')}"
         return Report(self.name, called, self.subject.seed, tuple(checks), tuple(findings), self.stage)
 
-    def _arguments(self, trial: Trial) -> list[Check]:
+    def _arguments(self, trial: Tried) -> list[Check]:
         """The arguments that no experiment uses."""
         signature, used = self.subject.signature, self.subject.arguments(trial.way)
         reasons = {name: f"it raises {fault}" for name, fault in self.subject.refused.items()}
@@ -195,14 +195,14 @@ class _Examination:
     def _random_way(self) -> Way | None:
         """The first way of calling that works, if two of its calls differ."""
         for way in self.subject.ways():
-            first = self.subject.outcome(way, PLAIN).output
+            first = self.subject.outcome(way, SIMPLE).output
             if first is not None:
                 self.subject.forget()
-                second = self.subject.outcome(way, PLAIN).output
+                second = self.subject.outcome(way, SIMPLE).output
                 return way if second is None or not are_close(second, first.double()) else None
         return None
 
-    def _graded(self, trial: Trial, checks: list[Check], findings: list[Placed]) -> tuple[list[Check], list[Placed]]:
+    def _graded(self, trial: Tried, checks: list[Check], findings: list[Placed]) -> tuple[list[Check], list[Placed]]:
         """The checks and findings of the stage. In a stage, all findings are wrong, and so is a check that cannot be tried."""
         ids = {e.id for e in EXPERIMENTS if e.stage == self.stage} | ({BLIND_GRADIENT} if self.stage == BLIND.stage else set())
         ids -= {e.id for e, reason in trial.not_tried.items() if isinstance(reason, DoesNotApplyError)}
@@ -294,7 +294,7 @@ class _Verdicts:
         if outcome.output is None:
             return Check(name, Status.FAILED, f"it raises {outcome.fault}")
         if outcome.output.dtype != dtype:
-            return Check(name, Status.FAILED, f"the output is {_short(outcome.output.dtype)}")
+            return Check(name, Status.FAILED, f"the output is {dtype_name(outcome.output.dtype)}")
         expected, allowed = _in_half(outcome.inputs, dtype, self.trial.is_causal)
         if outcome.output.shape != expected.shape:
             return Check(name, Status.FAILED, "the output has another shape")
@@ -323,8 +323,8 @@ class _Verdicts:
         yield from self._unmasked()
         yield from self._few_axes()
         yield from self._changes()
-        if isinstance(self.subject, Layer) and (idle := self.subject.idle_parameters(self.trial.way)):
-            yield Finding("idle-parameters", Severity.WRONG, f"unused parameters: {', '.join(idle)}"), {PLAIN.id}
+        if isinstance(self.subject, AttentionLayer) and (idle := self.subject.idle_parameters(self.trial.way)):
+            yield Finding("idle-parameters", Severity.WRONG, f"unused parameters: {', '.join(idle)}"), {SIMPLE.id}
 
     def _changes(self) -> Iterator[Placed]:
         """Yield arguments that are changed in place. A changed mask is wrong, because the next layer gets it."""
@@ -335,7 +335,7 @@ class _Verdicts:
                 changed.setdefault(name, outcome.experiment.id)
         if changed.keys() - {mask}:
             advice = "Write q = q * scale instead of q *= scale."
-            yield Finding("changes-its-arguments", Severity.FRAGILE, "it changes its arguments in place", advice), {PLAIN.id}
+            yield Finding("changes-its-arguments", Severity.FRAGILE, "it changes its arguments in place", advice), {SIMPLE.id}
         if mask in changed:
             fault = f"it changes {mask} in place, so the next layer gets another mask"
             yield Finding("changes-the-mask", Severity.WRONG, fault, f"Copy {mask} before you change it."), {changed[mask]}
@@ -492,13 +492,13 @@ class _Verdicts:
 
 
 @lru_cache(maxsize=256)
-def _weights_of(inputs: Inputs, is_causal: bool) -> Tensor:
+def _weights_of(inputs: Operands, is_causal: bool) -> Tensor:
     query, key, value = (tensor.double() for tensor in inputs.heads)
     return naive_attention(query, key, value, inputs.allowed, is_causal=is_causal)[1]
 
 
 @lru_cache(maxsize=256)
-def _in_half(inputs: Inputs, dtype: torch.dtype, is_causal: bool) -> tuple[Tensor, float]:
+def _in_half(inputs: Operands, dtype: torch.dtype, is_causal: bool) -> tuple[Tensor, float]:
     """The exact output for inputs that are rounded to ``dtype``, and the error that an output in ``dtype`` may have."""
     query, key, value = (tensor.to(dtype) for tensor in inputs.heads)
     definition = partial(naive_attention, attn_mask=inputs.allowed, is_causal=is_causal)
@@ -507,18 +507,18 @@ def _in_half(inputs: Inputs, dtype: torch.dtype, is_causal: bool) -> tuple[Tenso
     return expected, 2 * tolerance(expected, low, dtype)  # weights and scores are rounded once more in plain torch
 
 
-def _differ(got: Answer, want: Answer) -> bool:
+def _differ(got: Expected, want: Expected) -> bool:
     """Whether a mistake shows in the output or a gradient."""
     if got.output is None or want.output is None or not are_close(got.output, want.output, is_loose=True):
         return True
     return not all(are_close(a, b, is_loose=True) for a, b in zip(got.gradients, want.gradients, strict=True))
 
 
-def _dependences(subject: Subject, trial: Trial) -> list[str]:
+def _dependences(subject: Subject, trial: Tried) -> list[str]:
     """Sentences about forbidden dependences of the output, for a mistake without a name."""
     if not isinstance(subject, Function):
         return []
-    first = trial.outcomes[PLAIN]
+    first = trial.outcomes[SIMPLE]
     heads = (
         ([("the last head", (slice(None), -1), "the other heads", (slice(None), slice(-1)))])
         if len(trial.way.layout.name) > 10
@@ -537,7 +537,7 @@ def _dependences(subject: Subject, trial: Trial) -> list[str]:
     return sentences
 
 
-def _changed(subject: Function, trial: Trial, index: tuple[Any, ...]) -> Tensor | None:
+def _changed(subject: Function, trial: Tried, index: tuple[Any, ...]) -> Tensor | None:
     """The output of the plain experiment with other numbers at ``index``."""
 
     def call(original: Callable[..., Any], /, **arguments: Any) -> Any:
@@ -550,10 +550,6 @@ def _changed(subject: Function, trial: Trial, index: tuple[Any, ...]) -> Tensor 
     other = Function(subject.function, subject.dtype, subject.device, subject.seed)
     other.function = partial(call, subject.function)
     try:
-        return other.run(trial.way, PLAIN).output
+        return other.run(trial.way, SIMPLE).output
     except (NotTriedError, RuntimeError, IndexError):
         return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

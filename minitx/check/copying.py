@@ -9,7 +9,7 @@ from torch import nn
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_PARTS = ("_parameters", "_buffers", "_modules")
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 def copied(module: Module) -> Module:
@@ -28,7 +28,7 @@ def copied(module: Module) -> Module:
         memo: dict[int, Any] = {}
         for part in module.modules():
             for name, value in vars(part).items():
-                if name not in _PARTS and not _can_be_copied(value, shared):
+                if name not in _REGISTRIES and not _can_be_copied(value, shared):
                     memo[id(value)] = value
         return copy.deepcopy(module, memo)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CalledModel, Stream, decoder_signs, error_text, find_forms, is_refusal, with_form
+from minitx.check.called_model import CalledModel, Stream, decoder_signs, fault_text, find_forms, is_refusal, with_form
 from minitx.check.properties import FACTOR, Gap, compare, rounding, unit
 from minitx.check.results import Check, Finding, Severity, Status
 from minitx.check.witness import first_moved
@@ -248,7 +248,7 @@ class Examination:
     def raised(self, id: str, error: Exception) -> None:
         """Record a call that raised. An error about an unsupported call is not a fault."""
         if is_refusal(error):
-            self.skip(id, f"it raises {error_text(error)}")
+            self.skip(id, f"it raises {fault_text(error)}")
         else:
             what = id.replace("-", " ").replace("/", ", ")
             self.failed(
@@ -256,7 +256,7 @@ class Examination:
                 f"raises-{id.replace('/', '-')}",
                 Severity.FRAGILE,
                 f"it raises in the check of {what}",
-                witness=error_text(error),
+                witness=fault_text(error),
             )
 
     def attempt(self, id: str, check: Callable[[str], None]) -> None:
@@ -271,7 +271,7 @@ class Examination:
     def where(self, calm: Callable[[], Any], moved: Callable[[], Any], *stills: Tensor) -> str:
         """Return the end of a sentence that names the first module that moves."""
         try:
-            return _first(first_moved(self.called.model, calm, moved, *stills))
+            return _first_moved_text(first_moved(self.called.model, calm, moved, *stills))
         except Exception:  # a failing witness must not fail the check
             return ""
 
@@ -287,5 +287,5 @@ class Examination:
         return f"{self.repeat} only={word} seed={self.seed}"
 
 
-def _first(module: str) -> str:
+def _first_moved_text(module: str) -> str:
     return f"; the first module that moves is {module}" if module else ""

@@ -52,7 +52,7 @@ class Experiment:
         return stable_id(self.name)
 
 
-PLAIN = Experiment("plain", 1)
+SIMPLE = Experiment("plain", 1)
 MASKED = Experiment("mask", 2, mask="cells")
 BLIND = Experiment("a query that sees nothing", 3, mask="nothing", is_extreme=True)
 BLIND_MOVED = Experiment("other hidden values where a query sees nothing", 3, mask="nothing", hidden=100.0, is_extreme=True)
@@ -64,7 +64,7 @@ HALF = tuple(
     for mask in ("", "cells")
 )
 EXPERIMENTS = (
-    PLAIN,
+    SIMPLE,
     Experiment("more keys than queries", 1, keys=7),
     MASKED,
     Experiment("mask that hides keys", 2, mask="keys"),
@@ -86,7 +86,7 @@ EXPERIMENTS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class Operands:
     """The inputs of attention in one experiment.
 
     Attributes:
@@ -108,7 +108,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class HeadSizes:
     """The sizes that a way of calling allows. ``mask`` is "cells", "shared" (by the batch) or "keys" (the same for all queries)."""
 
     heads: int = HEADS
@@ -117,7 +117,7 @@ class Sizes:
 
 
 @lru_cache(maxsize=4096)
-def draw(experiment: Experiment, sizes: Sizes = Sizes(), seed: int = 0) -> Inputs:
+def drawn(experiment: Experiment, sizes: HeadSizes = HeadSizes(), seed: int = 0) -> Operands:
     """Return the inputs of an experiment. The same arguments give the same object."""
     generator = torch.Generator().manual_seed(seed)
     H, D, L, S = sizes.heads, sizes.width, experiment.rows, experiment.keys
@@ -136,7 +136,7 @@ def draw(experiment: Experiment, sizes: Sizes = Sizes(), seed: int = 0) -> Input
         torch.ones_like(hidden) if experiment.mask == "nothing" else hidden
     )  # with "nothing", only the blind query is compared
     value = value + experiment.hidden * torch.arange(1.0, S + 1)[:, None] * moved
-    return Inputs(query, key, value, allowed, experiment.is_causal)
+    return Operands(query, key, value, allowed, experiment.is_causal)
 
 
 def _mask(experiment: Experiment, kind: str, generator: torch.Generator) -> Tensor:
@@ -156,7 +156,7 @@ def _mask(experiment: Experiment, kind: str, generator: torch.Generator) -> Tens
 
 
 @lru_cache(maxsize=4096)
-def through_mask(inputs: Inputs) -> Inputs:
+def through_mask(inputs: Operands) -> Operands:
     """Return the inputs with the causal mask inside ``allowed``, for functions without a causal option.
 
     Equal inputs return the same object.
@@ -164,7 +164,7 @@ def through_mask(inputs: Inputs) -> Inputs:
     L, S = inputs.query.shape[2], inputs.key.shape[2]
     triangle = torch.ones(BATCH, 1, L, S, dtype=torch.bool).tril(S - L)
     allowed = triangle if inputs.allowed is None else inputs.allowed & triangle
-    return Inputs(*inputs.heads, allowed)
+    return Operands(*inputs.heads, allowed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +182,7 @@ class Outcome:
     """
 
     experiment: Experiment
-    inputs: Inputs
+    inputs: Operands
     output: Tensor | None = None
     weights: Tensor | None = None
     gradients: tuple[Tensor, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.called_model import CACHES, error_text
+from minitx.check.called_model import CACHES, fault_text
 from minitx.check.examination import Examination
 from minitx.check.properties import Gap
 from minitx.check.results import Severity
@@ -181,6 +181,6 @@ class _Pieces:
         try:
             output = self.run(cuts, cache=kind(config=exam.called.config, max_cache_len=exam.called.stream.length + 3))
         except Exception as error:  # some architectures do not support it
-            exam.skip(id, f"it raises {error_text(error)}")
+            exam.skip(id, f"it raises {fault_text(error)}")
             return
         self._judge(id, exam.gap(output, exam.base), cuts, " of fixed size")

@@ -25,7 +25,7 @@ from torch.nn.functional import normalize
 from minitx.check.results import Severity, stable_id
 
 Step = Callable[..., Any]
-Attention = Callable[..., tuple[Tensor, Tensor]]
+AttentionFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 # --- the definition
@@ -59,11 +59,6 @@ def _divided_by_root(scores: Tensor, query: Tensor, key: Tensor, value: Tensor) 
 def _triangle(rows: int, keys: int) -> Tensor:
     """A query sees the keys up to its position. The last query sees all keys."""
     return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
-
-
-def _both(allowed: Tensor, triangle: Tensor) -> Tensor:
-    """A key is visible if both masks allow it."""
-    return allowed & triangle
 
 
 def _minus_infinity(scores: Tensor, allowed: Tensor) -> Tensor:
@@ -116,7 +111,7 @@ class Steps:
     dot: Step = _dot_product
     scale: Step = _divided_by_root
     causal: Step = _triangle
-    mask: Step = _both
+    mask: Step = torch.logical_and
     hide: Step = _minus_infinity
     softmax: Step = _softmax_over_keys
     after: Step = _zero_where_hidden
@@ -271,7 +266,7 @@ class Mutant:
         return replace(DEFINITION, **self.instead)
 
 
-def _wrong(name: str, advice: str, **instead: Step) -> Mutant:
+def _fault(name: str, advice: str, **instead: Step) -> Mutant:
     return Mutant(name, advice, instead)
 
 
@@ -291,106 +286,106 @@ _EXTREME = "Large or low scores overflow: use torch.softmax, which subtracts the
 _ALIGNED = "Use tril(diagonal=0) to keep, or triu(diagonal=1) to hide."
 
 MUTANTS: tuple[Mutant, ...] = (
-    _wrong("no scale", "Divide the scores by √d_k.", scale=unchanged),
-    _wrong("scale by d_k", "Divide by the root, d_k ** 0.5.", scale=_scaled(lambda d_k, H, S, d_v: 1 / d_k)),
-    _wrong("scores multiplied by √d_k", "Divide the scores by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**0.5)),
-    _wrong("scale by embed_dim", "d_k is embed_dim // num_heads.", scale=_scaled(lambda d_k, H, S, d_v: (d_k * H) ** -0.5)),
-    _wrong("scale by the number of heads", "d_k is the width of a head.", scale=_scaled(lambda d_k, H, S, d_v: H**-0.5)),
-    _wrong("scale by the number of keys", "d_k is size(-1), not size(-2).", scale=_scaled(lambda d_k, H, S, d_v: S**-0.5)),
-    _wrong("scale by d_v", "d_k is the width of the keys.", scale=_scaled(lambda d_k, H, S, d_v: d_v**-0.5)),
-    _wrong("fourth root of d_k", "Scale query and key, or divide by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**-0.25)),
-    _wrong("cosine of query and key", "Remove the normalization, or the scale.", dot=_cosine),
-    _wrong("cosine without scale", "This is not dot-product attention: remove the normalization.", dot=_cosine, scale=unchanged),
-    _wrong("query unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ k.mT, _dot_product)),
-    _wrong("key unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: q @ q.mT, _dot_product)),
-    _wrong("scores transposed", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ q.mT, _dot_product)),
-    _wrong("key reshaped, not transposed", "Use key.transpose(-2, -1).", dot=lambda q, k: q @ k.reshape(k.mT.shape)),
-    _wrong("causal mask hides the token itself", _ALIGNED, causal=_shifted(-1)),
-    _wrong("causal mask shows one later token", _ALIGNED, causal=_shifted(1)),
-    _wrong(
+    _fault("no scale", "Divide the scores by √d_k.", scale=unchanged),
+    _fault("scale by d_k", "Divide by the root, d_k ** 0.5.", scale=_scaled(lambda d_k, H, S, d_v: 1 / d_k)),
+    _fault("scores multiplied by √d_k", "Divide the scores by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**0.5)),
+    _fault("scale by embed_dim", "d_k is embed_dim // num_heads.", scale=_scaled(lambda d_k, H, S, d_v: (d_k * H) ** -0.5)),
+    _fault("scale by the number of heads", "d_k is the width of a head.", scale=_scaled(lambda d_k, H, S, d_v: H**-0.5)),
+    _fault("scale by the number of keys", "d_k is size(-1), not size(-2).", scale=_scaled(lambda d_k, H, S, d_v: S**-0.5)),
+    _fault("scale by d_v", "d_k is the width of the keys.", scale=_scaled(lambda d_k, H, S, d_v: d_v**-0.5)),
+    _fault("fourth root of d_k", "Scale query and key, or divide by √d_k.", scale=_scaled(lambda d_k, H, S, d_v: d_k**-0.25)),
+    _fault("cosine of query and key", "Remove the normalization, or the scale.", dot=_cosine),
+    _fault("cosine without scale", "This is not dot-product attention: remove the normalization.", dot=_cosine, scale=unchanged),
+    _fault("query unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ k.mT, _dot_product)),
+    _fault("key unused", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: q @ q.mT, _dot_product)),
+    _fault("scores transposed", "Compute query @ key.mT.", dot=_if_alike(_are_as_many, lambda q, k: k @ q.mT, _dot_product)),
+    _fault("key reshaped, not transposed", "Use key.transpose(-2, -1).", dot=lambda q, k: q @ k.reshape(k.mT.shape)),
+    _fault("causal mask hides the token itself", _ALIGNED, causal=_shifted(-1)),
+    _fault("causal mask shows one later token", _ALIGNED, causal=_shifted(1)),
+    _fault(
         "causal mask from the upper left",
         "With a cache, the last query sees all keys: tril(diagonal=S - L).",
         causal=lambda rows, keys: torch.ones(rows, keys, dtype=torch.bool).tril(),
     ),
-    _wrong("causal mask upside down", "Queries see later keys: use tril, not triu.", causal=lambda L, S: _triangle(L, S).flip(0, 1)),
-    _wrong("causal ignored", "The causal option has no effect.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool)),
-    _wrong("mask inverted", "True means keep: masked_fill(~mask, -inf).", mask=lambda allowed, triangle: ~allowed & triangle),
-    _wrong("mask ignored", "The mask has no effect: masked_fill returns a new tensor, and adding -1e-9 hides nothing.", mask=lambda allowed, triangle: triangle),
-    _wrong(
+    _fault("causal mask upside down", "Queries see later keys: use tril, not triu.", causal=lambda L, S: _triangle(L, S).flip(0, 1)),
+    _fault("causal ignored", "The causal option has no effect.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool)),
+    _fault("mask inverted", "True means keep: masked_fill(~mask, -inf).", mask=lambda allowed, triangle: ~allowed & triangle),
+    _fault("mask ignored", "The mask has no effect: masked_fill returns a new tensor, and adding -1e-9 hides nothing.", mask=lambda allowed, triangle: triangle),
+    _fault(
         "mask ignored when causal",
         "Use both masks: allowed & causal.",
         mask=lambda allowed, triangle: allowed if triangle.all() else triangle,
     ),
-    _wrong(
+    _fault(
         "causal ignored beside a mask",
         "Use both masks: allowed & causal.",
         mask=lambda allowed, triangle: allowed,
     ),
-    _wrong(
+    _fault(
         "mask or causal",
         "A key is visible if both masks allow it: use & instead of |.",
         mask=lambda allowed, triangle: allowed if triangle.all() else allowed | triangle,
     ),
-    _wrong(
+    _fault(
         "padding mask on the queries",
         "Padding hides keys: mask[:, None, None, :].",
         mask=lambda allowed, triangle: (allowed[..., :1, :].mT if _is_square(allowed) else allowed) & triangle,
     ),
-    _wrong(
+    _fault(
         "mask transposed",
         "Rows are queries, and columns are keys.",
         mask=lambda allowed, triangle: (allowed.mT if _is_square(allowed) else allowed) & triangle,
     ),
-    _wrong(
+    _fault(
         "first mask for the whole batch",
         "Remove the index or squeeze of the batch.",
         mask=lambda allowed, triangle: allowed[:1] & triangle,
     ),
-    _wrong("hidden scores of 0", "A score of 0, or of 1e-9, is not hidden: masked_fill(~mask, -inf).", hide=lambda s, a: s * a, after=unchanged),
-    _wrong("hidden scores of −1", "Use -inf for hidden scores.", hide=_filled(-1.0), after=unchanged),
-    _wrong("mask added as 0 and 1", "A mask that is added needs 0 and -inf.", hide=lambda s, a: s + a, after=unchanged),
+    _fault("hidden scores of 0", "A score of 0, or of 1e-9, is not hidden: masked_fill(~mask, -inf).", hide=lambda s, a: s * a, after=unchanged),
+    _fault("hidden scores of −1", "Use -inf for hidden scores.", hide=_filled(-1.0), after=unchanged),
+    _fault("mask added as 0 and 1", "A mask that is added needs 0 and -inf.", hide=lambda s, a: s + a, after=unchanged),
     _fragile("NaN where a query sees nothing", _BLIND, after=unchanged),
     _number_for_hidden("padding mask of −1e9 averages hidden values", _filled(-1e9)),
     _number_for_hidden("hidden scores of −1e4", _filled(-1e4)),
     _number_for_hidden("lowest finite number for hidden scores", _filled(None)),
     _number_for_hidden("−1e9 added to hidden scores", _added(-1e9)),
     _number_for_hidden("−1e4 added to hidden scores", _added(-1e4)),
-    _wrong("softmax over the queries", _OF_KEYS, softmax=lambda s: s.softmax(-2)),
-    _wrong("softmax over the heads", _OF_KEYS, softmax=lambda s: s.softmax(1)),
-    _wrong("softmax over the batch", _OF_KEYS, softmax=lambda s: s.softmax(0)),
-    _wrong("softmax over all scores", _OF_KEYS, softmax=lambda s: s.flatten(-2).softmax(-1).view(s.shape)),
-    _wrong("softmax twice", "Hidden keys get weight from the second softmax.", softmax=lambda s: s.softmax(-1).softmax(-1), after=unchanged),
-    _wrong("no softmax", "Use softmax(dim=-1).", softmax=unchanged),
-    _wrong("log-softmax", "Use softmax instead of log_softmax.", softmax=lambda s: s.log_softmax(-1)),
-    _wrong("sigmoid", "Use softmax(dim=-1).", softmax=torch.sigmoid),
+    _fault("softmax over the queries", _OF_KEYS, softmax=lambda s: s.softmax(-2)),
+    _fault("softmax over the heads", _OF_KEYS, softmax=lambda s: s.softmax(1)),
+    _fault("softmax over the batch", _OF_KEYS, softmax=lambda s: s.softmax(0)),
+    _fault("softmax over all scores", _OF_KEYS, softmax=lambda s: s.flatten(-2).softmax(-1).view(s.shape)),
+    _fault("softmax twice", "Hidden keys get weight from the second softmax.", softmax=lambda s: s.softmax(-1).softmax(-1), after=unchanged),
+    _fault("no softmax", "Use softmax(dim=-1).", softmax=unchanged),
+    _fault("log-softmax", "Use softmax instead of log_softmax.", softmax=lambda s: s.log_softmax(-1)),
+    _fault("sigmoid", "Use softmax(dim=-1).", softmax=torch.sigmoid),
     _fragile("exp without the maximum", _EXTREME, softmax=_exponentials()),
     _fragile("eps in the denominator", "Low scores lose weight: use torch.softmax.", softmax=_exponentials(1e-6)),
     _fragile("one maximum for all rows", _EXTREME, softmax=_one_maximum),
-    _wrong("scale after the softmax", "Scale the scores, not the weights.", scale=unchanged, after=lambda w, a, q: w * q.shape[-1] ** -0.5),
-    _wrong("scale before and after the softmax", "Scale once, before the softmax.", after=lambda w, a, q: w * q.shape[-1] ** -0.5),
-    _wrong("mask after the softmax", "Mask the scores: these weights do not add up to 1.", hide=unchanged, after=lambda w, a, q: w * a),
+    _fault("scale after the softmax", "Scale the scores, not the weights.", scale=unchanged, after=lambda w, a, q: w * q.shape[-1] ** -0.5),
+    _fault("scale before and after the softmax", "Scale once, before the softmax.", after=lambda w, a, q: w * q.shape[-1] ** -0.5),
+    _fault("mask after the softmax", "Mask the scores: these weights do not add up to 1.", hide=unchanged, after=lambda w, a, q: w * a),
     _fragile("eps after the softmax", "Hidden keys get the weight eps.", after=lambda w, a, q: (w + 1e-8) / (w + 1e-8).sum(-1, keepdim=True)),
-    _wrong("weights without gradient", "Remove detach, no_grad or torch.tensor(scores): query and key do not learn.", after=lambda w, a, q: w.masked_fill(~a, 0.0).detach()),
-    _wrong("weights transposed", "Compute weights @ value.", mix=lambda w, q, k, v: (w.mT if _is_square(w) else w) @ v),
-    _wrong("keys mixed", "Compute weights @ value.", mix=lambda w, q, k, v: w @ k),
-    _wrong("queries mixed", "Compute weights @ value.", mix=lambda w, q, k, v: w @ (q if q.shape == v.shape else v)),
-    _wrong("query added to the output", "The residual connection is outside of attention.", mix=lambda w, q, k, v: w @ v + (q if q.shape[-1] == v.shape[-1] else 0)),
-    _wrong("grouped heads tiled", "Use repeat_interleave(H // Hkv, dim=1).", group=lambda x, H: x.repeat(1, H // x.shape[1], 1, 1)),
-    _wrong("first key head for all", "Use repeat_interleave(H // Hkv, dim=1).", group=lambda x, H: x[:, :1].expand(-1, H, -1, -1) if x.shape[1] < H else x),
-    _wrong("heads by view", "Use view(B, L, H, D).transpose(1, 2).", split=_by_view),
-    _wrong("heads merged by view", "Use transpose(1, 2) before reshape(B, L, E).", merge=_merged_by_view),
+    _fault("weights without gradient", "Remove detach, no_grad or torch.tensor(scores): query and key do not learn.", after=lambda w, a, q: w.masked_fill(~a, 0.0).detach()),
+    _fault("weights transposed", "Compute weights @ value.", mix=lambda w, q, k, v: (w.mT if _is_square(w) else w) @ v),
+    _fault("keys mixed", "Compute weights @ value.", mix=lambda w, q, k, v: w @ k),
+    _fault("queries mixed", "Compute weights @ value.", mix=lambda w, q, k, v: w @ (q if q.shape == v.shape else v)),
+    _fault("query added to the output", "The residual connection is outside of attention.", mix=lambda w, q, k, v: w @ v + (q if q.shape[-1] == v.shape[-1] else 0)),
+    _fault("grouped heads tiled", "Use repeat_interleave(H // Hkv, dim=1).", group=lambda x, H: x.repeat(1, H // x.shape[1], 1, 1)),
+    _fault("first key head for all", "Use repeat_interleave(H // Hkv, dim=1).", group=lambda x, H: x[:, :1].expand(-1, H, -1, -1) if x.shape[1] < H else x),
+    _fault("heads by view", "Use view(B, L, H, D).transpose(1, 2).", split=_by_view),
+    _fault("heads merged by view", "Use transpose(1, 2) before reshape(B, L, E).", merge=_merged_by_view),
     _fragile("zeros_like(Q) for d_v ≠ d_k", "The output has the width of the values: new_zeros(*query.shape[:-1], value.shape[-1]).", merge=_buffer_like_query),
-    _wrong("causal mask from the upper left hides the token itself", _ALIGNED, causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).tril(-1)),
-    _wrong("causal mask shows later tokens alone", "Queries see earlier keys: use tril, not triu.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).triu(1)),
-    _wrong("causal mask from the upper left shows one later token", _ALIGNED, causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).tril(1)),
-    _wrong("heads not transposed", "Each token attends to its own heads: use view(B, L, H, D).transpose(1, 2).", split=_transposed, merge=_transposed),
-    _wrong("weights unused", "Compute weights @ value.", mix=lambda w, q, k, v: v if _is_square(w) else w @ v),
-    _wrong("keys and values swapped", "Compute scores from the keys and the mean from the values.", roles=lambda q, k, v: (q, v, k)),
+    _fault("causal mask from the upper left hides the token itself", _ALIGNED, causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).tril(-1)),
+    _fault("causal mask shows later tokens alone", "Queries see earlier keys: use tril, not triu.", causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).triu(1)),
+    _fault("causal mask from the upper left shows one later token", _ALIGNED, causal=lambda L, S: torch.ones(L, S, dtype=torch.bool).tril(1)),
+    _fault("heads not transposed", "Each token attends to its own heads: use view(B, L, H, D).transpose(1, 2).", split=_transposed, merge=_transposed),
+    _fault("weights unused", "Compute weights @ value.", mix=lambda w, q, k, v: v if _is_square(w) else w @ v),
+    _fault("keys and values swapped", "Compute scores from the keys and the mean from the values.", roles=lambda q, k, v: (q, v, k)),
 )  # fmt: skip
 """The mistakes. Mistakes with severity FRAGILE show only for some numbers or shapes."""
 
 
-def mutant(name: str) -> Attention:
+def mutant(name: str) -> AttentionFunction:
     """Return a broken attention function, as a puzzle.
 
     Args:

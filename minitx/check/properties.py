@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 Inputs = Mapping[str, Any]
-Answer = Callable[[Inputs], Tensor]
+Caller = Callable[[Inputs], Tensor]
 
 FACTOR = 4.0
 """The largest difference as a multiple of the measured rounding. In 62 families and three dtypes, kernels differ by at most 1."""
@@ -104,7 +104,7 @@ def compare(output: Tensor, expected: Tensor, noise: float, where: Tensor | None
 
 
 def rounding(
-    answer: Answer, model: nn.Module, inputs: Inputs, expected: Tensor | None = None, where: Tensor | None = None, seed: int = 0
+    answer: Caller, model: nn.Module, inputs: Inputs, expected: Tensor | None = None, where: Tensor | None = None, seed: int = 0
 ) -> float:
     """Return the effect of rounding on the answer: the largest difference if each step is rounded differently.
 
@@ -151,7 +151,7 @@ class Twins:
     inputs: dict[str, Any]
     still: Tensor
 
-    def moved(self, answer: Answer, noise: float) -> Gap:
+    def moved(self, answer: Caller, noise: float) -> Gap:
         """Return the gap between the answers (B, L, ...) for the rows and for their twins."""
         rows, twins = answer(self.inputs).chunk(2)
         return compare(twins, rows, noise, self.still)

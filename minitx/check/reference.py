@@ -10,6 +10,11 @@ from torch import Tensor
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def naive_attention(
     query: Tensor,
     key: Tensor,

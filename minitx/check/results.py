@@ -159,7 +159,7 @@ class Report:
         return json.dumps(_finite(self.as_dict()), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.subject}, seed {self.seed}", *_rows(self._lines())])
+        return "\n".join([f"{self.subject}, seed {self.seed}", *_with_headings(self._lines())])
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         """The rows of the table: a heading ("": as in the row above) and a text."""
@@ -168,9 +168,9 @@ class Report:
         for finding in self.findings:
             yield finding.severity.value, finding.fault
             yield from (("", text) for text in (finding.advice, finding.witness, finding.repeat) if text)
-        failed = {_name(check) for check in self.with_status(Status.FAILED)}
-        yield from _grouped(self.with_status(Status.NOT_TRIED), {*map(_name, self.with_status(Status.PASSED)), *failed})
-        if passed := [name for name in dict.fromkeys(map(_name, self.with_status(Status.PASSED))) if name not in failed]:
+        failed = {_readable_id(check) for check in self.with_status(Status.FAILED)}
+        yield from _grouped(self.with_status(Status.NOT_TRIED), {*map(_readable_id, self.with_status(Status.PASSED)), *failed})
+        if passed := [name for name in dict.fromkeys(map(_readable_id, self.with_status(Status.PASSED))) if name not in failed]:
             yield from _wrapped("passed", ", ".join(passed))
         if self.points is not None:
             yield "points", f"{self.points[0]} of {self.points[1]} in stage {self.stage}"
@@ -187,7 +187,7 @@ def stable_id(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _rows(lines: Iterable[tuple[str, str]]) -> list[str]:
+def _with_headings(lines: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{heading:<10} {text}".rstrip() for heading, text in lines]
 
 
@@ -196,7 +196,7 @@ def _grouped(checks: Iterable[Check], tried: Collection[str]) -> Iterator[tuple[
     reasons: dict[str, list[str]] = {}
     for check in checks:
         names = reasons.setdefault(check.reason, [])
-        if (name := _name(check)) in tried and (part := check.id.partition("/")[2]):
+        if (name := _readable_id(check)) in tried and (part := check.id.partition("/")[2]):
             name += f" ({part.replace('-', ' ')})"
         if name not in names:
             names.append(name)
@@ -204,7 +204,7 @@ def _grouped(checks: Iterable[Check], tried: Collection[str]) -> Iterator[tuple[
         yield from _wrapped("not tried", f"{', '.join(names)}: {reason}")
 
 
-def _name(check: Check) -> str:
+def _readable_id(check: Check) -> str:
     """The readable name of a check, without the part after the slash."""
     return check.id.partition("/")[0].replace("-", " ")
 

@@ -11,7 +11,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, EXPERIMENTS, PLAIN, Experiment, Inputs, Outcome
+from minitx.check.experiments import BLIND, BLIND_MOVED, CAUSAL, EXPERIMENTS, SIMPLE, Experiment, Operands, Outcome
 from minitx.check.mutants import DEFINITION, MUTANTS, Mutant, attention_in_steps, unchanged
 from minitx.check.signatures import AXES_2, AXES_3, HEADS_FIRST, MaskForm
 from minitx.check.subjects import NotTriedError, Subject, Way
@@ -29,7 +29,7 @@ MANY = 6
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class Tried:
     """All experiments in one way of calling.
 
     Attributes:
@@ -64,10 +64,10 @@ class Trial:
         return is_hiding, self.is_causal, raising, -len(self.outcomes)
 
 
-class Answer:
+class Expected:
     """Attention with mistakes: its output (None if it raises) and its gradients, which are computed when needed."""
 
-    def __init__(self, inputs: Inputs, mistakes: Mistakes, is_causal: bool) -> None:
+    def __init__(self, inputs: Operands, mistakes: Mistakes, is_causal: bool) -> None:
         steps = replace(DEFINITION, **{name: step for mutant in mistakes for name, step in mutant.instead.items()})
         self._attention = partial(attention_in_steps, allowed=inputs.allowed, is_causal=is_causal, steps=steps)
         self._inputs = inputs
@@ -88,11 +88,11 @@ class Answer:
     @cached_property
     def size(self) -> float:
         """Return the largest number of the output, at least 1."""
-        return 1.0 if self.output is None else _size(self.output)
+        return 1.0 if self.output is None else _largest(self.output)
 
 
-_answer = lru_cache(maxsize=8192)(Answer)
-"""``Answer``, remembered also between checks: a drawn input is the same object in all of them."""
+_expected = lru_cache(maxsize=8192)(Expected)
+"""``Expected``, remembered also between checks: a drawn input is the same object in all of them."""
 
 
 @dataclass
@@ -102,10 +102,10 @@ class Judge:
     dtype: torch.dtype
     known: dict[tuple[Outcome, Mistakes, bool], bool] = field(default_factory=dict)
 
-    def answer(self, inputs: Inputs, mistakes: Mistakes = (), is_causal: bool = False) -> Answer:
+    def answer(self, inputs: Operands, mistakes: Mistakes = (), is_causal: bool = False) -> Expected:
         """Return the result of attention with these mistakes."""
         is_causal = is_causal or inputs.is_causal
-        return _answer(inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs, is_causal)), is_causal)
+        return _expected(inputs, tuple(mutant for mutant in mistakes if _matters(mutant, inputs, is_causal)), is_causal)
 
     def fits(self, outcome: Outcome, mistakes: Mistakes = (), is_causal: bool = False) -> bool:
         """Return whether attention with these mistakes gives this outcome."""
@@ -141,14 +141,14 @@ class Judge:
         """Return whether attention with these mistakes gives all outcomes."""
         return all(self.fits(outcome, mistakes, is_causal) for outcome in outcomes)
 
-    def share(self, trial: Trial) -> tuple[float, float]:
+    def share(self, trial: Tried) -> tuple[float, float]:
         """Return the share of ordinary outcomes that are right, and the share whose output is, whatever the gradients are."""
         right = sum(self.fits(outcome, (), trial.is_causal) for outcome in trial.ordinary)
         outputs = sum(self.fits_output(outcome, (), trial.is_causal) for outcome in trial.ordinary)
         return right / len(trial.ordinary), outputs / len(trial.ordinary)
 
 
-def _matters(mutant: Mutant, inputs: Inputs, is_causal: bool) -> bool:
+def _matters(mutant: Mutant, inputs: Operands, is_causal: bool) -> bool:
     """Whether a mistake can show with such inputs."""
     idle = set() if inputs.key.shape[1] < inputs.query.shape[1] else {"group"}
     idle |= set() if is_causal else {"causal"}
@@ -163,18 +163,18 @@ def are_close(got: Tensor, want: Tensor, is_loose: bool = False, size: float | N
     if got.shape != want.shape:
         return False
     share = LOOSE if is_loose else TIGHT
-    size = _size(want) if size is None else size
+    size = _largest(want) if size is None else size
     return torch.allclose(got.double(), want, rtol=share, atol=size * share, equal_nan=True)
 
 
-def _size(tensor: Tensor) -> float:
+def _largest(tensor: Tensor) -> float:
     return max(1.0, tensor.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()) if tensor.numel() else 1.0
 
 
 # --- ways of calling
 
 
-def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
+def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Tried]:
     """Yield a trial for each way of calling that works. ``faults`` collects the reasons why others do not.
 
     If the plain experiment is right in one way, other orders of arguments and axes are not tried.
@@ -184,9 +184,9 @@ def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: di
     for named in subject.ways():
         way = named
         unmasked = _tried(subject, way, [e for e in EXPERIMENTS if not e.mask])
-        plain = unmasked.outcomes.get(PLAIN)
+        plain = unmasked.outcomes.get(SIMPLE)
         if plain is None or plain.output is None:
-            faults[str(unmasked.not_tried[PLAIN]) if plain is None else plain.fault] = None
+            faults[str(unmasked.not_tried[SIMPLE]) if plain is None else plain.fault] = None
             continue
         if (causal := subject.causal(way)) and unmasked.outcomes[CAUSAL].output is None:
             subject.refused[causal] = unmasked.outcomes[CAUSAL].fault
@@ -197,12 +197,12 @@ def trials(subject: Subject, judge: Judge, forms: Sequence[MaskForm], faults: di
             hidden = _tried(subject, way, [e for e in EXPERIMENTS if e.mask])
             masked = [replace(_joined(way, unmasked, hidden), is_masked=subject.signature.mask is None)]
         for trial in masked:
-            yield from _both(subject, trial)
+            yield from _maybe_causal(subject, trial)
         if any(judge.fits(plain, (), is_causal) for is_causal in (False, True)):
             return
 
 
-def _masked(subject: Subject, way: Way, unmasked: Trial, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Trial]:
+def _masked(subject: Subject, way: Way, unmasked: Tried, forms: Sequence[MaskForm], faults: dict[str, None]) -> Iterator[Tried]:
     """Yield a trial for each kind of mask that is accepted."""
     is_full = False  # a mask for each query of each sequence is accepted
     for masked_way in subject.mask_ways(way, tuple(forms)):
@@ -229,7 +229,7 @@ def _means_the_same(subject: Subject, way: Way, outcome: Outcome) -> bool:
     return other is not None and are_close(other, outcome.output.double())
 
 
-def _tried(subject: Subject, way: Way, experiments: Iterable[Experiment]) -> Trial:
+def _tried(subject: Subject, way: Way, experiments: Iterable[Experiment]) -> Tried:
     outcomes: dict[Experiment, Outcome] = {}
     not_tried: dict[Experiment, NotTriedError] = {}
     for experiment in experiments:
@@ -237,19 +237,19 @@ def _tried(subject: Subject, way: Way, experiments: Iterable[Experiment]) -> Tri
             outcomes[experiment] = subject.run(way, experiment)
         except NotTriedError as reason:
             not_tried[experiment] = reason
-    return Trial(way, outcomes, not_tried)
+    return Tried(way, outcomes, not_tried)
 
 
-def _joined(way: Way, *parts: Trial) -> Trial:
+def _joined(way: Way, *parts: Tried) -> Tried:
     """Join the parts of one trial, in the order of the experiments. An optional experiment that raises counts as not tried."""
     outcomes = {e: part.outcomes[e] for e in EXPERIMENTS for part in parts if e in part.outcomes}
     not_tried = {e: reason for part in parts for e, reason in part.not_tried.items() if e not in outcomes}
     for experiment in [e for e in outcomes if e.stage == 0 and outcomes[e].output is None]:
         not_tried[experiment] = NotTriedError(f"it raises {outcomes.pop(experiment).fault}")
-    return Trial(way, outcomes, not_tried)
+    return Tried(way, outcomes, not_tried)
 
 
-def _both(subject: Subject, trial: Trial) -> Iterator[Trial]:
+def _maybe_causal(subject: Subject, trial: Tried) -> Iterator[Tried]:
     """Yield the trial, and a trial that assumes that the attention is always causal."""
     yield trial
     if subject.causal(trial.way) is None:
@@ -275,33 +275,33 @@ class Diagnosis:
         wide: a trial with heads that was wrong, if the attention is right only for inputs with fewer axes.
     """
 
-    trial: Trial
+    trial: Tried
     mistakes: Mistakes | None
     others: tuple[Mistakes, ...] = ()
-    wide: Trial | None = None
+    wide: Tried | None = None
 
 
-def diagnose(judge: Judge, trials: Iterable[Trial]) -> Diagnosis | None:
+def diagnose(judge: Judge, trials: Iterable[Tried]) -> Diagnosis | None:
     """Return the diagnosis with the fewest mistakes, or None without trials."""
-    tried: list[Trial] = []
+    tried: list[Tried] = []
     for trial in trials:
         tried.append(trial)
         if trial.is_masked and judge.fits_all(trial.ordinary, (), trial.is_causal):
-            return Diagnosis(trial, (), wide=_wide(trial, tried))
+            return Diagnosis(trial, (), wide=_with_heads(trial, tried))
     if not tried:
         return None
     diagnosis = _best(judge, tried)
-    return replace(diagnosis, wide=_wide(diagnosis.trial, tried))
+    return replace(diagnosis, wide=_with_heads(diagnosis.trial, tried))
 
 
-def _wide(chosen: Trial, tried: Sequence[Trial]) -> Trial | None:
+def _with_heads(chosen: Tried, tried: Sequence[Tried]) -> Tried | None:
     """The trial with an axis of heads, if the chosen one has none."""
     if chosen.way.layout not in (AXES_2, AXES_3):
         return None
     return next((trial for trial in tried if trial.way.layout is HEADS_FIRST), None)
 
 
-def _best(judge: Judge, tried: list[Trial]) -> Diagnosis:
+def _best(judge: Judge, tried: list[Tried]) -> Diagnosis:
     """The diagnosis with the fewest mistakes, if no trial is right."""
     if any(trial.is_masked for trial in tried):
         tried = [trial for trial in tried if trial.is_masked]
@@ -329,7 +329,7 @@ def _pairs() -> list[Mistakes]:
     return [pair for pair in combinations(MUTANTS, 2) if not set(pair[0].instead) & set(pair[1].instead)]
 
 
-def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Trial, is_strict: bool) -> list[Mistakes]:
+def _explaining(judge: Judge, possible: Iterable[Mistakes], trial: Tried, is_strict: bool) -> list[Mistakes]:
     """The mistakes that give all ordinary outcomes, or all but those that raise, if ``is_strict`` is False and one raises.
 
     Wrong outcomes are compared first, because they exclude most mistakes.
@@ -346,12 +346,12 @@ def _gravity(mistakes: Mistakes) -> int:
     return sum(not mutant.is_extreme for mutant in mistakes)
 
 
-def _hits(judge: Judge, mistakes: Mistakes, trial: Trial) -> int:
+def _hits(judge: Judge, mistakes: Mistakes, trial: Tried) -> int:
     """The number of extreme outcomes that the mistakes also explain."""
     return sum(judge.fits(outcome, mistakes, trial.is_causal) for outcome in trial.extreme)
 
 
-def further_mistakes(judge: Judge, trial: Trial, mistakes: Mistakes) -> Mistakes:
+def further_mistakes(judge: Judge, trial: Tried, mistakes: Mistakes) -> Mistakes:
     """Return the mistakes in other steps that explain the extreme outcomes, or as many of them as possible."""
     failed = [o for o in trial.extreme if not passes(judge, trial, o) and not judge.fits(o, mistakes, trial.is_causal)]
     if not failed:
@@ -367,14 +367,14 @@ def further_mistakes(judge: Judge, trial: Trial, mistakes: Mistakes) -> Mistakes
     return more[list(zip(hits, kept, strict=True)).index(best)] if best[0] else ()
 
 
-def passes(judge: Judge, trial: Trial, outcome: Outcome) -> bool:
+def passes(judge: Judge, trial: Tried, outcome: Outcome) -> bool:
     """Return whether an outcome is right. A query that sees nothing may get any finite output that hidden values do not change."""
     if outcome.experiment is BLIND:
         return outcome.output is not None and bool(outcome.output.isfinite().all()) and not is_moved(trial)
     return judge.fits(outcome, (), trial.is_causal)
 
 
-def is_moved(trial: Trial) -> bool:
+def is_moved(trial: Tried) -> bool:
     """Return whether hidden values change the output of a query that sees nothing."""
     pair = [trial.outcomes[e].output if e in trial.outcomes else None for e in (BLIND, BLIND_MOVED)]
     allowed = trial.outcomes[BLIND].inputs.allowed if BLIND in trial.outcomes else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minitx.check.experiments import BATCH, HEADS, WIDTH
 
-ROLES = {
+ARGUMENT_ROLES = {
     "query": r"(\w_)?(q|qs|query|queries|query_states|x_q|q_in)",
     "key": r"(\w_)?(k|ks|key|keys|key_states|x_k|k_in)",
     "value": r"(\w_)?(v|vs|value|values|value_states|x_v|v_in)",
@@ -29,7 +29,7 @@ ROLES = {
 }
 """Patterns of argument names. The role is the first whose pattern matches."""
 
-INPUTS = ("query", "key", "value")
+QKV = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class MaskForm:
     again: Callable[[Tensor], Tensor] | None = None
 
 
-def _added(number: float) -> Callable[[Tensor], Tensor]:
+def _hide_by_adding(number: float) -> Callable[[Tensor], Tensor]:
     return lambda allowed: torch.zeros(allowed.shape, dtype=torch.float64, device=allowed.device).masked_fill(~allowed, number)
 
 
@@ -57,7 +57,7 @@ FORMS = (
     MaskForm("True = keep", lambda allowed: allowed, "keep"),
     MaskForm("1 = keep", lambda allowed: allowed.int(), "keep"),
     MaskForm("1.0 = keep", lambda allowed: allowed.double(), "keep"),
-    MaskForm("added, -inf = hide", _added(-torch.inf), "added", again=_added(-1e9)),
+    MaskForm("added, -inf = hide", _hide_by_adding(-torch.inf), "added", again=_hide_by_adding(-1e9)),
     MaskForm("True = hide", lambda allowed: ~allowed, "hide"),
     MaskForm("1.0 = hide", lambda allowed: (~allowed).double(), "hide"),
 )
@@ -65,7 +65,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class MaskShape:
-    """The shape of a mask: a function that makes it from (B, 1, L, S), and the kind of mask that it can express (``Sizes.mask``)."""
+    """The shape of a mask: a function that makes it from (B, 1, L, S), and the kind of mask that it can express (``HeadSizes.mask``)."""
 
     name: str
     make: Callable[[Tensor, int], Tensor]
@@ -154,16 +154,16 @@ class Signature:
 
     def orders(self) -> Iterator[dict[str, str]]:
         """Yield possible roles of the inputs: by their names, or else every order of the first three arguments."""
-        named = {role: name for role in INPUTS if (name := self.named(role))}
+        named = {role: name for role in QKV if (name := self.named(role))}
         x = self.named("x")
-        if len(named) == len(INPUTS):
+        if len(named) == len(QKV):
             yield named
         elif x is not None:
             yield {"x": x}
-        elif len(self.required) >= len(INPUTS):
-            free = [name for name in self.required if self.roles.get(name) in (None, *INPUTS)][: len(INPUTS)]
-            if len(free) == len(INPUTS):
-                yield from (dict(zip(order, free, strict=True)) for order in permutations(INPUTS))
+        elif len(self.required) >= len(QKV):
+            free = [name for name in self.required if self.roles.get(name) in (None, *QKV)][: len(QKV)]
+            if len(free) == len(QKV):
+                yield from (dict(zip(order, free, strict=True)) for order in permutations(QKV))
 
     def unknown(self) -> list[str]:
         """Return the required arguments that are not inputs and have no known meaning."""
@@ -197,7 +197,7 @@ def read_signature(function: Callable[..., Any]) -> Signature:
         parameters = inspect.signature(called).parameters.values()
     except ValueError:  # a builtin: its docstring begins with a signature
         names = re.findall(r"(\w+)\s*(?:=[^,)]*)?[,)]", (function.__doc__ or "").strip().split("->")[0])
-        return _signature(names, tuple(names[: len(INPUTS)]))
+        return _signature(names, tuple(names[: len(QKV)]))
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.POSITIONAL_ONLY)]
     positional = tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY)
     signature = _signature([p.name for p in named], tuple(p.name for p in named if p.default is p.empty), positional)
@@ -207,7 +207,7 @@ def read_signature(function: Callable[..., Any]) -> Signature:
 def _signature(names: Sequence[str], required: tuple[str, ...], positional: tuple[str, ...] = ()) -> Signature:
     roles: dict[str, str] = {}
     for name in names:
-        role = next((role for role, pattern in ROLES.items() if re.fullmatch(pattern, name.lower())), None)
+        role = next((role for role, pattern in ARGUMENT_ROLES.items() if re.fullmatch(pattern, name.lower())), None)
         if role is not None and role not in roles.values():
             roles[name] = role
     return Signature(roles, required, tuple(names), positional)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitx.check.reference import DTYPES, gradient_sizes, naive_attention, tolerance
+from minitx.check.reference import DTYPES, dtype_name, gradient_sizes, naive_attention, tolerance
 from minitx.check.results import Check, Finding, Severity, Status, stable_id
 
 
@@ -153,7 +153,7 @@ def check_cases(
         missing = [] if takes_all else [name for name in case.options if name not in parameters]
         for dtype in case.dtypes:
             if missing:
-                checks.append(_check(case, dtype, Status.NOT_TRIED, f"no parameter {', '.join(missing)}"))
+                checks.append(_case_check(case, dtype, Status.NOT_TRIED, f"no parameter {', '.join(missing)}"))
             else:
                 checks.append(_judge(kernel, case, dtype, device))
     return checks
@@ -165,20 +165,20 @@ def findings_of(checks: Iterable[Check]) -> list[Finding]:
     for check in checks:
         if check.status == Status.FAILED:
             failed.setdefault(check.id.partition("/")[0], []).append(check)
-    return [_finding(case, results) for case, results in failed.items()]
+    return [_finding_of_case(case, results) for case, results in failed.items()]
 
 
-def _finding(case: str, failed: list[Check]) -> Finding:
+def _finding_of_case(case: str, failed: list[Check]) -> Finding:
     names = ", ".join(check.id.partition("/")[2] for check in failed)
     worst = max(failed, key=lambda check: 0.0 if check.size is None else check.size)
     witness = "" if worst.size is None else f"error {worst.size:.2e}, allowed {worst.allowed:.2e}"
     return Finding(case, Severity.WRONG, f"case {case}, {names}: {worst.reason}", witness=witness)
 
 
-def _check(
+def _case_check(
     case: Case, dtype: torch.dtype, status: Status, reason: str = "", size: float | None = None, allowed: float | None = None
 ) -> Check:
-    return Check(f"{stable_id(case.name)}/{_short(dtype)}", status, reason, size, allowed)
+    return Check(f"{stable_id(case.name)}/{dtype_name(dtype)}", status, reason, size, allowed)
 
 
 def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: torch.device | str) -> Check:
@@ -194,11 +194,11 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: t
         got = _run(partial(kernel, **options), inputs, cotangent.to(device), dtype)
         _refuse_changes(case.options, options)
     except NotImplementedError as error:
-        return _check(case, dtype, Status.NOT_TRIED, f"refused: {error}")
+        return _case_check(case, dtype, Status.NOT_TRIED, f"refused: {error}")
     except ChangedError as error:
-        return _check(case, dtype, Status.FAILED, str(error))
+        return _case_check(case, dtype, Status.FAILED, str(error))
     except Exception as error:  # any other exception is a fault of the kernel
-        return _check(case, dtype, Status.FAILED, f"raised {type(error).__name__}: {error}")
+        return _case_check(case, dtype, Status.FAILED, f"raised {type(error).__name__}: {error}")
     if case.judged == ("spread",):
         return _judge_dropout(case, dtype, got["output"], want)
     scale = case.options.get("scale", query.shape[-1] ** -0.5)
@@ -206,7 +206,7 @@ def _judge(kernel: Callable[..., Any], case: Case, dtype: torch.dtype, device: t
     is_half = dtype in (torch.bfloat16, torch.float16)  # in half precision, rounding of the result dominates
     sizes = {} if is_half else gradient_sizes(query, key, value, cotangent, want["weights"], scale)
     judged = case.judged or [name for name in want if name != "weights" or "need_weights" in case.options]
-    results = [_compare(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]
+    results = [_weigh(case, dtype, name, got.get(name), want[name], low[name], sizes.get(name, 1.0)) for name in judged]
     failed = next((result for result in results if result.status == Status.FAILED), None)
     return failed or max(results, key=lambda result: (result.size or 0.0) / (result.allowed or 1.0))
 
@@ -222,24 +222,24 @@ def _by_definition(case: Case, drawn: torch.dtype, dtype: torch.dtype) -> dict[s
 def _judge_dropout(case: Case, dtype: torch.dtype, output: Tensor, want: dict[str, Tensor]) -> Check:
     """Compare the variance of Σ_j p_j m_j, the output for values of 1, with Σ_j p_j² dropout_p / (1 - dropout_p)."""
     if output.shape != want["output"].shape:
-        return _compare(case, dtype, "output", output, want["output"], want["output"], 1.0)
+        return _weigh(case, dtype, "output", output, want["output"], want["output"], 1.0)
     share = case.options["dropout_p"]
     variance = want["weights"].square().sum(-1, keepdim=True) * share / (1 - share)
     error = abs(((output.double() - 1.0).square() / variance).mean().item() - 1.0)
     return _compared(case, dtype, "spread of the output", error, 0.5)
 
 
-def _compare(case: Case, dtype: torch.dtype, name: str, got: Tensor | None, want: Tensor, low: Tensor, size: float) -> Check:
+def _weigh(case: Case, dtype: torch.dtype, name: str, got: Tensor | None, want: Tensor, low: Tensor, size: float) -> Check:
     """Compare the output, the weights or one gradient."""
     if got is None or got.shape != want.shape or got.dtype != dtype:
-        fault = "missing" if got is None else f"{_short(got.dtype)} of shape {tuple(got.shape)}"
-        return _check(case, dtype, Status.FAILED, f"{name} is {fault}")
+        fault = "missing" if got is None else f"{dtype_name(got.dtype)} of shape {tuple(got.shape)}"
+        return _case_check(case, dtype, Status.FAILED, f"{name} is {fault}")
     return _compared(case, dtype, name, (got.double() - want).abs().max().item(), tolerance(want, low, dtype, size))
 
 
 def _compared(case: Case, dtype: torch.dtype, name: str, error: float, allowed: float) -> Check:
     is_close = error <= allowed  # False if the error is NaN
-    return _check(case, dtype, Status.PASSED if is_close else Status.FAILED, name, error, allowed)
+    return _case_check(case, dtype, Status.PASSED if is_close else Status.FAILED, name, error, allowed)
 
 
 def _draw(case: Case, dtype: torch.dtype) -> list[Tensor]:
@@ -295,7 +295,3 @@ def _refuse_changes(originals: Mapping[str, Any], given: Mapping[str, Any]) -> N
             before, after = (tensor.detach().cpu().nan_to_num() for tensor in (original, given[name]))
             if not torch.equal(before, after):
                 raise ChangedError(f"it changes {name} in place")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented in torc
 
 from minitx.check import signatures
 from minitx.check.copying import copied
-from minitx.check.experiments import BATCH, HEADS, WIDTH, Experiment, Inputs, Outcome, Sizes, draw, through_mask
-from minitx.check.signatures import INPUTS, Layout, MaskForm, MaskShape, Signature
+from minitx.check.experiments import BATCH, HEADS, WIDTH, Experiment, HeadSizes, Operands, Outcome, drawn, through_mask
+from minitx.check.signatures import QKV, Layout, MaskForm, MaskShape, Signature
 
 
 class NotTriedError(Exception):
@@ -119,7 +119,7 @@ class Subject:
         try:
             return self.run(way, experiment)
         except NotTriedError as reason:
-            return Outcome(experiment, draw(experiment), fault=str(reason))
+            return Outcome(experiment, drawn(experiment), fault=str(reason))
 
     def forget(self) -> None:
         """Forget earlier calls."""
@@ -128,13 +128,13 @@ class Subject:
         """Describe the call in one readable line."""
         raise NotImplementedError
 
-    def inputs(self, way: Way, experiment: Experiment, sizes: Sizes) -> Inputs:
+    def inputs(self, way: Way, experiment: Experiment, sizes: HeadSizes) -> Operands:
         """Return the inputs of an experiment, with the causal mask inside the mask if there is no option for it."""
         if experiment.mask and self.signature.mask is None:
             raise NotTriedError("no argument for a mask was found")
         if "x" in way.order and experiment.rows != experiment.keys:
             raise DoesNotApplyError("it takes one input for queries and keys")
-        inputs = draw(experiment, sizes, self.seed)
+        inputs = drawn(experiment, sizes, self.seed)
         if not experiment.is_causal or self.causal(way):
             return inputs
         if self.signature.mask is None:
@@ -143,7 +143,7 @@ class Subject:
             raise NotTriedError("it takes no causal option, and no mask for each query")
         return through_mask(inputs)
 
-    def options(self, way: Way, inputs: Inputs, heads: int, dtype: torch.dtype) -> dict[str, Any]:
+    def options(self, way: Way, inputs: Operands, heads: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments other than the inputs."""
         options = dict(way.fixed)
         causal = self.causal(way)
@@ -201,7 +201,7 @@ class Function(Subject):
             raise NotTriedError("a function of one input has no projections")
         if experiment.kv_heads and way.layout not in (signatures.HEADS_FIRST, signatures.LENGTH_FIRST):
             raise NotTriedError(f"the layout {way.layout.name} has no heads")
-        inputs = self.inputs(way, experiment, Sizes(mask=way.mask_kind))
+        inputs = self.inputs(way, experiment, HeadSizes(mask=way.mask_kind))
         dtype = self.dtype_of(experiment)
         leaves = [tensor.to(self.device, dtype).requires_grad_() for tensor in inputs.heads]
         tensors = [leaf * 1 for leaf in leaves]  # leaves cannot be changed in place, but their copies can
@@ -216,7 +216,7 @@ class Function(Subject):
         if output.requires_grad:
             gradients = torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True)
         changed = [
-            name for name, tensor, old in zip(INPUTS, tensors, before, strict=True) if not torch.equal(tensor.detach(), old)
+            name for name, tensor, old in zip(QKV, tensors, before, strict=True) if not torch.equal(tensor.detach(), old)
         ]
         changed += [self.signature.mask or ""] * self.has_changed_mask
         kept = None if weights is None else weights.detach().cpu()
@@ -229,33 +229,33 @@ class Function(Subject):
         """The output (B, H, L, Dv), and the weights if any are returned."""
         if way.layout is signatures.AXES_2:
             return self._matrices(way, tensors, options, shape)
-        names = [way.order[role] for role in INPUTS]
+        names = [way.order[role] for role in QKV]
         result = self.call({**options, **dict(zip(names, map(way.layout.put, tensors), strict=True))})
         expected = way.layout.put(torch.empty(shape, device="meta")).shape
-        output, weights = _parts(result, expected)
+        output, weights = _output_and_weights(result, expected)
         return way.layout.take(output, shape[1]), weights
 
     def _matrices(
         self, way: Way, tensors: list[Tensor], options: dict[str, Any], shape: torch.Size
     ) -> tuple[Tensor, Tensor | None]:
         """Call the function once for each sequence and each head."""
-        names, mask = [way.order[role] for role in INPUTS], self.signature.mask
+        names, mask = [way.order[role] for role in QKV], self.signature.mask
         outputs = []
         for b, h in product(range(BATCH), range(shape[1])):
             arguments = {**options, **{name: tensor[b, h] for name, tensor in zip(names, tensors, strict=True)}}
             if mask in arguments and isinstance(arguments[mask], Tensor):
                 arguments[mask] = arguments[mask][b]
-            outputs.append(_parts(self.call(arguments), shape[2:])[0])
+            outputs.append(_output_and_weights(self.call(arguments), shape[2:])[0])
         return torch.stack(outputs).view(shape), None
 
     def describe(self, way: Way) -> str:
-        roles = [f"{role} = {way.order[role]}" for role in INPUTS if way.order[role][:1].lower() != role[:1]]
-        call = f"{_name(self.function)}({_listed(self, way)})"
-        inputs = ", ".join(way.order[role] for role in INPUTS)
+        roles = [f"{role} = {way.order[role]}" for role in QKV if way.order[role][:1].lower() != role[:1]]
+        call = f"{_function_name(self.function)}({_listed_arguments(self, way)})"
+        inputs = ", ".join(way.order[role] for role in QKV)
         return "; ".join([f"{call}: {inputs} {way.layout.name}", *roles, _mask_text(self.signature, way)])
 
 
-class Layer(Subject):
+class AttentionLayer(Subject):
     """A module with projections of queries, keys and values. Its attention is the part between its products with parameters."""
 
     def __init__(self, function: nn.Module, dtype: torch.dtype, device: torch.device | str, seed: int) -> None:
@@ -268,10 +268,10 @@ class Layer(Subject):
     def ways(self) -> Iterator[Way]:
         counts = _head_counts(self.module, self.width)
         matrices = {name: p for name, p in self.module.named_parameters() if p.ndim > 1}
-        is_fused = any(size == len(INPUTS) * self.width for p in matrices.values() for size in p.shape)
+        is_fused = any(size == len(QKV) * self.width for p in matrices.values() for size in p.shape)
         places: list[tuple[int, ...] | None] = [None]
         if not is_fused and _by_names(list(matrices)) is None:
-            places = list(permutations(range(len(INPUTS))))
+            places = list(permutations(range(len(QKV))))
         for order in self.signature.orders():
             fixed = self.signature.fixed(order, counts[0], self.width // counts[0])
             if fixed is not None:
@@ -290,7 +290,7 @@ class Layer(Subject):
         if experiment.hidden and experiment.mask == "keys" and "x" in way.order:
             raise DoesNotApplyError("it takes one input for queries and values")
         assert way.inner is not None
-        inputs = self.inputs(way, experiment, Sizes(way.inner.heads, self.width // way.inner.heads, way.mask_kind))
+        inputs = self.inputs(way, experiment, HeadSizes(way.inner.heads, self.width // way.inner.heads, way.mask_kind))
         products = self._products(way, experiment, inputs)
         if isinstance(products, Exception):
             return Outcome(experiment, inputs, fault=_sentence(products))
@@ -298,14 +298,14 @@ class Layer(Subject):
             query, key, value, output = _heads(products, way.inner, self.width, experiment)
         except (RuntimeError, ValueError) as error:
             return Outcome(experiment, inputs, fault=_sentence(error))
-        seen = Inputs(query, key, value, inputs.allowed, inputs.is_causal)
+        seen = Operands(query, key, value, inputs.allowed, inputs.is_causal)
         changed = (self.signature.mask or "",) if products[-1].has_changed_mask else ()
         return Outcome(experiment, seen, output, gradients=products[-1].gradients, changed=changed)
 
     def forget(self) -> None:
         self.products.clear()
 
-    def _products(self, way: Way, experiment: Experiment, inputs: Inputs) -> list[Product] | Exception:
+    def _products(self, way: Way, experiment: Experiment, inputs: Operands) -> list[Product] | Exception:
         """The products with parameters in one call. Ways that only split the products differently share the call."""
         heads = inputs.query.shape[1]
         key = experiment, heads, tuple(way.order.items()), way.form, way.shape, way.gives_causal
@@ -318,8 +318,8 @@ class Layer(Subject):
                 self.products[key] = error
         return self.products[key]
 
-    def _watched(self, way: Way, inputs: Inputs, heads: int, hidden: float) -> list[Product]:
-        tensors = dict(zip(INPUTS, inputs.heads, strict=True)) | {"x": inputs.query + hidden}
+    def _watched(self, way: Way, inputs: Operands, heads: int, hidden: float) -> list[Product]:
+        tensors = dict(zip(QKV, inputs.heads, strict=True)) | {"x": inputs.query + hidden}
         arguments = self.options(way, inputs, heads, self.dtype)
         leaves = {
             n: way.layout.put(tensors[role]).to(self.device, self.dtype).requires_grad_() for role, n in way.order.items()
@@ -336,7 +336,7 @@ class Layer(Subject):
 
     def describe(self, way: Way) -> str:
         assert way.inner is not None
-        call = f"{type(self.module).__name__}.forward({_listed(self, way)})"
+        call = f"{type(self.module).__name__}.forward({_listed_arguments(self, way)})"
         heads = f"{way.inner.heads} heads" if way.inner.heads > 1 else "1 head"
         inputs = ", ".join(way.order.values())
         return "; ".join([f"{call}: {inputs} {way.layout.name}", heads, _mask_text(self.signature, way)])
@@ -397,11 +397,11 @@ class Products(_Recorder, TorchDispatchMode):
 # --- helpers
 
 
-def _shape_of_output(inputs: Inputs) -> torch.Size:
+def _shape_of_output(inputs: Operands) -> torch.Size:
     return torch.Size((*inputs.query.shape[:3], inputs.value.shape[-1]))
 
 
-def _parts(result: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
+def _output_and_weights(result: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
     """The output, which has this shape, and the weights: the first other tensor of a tuple."""
     parts = [part for part in (result if isinstance(result, tuple | list) else (result,)) if isinstance(part, Tensor)]
     output = next((part for part in parts if part.shape == shape), None)
@@ -418,11 +418,11 @@ def _sentence(error: Exception) -> str:
     return first if isinstance(error, ReturnError) else f"{type(error).__name__}: {first[:160]}"
 
 
-def _name(function: Any) -> str:
+def _function_name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _listed(subject: Subject, way: Way) -> str:
+def _listed_arguments(subject: Subject, way: Way) -> str:
     """The arguments of a call, with their values if these are constant."""
     fixed = {name: value for name, value in way.fixed.items() if value is not None}
     return ", ".join(f"{name}={fixed[name]}" if name in fixed else name for name in subject.arguments(way))
@@ -446,7 +446,7 @@ def _layer_layout(module: nn.Module) -> Layout:
 
 
 def _attributes(module: nn.Module, role: str) -> list[int]:
-    names = (name for name in vars(module) if re.fullmatch(signatures.ROLES[role], name.lower()))
+    names = (name for name in vars(module) if re.fullmatch(signatures.ARGUMENT_ROLES[role], name.lower()))
     return [value for name in names if isinstance(value := getattr(module, name), int) and not isinstance(value, bool)]
 
 
@@ -464,14 +464,14 @@ def _head_counts(module: nn.Module, width: int) -> list[int]:
 def _heads(products: list[Product], inner: Inner, width: int, experiment: Experiment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value and the output of attention, from the products with parameters and the layer's output."""
     *before, last, output = products
-    pieces = _pieces(before, inner, width)
+    pieces = _projected_parts(before, inner, width)
     mixed = last.factor
-    if len(pieces) != len(INPUTS):  # there may be no output projection
-        pieces, mixed = _pieces([*before, last], inner, width), output.result
-    if len(pieces) != len(INPUTS):
+    if len(pieces) != len(QKV):  # there may be no output projection
+        pieces, mixed = _projected_parts([*before, last], inner, width), output.result
+    if len(pieces) != len(QKV):
         seen = ", ".join(f"{product.name} {tuple(product.result.shape)}" for product in products[:-1])
         raise ValueError(f"expected three projections and an output, got: {seen or 'no product with a parameter'}")
-    order = inner.order or _by_names([name for name, _ in pieces]) or tuple(range(len(INPUTS)))
+    order = inner.order or _by_names([name for name, _ in pieces]) or tuple(range(len(QKV)))
     lengths = (experiment.rows, experiment.keys, experiment.keys)
     heads = [_split(pieces[place][1], inner, length, width) for place, length in zip(order, lengths, strict=True)]
     is_output = mixed is output.result
@@ -483,12 +483,12 @@ def _heads(products: list[Product], inner: Inner, width: int, experiment: Experi
     )
 
 
-def _pieces(products: list[Product], inner: Inner, width: int) -> list[tuple[str, Tensor]]:
+def _projected_parts(products: list[Product], inner: Inner, width: int) -> list[tuple[str, Tensor]]:
     """The projections. Fused projections are split."""
     pieces = []
     for name, result in ((entry.name, entry.result) for entry in products):
         count = result.shape[-1] // width
-        if inner.is_per_head and count == len(INPUTS):
+        if inner.is_per_head and count == len(QKV):
             split = result.unflatten(-1, (inner.heads, count, -1)).unbind(-2)
             pieces += [(name, part.flatten(-2)) for part in split]
         elif count > 1 and result.shape[-1] % width == 0:
@@ -503,7 +503,7 @@ def _by_names(names: list[str]) -> tuple[int, ...] | None:
     patterns = [rf"(^|[^a-z]){letter}($|[^a-z])|{word}" for letter, word in (("q", "quer"), ("k", "key"), ("v", "val"))]
     places = [[place for place, name in enumerate(names) if re.search(pattern, name.lower())] for pattern in patterns]
     flat = tuple(matches[0] for matches in places if len(matches) == 1)
-    return flat if len(set(flat)) == len(INPUTS) else None
+    return flat if len(set(flat)) == len(QKV) else None
 
 
 def _split(piece: Tensor, inner: Inner, length: int, width: int) -> Tensor:

@@ -73,12 +73,12 @@ def causality(exam: Examination) -> None:
         for id in ids[:3]:
             exam.skip(id, "the model is bidirectional; set causal=true if it must not be")
     else:
-        for id, check in zip(ids, (_values, _prefix, _with_mask), strict=False):
+        for id, check in zip(ids, (_token_values, _prefix, _with_mask), strict=False):
             exam.attempt(id, partial(check, exam))
     exam.attempt(ids[3], partial(_gradients, exam))
 
 
-def _values(exam: Examination, id: str) -> None:
+def _token_values(exam: Examination, id: str) -> None:
     future = exam.influence.triu(1)
     if not (future > exam.allowed).any():
         exam.passed(id, Gap(future.max().item(), exam.allowed, ()))

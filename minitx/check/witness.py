@@ -15,7 +15,7 @@ TINY = 64.0
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a module: its floating-point tensors."""
 
     name: str
@@ -30,9 +30,9 @@ def first_moved(model: nn.Module, calm: Callable[[], Any], moved: Callable[[], A
         calm, moved: two calls of the model.
         stills: bool (B, L), the rows and positions that must not move, for each length L; or bool (B,), rows.
     """
-    with _recorded(model) as first:
+    with _recorded_calls(model) as first:
         calm()
-    with _recorded(model) as second:
+    with _recorded_calls(model) as second:
         moved()
     fallback = ""
     for before, after in zip(first, second, strict=False):
@@ -40,20 +40,20 @@ def first_moved(model: nn.Module, calm: Callable[[], Any], moved: Callable[[], A
             return fallback
         if before.name and _moves(before.outputs, after.outputs, stills):
             if not _moves(before.inputs, after.inputs, stills):
-                return _named(model, before.name)
-            fallback = fallback or _named(model, before.name)
+                return _with_class(model, before.name)
+            fallback = fallback or _with_class(model, before.name)
     return fallback
 
 
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[list[Call]]:
+def _recorded_calls(model: nn.Module) -> Iterator[list[ModuleCall]]:
     """The calls of all modules, ordered by when they end."""
-    calls: list[Call] = []
+    calls: list[ModuleCall] = []
     handles = []
     for name, module in model.named_modules():
 
         def end(module: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
-            calls.append(Call(name, list(_tensors((args, kwargs))), list(_tensors(result))))
+            calls.append(ModuleCall(name, list(_float_tensors((args, kwargs))), list(_float_tensors(result))))
 
         handles.append(module.register_forward_hook(end, with_kwargs=True))
     try:
@@ -63,22 +63,22 @@ def _recorded(model: nn.Module) -> Iterator[list[Call]]:
             handle.remove()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _float_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dim() >= 2:
             yield value.detach().clone()
     else:
         parts: Any = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
         for part in parts:
-            yield from _tensors(part)
+            yield from _float_tensors(part)
 
 
 def _moves(before: list[Tensor], after: list[Tensor], stills: Sequence[Tensor]) -> bool:
-    return any(_differ(x, y, still) for x, y in zip(before, after, strict=False) for still in stills)
+    return any(_moved(x, y, still) for x, y in zip(before, after, strict=False) for still in stills)
 
 
-def _differ(x: Tensor, y: Tensor, still: Tensor) -> bool:
-    x_still, y_still = _at(x, still), _at(y, still)
+def _moved(x: Tensor, y: Tensor, still: Tensor) -> bool:
+    x_still, y_still = _still_part(x, still), _still_part(y, still)
     if x_still is None or y_still is None or x_still.shape != y_still.shape or not x_still.numel():
         return False
     size = x.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
@@ -86,7 +86,7 @@ def _differ(x: Tensor, y: Tensor, still: Tensor) -> bool:
     return gap > TINY * torch.finfo(x.dtype).eps * size
 
 
-def _at(x: Tensor, still: Tensor) -> Tensor | None:
+def _still_part(x: Tensor, still: Tensor) -> Tensor | None:
     """The rows and positions of (B, L, ...) or (B, H, L, ...)."""
     still = still.to(x.device)
     if x.shape[0] != still.shape[0]:
@@ -100,5 +100,5 @@ def _at(x: Tensor, still: Tensor) -> Tensor | None:
     return None
 
 
-def _named(model: nn.Module, name: str) -> str:
+def _with_class(model: nn.Module, name: str) -> str:
     return f"{name} ({type(model.get_submodule(name)).__name__})"

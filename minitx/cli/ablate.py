@@ -18,8 +18,8 @@ from types import FrameType
 from typing import Any
 
 from minitx.ablation.design import AblationConfig, ThresholdConfig
-from minitx.ablation.execution import SLURM_JOBS, LocalPool, Pool, SlurmPool, duration, run_cells
-from minitx.ablation.grid import Cell, Record, Runs, cells, code_fingerprint, command_of, read_records, settings
+from minitx.ablation.execution import SLURM_JOBS, LocalPool, SlurmPool, WorkerPool, duration, run_cells
+from minitx.ablation.grid import Cell, Record, Runs, cells, code_fingerprint, command_of, read_json_lines, settings
 from minitx.ablation.judge import judge
 from minitx.ablation.report import module_of, write_report
 from minitx.cli.compose import by_key, compose_cell, compose_config, for_cells
@@ -113,7 +113,7 @@ def check_judged(grid: AblationConfig, chosen: Sequence[Cell]) -> None:
                 rule is None or rule.window <= steps,
                 f"{place}.{key}.window={rule and rule.window} is longer than its runs of {steps} steps",
             )
-        parts = compose_cell(of_study[0].overrides).callbacks.parts.values() if study.measures else ()
+        parts = compose_cell(of_study[0].overrides).callbacks.values() if study.measures else ()
         writers = [node for node in parts if node is not None and node.name.endswith(".Measures")]
         written = {f"loss_at_{length}" for node in writers for length in node.get("lengths", ())}
         written |= {"attention_error", "attention_cost"} if any(node.get("attention") for node in writers) else set()
@@ -140,7 +140,7 @@ def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
 
     current, names = {without_folders(cell.overrides) for cell in chosen}, {cell.hash for cell in chosen}
     records = sorted(
-        read_records(path), key=lambda record: (without_folders(record["overrides"]) in current, record["cell"] in names)
+        read_json_lines(path), key=lambda record: (without_folders(record["overrides"]) in current, record["cell"] in names)
     )
     done = Runs.of([cell.place for cell in chosen], records)
     others = [run for run in done.all if run.status == "done" and without_folders(run.record["overrides"]) not in current]
@@ -182,13 +182,22 @@ def run_cell(
         config, trainer=dataclasses.replace(config.trainer, rehearse=False)
     )  # rehearsing every run of a grid would take too long
     trained = run_training(config, place, command_of(words))
-    result = result_of(place, trained, cap, keep_attention=keep_attention)
+    result = result_of(place, trained, cap)
+    if keep_attention:
+        result["attention"] = first_heads(place)
     if not keep_weights:
         shutil.rmtree(place, ignore_errors=True)
     return result
 
 
-def pool_of(grid: AblationConfig, chosen: Sequence[Cell], folder: Path) -> Pool:
+def first_heads(folder: Path) -> dict[str, list[Any]]:
+    """Return the weights (rows, L, S) of the first head in layer 1 that the probe wrote, by step, rounded to four decimals."""
+    from minitx.analysis import read_snapshots
+
+    return {str(shot.step): (shot.maps[0].weights[:, 0] * 1e4).round().div(1e4).tolist() for shot in read_snapshots(folder)}
+
+
+def pool_of(grid: AblationConfig, chosen: Sequence[Cell], folder: Path) -> WorkerPool:
     """Return the pool for the cells. A local pool has a worker per core, or per GPU if runs use GPUs."""
     if grid.launcher == "slurm":
         return SlurmPool(grid.workers or SLURM_JOBS, folder / "jobs", grid.launcher_options)

@@ -44,17 +44,16 @@ def _export(config: ExportConfig) -> None:
     from safetensors import SafetensorError
 
     from minitx.cli.inputs import open_stored
-    from minitx.data.conversations import template_of
     from minitx.interop import save_hf
 
     stored = open_stored(config.checkpoint, trust=config.trust)
-    tokenizer, data = stored.tokenizer, stored.state["config"]["data"]
+    tokenizer = stored.tokenizer
     require(
         tokenizer is not None or config.chat_template is None,
         f"chat_template={config.chat_template} needs a tokenizer, but ckpt_path={config.ckpt_path} has none",
     )
     if config.chat_template is None:
-        template = template_of(data, tokenizer)
+        template = getattr(tokenizer, "chat_template", None)
     else:
         require(Path(config.chat_template).is_file(), f"chat_template={config.chat_template} does not exist")
         template = Path(config.chat_template).read_text(encoding="utf-8")
@@ -81,14 +80,14 @@ def save_theirs(
     labels: Sequence[str] = (),
 ) -> None:
     """Save a model of transformers with ``save_pretrained``, after merging LoRA and removing our attention core."""
-    from minitx.interop.adopt import AdoptedCore, adopted_cores, release_hf
+    from minitx.interop.adopt import adopted_cores, fold_back, release_hf
     from minitx.interop.files import write_companions
     from minitx.interop.finetune import adapted_ties, merged, quiet, set_untied
 
     unties = bool(adapted_ties(model))
     model = merged(model) if hasattr(model, "merge_and_unload") else model
     if any(module.core.scale is not None for module in adopted_cores(model).values()):
-        AdoptedCore.fold_back(model)  # configs of transformers cannot store a scale
+        fold_back(model)  # configs of transformers cannot store a scale
     model = release_hf(model) if adopted_cores(model) else model
     if unties:
         set_untied(model)  # after release_hf, because it restores the original configs

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from minitx.analysis.answers import Asked, next_tokens
 from minitx.analysis.capture import Layers, attention_cores, chosen_modules
 from minitx.analysis.intervene import with_knock_outs
+from minitx.analysis.questions import questions_of, token_namer
 from minitx.analysis.snapshot import Snapshot, take_snapshot
 from minitx.cli.command_line import refusing
 from minitx.cli.compose import find_own_modules
 from minitx.config import ConfigError, TransformerConfig
 from minitx.config.schema import first_line, require, stated
 from minitx.data.batches import ValSource
-from minitx.data.conversations import ChatFormat, template_of
 from minitx.data.task import Task, as_split, key_value_texts, position_texts, without_targets
 from minitx.data.tokenizers import Tokenizer, encode_known, fingerprint, token_texts
 from minitx.generation import beam_search, generate
 from minitx.interop import adopt_hf
+from minitx.interop.conversations import ChatFormat
 from minitx.interop.finetune import load_folder, quiet
 from minitx.training.checkpoints import Stored, load_stored
 from minitx.training.net import Net, OfTransformers
-from minitx.training.questions import questions_of, token_namer
 
 SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
 
@@ -109,10 +109,9 @@ def chat_format(stored: Stored) -> ChatFormat | None:
     Raises:
         ConfigError: the template is invalid, or the tokenizer has no end token.
     """
-    template = template_of(stored.nodes["data"], stored.tokenizer)
-    if template is None or stored.tokenizer is None:
+    if stored.tokenizer is None or stored.tokenizer.chat_template is None:
         return None
-    return ChatFormat(template, stored.tokenizer, "the chat template of the checkpoint")
+    return ChatFormat(stored.tokenizer.chat_template, stored.tokenizer, "the chat template of the checkpoint")
 
 
 def row_inputs(task: Task, row: int) -> RowInputs:

@@ -57,7 +57,8 @@ class Takes:
         completes: whether saved configs include the target's defaults. False if something other than the config may set them.
         expects: what ``_target_`` should name, for the message about a group without one; ``{name}`` is the last word of the
             group's key.
-        keys: keys next to the part. The message suggests a similar one instead of ``expects``.
+        known: nodes by the last word of a part's key. A value without ``_target_`` completes the node; ``true`` is the node itself,
+            and ``false`` no part.
         passed_on: for a target with ``**kwargs``, the function that receives them, by the target's name. A key that neither
             signature contains is refused if it resembles one of their parameters. None: ``**kwargs`` are not checked.
     """
@@ -67,7 +68,7 @@ class Takes:
     run_keys: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     completes: bool = True
     expects: str = "a function or class"
-    keys: tuple[str, ...] = ()
+    known: Mapping[str, Any] = field(default_factory=dict)
     passed_on: Mapping[str, str] | None = None
 
 
@@ -119,17 +120,30 @@ class Part(Readable):
         return cls(path, FROM_PYTHON, lambda: value, run_values=run_values)
 
     @classmethod
-    def read(cls, value: Any, key: str, *annotations: Any) -> Part:
-        """Return a node or a part as the part at ``key``. See ``Readable.read``."""
+    def read(cls, value: Any, key: str, *annotations: Any) -> Part | None:
+        """Return a node or a part as the part at ``key``. See ``Readable.read``.
+
+        A part in ``takes.known`` is None if its value is ``false``, or if it has ``every: 0``.
+        """
         takes = next((annotation for annotation in annotations if isinstance(annotation, Takes)), Takes())
         if isinstance(value, Part):
             return value if value.path else dataclasses.replace(value, path=key)._read(takes)
+        group, _, name = key.rpartition(".")
+        if isinstance(value, bool) and name in takes.known:
+            if not value:
+                return None
+            value = {}
+        if isinstance(value, Mapping) and not is_node(value):
+            value = {**takes.known.get(name, {}), **value}
         require(isinstance(value, Mapping), f"{key}={shown(value)!s:.60} must be a group of keys")
         if not is_node(value):
-            group, _, name = key.rpartition(".")
-            near = nearest(name, takes.keys, f"{group}.")
+            near = nearest(name, takes.known, f"{group}.")
             raise ConfigError(f"{key} has no _target_ to name {f'a class{near}' if near else takes.expects.format(name=name)}")
-        return cls.of(value, key, takes)
+        is_off = name in takes.known and value.get("every") == 0
+        if is_off and set(value) <= {"_target_", "every"}:
+            return None  # without importing it
+        part = cls.of(value, key, takes)
+        return None if is_off else part
 
     def _read(self, takes: Takes) -> Part:
         """Return this part with its arguments read by the signature of its target."""

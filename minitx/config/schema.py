@@ -141,17 +141,13 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         ConfigError: a key is unknown (the message suggests a similar one), a value has the wrong type, or the dataclass does
             not allow a combination of values. The message begins with the full key.
     """
-    hints, rest = hints_of(cls), None  # type: ignore[arg-type]
+    hints = hints_of(cls)  # type: ignore[arg-type]
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         require(
             not is_node(values.get(field.name)) or not _is_closed(hints[field.name]),
             f"{path}{field.name} has a _target_, but nothing is built there: give only its keys or its value",
         )
-        rest = field.name if field.metadata.get("rest") else rest  # takes every further key
-    more = {key: value for key, value in values.items() if rest is not None and key not in hints}
-    arguments = read_call(cls, {key: value for key, value in values.items() if key not in more}, path)
-    if rest is not None:
-        arguments[rest] = {**arguments.get(rest, {}), **read(hints[rest], more, path.rstrip("."))}
+    arguments = read_call(cls, values, path)
     try:
         return cls(**arguments)
     except ConfigError as error:
@@ -386,11 +382,7 @@ def to_dict(config: Any) -> Any:
     if isinstance(config, Readable):
         return config.plain()
     if dataclasses.is_dataclass(config):
-        fields: dict[str, Any] = {}
-        for field in dataclasses.fields(config):
-            value = to_dict(getattr(config, field.name))
-            fields |= value if field.metadata.get("rest") else {field.name: value}
-        return fields
+        return {field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}
     if isinstance(config, Mapping):
         return {str(name): to_dict(value) for name, value in config.items()}
     return [to_dict(value) for value in config] if isinstance(config, list | tuple) else config
@@ -404,8 +396,6 @@ def defaults(target: Any) -> dict[str, Any]:
         param.name: param.default for param in parameters if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)
     }
     for field in dataclasses.fields(target) if dataclasses.is_dataclass(target) else ():
-        if field.metadata.get("rest"):
-            del values[field.name]
-        elif field.default_factory is not dataclasses.MISSING:
+        if field.default_factory is not dataclasses.MISSING:
             values[field.name] = field.default_factory()
     return {name: "???" if value is inspect.Parameter.empty else to_dict(value) for name, value in values.items()}

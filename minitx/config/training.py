@@ -16,7 +16,6 @@ from minitx.config.schema import (
     Count,
     Finite,
     Natural,
-    NotNegative,
     Positive,
     needs,
     require,
@@ -65,10 +64,18 @@ def _of_group(name: str, **takes: Any) -> Takes:
     return Takes(expects=f"what to build: choose an option, {name}=OPTION", **takes)
 
 
-def _of_entries(group: str, default: str, *keys: str) -> Takes:
-    """How a run completes a callback or a logger. ``keys`` are keys of the group that are not entries."""
+CALLBACKS = {
+    "progress": {"_target_": "minitx.training.callbacks.progress"},
+    "probe": {"_target_": "minitx.analysis.probe.Probe", "every": 0},
+    "samples": {"_target_": "minitx.training.samples.Samples", "every": 0},
+}
+"""The callbacks of every run. ``false``, or ``every: 0``, leaves one out."""
+
+
+def _of_entries(group: str, default: str, known: Mapping[str, Any]) -> Takes:
+    """How a run completes a callback or a logger. ``known`` are the entries of every run."""
     expects = f"a class: choose its option, as in '{group}=[{default},{{name}}]', or give {group}.{{name}}._target_"
-    return Takes(offers=None, completes=False, expects=expects, keys=keys, passed_on={"WandbLogger": "wandb.init"})
+    return Takes(offers=None, completes=False, expects=expects, known=known, passed_on={"WandbLogger": "wandb.init"})
 
 
 _OF_TRAINER = Takes(offers=("dirpath", "filename"), completes=False, expects="a class")
@@ -78,8 +85,8 @@ Data = Annotated[Part, _of_group("data", offers=FROM_THE_RUN, run_keys=LOADING)]
 Objective = Annotated[Part, _of_group("objective", offers=None)]
 Optimizer = Annotated[Part, _of_group("optimizer", first=1, offers=FROM_THE_RUN)]
 Schedule = Annotated[Part, _of_group("schedule", first=1, offers=FROM_THE_RUN)]
-Callback = Annotated[Part, _of_entries("callbacks", "default", "progress", "probe", "samples", "wandb")]
-Logger = Annotated[Part, _of_entries("logger", "csv")]
+Callback = Annotated[Part, _of_entries("callbacks", "default", CALLBACKS)]
+Logger = Annotated[Part, _of_entries("logger", "csv", {})]
 
 
 def _default(name: str, **arguments: Any) -> Any:
@@ -116,14 +123,27 @@ class ParameterRule(Config):
             evaluate_factor(getattr(self, name), head_dim=1, key=name)
 
 
-def check_limit(metric: str, value: float) -> None:
-    """Raise a ConfigError for an accuracy outside of (0, 1], such as 90 for 90 %."""
-    fits = metric != "train_accuracy" or 0 < value <= 1
-    require(fits, f"value={value:g} must lie in (0, 1], because metric=train_accuracy is a share")
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig(Config):
+    """A value that the mean of a training metric over the last ``window`` steps must reach.
+
+    Attributes:
+        metric: the metric. An accuracy must rise to value; a loss must fall to it.
+        value: the value that the mean must reach.
+        window: number of steps in the mean.
+    """
+
+    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
+    value: Finite = 0.9
+    window: Count = 16
+
+    def check(self) -> None:
+        fits = self.metric != "train_accuracy" or 0 < self.value <= 1
+        require(fits, f"value={self.value:g} must lie in (0, 1], because metric=train_accuracy is a share")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopAtConfig(Config):
+class StopAtConfig(WindowConfig):
     """End a run when the mean of a training metric over the last ``window`` steps reaches ``value``.
 
     Attributes:
@@ -133,13 +153,8 @@ class StopAtConfig(Config):
         extra_steps: number of further steps after the value is reached.
     """
 
-    metric: Literal["train_accuracy", "train_loss"] = "train_accuracy"
     value: Finite = 0.99
-    window: Count = 16
     extra_steps: Natural = 0
-
-    def check(self) -> None:
-        check_limit(self.metric, self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,81 +275,6 @@ class EvaluationConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeConfig(Config):
-    """Attention statistics on a fixed validation batch, at steps 0, 1, 2, 4, 8, … and at every multiple of ``every``.
-
-    Attributes:
-        every: steps between probes; 0: no probes.
-        batch_size: number of validation rows.
-        weights_every: steps between files of attention weights in attention/, a multiple of every; 0: none.
-        weights_rows: number of rows whose weights are saved.
-    """
-
-    every: Natural = 0
-    batch_size: Count = 8
-    weights_every: Natural = 0
-    weights_rows: Count = 4
-
-    def check(self) -> None:
-        fits = not self.weights_every or bool(self.every and self.weights_every % self.every == 0)
-        require(fits, f"weights_every={self.weights_every} must be a multiple of every={self.every}: probes save the weights")
-        seen = not self.weights_every or self.weights_rows <= self.batch_size
-        require(
-            seen,
-            f"weights_rows={self.weights_rows} must not exceed batch_size={self.batch_size}, the number of rows in a probe",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplesConfig(Config):
-    """Text generated during training, for the log, ``samples.jsonl`` and Weights & Biases.
-
-    Attributes:
-        every: steps between samples; 0: no samples.
-        prompts: texts to continue or answer; with data=chat, user messages; empty: the beginnings of validation rows.
-        max_new_tokens: longest sample, in tokens.
-        temperature: 0: take the most probable token; above 0: sample.
-    """
-
-    every: Natural = 0
-    prompts: tuple[str, ...] = ()
-    max_new_tokens: Count = 64
-    temperature: NotNegative = 0.8
-
-
-@dataclass(frozen=True, kw_only=True)
-class WandbConfig(Config):
-    """Files that a run with ``logger=wandb`` uploads in addition to its curves.
-
-    Attributes:
-        viewer: upload the page of the attention viewer. It needs callbacks.probe.weights_every.
-        checkpoint: upload last.ckpt or best.ckpt as an artifact; null: none.
-    """
-
-    viewer: bool = False
-    checkpoint: Literal["last", "best"] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallbacksConfig(Config):
-    """The callbacks of a run. Further entries are callbacks of Lightning or your own: ``name: {_target_: …}``.
-
-    Attributes:
-        progress: show a progress bar on a terminal, and lines elsewhere.
-        probe: attention statistics during training.
-        samples: text written during training.
-        wandb: files to upload to Weights & Biases.
-        parts: other callbacks, by name; null removes a callback.
-    """
-
-    progress: bool = True
-    probe: ProbeConfig = ProbeConfig()
-    samples: SamplesConfig = SamplesConfig()
-    wandb: WandbConfig = WandbConfig()
-    parts: Mapping[str, Callback | None] = field(default_factory=dict, metadata={"rest": True})
-
-
-@dataclass(frozen=True, kw_only=True)
 class InitFrom(Config):
     """Weights to start from. The optimizer, the step count and the order of the data start anew.
 
@@ -381,7 +321,7 @@ class RunConfig(Config):
         schedule: the learning-rate schedule.
         trainer: steps, devices, precision, checkpoints.
         logger: loggers in addition to metrics.csv, by name.
-        callbacks: callbacks of the run, by name.
+        callbacks: callbacks of the run, by name. Each is a class of minitx, of Lightning or your own; null or false leaves one out.
         evaluation: the evaluation after training.
         seed: seed of the initial weights, the order of the rows, and dropout.
         ckpt_path: a checkpoint to resume from; last: the newest one in output_dir.
@@ -404,7 +344,7 @@ class RunConfig(Config):
     schedule: Schedule = _default("schedule")
     trainer: TrainerConfig = TrainerConfig()
     logger: Mapping[str, Logger | None] = field(default_factory=dict)
-    callbacks: CallbacksConfig = CallbacksConfig()
+    callbacks: Mapping[str, Callback | None] = field(default_factory=lambda: dict[str, Any](CALLBACKS))
     evaluation: EvaluationConfig = EvaluationConfig()
     seed: int = 0
     ckpt_path: str | None = None

@@ -10,7 +10,6 @@ from minitx.config.lazy import on_first_use
 
 if TYPE_CHECKING:
     from minitx.data.classification import classify, digits, images
-    from minitx.data.conversations import chat
     from minitx.data.corpus import kjv, masked, text
     from minitx.data.documents import hf
     from minitx.data.recall import induction, kv_lookup, multi_query_recall
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Task",
-    "chat",
     "classify",
     "dates",
     "digits",

@@ -12,11 +12,10 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, Natural, read, require
 from minitx.data.file_formats import column_of, divided, labels_of, load_tables, share_of, texts_of
-from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, package, tokenizer_of
+from minitx.data.task import VALIDATION_SEED, Task, VocabSize, find_or_train_tokenizer, generator, hold_out, package
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
 log = logging.getLogger(__name__)
-MARKS = ("pad", "cls")
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 """The PIL modes that can be converted to grey or RGB. The other modes have floats, or 16 or 32 bits."""
 
@@ -56,7 +55,7 @@ def classify(
         second_column: a column of second texts. A second text follows the first text and an end mark, or another class token if the
             tokenizer has no end mark; ``null``: none.
         label_column: the column of labels (numbers or words).
-        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
         max_len: longest row in tokens, including the class token. Longer texts are truncated.
         bucket: put rows of similar length into the same batch.
 
@@ -79,7 +78,7 @@ def classify(
     (train, blank), (val, blank_val) = (
         _with_text(rows, of_rows, text_column, path) for rows, of_rows in zip(read, labels, strict=True)
     )
-    made_by = tokenizer_of(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), MARKS)
+    made_by = find_or_train_tokenizer(tokenizer, bpe_vocab_size, (text for row in train[0] for text in row), ("pad", "cls"))
     marks = made_by.mark_ids
     only_end = "pad" not in marks and "eos" in marks  # with a decoder's tokenizer, the end mark is used for padding
     pad_id = marks["eos"] if only_end else require_marks(made_by, "pad")[0]
@@ -88,7 +87,7 @@ def classify(
         f"data.second_column={second_column} needs a tokenizer with an end mark or a class token to put between texts",
     )
     words = [[" ".join(row) for row in rows] for rows, _ in (train, val)]
-    (rows, cut), (val_rows, cut_val) = (_rows(part, made_by, max_len) for part in (train, val))
+    (rows, cut), (val_rows, cut_val) = (_text_rows(part, made_by, max_len) for part in (train, val))
     count_unknown(made_by, (row["input_ids"] for row in rows), f"data.path={path}")
     return Task(
         name=f"data.path={path}",
@@ -110,7 +109,7 @@ def classify(
     )
 
 
-def _rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _text_rows(examples: Examples, tokenizer: Tokenizer, max_len: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of a split (class token if any, first text, separator, second text), and sentences about truncated rows.
 
     The separator is the end mark, or the class token if there is no end mark.

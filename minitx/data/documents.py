@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from minitx.config import IGNORED
+from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.batches import Source
-from minitx.data.corpus import FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
+from minitx.data.corpus import CACHE_FORMAT, TEXTS_AT_ONCE, bits_per, cached, write_ids
 from minitx.data.file_formats import as_texts, column_names, column_of, divided, load_tables, share_of
-from minitx.data.task import Batch, Ragged, Task, VocabSize, generator, hold_out, num_held_out, tokenizer_of
+from minitx.data.task import Batch, Ragged, Task, VocabSize, find_or_train_tokenizer, generator, hold_out, num_held_out
 from minitx.data.tokenizers import Tokenizer, find_tokenizer, fingerprint
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def hf(
         path, val_path, subset, split, val_split: see ``load_tables``.
         val_fraction: the part of the documents that is held out for validation.
         text_column: the column of documents; ``null``: ``text``, or the only column.
-        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
         context_len: longest row, in tokens. A longer document continues in another row.
         packing: put several documents into a row, without attention between them; ``false``: one document per row.
         bucket: put rows of similar length into the same batch.
@@ -211,12 +211,14 @@ def _tokenised(
     word = fingerprint(known) if known else [tokenizer_name, bpe_vocab_size]
     # a table in memory has no files, but a fingerprint
     files = [(len(table), [file["filename"] for file in table.cache_files] or table._fingerprint) for table in tables]
-    key = json.dumps([FORMAT, files, *splits, column, word, val_fraction])  # datasets renames a file if its content changes
+    key = json.dumps(
+        [CACHE_FORMAT, files, *splits, column, word, val_fraction]
+    )  # datasets renames a file if its content changes
     cache = f"hf-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
 
     def build(path: Path) -> dict[str, Any]:
         train, val = divided(tables, lambda table: hold_out(range(len(table)), val_fraction))
-        tokenizer = tokenizer_of(
+        tokenizer = find_or_train_tokenizer(
             known or tokenizer_name, bpe_vocab_size, _documents(train, column), learned_marks(tokenizer_name)
         )
         both, lengths = {"train": _documents(train, column), "val": _documents(val, column)}, list[int]()
@@ -292,6 +294,10 @@ class DocumentStream:
     packing: bool
     name: str
 
+    def source(self, **options: Any) -> StreamSource:
+        """Return the training batches. For ``options``, see ``StreamSource``."""
+        return StreamSource(self, **options)
+
     def rows(self, position: str, seed: int, part: int, parts: int) -> Iterator[tuple[np.ndarray, str]]:
         """Yield the full rows of part ``part`` of ``parts`` parts of the documents, each with the position after the row.
 
@@ -362,8 +368,8 @@ class StreamSource(Source):
         micro = step * self.accumulate + slice_of_step
         part = micro % self.parts
         if micro != self._next:
-            known = 0 <= micro - self._first * self.accumulate < self.parts
-            require(known, f"{self.stream.name}: the checkpoint has no position in the stream for step {step}")
+            if not 0 <= micro - self._first * self.accumulate < self.parts:
+                raise ConfigError(f"{self.stream.name}: the checkpoint has no position in the stream for step {step}")
             every = self.world * self.parts
             self._rows = self.stream.rows(self._starts[rank][part], self.seed, rank * self.parts + part, every)
         self._next = micro + self.parts
@@ -428,9 +434,11 @@ def _stream(
         table, count = table.select_columns([column]).cast(Features({column: Value("string")})), table.num_shards
         table = concatenate_datasets([table.shard(num_shards=count, index=i).skip(held_out[i]) for i in range(count)])
     first = list(islice(not_blank((text for _, text in rows), column), 1 if known else DOCUMENTS_TO_LEARN_FROM))
-    enough = bool(first and texts)
-    require(enough, f"{name} has too few documents: it needs data.val_rows={val_rows} for validation, and others for training")
-    tokenizer = tokenizer_of(known or tokenizer_name, bpe_vocab_size, first, learned_marks(tokenizer_name))
+    require(
+        bool(first and texts),
+        f"{name} has too few documents: it needs data.val_rows={val_rows} for validation, and others for training",
+    )
+    tokenizer = find_or_train_tokenizer(known or tokenizer_name, bpe_vocab_size, first, learned_marks(tokenizer_name))
     stream = DocumentStream(table=table, column=column, tokenizer=tokenizer, name=name, **options)
     counted = {"characters": sum(map(len, texts)), "bytes": sum(len(text.encode()) for text in texts)}
     left_out = {"val": share_of(held_out.total() - len(texts), held_out.total(), BLANK)}

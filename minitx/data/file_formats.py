@@ -18,9 +18,7 @@ from minitx.config.schema import first_line, require
 from minitx.data.task import package
 
 log = logging.getLogger(__name__)
-KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-Rows = tuple[np.ndarray, np.ndarray]
-"""The rows of training and of validation."""
+READERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
 
 def load_tables(
@@ -45,7 +43,7 @@ def load_tables(
     return tables
 
 
-def divided(tables: list[Any], divide: Callable[[Any], Rows]) -> tuple[Any, Any]:
+def divided(tables: list[Any], divide: Callable[[Any], tuple[np.ndarray, np.ndarray]]) -> tuple[Any, Any]:
     """Return both tables. If there is only one, ``divide(table)`` returns its rows of training and of validation."""
     train, val = tables if len(tables) == 2 else map(tables[0].select, divide(tables[0]))
     return train, val
@@ -81,13 +79,13 @@ def load_table(
     with _quiet() if local_options else contextlib.nullcontext():  # errors of local files are reported below
         try:
             if local.is_dir():
-                files, reading = _of_folder(local, subset, option, **reader)
+                files, reading = _folder_reading(local, subset, option, **reader)
                 options |= reading
             table = datasets.load_dataset(**options)
             # datasets gives columns of row names such names; in a stream they are not known yet
             may_move = streaming or any(name.startswith("__index_level_") for name in table.column_names)
             if "sep" in options and may_move:  # csv and tsv files
-                _check_names(files, option, **{key: options[key] for key in ("sep", "quoting", "header") if key in options})
+                _check_header(files, option, **{key: options[key] for key in ("sep", "quoting", "header") if key in options})
             return table
         except ConfigError:
             raise
@@ -119,16 +117,16 @@ def _files_of(path: str, option: str, **reader: Any) -> tuple[list[str], dict[st
     is_pattern = any(sign in path for sign in "*?[") and not local.exists()  # else it names a file such as "reviews [1].csv"
     files = sorted(glob(str(local), recursive=True)) if is_pattern else [str(local)]
     if local.is_dir():
-        is_read = not set("*?[") & set(str(local.absolute()))  # datasets would read the folders that match the pattern
-        require(
-            is_read, f"{option}: a folder with * ? or [ in its path cannot be read: name a file in it, or rename the folder"
-        )
+        if set("*?[") & set(str(local.absolute())):  # datasets would read the folders that match the pattern
+            raise ConfigError(
+                f"{option}: a folder with * ? or [ in its path cannot be read: name a file in it, or rename the folder"
+            )
         return files, {"path": str(local)}
     if files and Path(files[0]).is_file():
         named = {"train": [escape(os.path.abspath(file)) for file in files]}
         return files, {"name": None, "data_files": named, **_reader(files, option, **reader)}
-    is_named = files and local.suffix.lower() not in KINDS and not path.startswith((".", "/", "~")) and path.count("/") < 2
-    require(bool(is_named), f"{option} does not exist; it must be a file, a folder or a name on the Hugging Face hub")
+    if not files or local.suffix.lower() in READERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ConfigError(f"{option} does not exist; it must be a file, a folder or a name on the Hugging Face hub")
     return files, {}
 
 
@@ -137,14 +135,14 @@ def _reader(
 ) -> dict[str, Any]:
     """The reader of ``datasets`` for these files, and its options."""
     suffixes = sorted({Path(file).suffix.lower() for file in files})
-    known = kind is not None or (len(suffixes) == 1 and suffixes[0] in KINDS)
-    require(known, f"{option} must have one of the suffixes {', '.join(KINDS)}, got {', '.join(suffixes)}")
+    if kind is None and (len(suffixes) > 1 or suffixes[0] not in READERS):
+        raise ConfigError(f"{option} must have one of the suffixes {', '.join(READERS)}, got {', '.join(suffixes)}")
     require(any(Path(file).stat().st_size for file in files), f"{option} is empty")
-    kind = kind or KINDS[suffixes[0]]
+    kind = kind or READERS[suffixes[0]]
     return {"path": kind, **_reading(kind, "," if suffixes == [".csv"] else "\t", texts, header)}
 
 
-def _of_folder(
+def _folder_reading(
     folder: Path, subset: str | None, option: str, *, texts: Sequence[str | int] = (), header: bool = True, **_: Any
 ) -> tuple[list[str], dict[str, Any]]:
     """The files in a folder that ``datasets`` reads, and the load_dataset options for them. A warning lists files that are not read."""
@@ -153,11 +151,11 @@ def _of_folder(
     builder = datasets.load_dataset_builder(str(folder), subset)
     by_split = {str(split): [*map(str, files)] for split, files in (builder.config.data_files or {}).items()}
     files, kind = [*chain.from_iterable(by_split.values())], str(builder.name)
-    if kind not in KINDS.values():
+    if kind not in READERS.values():
         return files, {}
     taken = {Path(file).resolve() for file in files}
     left = [
-        file.name for file in sorted(folder.glob("[!.]*.*")) if file.suffix.lower() in KINDS and file.resolve() not in taken
+        file.name for file in sorted(folder.glob("[!.]*.*")) if file.suffix.lower() in READERS and file.resolve() not in taken
     ]
     if left:
         log.warning("%s: %d files are read, and %d are not: %s", option, len(taken), len(left), ", ".join(left[:3]))
@@ -176,7 +174,7 @@ def _reading(kind: str, sep: str, texts: Sequence[str | int], header: bool) -> d
     return {"keep_default_na": False, "converters": dict.fromkeys(texts, str), "sep": sep, **quotes, **names}
 
 
-def _check_names(files: Sequence[str], option: str, **options: Any) -> None:
+def _check_header(files: Sequence[str], option: str, **options: Any) -> None:
     """Refuse files whose rows have more fields than the first line has names.
 
     pandas would take the first fields as row names, and each column would have the values of the column before.
@@ -185,8 +183,9 @@ def _check_names(files: Sequence[str], option: str, **options: Any) -> None:
 
     for file in files:
         table = pandas.read_csv(file, nrows=1, **options)
-        fit = isinstance(table.index, pandas.RangeIndex)
-        require(fit, f"{option} has rows with more fields than its first line has names: {', '.join(map(str, table.columns))}")
+        if not isinstance(table.index, pandas.RangeIndex):
+            names = ", ".join(map(str, table.columns))
+            raise ConfigError(f"{option} has rows with more fields than its first line has names: {names}")
 
 
 def share_of(part: int, count: int, what: str) -> list[str]:
@@ -271,7 +270,7 @@ def labels_of(tables: Sequence[Any], column: str) -> tuple[list[np.ndarray], tup
 def _with_numbers(columns: list[list[Any]], tables: Sequence[Any]) -> list[list[Any]]:
     """The columns, with the texts of csv files converted to numbers or truth values, unless two texts are the same number (01 and 1)."""
     known: list[dict[Any, Any]] = [
-        _numbers(values) if table.info.builder_name == "csv" else {} for table, values in zip(tables, columns, strict=True)
+        _numbers_of(values) if table.info.builder_name == "csv" else {} for table, values in zip(tables, columns, strict=True)
     ]
     whole = [[number for number in numbers.values() if type(number) is int] for numbers in known]
     if any(len({*numbers}) < len(numbers) for numbers in whole):
@@ -279,7 +278,7 @@ def _with_numbers(columns: list[list[Any]], tables: Sequence[Any]) -> list[list[
     return [[*map(numbers.get, values)] if numbers else values for numbers, values in zip(known, columns, strict=True)]
 
 
-def _numbers(values: Iterable[Any]) -> dict[Any, Any]:
+def _numbers_of(values: Iterable[Any]) -> dict[Any, Any]:
     """The numbers or truth values that the texts stand for, if all are numbers or all are truth values, else nothing."""
     import pandas
 

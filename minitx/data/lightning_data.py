@@ -16,14 +16,14 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from minitx.config import Part, TrainerConfig
+from minitx.config import ConfigError, Part, TrainerConfig
 from minitx.config.schema import require
 from minitx.data.task import Batch, Draw, Split, Task, kept_generators, seed_device
 from minitx.data.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
-INPUTS = "inputs"
+FIRST_INPUT = "inputs"
 """The key of the first tensor of a pair. It is passed to the first parameter of a network's ``forward``."""
 
 _CPU = torch.device("cpu")
@@ -59,11 +59,10 @@ class Collated(Split):
             "torch.utils.data.ConcatDataset",
         )
         rows, sampler = loader.dataset, loader.sampler
-        is_indexed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, IterableDataset)
-        require(
-            is_indexed,
-            f"{place} reads {type(rows).__name__} without len() or [i], but minitx chooses the rows of a step by their number",
-        )
+        if isinstance(rows, IterableDataset) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+            raise ConfigError(
+                f"{place} reads {type(rows).__name__} without len() or [i], but minitx chooses the rows of a step by their number"
+            )
         is_plain = loader.batch_size is not None and type(sampler) in (RandomSampler, SequentialSampler)
         repeats = isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(rows))
         chooses = type(sampler if loader.batch_size is not None else loader.batch_sampler).__name__
@@ -88,7 +87,7 @@ class Collated(Split):
             seed_device(int(draw(0).integers(2**63)), _CPU)
             batch = self.make(at_once(items.tolist()) if at_once else [self.rows[int(i)] for i in items])
         if isinstance(batch, tuple | list) and [isinstance(part, Tensor) for part in batch] == [True, True]:
-            return {INPUTS: batch[0], "labels": batch[1]}
+            return {FIRST_INPUT: batch[0], "labels": batch[1]}
         what = f"a mapping with {', '.join(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         require(
             isinstance(batch, Mapping) and "labels" in batch,
@@ -114,8 +113,8 @@ def task_of_loaders(data: Any, world: int = 1) -> tuple[Task, dict[str, int]]:
             it has a state that a checkpoint would have to store.
     """
     base, name = lightning_base(data, "LightningDataModule"), type(data).__name__
-    require(base is not None, f"data must be a Task or a LightningDataModule, got {name}")
-    assert base is not None
+    if base is None:
+        raise ConfigError(f"data must be a Task or a LightningDataModule, got {name}")
     hooks = [hook for hook in _BATCH_HOOKS if overrides(data, base, hook)]
     require(not hooks, f"data: minitx does not call {name}.{', '.join(hooks)}: change batches in collate_fn")
     require(overrides(data, base, "val_dataloader"), f"data: {name} needs a val_dataloader")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitx.config import IGNORED
+from minitx.config import IGNORED, ConfigError
 from minitx.config.schema import Count, Natural, require
 from minitx.data.task import VALIDATION_SEED, Batch, Task, generator
 
@@ -32,7 +32,7 @@ def kv_lookup(*, num_keys: Count = 64, num_values: Count = 16, num_pairs: Count 
     """
     _check_pairs(num_pairs, num_keys)
     draw, size = partial(_kv_lookup, num_keys, num_values, num_pairs), num_keys + num_values
-    return _recall("kv_lookup", draw, val_size, 1 / num_values, vocab_size=size, type_vocab_size=num_values + 1)
+    return _recall_task("kv_lookup", draw, val_size, 1 / num_values, vocab_size=size, type_vocab_size=num_values + 1)
 
 
 def multi_query_recall(
@@ -60,10 +60,10 @@ def multi_query_recall(
         val_size: number of validation rows. They are the same for every seed.
     """
     _check_pairs(num_pairs, num_keys)
-    fits = num_queries <= num_pairs
-    require(fits, f"data.num_queries={num_queries} must not exceed data.num_pairs={num_pairs}: a key is queried once")
+    if num_queries > num_pairs:
+        raise ConfigError(f"data.num_queries={num_queries} must not exceed data.num_pairs={num_pairs}: a key is queried once")
     draw = partial(_multi_query_recall, num_keys, num_values, num_pairs, num_queries)
-    return _recall("multi_query_recall", draw, val_size, 1 / num_values, vocab_size=num_keys + num_values)
+    return _recall_task("multi_query_recall", draw, val_size, 1 / num_values, vocab_size=num_keys + num_values)
 
 
 def induction(*, num_tokens: Count = 64, segment_len: Count = 12, max_gap: Natural = 16, val_size: Count = 1024) -> Task:
@@ -91,11 +91,11 @@ def induction(*, num_tokens: Count = 64, segment_len: Count = 12, max_gap: Natur
     require(segment_len > 1, f"data.segment_len={segment_len} must be at least 2: its first token is not predicted")
     require(drawn <= num_tokens, f"data.num_tokens={num_tokens} must be at least segment_len + max_gap = {drawn}")
     draw = partial(_induction, num_tokens, segment_len, max_gap)
-    return _recall("induction", draw, val_size, 1 / num_tokens, vocab_size=num_tokens)
+    return _recall_task("induction", draw, val_size, 1 / num_tokens, vocab_size=num_tokens)
 
 
 def _kv_lookup(num_keys: int, num_values: int, num_pairs: int, count: int, random: np.random.Generator) -> Batch:
-    keys = _distinct(num_keys, (count, num_pairs), random)
+    keys = _distinct_numbers(num_keys, (count, num_pairs), random)
     values = random.integers(num_values, size=(count, num_pairs))
     asked = random.integers(num_pairs, size=(count, 1))
     input_ids = np.concatenate([keys, np.take_along_axis(keys, asked, axis=1)], axis=1)
@@ -106,27 +106,29 @@ def _kv_lookup(num_keys: int, num_values: int, num_pairs: int, count: int, rando
 def _multi_query_recall(
     num_keys: int, num_values: int, num_pairs: int, num_queries: int, count: int, random: np.random.Generator
 ) -> Batch:
-    keys = _distinct(num_keys, (count, num_pairs), random)
+    keys = _distinct_numbers(num_keys, (count, num_pairs), random)
     values = num_keys + random.integers(num_values, size=(count, num_pairs))
-    asked = _distinct(num_pairs, (count, num_queries), random)
+    asked = _distinct_numbers(num_pairs, (count, num_queries), random)
     shown = np.stack([keys, values], axis=2).reshape(count, -1)  # (B, P, 2) -> (B, 2P)
     input_ids = np.concatenate([shown, np.take_along_axis(keys, asked, axis=1)], axis=1)
     return _batch(input_ids, np.take_along_axis(values, asked, axis=1))
 
 
 def _induction(num_tokens: int, segment_len: int, max_gap: int, count: int, random: np.random.Generator) -> Batch:
-    once = _distinct(num_tokens, (count, segment_len + max_gap), random)  # the row without the copy
+    once = _distinct_numbers(num_tokens, (count, segment_len + max_gap), random)  # the row without the copy
     first = max_gap - random.integers(max_gap + 1, size=(count, 1))
     copy = np.take_along_axis(once, first + np.arange(segment_len), axis=1)
     return _batch(np.concatenate([once, copy[:, :-1]], axis=1), copy[:, 1:])
 
 
 def _check_pairs(num_pairs: int, num_keys: int) -> None:
-    fits = 0 < num_pairs <= num_keys
-    require(fits, f"data.num_pairs={num_pairs} must lie in [1, data.num_keys={num_keys}]: the keys of a row are distinct")
+    if not 0 < num_pairs <= num_keys:
+        raise ConfigError(
+            f"data.num_pairs={num_pairs} must lie in [1, data.num_keys={num_keys}]: the keys of a row are distinct"
+        )
 
 
-def _recall(name: str, draw: Callable[..., Batch], val_size: int, chance: float, **fields: int) -> Task:
+def _recall_task(name: str, draw: Callable[..., Batch], val_size: int, chance: float, **fields: int) -> Task:
     """A task with new rows in each training step, and fixed rows for validation."""
     val = draw(val_size, generator(VALIDATION_SEED, "val"))
     return Task(
@@ -142,7 +144,7 @@ def _recall(name: str, draw: Callable[..., Batch], val_size: int, chance: float,
     )
 
 
-def _distinct(num_kinds: int, shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
+def _distinct_numbers(num_kinds: int, shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
     """Distinct numbers of 0 … num_kinds − 1 in each row, uniform and in random order."""
     every = np.broadcast_to(np.arange(num_kinds), (shape[0], num_kinds))
     return random.permuted(every, axis=1)[:, : shape[1]]

@@ -32,7 +32,7 @@ Draw = Callable[[int], np.random.Generator]
 """A function from i to the random generator of row i of a batch."""
 
 
-KINDS = ("language_model", "masked_lm", "seq2seq", "classify", "tag", "other")
+TASK_KINDS = ("language_model", "masked_lm", "seq2seq", "classify", "tag", "other")
 """The kinds of tasks. ``tag`` classifies every token, and ``other`` is any further task."""
 
 KEY_MASKS = {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}
@@ -69,8 +69,9 @@ class Task:
     * ``num_targets(i)``, the number of labels that count in row i. Without it, all labels of a step are read to count them.
     * ``lengths`` (N,): ``bucket`` sorts by it. Without it, every row is read once to measure the keys of ``key_masks``.
 
-    Two kinds of splits make whole batches and are faster: a ``Split``, and for training a function ``(count, generator) →
-    Batch`` that draws new examples in every step.
+    Three kinds of splits make whole batches and are faster: a ``Split``, and for training a function ``(count, generator) →
+    Batch`` that draws new examples in every step, or a stream: an object whose ``source(seed=, num_workers=, batch_size=,
+    accumulate=, world=)`` returns a ``minitx.data.batches.Source``.
 
     Attributes:
         name: the name of the data in messages, such as ``data=kjv`` or ``data.path=my.txt``.
@@ -83,6 +84,8 @@ class Task:
         bucket: put rows of similar length into the same batch.
         longest: the number of tokens of the longest row. A model with learned positions needs at least this many. ``None``: unknown.
         tokenizer: the tokenizer of the texts.
+        encode_prompt: a function from a user's text to the ids before the answer, or None: ``tokenizer.encode``. A chat puts the
+            text into its template.
         model_fields: fields of the model's config that the data decide (``vocab_size``, ``num_labels``, ``pad_id`` ...).
         left_out: for each split, sentences about rows that were left out or cut, with their number and the reason. A run shows them
             before the first step, an evaluation after its metrics.
@@ -117,6 +120,7 @@ class Task:
     bucket: bool = False
     longest: int | None = None
     tokenizer: Tokenizer | None = None
+    encode_prompt: Callable[[str], list[int]] | None = None
     model_fields: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     val_examples: Sequence[tuple[str, str]] = ()
@@ -128,7 +132,7 @@ class Task:
     recall: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, KINDS)
+        check_choice("kind", self.kind, TASK_KINDS)
 
 
 class Split(ABC):
@@ -157,7 +161,7 @@ class Split(ABC):
         """Return the items (B,) as a batch without ``num_targets``. ``draw(i)`` is the random generator of row i."""
 
 
-class Rows(Split):
+class MapSplit(Split):
     """A map-style data set as a ``Split``. See ``Task``."""
 
     def __init__(self, rows: Any, task: Task) -> None:
@@ -266,9 +270,9 @@ def as_split(task: Task, name: str) -> Split:
         ConfigError: it has no ``len()`` or ``[i]``, or it is empty.
     """
     data = getattr(task, name)
-    filled = hasattr(data, "__len__") and len(data) > 0 and not isinstance(data, IterableDataset)
-    require(filled, f"{task.name}: {name} must have rows, len() and [i], got {type(data).__name__}")
-    return data if isinstance(data, Split) else Rows(data, task)
+    if not hasattr(data, "__len__") or not len(data) or isinstance(data, IterableDataset):
+        raise ConfigError(f"{task.name}: {name} must have rows, len() and [i], got {type(data).__name__}")
+    return data if isinstance(data, Split) else MapSplit(data, task)
 
 
 def num_targets(labels: Tensor) -> Tensor:
@@ -421,7 +425,9 @@ def hold_out(groups: Sequence[Any], fraction: float) -> tuple[np.ndarray, np.nda
     return np.flatnonzero(~validates), random.permutation(np.flatnonzero(validates))
 
 
-def tokenizer_of(tokenizer: str | Tokenizer, bpe_vocab_size: int, texts: Iterable[str], marks: Sequence[str]) -> Tokenizer:
+def find_or_train_tokenizer(
+    tokenizer: str | Tokenizer, bpe_vocab_size: int, texts: Iterable[str], marks: Sequence[str]
+) -> Tokenizer:
     """Return a tokenizer.
 
     Args:

@@ -26,7 +26,7 @@ from minitx.config.schema import first_line, require
 log = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"
 REPLACEMENT = "\ufffd"
-UNKNOWN = "<unk>"
+UNKNOWN_TOKEN = "<unk>"
 LONGEST_WORD = 100_000
 # the first name is ours; the others are common in published models
 NAMES_OF_MARKS = {
@@ -79,7 +79,7 @@ class Tokenizer:
         self.mark_ids = {mark: ids[0] for mark, ids in candidates.items() if ids}
         self.end_id: int | None = self._model.token_to_id(END_OF_TEXT)
         self.vocab_size = max(self._model.get_vocab().values(), default=-1) + 1
-        unknown = {UNKNOWN, "[UNK]", getattr(self._model.model, "unk_token", None)}
+        unknown = {UNKNOWN_TOKEN, "[UNK]", getattr(self._model.model, "unk_token", None)}
         marks = self.mark_ids.values()
         self._never = np.zeros(self.vocab_size, dtype=bool)  # True for ids that no text may become
         self._never[[i for i, token in tokens if (token.special or i in marks) and token.content not in unknown]] = True
@@ -218,6 +218,17 @@ class Tokenizer:
         """Write a ``tokenizer.json`` that ``load_tokenizer`` and ``tokenizers.Tokenizer.from_file`` read."""
         self._model.save(str(path))
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Tokenizer:
+        """Make a tokenizer from the result of ``to_dict``.
+
+        Raises:
+            ValueError: ``values`` is not a result of ``to_dict``.
+        """
+        if values.get("kind") != "tokenizers":
+            raise ValueError(f"tokenizer kind={values.get('kind')} must be tokenizers")
+        return cls(values["json"], values.get("chat_template"), values.get("special_tokens"))
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, from which ``from_dict`` makes an equal tokenizer."""
         optional = {"chat_template": self.chat_template, "special_tokens": self.special_tokens}
@@ -226,17 +237,6 @@ class Tokenizer:
             "json": self._model.to_str(),
             **{name: value for name, value in optional.items() if value},
         }
-
-
-def from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """Make a tokenizer from the result of ``to_dict``.
-
-    Raises:
-        ValueError: ``values`` is not a result of ``to_dict``.
-    """
-    if values.get("kind") != "tokenizers":
-        raise ValueError(f"tokenizer kind={values.get('kind')} must be tokenizers")
-    return Tokenizer(values["json"], values.get("chat_template"), values.get("special_tokens"))
 
 
 def warn_of_unknown(unknown: int, tokens: int, source: str) -> None:
@@ -317,10 +317,10 @@ def _byte_pairs(chunks: Iterable[str], vocab_size: int, special: list[str]) -> t
 
 def _character_model(characters: Iterable[str], special: Sequence[str]) -> tokenizers.Tokenizer:
     """A model of whole words in which every character is a word."""
-    words = [UNKNOWN, *sorted(characters), *special]
-    model = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    words = [UNKNOWN_TOKEN, *sorted(characters), *special]
+    model = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN_TOKEN))
     model.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    model.decoder = decoders.Replace(UNKNOWN, REPLACEMENT)
+    model.decoder = decoders.Replace(UNKNOWN_TOKEN, REPLACEMENT)
     model.add_special_tokens(list(special))
     return model
 
@@ -342,7 +342,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
-    settings, template = _settings(file.parent), file.with_name("chat_template.jinja")
+    settings, template = _tokenizer_settings(file.parent), file.with_name("chat_template.jinja")
     try:
         written = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
         if isinstance(written, list):  # several templates, by name
@@ -355,7 +355,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(f"{file} is not a tokenizer.json: {first_line(error)}") from None
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     """The content of ``tokenizer_config.json``, or nothing."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -13,10 +13,10 @@ import numpy as np
 from minitx.config import ConfigError
 from minitx.config.schema import Count, Fraction, require
 from minitx.data.file_formats import divided, load_table, load_tables, share_of, texts_of
-from minitx.data.task import VALIDATION_SEED, Task, VocabSize, generator, hold_out, package, tokenizer_of
+from minitx.data.task import VALIDATION_SEED, Task, VocabSize, find_or_train_tokenizer, generator, hold_out, package
 from minitx.data.tokenizers import Tokenizer, count_unknown, require_marks
 
-MARKS = ("pad", "bos", "eos")
+PAIR_MARKS = ("pad", "bos", "eos")
 LONGEST_DATE = 64
 """A limit that no date reaches, in tokens."""
 
@@ -71,7 +71,7 @@ def pairs(
         val_fraction: the share of the distinct sources that is held out for validation.
         source_column: the column of sources; ``null``: the first column. A csv or tsv file must then have no header.
         target_column: the column of targets; ``null``: the second column.
-        tokenizer, bpe_vocab_size: see ``tokenizer_of``.
+        tokenizer, bpe_vocab_size: see ``find_or_train_tokenizer``.
         max_source_len: longest source, in tokens. Longer pairs are left out of training. In validation, all pairs count, and longer
             sources are truncated.
         max_target_len: longest target in tokens, including the end mark. Longer pairs are left out of training. In validation, the loss
@@ -103,7 +103,7 @@ def pairs(
             table = load_table(test_path, "test_path", subset=subset, **options)
             both["test"], blank["test"] = _of_table(table, columns, test_path, "test_path")
     else:
-        both, blank = _files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
+        both, blank = _pairs_of_files(path, target_path, val_path, val_target_path, val_fraction, subset=subset, split=split)
         if test_path is not None and test_target_path is not None:
             both["test"], blank["test"] = _of_files("test_", test_path, test_target_path, subset=subset, split=split)
     return _task(f"data.path={path}", both, blank, tokenizer, bpe_vocab_size, (max_source_len, max_target_len), bucket)
@@ -153,11 +153,11 @@ def _task(
     longest: tuple[int, int],
     bucket: bool,
 ) -> Task:
-    made_by = tokenizer_of(tokenizer, bpe_vocab_size, chain.from_iterable(both["train"]), MARKS)
-    pad_id, bos_id, eos_id = require_marks(made_by, *MARKS)
-    _, train, of_train = _rows(both["train"], made_by, longest, name, cut=False)
-    kept_val, val, of_val = _rows(both["val"], made_by, longest, name, cut=True)
-    kept_test, test, of_test = _rows(both["test"], made_by, longest, name, cut=True) if "test" in both else ([], [], [])
+    made_by = find_or_train_tokenizer(tokenizer, bpe_vocab_size, chain.from_iterable(both["train"]), PAIR_MARKS)
+    pad_id, bos_id, eos_id = require_marks(made_by, *PAIR_MARKS)
+    _, train, of_train = _pair_rows(both["train"], made_by, longest, name, cut=False)
+    kept_val, val, of_val = _pair_rows(both["val"], made_by, longest, name, cut=True)
+    kept_test, test, of_test = _pair_rows(both["test"], made_by, longest, name, cut=True) if "test" in both else ([], [], [])
     cut = {"train": of_train, "val": of_val, "test": of_test}
     count_unknown(made_by, (row[key] for row in train for key in ("input_ids", "labels")), name)
     fields = {"vocab_size": made_by.vocab_size, "pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id}
@@ -180,7 +180,7 @@ def _task(
     )
 
 
-def _rows(
+def _pair_rows(
     pairs: Pairs, tokenizer: Tokenizer, longest: tuple[int, int], name: str, *, cut: bool
 ) -> tuple[Pairs, list[dict[str, np.ndarray]], list[str]]:
     """Return the pairs with tokens on both sides, as texts and as rows, and sentences for ``Task.left_out``.
@@ -236,7 +236,7 @@ def _of_files(key: str, source: str, target: str, **options: Any) -> tuple[Pairs
     return _without_blanks(sides, source, f"{key}path")
 
 
-def _files(
+def _pairs_of_files(
     path: str, target: str, val_path: str | None, val_target: str | None, val_fraction: float, **options: Any
 ) -> tuple[Both, LeftOut]:
     """The pairs of two files whose lines belong together, and of two files for validation if there are any."""

@@ -9,21 +9,20 @@ from minitx.config.lazy import on_first_use
 
 if TYPE_CHECKING:
     from minitx.interop.adopt import adopt_hf, release_hf
+    from minitx.interop.conversations import chat
     from minitx.interop.finetune import Lora, hf_from_config, pretrained_hf
-    from minitx.interop.pretrained import from_pretrained, save_pretrained
     from minitx.interop.weights import FAMILIES, load_hf, save_hf
 
 __all__ = [
     "FAMILIES",
     "Lora",
     "adopt_hf",
-    "from_pretrained",
+    "chat",
     "hf_from_config",
     "load_hf",
     "pretrained_hf",
     "release_hf",
     "save_hf",
-    "save_pretrained",
 ]
 
 __getattr__, __dir__ = on_first_use(__name__)

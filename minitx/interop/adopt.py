@@ -17,6 +17,7 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
 from functools import partial, reduce
 from itertools import pairwise
@@ -28,9 +29,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from minitx.config.schema import stated
-from minitx.interop.folding import Fold, fold_adopted, outermost
 from minitx.interop.trial import Trial, error_text, made_up_inputs
 from minitx.nn.attention import DotProductAttention
+from minitx.nn.folding import OtherScale, Use, fold_scale
 from minitx.nn.functional import AttentionCall
 from minitx.nn.masks import Causal, Dense, Mask, Padding
 from minitx.nn.scale import scale_multiplier
@@ -224,41 +225,61 @@ def _visible(added: Tensor) -> Tensor:
     return added > (added.amax(-1, keepdim=True) - 9e3).clamp(min=torch.finfo(added.dtype).min / 2)
 
 
-class AdoptedCore(DotProductAttention):
+class AdoptedCore(OtherScale, DotProductAttention):
     """The core of an adopted attention module. It has no parameters, so state dicts do not change.
 
-    ``scale`` is None for the scale of the model, or the arguments of ``set_scale``. ``model_scale`` is the scale that the model used in
-    the last call, and ``model_factor`` the part of it by which the module had already multiplied its queries. ``is_cross`` is whether
-    the running attention module got other states for its keys. ``folds`` lists the weights that ``fold_scale`` has multiplied.
+    ``model_scale`` is the scale that the model used in the last call, and ``model_factor`` the part of it by which the module had
+    already multiplied its queries. ``is_cross`` is whether the running attention module got other states for its keys.
     """
 
     def __init__(self, adoption: Adoption, *, backend: str = "auto") -> None:
         super().__init__(backend=backend)
         self.adoption = adoption
-        self.scale: tuple[str | float, float] | None = None
+        self.scale = None
         self.model_scale, self.model_factor = 1.0, 1.0
         self.is_cross = False
-        self.folds: list[Fold] = []
+        self.folds = []
 
     def set_scale(self, to: str | float, factor: float) -> None:
-        """Replace the model's own scale by ``factor`` times a fixed scale."""
-        if to == "own":
-            self.scale = None
-            return
-        scale_multiplier(to, 1)  # raises if the scale is not a fixed number
-        self.scale, self.adoption.is_scaled = (to, factor), True
+        super().set_scale(to, factor)
+        self.adoption.is_scaled = True
 
-    @staticmethod
-    def fold_scale(model: nn.Module, to: str | float, factor: float, inputs: Mapping[str, Any] | None) -> None:
-        """Fold the scale of all adopted attention of ``model``. See ``minitx.nn.fold_scale``."""
-        fold_adopted(model, adopted_cores(model), to, factor, inputs)
+    def trial(
+        self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
+    ) -> tuple[dict[str, Use], Callable[[], str]]:
+        trials, uses = list[Trial](), dict[str, Use]()
 
-    @staticmethod
-    def fold_back(model: nn.Module) -> None:
-        """Restore the model's own scale permanently. The weights change, so that the function stays the same."""
-        AdoptedCore.fold_scale(model, "own", 1.0, None)
-        for module in adopted_cores(model).values():
-            module.core.folds = []
+        def record(name: str, core: AdoptedCore, args: tuple[AttentionCall]) -> None:
+            query, key, multiplier = args[0].query, args[0].key, args[0].scale * core.model_factor
+            uses.setdefault(name, Use(query.shape[1], key.shape[1], query.shape[-1], multiplier, core.model_scale))
+
+        with ExitStack() as hooks:
+            for name, layer in layers.items():
+                hooks.enter_context(layer.core.register_forward_pre_hook(partial(record, name)))
+            for root in outermost(model):
+                try:
+                    trials.append(Trial(root, made_up_inputs(root) if inputs is None else inputs))
+                except ValueError as error:
+                    raise ValueError(f"cannot fold the scale, because {error}: pass inputs=, the arguments of a call") from None
+        return uses, lambda: "; ".join(filter(None, (trial.difference({})[0] for trial in trials)))
+
+
+def fold_back(model: nn.Module) -> None:
+    """Restore the own scale of an adopted model permanently. The weights change, so that the function stays the same."""
+    fold_scale(model, "own")
+    for module in adopted_cores(model).values():
+        module.core.folds = []
+
+
+def outermost(module: nn.Module) -> Iterator[Any]:
+    """The transformers models in ``module`` that are not inside of another."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from outermost(child)
 
 
 def adopt_hf(

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from minitx.config.schema import Config, Count, Share, check_choice, first_line, read, require
-from minitx.interop.adopt import adopt_hf, adopted_cores
+from minitx.interop.adopt import adopt_hf
 from minitx.interop.files import find_folder
-from minitx.nn.scale import fold_scale as fold
-from minitx.nn.scale import set_scale
+from minitx.nn.changes import structure_of
+from minitx.nn.folding import fold_scale as fold
+from minitx.nn.folding import set_scale
 
 log = logging.getLogger(__name__)
 
@@ -170,28 +171,8 @@ def _finished(model: Any, options: dict[str, Any], fold_scale: bool = False, lev
         options["lora"] = dataclasses.asdict(lora)
     stored = {name: value for name, value in options.items() if value is not None}
     model.stored_node = {"_target_": "minitx.interop.hf_from_config", **stored, "config": config}
-    model.stored_structure = _structure(model)
+    model.stored_structure = structure_of(model)
     return model
-
-
-def differences_from_stored(model: nn.Module) -> list[str]:
-    """Return how the parts and scales of a model differ from what its ``stored_node`` builds; [] if it has no ``stored_structure``."""
-    expected = getattr(model, "stored_structure", None)
-    if not isinstance(expected, Mapping):
-        return []
-    actual = _structure(model)
-    names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
-    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    return [f"{name} is {actual.get(name, 'missing')}, not {expected.get(name, 'a part of the model')}" for name in outermost]
-
-
-def _structure(model: nn.Module) -> dict[str, Any]:
-    """Return the class of each module, the shape of each parameter, and each score scale that was changed. Cores of ours are no parts."""
-    cores = {name: module.core for name, module in adopted_cores(model).items()}
-    scales = {f"{name}.scale": core.scale for name, core in cores.items() if core.scale is not None}
-    known = {id(core) for core in cores.values()}
-    classes = {name or "the model": type(module).__name__ for name, module in model.named_modules() if id(module) not in known}
-    return {**classes, **{name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, **scales}
 
 
 def load_folder(folder: Path, task: str | None = None, **options: Any) -> Any:

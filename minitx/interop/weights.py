@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minitx.interop.decoders import GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from minitx.interop.encoders import BERT, ROBERTA, T5, VIT
 from minitx.interop.families import Architecture, Family, UnsupportedError, find_architecture, read_config, unlike, write_config
 from minitx.interop.files import CanSave, find_folder, read_json, read_shards, write_companions, write_json, write_shards
-from minitx.interop.pretrained import check_unchanged
+from minitx.interop.finetune import adapted_ties
+from minitx.nn.changes import changes_of, hooked_modules, joined
 from minitx.nn.models import TransformerModel, build_model
 
 log = logging.getLogger(__name__)
@@ -60,9 +61,8 @@ def load_hf(
     folder = find_folder(folder)
     values = _with(read_json(folder / "config.json"), overrides or {})
     if values.get("model_type") not in FAMILIES:
-        hint = "; for a model of minitx, use from_pretrained" if values.get("format") == "minitx" else ""
         raise ValueError(
-            f"{folder}: model_type={values.get('model_type')!r} is not supported: one of {', '.join(FAMILIES)}{hint or f'. {ELSEWHERE}'}"
+            f"{folder}: model_type={values.get('model_type')!r} is not supported: one of {', '.join(FAMILIES)}. {ELSEWHERE}"
         )
     family = FAMILIES[values["model_type"]]
     try:
@@ -113,25 +113,25 @@ def save_hf(
     Raises:
         TypeError: ``model`` is not a model of ``minitx.nn``.
         ValueError: no family can represent the model (the message names the closest class and all fields that it would change); the
-            model differs from its config, as in ``save_pretrained``; ``chat_template`` without ``tokenizer``; or a number of
+            model differs from its config, because a part was removed, added, replaced, quantised or changed (including ``scale`` and
+            ``softcap``), or has a hook; ``chat_template`` without ``tokenizer``; or a number of
             ``labels`` that is not ``num_labels``.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is not supported: one of {', '.join(FAMILIES)}")
     if chat_template is not None and tokenizer is None:
         raise ValueError("chat_template needs tokenizer, because the template is saved with the tokenizer")
-    check_unchanged(model, "save_hf")
+    _check_unchanged(model)
     if labels and len(labels) != model.config.num_labels:
         raise ValueError(
             f"labels must be {model.config.num_labels} names (the model's num_labels), got {len(labels)}: {labels}"
         )
     lacking: dict[str, dict[str, str]] = {}
-    own_core = {"core": "the model's own attention core, core=, would be left out"} if model.has_own_core else {}
     for family in KNOWN if model_type is None else (FAMILIES[model_type],):
         for name, architecture in family.architectures.items():
             values = write_config(family, name, model.config, labels)
             names = {place.name for place in _places(model, family, architecture).values()}
-            lacking[name] = unlike(family, architecture, values, names, model.config) | own_core
+            lacking[name] = unlike(family, architecture, values, names, model.config)
             if not lacking[name]:
                 tensors = _write_tensors(model, family, architecture)
                 dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -144,6 +144,20 @@ def save_hf(
     nearest = min(lacking, key=lambda name: ("architecture" in lacking[name], "head" in lacking[name], len(lacking[name])))
     wrong = ", ".join(lacking[nearest].values())
     raise ValueError(f"no Hugging Face class can represent this model; in the closest one, {nearest}, {wrong}")
+
+
+def _check_unchanged(model: nn.Module) -> None:
+    """Raise an error unless ``model`` is one of ours and has the parts and settings that its config builds, without hooks."""
+    if not isinstance(model, TransformerModel):
+        hint = "save other models with their own library"
+        if hasattr(model, "merge_and_unload"):
+            hint = "merge_and_unload() returns the model"
+            for names in adapted_ties(model):  # PEFT would merge the adapter of one name into the shared weight
+                hint = f"{' and '.join(names)} are one weight, and merging would change it everywhere, but the adapter changes one name"
+        raise TypeError(f"save_hf saves models of minitx.nn, got {type(model).__name__}; {hint}")
+    faults = changes_of(model) + [f"{name} has a hook, and hooks are not saved" for name in hooked_modules(model)]
+    if faults:
+        raise ValueError(f"save_hf: the model differs from its config: {joined(faults)}")
 
 
 def _with(values: Any, changes: Any) -> Any:

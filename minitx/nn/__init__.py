@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from minitx.nn.cache import KVCache, LayerCache
     from minitx.nn.drop_in import DropInAttention, swap_attention
     from minitx.nn.feedforward import FeedForward
+    from minitx.nn.folding import fold_scale, set_scale
     from minitx.nn.functional import AttentionCall, attention_scores, attention_weights, masked_softmax, reference_attention
     from minitx.nn.init import init_weights
     from minitx.nn.masks import (
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from minitx.nn.models import DecoderLM, Encoder, EncoderDecoder, VisionTransformer, build_model
     from minitx.nn.norms import QKNorm, make_norm
     from minitx.nn.positions import LearnedPositions, Rotary, RotaryScaling, SinusoidalPositions
-    from minitx.nn.scale import ScoreScale, fold_scale, scale_multiplier, set_scale
+    from minitx.nn.scale import ScoreScale, scale_multiplier
 
 __all__ = [
     "ALiBi",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from minitx.nn.functional import AttentionCall, check_settings, require_tensor
 from minitx.nn.masks import Causal, Mask, Padding, intersect, real_key_counts
 from minitx.nn.norms import QKNorm
 from minitx.nn.positions import Rotary, Rotation
-from minitx.nn.scale import ScoreScale, not_plain
+from minitx.nn.scale import ScoreScale
 
 TORCH_PARTS = {
     **{f"in_proj_{kind}": [f"{name}_proj.{kind}" for name in "qkv"] for kind in ("weight", "bias")},
@@ -59,6 +61,15 @@ class DotProductAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"backend={self.backend!r}"
+
+
+def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
+    """Return, by name, the cores of ``model`` whose weights are the softmax of their call (``softmax_weights``).
+
+    A core that is used in several places has one name. The attribute is the class's, because instances of wrappers, such as PEFT's,
+    forward the attributes of the wrapped module.
+    """
+    return {name: module for name, module in model.named_modules() if getattr(type(module), "softmax_weights", False)}
 
 
 class MultiHeadAttention(nn.Module):
@@ -356,3 +367,15 @@ class MultiHeadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+
+
+def not_plain(module: nn.Module, kind: type[nn.Module], parameters: Collection[str]) -> str | None:
+    """Return why ``module`` may compute something other than a ``kind`` with these parameters, or None."""
+    name = f"{type(module).__module__}.{type(module).__name__}"
+    others = sorted({parameter for parameter, _ in module.named_parameters()} - set(parameters))
+    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
+        return f"{name} has its own forward"
+    if others:
+        return f"{name} has other parameters, {', '.join(others)}"
+    # torch has no public list of a module's hooks
+    return f"{name} has a hook" if module._forward_hooks or module._forward_pre_hooks else None

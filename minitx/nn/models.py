@@ -68,7 +68,6 @@ class TransformerModel(nn.Module):
             name, expected = type(self).__name__, self.architecture
             raise ValueError(f"{name} needs a config with architecture={expected!r}, got {config.architecture!r}")
         self.config, self.causal, self.embeddings = config, causal, embeddings
-        self.has_own_core = core is not None or not isinstance(config.attention, str)  # a file cannot name the core
         num_layers = config.decoder_layers if causal else config.num_layers
         self.blocks = nn.ModuleList(
             build_block(config, layer, num_layers, causal=causal, cross=cross, core=core) for layer in range(num_layers)

@@ -1,4 +1,4 @@
-"""Callbacks of a run: rows of ``metrics.csv``, progress, samples, checkpoints, and stopping by a signal or a metric."""
+"""Callbacks of a run: rows of ``metrics.csv``, progress, checkpoints, and stopping by a signal or a metric."""
 
 from __future__ import annotations
 
@@ -21,20 +21,14 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from minitx.analysis.counting import train_flops
-from minitx.config import ConfigError, SamplesConfig, TrainerConfig, TransformerConfig
-from minitx.config.schema import check_choice, require
-from minitx.data.conversations import ChatFormat
-from minitx.data.tokenizers import Tokenizer
-from minitx.generation import Sampler, generate
-from minitx.nn.modes import evaluating
+from minitx.config import ConfigError, TrainerConfig, TransformerConfig
+from minitx.nn.counting import train_flops
 from minitx.nn.precision import widest_float
-from minitx.nn.transfer import to_device, to_host
+from minitx.nn.transfer import to_host
 from minitx.training.devices import memory_mb, peak_tflops, sum_over_rows
 from minitx.training.loggers import unit_of
-from minitx.training.metrics_csv import add_records, drop_records
-from minitx.training.module import NonFiniteError, Sharded, TrainingModule, hash_seed
-from minitx.training.net import Net
+from minitx.training.module import NonFiniteError, TrainingModule
+from minitx.training.window import Window
 
 log = logging.getLogger(__name__)
 
@@ -229,32 +223,24 @@ class StopAt(StepCallback):
     """
 
     def __init__(self, metric: str, value: float, window: int = 1, extra_steps: int = 0) -> None:
-        check_choice("metric", metric, ("train_accuracy", "train_loss"))
-        self.metric, self.value, self.window, self.extra_steps = metric, value, window, extra_steps
+        self.window, self.extra_steps = Window(metric, value, window, "trainer.stop_at"), extra_steps
         self.reached: int | None = None
-        self._last: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reached": self.reached, "last": self._last}
+        return {"reached": self.reached, "last": self.window.last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.reached, self._last = state_dict["reached"], list(state_dict["last"])
+        self.reached, self.window.last = state_dict["reached"], list(state_dict["last"])
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._stop_if_over(trainer)  # the checkpoint may come from a run that StopAt ended here
 
     def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        value = step_means(trainer, module).get(self.metric)
-        if value is None:
-            raise ConfigError(
-                "trainer.stop_at.metric=train_accuracy: the objective does not count correct answers; use train_loss"
-            )
-        self._last = [*self._last, value][-self.window :]
-        mean = math.fsum(self._last) / len(self._last)
-        enough = mean <= self.value if self.metric == "train_loss" else mean >= self.value
-        if self.reached is None and enough and len(self._last) == self.window:
+        rule = self.window
+        mean = rule.add(step_means(trainer, module))
+        if self.reached is None and rule.reaches(mean):
             self.reached = step
-            log.info("%s reached %g at step %d (mean of %d steps: %g)", self.metric, self.value, step, self.window, mean)
+            log.info("%s reached %g at step %d (mean of %d steps: %g)", rule.metric, rule.value, step, rule.window, mean)
         self._stop_if_over(trainer)
 
     def _stop_if_over(self, trainer: L.Trainer) -> None:
@@ -266,32 +252,42 @@ def check_processes(trainer: L.Trainer) -> None:
     """Check conditions that can be checked only once all processes run.
 
     Raises:
-        ConfigError: the precision differs between machines, or averaged weights are used with a sharded model.
+        ConfigError: the precision differs between machines.
     """
     precision = str(trainer.precision)
     if trainer.strategy.reduce_boolean_decision(trainer.strategy.broadcast(precision) != precision, all=False):
         raise ConfigError(
             f"trainer.precision={precision} differs between the machines of this run: set trainer.precision=32-true"
         )
-    check_averages(trainer.callbacks, is_sharded=isinstance(trainer.strategy, Sharded))  # type: ignore[attr-defined]
 
 
-def check_averages(callbacks: Sequence[L.Callback], *, is_sharded: bool) -> None:
-    """Raise a ConfigError if a callback averages weights that are sharded over processes."""
-    if is_sharded and _averaging(callbacks):
-        raise ConfigError("callbacks.ema needs whole weights on one device, got trainer.strategy=sharded")
+def check_whole_weights(callbacks: Mapping[str, L.Callback], *, is_sharded: bool) -> None:
+    """Refuse callbacks that read all weights (``needs_whole_weights``, or Lightning's averages) if the weights are sharded.
+
+    Raises:
+        ConfigError: there is such a callback.
+    """
+    for name, callback in callbacks.items() if is_sharded else ():
+        if isinstance(callback, WeightAveraging) or getattr(callback, "needs_whole_weights", False):
+            raise ConfigError(f"callbacks.{name} needs whole weights on one device, got trainer.strategy=sharded")
 
 
 class Averages(L.Callback):
     """Move averaged weights to the training device, and preserve their precision. Must come before callbacks that average weights.
+
+    At the end of training, it lets ``last`` save the weights first, because Lightning then replaces them by the average.
 
     Lightning copies the model while it is on the CPU; an average there would cost a transfer of all weights in every step. An
     average with its own ``device`` is not moved. To validate the average, Lightning swaps it with the weights of the model.
     With ``bf16-true`` this rounds the average to 16 bits, so it is copied before each validation and restored afterwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: LastCheckpoint) -> None:
+        self.last = last
         self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.last.save_last_step(trainer)
 
     # the average and its device have no public attribute; pyproject.toml bounds the version of lightning
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -482,9 +478,10 @@ class LastCheckpoint(StepCallback, Checkpoint):
         if is_stopped:
             raise StoppedError(self._received or signal.SIGTERM, trainer.global_step)
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def save_last_step(self, trainer: L.Trainer) -> None:
+        """Write ``last.ckpt`` if the run ended without a validation."""
         if self.path is not None and self.saved_step != trainer.global_step:
-            self._save(trainer, self.path)  # the run ended without a validation
+            self._save(trainer, self.path)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["minitx"] = dict(self.state)
@@ -532,99 +529,3 @@ class BestCheckpoint(ModelCheckpoint):
         else:
             names = ", ".join(trainer.callback_metrics) or "none"
             log.warning("best.ckpt is not written: trainer.monitor=%s is not logged; logged are: %s", self.monitor, names)
-
-
-# --- samples
-
-
-class Samples(StepCallback):
-    """Generate continuations of some prompts at regular steps; an encoder–decoder generates answers.
-
-    The texts are written to the log, to ``samples.jsonl`` in the run's folder (a JSON object with ``step``, ``prompt`` and
-    ``text`` for each prompt), and to every logger with ``log_text`` (wandb), as a table. Samples do not change the run: random
-    numbers come from a separate generator, seeded with (``seed``, step).
-
-    Args:
-        folder: the run's folder.
-        tokenizer: the tokenizer of the data.
-        options: the interval (there are also samples at the last step), the prompts, and options of the generation.
-        seed: the seed of the random numbers.
-        format: the chat template, for prompts that are messages of a user; None: prompts are texts to continue.
-
-    Raises:
-        ConfigError: at the start of training: the model does not generate text or is sharded, there are no prompts, or the
-            tokenizer cannot encode a prompt.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: Tokenizer,
-        options: SamplesConfig,
-        seed: int = 0,
-        format: ChatFormat | None = None,
-    ) -> None:
-        self.path, self.tokenizer, self.options, self.seed = folder / "samples.jsonl", tokenizer, options, seed
-        self.format = format
-        self._ids: list[list[int]] = []
-
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        self._check(trainer, module.net)
-        self._written = trainer.global_step
-        if trainer.is_global_zero:
-            drop_records(self.path, trainer.global_step)
-
-    def on_step(self, trainer: L.Trainer, module: TrainingModule, step: int, batch: Any) -> None:
-        if step % self.options.every == 0 or step == trainer.max_steps:
-            self._write(trainer, module, step)
-
-    def _write(self, trainer: L.Trainer, module: TrainingModule, step: int) -> None:
-        self._written = step
-        module.raise_if_nonfinite()
-        if not trainer.is_global_zero:
-            return
-        pairs = [*zip(self.options.prompts, self._write_texts(module, step), strict=True)]
-        add_records(self.path, *({"step": step, "prompt": prompt, "text": text} for prompt, text in pairs))
-        for prompt, text in pairs:
-            log.info("step %d  %s | %s", step, prompt, text)
-        for logger in trainer.loggers:
-            if hasattr(logger, "log_text"):
-                logger.log_text("samples", columns=["prompt", "text"], data=pairs, step=step)
-
-    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        if self._written != trainer.global_step:  # the last step, even if the run was stopped before max_steps
-            self._write(trainer, module, trainer.global_step)
-
-    def _check(self, trainer: L.Trainer, net: Net) -> None:
-        config = net.config
-        kind = net.kind if config is None else config.architecture
-        if config is None or kind not in ("decoder", "encoder_decoder"):
-            raise ConfigError(f"callbacks.samples.every needs a decoder or encoder-decoder of minitx, got {kind}")
-        if isinstance(trainer.strategy, Sharded):
-            raise ConfigError("callbacks.samples needs whole weights on one device, got trainer.strategy=sharded")
-        prompts = self.options.prompts
-        require(
-            bool(prompts) and all(prompts),
-            f"callbacks.samples.prompts={list(prompts)} must be a list of texts, none of them empty",
-        )
-        if kind == "encoder_decoder" and config.position == "learned" and self.options.max_new_tokens > config.max_len:
-            raise ConfigError(
-                f"callbacks.samples.max_new_tokens={self.options.max_new_tokens} must be at most model.max_len={config.max_len}"
-            )
-        try:
-            encode = self.tokenizer.encode if self.format is None else lambda prompt: self.format.prompt(prompt)[0]
-            self._ids = [[int(id) for id in encode(prompt)] for prompt in prompts]
-        except ValueError as error:
-            raise ConfigError(f"callbacks.samples.prompts cannot be read by the tokenizer: {error}") from error
-
-    def _write_texts(self, module: TrainingModule, step: int) -> list[str]:
-        network, config = module.network, module.net.config
-        assert config is not None  # see ``_check``
-        context = None if config.architecture == "encoder_decoder" else config.max_len
-        options: dict[str, Any] = {"max_new_tokens": self.options.max_new_tokens, "context": context}
-        generator = torch.Generator().manual_seed(hash_seed(self.seed, step))
-        options |= {"sampler": Sampler(temperature=self.options.temperature), "generator": generator}
-        with evaluating(network):
-            prompts = [to_device(torch.tensor([ids]), module.device) for ids in self._ids]
-            answers = to_host([generate(network, prompt, **options)[0] for prompt in prompts])
-        return [self.tokenizer.decode(answer.tolist()) for answer in answers]

@@ -31,8 +31,8 @@ from minitx.data import tokenizers
 from minitx.data.lightning_data import load_task
 from minitx.data.task import Task
 from minitx.data.tokenizers import Tokenizer, load_tokenizer
-from minitx.interop.pretrained import joined
-from minitx.nn.scale import fold_scale, set_scale
+from minitx.nn.changes import joined
+from minitx.nn.folding import fold_scale, set_scale
 from minitx.training import rank
 from minitx.training.devices import device_of
 from minitx.training.net import Net, decided_fields, network_of
@@ -272,21 +272,15 @@ def load_start(init_from: InitFrom) -> Start | None:
     state = checkpoint["minitx"]
     model = dict(state["model"])
     shape = model if model.pop("_target_") == MODEL else None
-    tokenizer = tokenizers.from_dict(state["tokenizer"]) if state["tokenizer"] else None
+    tokenizer = Tokenizer.from_dict(state["tokenizer"]) if state["tokenizer"] else None
     return Start(network_weights(checkpoint), shape, tokenizer, () if shape else model.get("changes", ()))
 
 
 def _of_folder(folder: Path, path: str, overrides: dict[str, Any], ignore: tuple[str, ...]) -> Start:
-    from minitx.interop import from_pretrained, load_hf
-    from minitx.interop.files import read_json
+    from minitx.interop import load_hf
 
     try:
-        ours = read_json(folder / "config.json").get("format") == "minitx"
-        require(
-            not (ours and (overrides or ignore)),
-            f"init_from.overrides and init_from.ignore are only for a Hugging Face folder, but init_from.path={path} is not one",
-        )
-        model = from_pretrained(folder) if ours else load_hf(folder, overrides=overrides, ignore=ignore)
+        model = load_hf(folder, overrides=overrides, ignore=ignore)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"init_from.path={path} cannot be loaded: {error}") from error
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
@@ -397,7 +391,7 @@ def check_resumed(config: RunConfig, state: Mapping[str, Any]) -> int:
     lambdas = ["lr_lambdas" in entry for entry in checkpoint["lr_schedulers"]]
     if not all(lambdas):  # the state of a LambdaLR does not contain a number of steps
         check_length(config.schedule, config.trainer, saved["trainer"], named)
-    tokenizers_of_both = [tokenizers.from_dict(entry["tokenizer"]) for entry in (stored, state) if entry["tokenizer"]]
+    tokenizers_of_both = [Tokenizer.from_dict(entry["tokenizer"]) for entry in (stored, state) if entry["tokenizer"]]
     if len({*map(tokenizers.fingerprint, tokenizers_of_both)}) > 1:  # ids may have other meanings, even if the size is the same
         raise ConfigError(
             f"{named} was trained with another tokenizer. Resume with the old data, "
@@ -555,7 +549,7 @@ def load_stored(
         check_trusted(nodes[name], name)
     import_modules(state["config"].get("imports", ()) if trust else ())
     try:
-        stored.tokenizer = None if state["tokenizer"] is None else tokenizers.from_dict(state["tokenizer"])
+        stored.tokenizer = None if state["tokenizer"] is None else Tokenizer.from_dict(state["tokenizer"])
         network = network_of(stored.part("model")) if model is None else model
         load_weights(network, network_weights(checkpoint))
     except ConfigError:

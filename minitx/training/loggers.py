@@ -18,12 +18,11 @@ from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from torch import Tensor, nn
 
 from minitx.config import ConfigError, Part
-from minitx.config.schema import check_choice
 from minitx.data.datamodule import DataModule
 from minitx.training import rank
 from minitx.training.checkpoints import clean_up
 from minitx.training.devices import device_name
-from minitx.training.metrics_csv import finite, read_metrics, read_probes
+from minitx.training.metrics_csv import finite, read_metrics
 from minitx.training.module import TrainingModule
 
 # --- the folder of a run, with the log of each process
@@ -92,16 +91,14 @@ def _log_to(path: Path) -> Iterator[None]:
 # --- the summary before the first step
 
 
-def summary(
-    trainer: L.Trainer, module: TrainingModule, data: DataModule, optimizer: Part, schedule: Part, folder: Path, done: int
-) -> str:
+def summary(trainer: L.Trainer, module: TrainingModule, data: DataModule, training: str, folder: Path, done: int) -> str:
     """Return the lines to log before the first step: model, device, data, training, steps and folder.
 
     Args:
         trainer: the trainer of the run.
         module: the module of the run, with the unsharded model.
         data: the data of the run.
-        optimizer, schedule: the parts of the config.
+        training: the result of ``describe_training``.
         folder: the folder of the run.
         done: the number of steps before the checkpoint that is resumed, or 0.
     """
@@ -113,7 +110,7 @@ def summary(
         "data": describe_data(data, options.val_batches),
         **{f"  {split}": "; ".join(sentences) for split, sentences in data.task.left_out.items() if sentences},
         "tokenizer": f"{tokenizer.vocab_size:,} tokens" if tokenizer else None,
-        "training": describe_training(module, data, optimizer, schedule),
+        "training": training,
         "steps": f"{options.max_steps:,}{f' ({done:,} done)' if done else ''}, validation {every}",
         "folder": str(folder),
     }
@@ -220,28 +217,19 @@ def summarise(
     }
 
 
-# --- extras for trackers
+# --- trackers
 
 
-class WandbExtras(L.Callback):
-    """Send config, command and commit to trackers. After training, upload the probe's figure, the viewer and a checkpoint to wandb.
-
-    Curves, system metrics and samples are sent by the loggers themselves, ``WandbLogger`` or ``MLFlowLogger``.
+class Facts(L.Callback):
+    """Send the config, the command and the commit to Weights & Biases and MLflow. Curves are sent by the loggers themselves.
 
     Args:
         config: the config of the run as plain data.
         folder: the folder of the run. The command is read from its ``command.txt``.
-        viewer: upload the page of the attention viewer for the first recorded row (``callbacks.probe.weights_every``), and a
-            figure of all heads for each recorded step.
-        checkpoint: ``last`` or ``best``: upload this checkpoint as an artifact; None: upload none.
-
-    Raises:
-        ConfigError: ``checkpoint`` is another word.
     """
 
-    def __init__(self, config: Mapping[str, Any], folder: Path, *, viewer: bool = False, checkpoint: str | None = None) -> None:
-        check_choice("checkpoint", checkpoint, ("last", "best", None))
-        self.config, self.folder, self.viewer, self.checkpoint = config, folder, viewer, checkpoint
+    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
+        self.config, self.folder = config, folder
 
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         written = self.folder / "command.txt"
@@ -249,33 +237,11 @@ class WandbExtras(L.Callback):
         for logger in trainer.loggers:
             if trainer.is_global_zero and isinstance(logger, WandbLogger | MLFlowLogger):
                 logger.log_hyperparams({**self.config, **{name: text for name, text in facts.items() if text}})
-        for logger in _wandb_loggers(trainer):
+        for logger in wandb_loggers(trainer):
             logger.experiment.define_metric("val_loss", summary="min")
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        for logger in _wandb_loggers(trainer):
-            self._send(logger)
 
-    def _send(self, logger: WandbLogger) -> None:
-        from minitx.analysis.figures import heatmap_grid, saturation_over_steps  # matplotlib takes a second
-        from minitx.analysis.snapshot import read_snapshots
-        from minitx.analysis.viewer import Trace, viewer_page
-
-        run: Any = logger.experiment
-        if records := read_probes(self.folder / "probes.jsonl"):
-            logger.log_image("probe", [saturation_over_steps(records)])
-        if self.viewer and (self.folder / "attention").exists():
-            wandb, shots = sys.modules["wandb"], [shot.sentence(0) for shot in read_snapshots(self.folder)]
-            run.log({"attention": wandb.Html(viewer_page([Trace(run.name or "model", shots)]))})
-            run.define_metric("heads", step_metric="attention_step")
-            for shot in shots:
-                run.log({"heads": wandb.Image(heatmap_grid(shot)), "attention_step": shot.step})
-        path = self.folder / "checkpoints" / f"{self.checkpoint}.ckpt"
-        if path.exists():
-            run.log_artifact(str(path), name=f"model-{run.id}", type="model", aliases=[str(self.checkpoint)])
-
-
-def _wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:
+def wandb_loggers(trainer: L.Trainer) -> list[WandbLogger]:
     """Return the wandb loggers on rank 0, and [] on other ranks."""
     return [logger for logger in trainer.loggers if trainer.is_global_zero and isinstance(logger, WandbLogger)]
 

@@ -22,11 +22,10 @@ from minitx.config import ConfigError, Part, TransformerConfig, to_dict
 from minitx.config.part import FROM_PYTHON
 from minitx.config.schema import nearest, require, stated
 from minitx.config.training import MODEL
-from minitx.data.lightning_data import INPUTS, lightning_base, overrides
+from minitx.data.lightning_data import FIRST_INPUT, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
-from minitx.interop.finetune import differences_from_stored
-from minitx.interop.pretrained import differences_from_config, hooked_modules
 from minitx.nn.blocks import is_block
+from minitx.nn.changes import changes_of, hooked_modules
 from minitx.nn.modes import evaluating
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class Net:
             keys = {}
             for parameter in self.names:
                 mask = next((key for key, other in MASKS.items() if other == parameter and key not in self.names), None)
-                first = INPUTS if parameter == self.names[0] else None
+                first = FIRST_INPUT if parameter == self.names[0] else None
                 key = next((key for key in (parameter, mask, first) if key in names), None)
                 if key is not None:
                     keys[parameter] = key
@@ -215,7 +214,7 @@ class Net:
 
     def changes(self) -> list[str]:
         """Return the differences between the network and what its config or ``stored_node`` builds; [] if it has neither."""
-        return differences_from_stored(self.network)
+        return changes_of(self.network)
 
     @property
     def stored_node(self) -> Mapping[str, Any] | None:
@@ -337,7 +336,7 @@ class Ours(Net):
     def changes(self) -> list[str]:
         if self.network is not self.model:
             return [f"{self.kind} is inside {type(self.network).__name__}"]
-        return differences_from_config(self.model)
+        return changes_of(self.model)
 
     @property
     def stored_node(self) -> Mapping[str, Any] | None:

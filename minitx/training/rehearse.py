@@ -1,11 +1,9 @@
 """The rehearsal: before a run creates its folder, it tries every stage on two of its rows.
 
 1. The losses and the gradient of the two rows in one batch must equal the sums over the single rows. This holds if the
-objective
-   returns sums and rows do not influence each other.
+   objective returns sums and rows do not influence each other.
 2. The run is performed on these rows in a temporary folder: one step with clipping, optimizer and schedule, a validation, a
-probe,
-   samples, a checkpoint that is loaded again, and the evaluation at the end.
+   probe, samples, a checkpoint that is loaded again, and the evaluation at the end.
 
 Afterwards, weights, buffers, attributes and random generators are restored. A rehearsal does not change any number of the run.
 """
@@ -19,7 +17,7 @@ import logging
 import math
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -29,7 +27,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from minitx.config import IGNORED, CallbacksConfig, ConfigError, Part, RunConfig, TrainerConfig
+from minitx.config import IGNORED, ConfigError, Part, TrainerConfig
 from minitx.config.schema import first_line
 from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch, Draw, Split, kept_generators, num_targets, select_rows
@@ -55,61 +53,37 @@ LARGE = 50_000_000
 KNOWN = ("lightning.", "minitx.")
 """Packages whose callbacks take part in the rehearsal."""
 
-Perform = Callable[..., Any]
-"""The type of ``run.perform``."""
-
 
 def is_rehearsed(trainer: TrainerConfig, ckpt_path: str | None) -> bool:
     """Return whether a run is rehearsed: ``trainer.rehearse`` is on, and the run is new and has one process."""
     return trainer.rehearse and ckpt_path is None and trainer.world_size == 1 and trainer.strategy != "sharded"
 
 
-def rehearse(config: RunConfig, module: TrainingModule, data: DataModule, perform: Perform) -> None:
-    """Rehearse a run.
-
-    Args:
-        config: the config of the run.
-        module: the module of the run.
-        data: the data of the run.
-        perform: ``run.perform``.
+def rehearse(run: Any) -> None:
+    """Rehearse ``run``, a ``Run``.
 
     Raises:
         ConfigError: a step, a validation, a checkpoint or another stage of the run fails, or the results of two rows in one
             batch are not the sums over the single rows. The message begins with the path of the faulty part.
     """
-    batch = data.first_rows(ROWS)
-    two = TwoRows(batch)
-    size = min(len(two), max(1, data.batch_size // config.trainer.accumulate))
-    rows = DataModule(
-        dataclasses.replace(data.task, train=two, bucket=False, baselines=dict),
-        batch_size=size,
-        seed=config.seed,
-        val_batch_size=2,
-    )
-    device = device_of(config.trainer.accelerator)
-    with as_before(module, device), blaming(module, config.callbacks):
+    module, options = run.module, run.module.options
+    two, device = TwoRows(run.rows.first_rows(ROWS)), device_of(options.accelerator)
+    with as_before(module, device), blaming(module, run.callbacks):
         compare(module, two.batch, device)
         with tempfile.TemporaryDirectory() as folder:
-            _perform_and_load(shortened(config), module, rows, Path(folder), perform, config.trainer.max_steps)
+            _fit_and_load(shortened(run, two), Path(folder))
 
 
-def _perform_and_load(
-    config: RunConfig, module: TrainingModule, rows: DataModule, folder: Path, perform: Perform, steps: int | None
-) -> None:
-    """Perform the run with a schedule for ``steps`` steps, and load its checkpoint."""
-
-    def make_schedule(optimizer: torch.optim.Optimizer, max_steps: int) -> Any:
-        return module.make_schedule(optimizer, steps or max_steps)
-
-    parts = module.network, module.objective, module.make_optimizer, make_schedule
-    size = sum(tensor.nbytes for tensor in (*module.network.parameters(), *module.network.buffers()))
-    checkpoints = ShapesOnly() if size > LARGE else AtomicCheckpointIO()
+def _fit_and_load(run: Any, folder: Path) -> None:
+    """Fit the run, and load its checkpoint."""
+    network = run.module.network
+    size = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
     try:
-        perform(config, TrainingModule(*parts, config.trainer, config.seed), rows, folder, checkpoints=checkpoints)
+        run.fit(folder, checkpoints=ShapesOnly() if size > LARGE else None)
     except NonFiniteError:
         return  # the run itself reports it, or records it with on_nonfinite=record
-    if config.trainer.ckpt_every:
-        _load_saved(module.network, folder / "checkpoints" / "last.ckpt")
+    if run.module.options.ckpt_every:
+        _load_saved(network, folder / "checkpoints" / "last.ckpt")
 
 
 def _load_saved(network: nn.Module, path: Path) -> None:
@@ -215,54 +189,69 @@ def _with_noise(network: nn.Module) -> Iterator[None]:
 # --- the run, shortened
 
 
-def shortened(config: RunConfig) -> RunConfig:
-    """Return the config of the rehearsal: every stage of the run once, without the loggers and callbacks of the user.
+def shortened(run: Any, two: TwoRows) -> Any:
+    """Return the run of the rehearsal: every stage once, on two rows, without the loggers and callbacks of the user.
 
     Those may send or write something.
     """
-    options = config.trainer
+    module, options = run.module, run.module.options
+    steps = options.max_steps
+    callbacks = known_callbacks(run.callbacks)
     changes: dict[str, Any] = {
         "max_steps": 1,
-        "max_epochs": None,
         "accumulate": 1,
         "val_every": 0,
         "val_batches": 1,
+        "val_batch_size": 2,
         "log_every": 1,
     }
-    if _has_own(config.callbacks.parts):
+    changes |= {"ckpt_every": int(options.ckpt_every > 0), "compile": False, "profiler": None}
+    if _has_own(run.callbacks):
         changes["monitor"] = "val_loss"  # only a callback of the user may log another metric
-    extra = {**options.extra, "limit_test_batches": 1}
-    trainer = dataclasses.replace(
-        options, **changes, val_batch_size=2, ckpt_every=int(options.ckpt_every > 0), compile=False, profiler=None, extra=extra
+
+    def make_schedule(optimizer: torch.optim.Optimizer, max_steps: int) -> Any:
+        return module.make_schedule(optimizer, steps or max_steps)
+
+    parts = module.network, module.objective, module.make_optimizer, make_schedule
+    short = dataclasses.replace(options, **changes, extra={**options.extra, "limit_test_batches": 1})
+    rows = DataModule(
+        dataclasses.replace(run.rows.task, train=two, bucket=False, baselines=dict),
+        batch_size=min(len(two), max(1, run.rows.batch_size // options.accumulate)),
+        seed=module.seed,
+        val_batch_size=2,
     )
-    evaluation = dataclasses.replace(config.evaluation, num_rows=2)
     return dataclasses.replace(
-        config, trainer=trainer, evaluation=evaluation, callbacks=_once(config.callbacks), logger={}, on_nonfinite="stop"
+        run,
+        module=TrainingModule(*parts, short, module.seed),
+        rows=rows,
+        callbacks=callbacks,
+        loggers={},
+        evaluation=dataclasses.replace(run.evaluation, num_rows=2),
+        on_nonfinite="stop",
     )
 
 
-def _once(callbacks: CallbacksConfig) -> CallbacksConfig:
-    probe, samples = callbacks.probe, callbacks.samples
-    probe = dataclasses.replace(probe, every=int(probe.every > 0), weights_every=int(probe.weights_every > 0))
-    tokens = min(4, samples.max_new_tokens)
-    samples = dataclasses.replace(samples, every=int(samples.every > 0), max_new_tokens=tokens)
-    return dataclasses.replace(callbacks, progress=False, probe=probe, samples=samples, parts=_known(callbacks.parts))
+LONGEST = {"every": 1, "weights_every": 1, "max_new_tokens": 4}
+"""The largest values of some arguments of callbacks in a rehearsal."""
 
 
-def _known(parts: Mapping[str, Part | None]) -> dict[str, Part]:
-    """Return the callbacks of Lightning and minitx that write only to the run's folder.
+def known_callbacks(parts: Mapping[str, Part | None]) -> dict[str, Part]:
+    """Return the callbacks of Lightning and minitx that write only to the run's folder, with the values of ``LONGEST``.
 
     The user's callbacks may log any metric. If there are any, callbacks that monitor a metric are left out.
     """
     has_own = _has_own(parts)
-    return {
+    known = {
         name: part
         for name, part in parts.items()
         if part is not None
+        and name != "progress"
         and part.name.startswith(KNOWN)
         and part.get("dirpath") is None
         and not (has_own and part.get("monitor") is not None)
     }
+    limits = {name: {key: most for key, most in LONGEST.items() if (part.get(key) or 0) > most} for name, part in known.items()}
+    return {name: part.with_(**limits[name]) if limits[name] else part for name, part in known.items()}
 
 
 def _has_own(parts: Mapping[str, Part | None]) -> bool:
@@ -274,7 +263,7 @@ def _has_own(parts: Mapping[str, Part | None]) -> bool:
 
 
 @contextmanager
-def blaming(module: TrainingModule, callbacks: CallbacksConfig) -> Iterator[None]:
+def blaming(module: TrainingModule, callbacks: Mapping[str, Part | None]) -> Iterator[None]:
     """A context that turns any error into a ConfigError whose message begins with the path of the faulty part."""
     try:
         yield
@@ -305,7 +294,7 @@ def _line(error: Exception, frame: FrameType) -> int:
     return next(line for other, line in traceback.walk_tb(error.__traceback__) if other is frame)
 
 
-def _path_of(frame: FrameType, module: TrainingModule, callbacks: CallbacksConfig) -> str:
+def _path_of(frame: FrameType, module: TrainingModule, callbacks: Mapping[str, Part | None]) -> str:
     """Return the path of the part whose method or function a frame executes, or an empty string."""
     owner = frame.f_locals.get("self")
     if owner is module.objective or frame.f_code is getattr(module.objective, "__code__", None):
@@ -317,7 +306,7 @@ def _path_of(frame: FrameType, module: TrainingModule, callbacks: CallbacksConfi
     if isinstance(owner, nn.Module) and any(part is owner for part in module.network.modules()):
         return "model"
     if isinstance(owner, L.Callback):
-        names = [name for name, part in callbacks.parts.items() if part is not None and part.target is type(owner)]
+        names = [name for name, part in callbacks.items() if part is not None and part.target is type(owner)]
         return f"callbacks.{(names or [type(owner).__name__.lower()])[0]}"
     return ""
 

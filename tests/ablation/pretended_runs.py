@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from minitx.ablation.design import AblationConfig, Solved, StartConfig, StudyConfig, ThresholdConfig
+from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig, ThresholdConfig
 from minitx.ablation.execution import run_cells
-from minitx.ablation.grid import cells, read_records, settings
+from minitx.ablation.grid import cells, read_json_lines, settings
+from minitx.config.training import WindowConfig
 from tests.waiting import PATIENCE, wait_for
 
 SMALL = ["experiment=scaling_cell_recall", "data.num_pairs=3", "data.num_keys=8", "data.num_values=4", "data.val_size=8",
@@ -29,7 +30,7 @@ def grid():
     """Three studies, of which one starts from the runs of another, which one seed does not solve."""
     arms = {name: (f"arm={name}",) for name in ARMS}
     base = ("trainer.max_steps=4",)
-    solved = Solved(value=0.9, window=2)
+    solved = WindowConfig(value=0.9, window=2)
     rates = {name: (f"lr={name}",) for name in ("0.1", "0.2", "0.3", "0.4", "0.5")}
     learn = StudyConfig(base=(*base, "study=learn"), arms=ARMS, factors={"lr": rates}, seeds=(1, 2, 3, 4), scores=("time",))
     first = StudyConfig(base=(*base, "study=first"), arms=("scaled",), seeds=(3, 4, 5), solved=solved)
@@ -57,7 +58,7 @@ def pretend(words, folder, cap, keep_weights, keep_attention, threshold=None):
     asked = settings(words)
     broken, permits, lines = (place.parents[1] / name for name in ("broken", "permits", "cells.jsonl"))
     if permits.exists():  # the runs of a grid that is to be killed wait while it has as many lines as there are permits
-        wait_for(lambda: len(read_records(lines)) < permits.stat().st_size)
+        wait_for(lambda: len(read_json_lines(lines)) < permits.stat().st_size)
     if broken.exists() and broken.read_text() in (asked["study"], asked.get("lr")):
         raise ValueError("no luck\nat all")
     if "init_from.path" in asked:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from pretended_runs import Here, StoppedError, comparable, grid, ran, run
 
-from minitx.ablation.grid import cells, read_records
+from minitx.ablation.grid import cells, read_json_lines
 from minitx.config import ConfigError
 
 
@@ -38,7 +38,7 @@ def test_every_run_gets_one_line_and_records_keep_the_order_of_the_grid(tmp_path
     records = run(tmp_path, Here(3, seed=1))
     found = cells(grid())
     assert [record["cell"] for record in records] == [cell.hash for cell in found]
-    assert sorted(record["cell"] for record in read_records(tmp_path / "cells.jsonl")) == sorted(cell.hash for cell in found)
+    assert sorted(record["cell"] for record in read_json_lines(tmp_path / "cells.jsonl")) == sorted(cell.hash for cell in found)
     assert all(cell.describe(tmp_path).items() <= record.items() for record, cell in zip(records, found, strict=True))
     assert all((record["result"] is None) == (record["status"] == "not run") for record in records)
     assert sorted(ran(tmp_path)) == sorted(r["cell"] for r in records if r["status"] == "done")  # each once
@@ -59,7 +59,7 @@ def test_a_grid_that_is_stopped_again_and_again_ends_in_the_same_records_and_run
             run(tmp_path, Here(workers, stops), stop_after=7)
     records = run(tmp_path, Here(workers, 6))
     assert comparable(records, tmp_path) == whole
-    assert len(read_records(tmp_path / "cells.jsonl")) == len(records)  # nothing twice
+    assert len(read_json_lines(tmp_path / "cells.jsonl")) == len(records)  # nothing twice
     before = ran(tmp_path)
     assert run(tmp_path) == records and ran(tmp_path) == before
 

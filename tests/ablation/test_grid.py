@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import minitx.ablation.grid as module
 from minitx.ablation import design
 from minitx.ablation.design import AblationConfig, StartConfig, StudyConfig, ThresholdConfig
-from minitx.ablation.grid import Cell, Place, cells, code_fingerprint
+from minitx.ablation.grid import Cell, GridPlace, cells, code_fingerprint
 from minitx.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def test_cells_come_in_seed_blocks_so_that_a_grid_that_is_cut_off_is_balanced():
 
 def test_overrides_come_in_the_order_in_which_later_ones_win():
     found = cells(grid(), common=["data.num_workers=0", "trainer.max_steps=3"])
-    place = Place("main", "b", (("init", "gpt2"), ("lr", "1")), 9)
+    place = GridPlace("main", "b", (("init", "gpt2"), ("lr", "1")), 9)
     (cell,) = [cell for cell in found if cell.place == place]
     expected = ("experiment=x", "trainer.max_steps=7", *ARMS["b"], "model.init=gpt2", "optimizer.lr=1", "seed=9")
     assert cell.overrides == (*expected, "data.num_workers=0", "trainer.max_steps=3")
@@ -62,7 +62,7 @@ def test_a_cell_comes_after_the_one_that_it_starts_from_which_shares_seed_and_fa
         assert cell.keeps_weights == (is_first and cell.place.arm == "b")
         assert f"seed={seed if is_first else seed + 1000}" in cell.overrides  # batches that the first phase has not read
         if not is_first:
-            assert cell.start.place == Place("first", "b", (("init", dict(cell.place.factors)["init"]),), seed)
+            assert cell.start.place == GridPlace("first", "b", (("init", dict(cell.place.factors)["init"]),), seed)
             assert found.index(cell.start) < found.index(cell)
 
 
@@ -99,11 +99,11 @@ def test_a_grid_with_a_run_or_a_key_twice_or_a_first_phase_that_is_not_there_is_
 
 @pytest.mark.parametrize("word", ["model.fold_scale=true", "+init_from.fold_scale=True"])
 def test_a_run_that_folds_the_scale_of_given_weights_checks_that_it_is_the_same_function(word):
-    assert Cell(Place("main", "a", (), 1), (word,)).words(Path("x"))[-1].startswith("+callbacks.same_start=")
+    assert Cell(GridPlace("main", "a", (), 1), (word,)).words(Path("x"))[-1].startswith("+callbacks.same_start=")
 
 
 def test_the_name_of_a_cell_depends_on_its_place_its_overrides_and_its_start():
-    base = Cell(Place("main", "a", (("lr", "1"),), 1), ("seed=1",))
+    base = Cell(GridPlace("main", "a", (("lr", "1"),), 1), ("seed=1",))
     assert base.hash == dataclasses.replace(base, keeps_weights=True).hash
     places = [{"study": "z"}, {"arm": "z"}, {"seed": 2}, {"factors": (("lr", "2"),)}]
     changes = [{"place": dataclasses.replace(base.place, **place)} for place in places]
@@ -117,12 +117,12 @@ def test_the_name_of_a_cell_follows_the_users_own_configs_and_code_and_not_their
         for path, text in {**files, "own.py": code, "other.py": folder}.items():
             (tmp_path / folder / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / path).write_text(text, encoding="utf-8")
-        return Cell(Place("main", "a", (), 1), (f"--config-dir={tmp_path / folder / 'conf'}", "seed=1")).hash
+        return Cell(GridPlace("main", "a", (), 1), (f"--config-dir={tmp_path / folder / 'conf'}", "seed=1")).hash
 
     names = [name("one", "seed: 1"), name("two", "seed: 1", code="x = 1  # one"), name("four", "seed: 1", grid="seed: 7")]
     assert names[0] == names[1] == names[2]
     others = [name("three", "seed: 2"), name("five", "seed: 1", code="x = 2")]
-    assert len({names[0], *others, Cell(Place("main", "a", (), 1), ("seed=1",)).hash}) == 4
+    assert len({names[0], *others, Cell(GridPlace("main", "a", (), 1), ("seed=1",)).hash}) == 4
     monkeypatch.chdir(tmp_path / "five")  # whose own.py comes first, as for Python
     assert name("six", "seed: 1", code="x = 3") == others[1]
 
@@ -140,7 +140,7 @@ def test_the_first_rate_of_a_threshold_and_its_rule_are_part_of_the_cell():
 
 
 def test_the_fingerprint_covers_code_and_configs_that_decide_a_run_and_no_others(tmp_path, monkeypatch):
-    decides = [f"minitx/{name}.py" for name in ("nn/a/code", "interop/folding", "ablation/measures", "analysis/statistics")]
+    decides = [f"minitx/{name}.py" for name in ("nn/a/code", "nn/folding", "ablation/measures", "analysis/statistics")]
     decides.append("configs/train.yaml")
     other = ["minitx/ablation/judge.py", "minitx/analysis/figures.py", "configs/ablation/grid.yaml", "minitx/nn/notes.txt"]
     named = [("minitx", name) for name in module._CODE] + [("configs", name) for name in module._CONFIGS]

@@ -10,7 +10,7 @@ import pytest
 
 from minitx.ablation.grid import Run
 from minitx.ablation.intervals import Span
-from minitx.ablation.judge import Arm, Endpoint, Parts, answers, judge, slopes
+from minitx.ablation.judge import Arm, Endpoint, Parts, judge, slopes, verdicts
 from tests.ablation import made_up
 from tests.ablation.made_up import BOTH, RATES, SCALED, SEEDS, UNSCALED, Truth, foretold
 
@@ -215,7 +215,7 @@ def test_equal_losses_are_told_seed_by_seed(equal):
 
 def status(study, *args, seeds=6, truth=None, names=(), **rest):
     found = made_up.findings(study, *names, seeds=seeds, truth=truth, predictions=foretold(study, *args, **rest))
-    return [(answer.status, answer.measured) for answer in answers(found)]
+    return [(verdict.status, verdict.measured) for verdict in verdicts(found)]
 
 
 @pytest.mark.parametrize(("low", "high", "wanted"), [(9.0, 12.0, "HELD"), (None, 12.0, "HELD"), (11.5, None, "NOT HELD")])
@@ -258,7 +258,7 @@ def test_the_share_of_too_few_seeds_and_of_missing_parts_decides_nothing():
     both = made_up.findings("adamw", predictions=foretold("adamw", "threshold", 0.5, 1.0, **some))
     for run in both.runs.select("adamw", condition={"trained": "rest"}):
         run.record["status"] = "missing"
-    assert [(answer.status, answer.measured) for answer in answers(judge(both.grid, both.runs))] == [("UNDECIDED", None)]
+    assert [(verdict.status, verdict.measured) for verdict in verdicts(judge(both.grid, both.runs))] == [("UNDECIDED", None)]
 
 
 def test_a_ratio_is_held_against_the_formula_or_another_ratio():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pretended_runs import alive, comparable, run
 
-from minitx.ablation.grid import read_records
+from minitx.ablation.grid import read_json_lines
 from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
@@ -43,9 +43,9 @@ def children_of(pid):
 
 def go_on(process, more):
     """Let the grid run until it has so many lines more; its next runs wait."""
-    wanted = len(read_records(LINES)) + more
+    wanted = len(read_json_lines(LINES)) + more
     PERMITS.write_bytes(b"x" * (wanted + 1))
-    wait_for(lambda: len(read_records(LINES)) >= wanted, process)
+    wait_for(lambda: len(read_json_lines(LINES)) >= wanted, process)
 
 
 @pytest.mark.slow
@@ -72,8 +72,8 @@ def test_a_grid_that_is_stopped_or_killed_goes_on_and_ends_in_the_records_of_one
         assert "Traceback" not in said
         assert code < 0 or "stopped by SIGINT; finished runs are kept: to resume, repeat the command" in said
         wait_for(lambda those=processes: not any(map(alive, those)))  # no worker outlives its grid
-    assert 0 < len(read_records(LINES)) < len(whole)
+    assert 0 < len(read_json_lines(LINES)) < len(whole)
     PERMITS.unlink()
     records = run(LINES.parent)
-    assert len(read_records(LINES)) == len(whole)  # nothing was run twice
+    assert len(read_json_lines(LINES)) == len(whole)  # nothing was run twice
     assert comparable(records, "killed") == whole

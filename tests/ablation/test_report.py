@@ -1,6 +1,9 @@
 """The report: its files, its words, and figures that show every run."""
 
+import ast
 import html
+import json
+import lzma
 import random
 import re
 from pathlib import Path
@@ -9,12 +12,14 @@ import pandas
 import pytest
 
 from minitx.ablation import curves
-from minitx.ablation.chinese import chinese
+from minitx.ablation.formatting import _catalogue
 from minitx.ablation.grid import Runs, cells, solved_step
 from minitx.ablation.judge import judge
-from minitx.ablation.report import _bounds, _shares, _slopes, study_pictures, write_report
+from minitx.ablation.report import _bound_table, _slope_table, study_pictures, write_report
 from minitx.ablation.scaling import figure, sentences
-from minitx.analysis.canvas import DPI
+from minitx.canvas import DPI
+from minitx.cli.ablate import read_meta
+from minitx.cli.compose import compose_grid
 from tests.ablation import made_up
 from tests.ablation.made_up import META, RATES, SCALED, SEEDS, UNSCALED, WORDS, Truth
 
@@ -82,8 +87,7 @@ def test_tables_show_what_limits_the_largest_rate_and_where_each_lies_between_it
         r"AdamW\s+d_k 128, trained all\s+0\.0133\s+0\.015\s+0\.06\s+0\.8\s+\(0\.8; 6 seeds, 96\.9%\)\s+5 of 6", said
     )
     assert "11 of 12 lie between them" in said  # those of d_k 8, too
-    assert all(chinese(table.caption) for table in (_shares(found), _bounds(found)))
-    rows = [row for row in _bounds(found).rows if "d_k 128" in row["setting"]]
+    rows = [row for row in _bound_table(found).rows if "d_k 128" in row["setting"]]
     assert [row["η* is"] for row in rows] == [*["between"] * 5, "above"]
     assert [rows[0][name] for name in ("seed", "lower bound", "upper bound")] == ["10", "0.0117 to 0.0123", "0.0147 to 0.0153"]
 
@@ -180,7 +184,7 @@ def test_thresholds_of_another_setting_have_a_figure_and_an_exponent_of_their_ow
     stable = {("adamw", UNSCALED, dim, part): 0.004 for dim in ("8", "128") for part in ("qk", "rest")}
     found = made_up.findings("adamw", truth=Truth(stable=stable), fields={"skip": ()})
     settings = ["trained all", "trained W_Q and W_K"]  # where the rest trains there is no law
-    assert [row["setting"] for row in _slopes(found).rows] == settings
+    assert [row["setting"] for row in _slope_table(found).rows] == settings
     pictures = [picture for picture in study_pictures(found) if "threshold" in picture.name]
     assert [len(drawn(picture.figure.axes[0])) for picture in pictures] == [24, 24]
     assert all(setting in picture.title for setting, picture in zip(settings, pictures, strict=True))
@@ -264,21 +268,60 @@ def test_that_matters_twice_is_said_where_both_follow(studies, twice):
     assert said[0].endswith("Two effects follow.") == twice and len(said) == 2 + twice
 
 
-PUBLISHED = sorted((ROOT / "docs" / "scaling_ablation").glob("*/summary.md"))
+# --- in two languages
+
+PLACES = r"%\((\w+)\)s"
 
 
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parent.name)
-def test_the_sentences_sections_and_columns_of_a_published_report_have_the_same_numbers_in_chinese(path):
-    text = re.sub(r"\\([\\|_*`\[\]$])", r"\1", html.unescape(path.read_text(encoding="utf-8")))
-    head = text.partition("\n## ")[0].split("\n\n")[1:]
-    said = [part.strip() for part in head if part.strip() and not part.startswith("!")]
-    titles = re.findall(r"^## (.*)", text, re.MULTILINE)
-    columns = {name.strip() for row in re.findall(r"^\|(.*)\|\s*\n\| ---", text, re.MULTILINE) for name in row.split("|")}
-    own = {name for name in columns if name.startswith("exponent over")}  # of the grid
-    unknown = [one for one in (*titles, *columns - own) if chinese(one) is None]
-    assert unknown == []
-    for sentence in said:
-        if (twin := chinese(sentence)) is not None:  # "3 times smaller" is 缩小到 1/3
-            ours, theirs = (sorted(re.findall(r"\d[\d.,]*\d|\d", one.replace("1/", ""))) for one in (twin, sentence))
-            assert ours == theirs, sentence
-    assert sum(chinese(sentence) is not None for sentence in said) >= len(said) - 1  # the note of a grid is its own
+def literals():
+    """Every string in the code of the lab."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "minitx" / "ablation").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return {node.value for node in nodes if isinstance(node.value, str)}
+
+
+def test_every_message_of_the_code_is_in_the_catalogue_with_the_same_values_and_the_catalogue_has_no_other():
+    messages = {entry.id: entry.string for entry in _catalogue() if entry.id}
+    assert {text for text in literals() if re.search(PLACES, text) and "\n" not in text} <= messages.keys()
+    assert {*messages} - literals() == {"wall seconds"}  # facts of the launches are shown by their keys
+    assert [
+        text for text, twin in messages.items() if sorted(re.findall(PLACES, text)) != sorted(re.findall(PLACES, twin))
+    ] == []
+    assert all(messages.values())
+
+
+def check_chinese(page, *own):
+    """Each heading, column, caption, sentence and note of a page but ``own`` is there in Chinese, with the same numbers."""
+    body = page.partition("<body>")[2]
+    shown = re.findall(r"<(?:h2|th|p|summary|b)\b[^>]*>(.*?)</(?:h2|th|p|summary|b)>|</b> (.*?)</figcaption>", body, re.DOTALL)
+    alone = {html.unescape(text) for pair in shown for text in pair if text and "<span" not in text}
+    assert alone - {"η*", "η_QK", "η_R", *own} == set()
+    for pair in re.findall(r'<span lang="en">(.*?)</span><span lang="zh-Hans">(.*?)</span>', body, re.DOTALL):
+        ours, theirs = (
+            sorted(re.findall(r"\d[\d.,]*\d|\d", html.unescape(text).replace("1/", ""))) for text in pair
+        )  # 3 times smaller: 1/3
+        assert ours == theirs, pair
+
+
+def test_the_pages_are_in_chinese_with_the_same_numbers(page, whole, tmp_path):
+    check_chinese(page, "A demonstration.")
+    broken = made_up.of_the_scale("adamw", "null", seeds=4, truth=Truth(equal=False))
+    for findings in (whole, broken, made_up.findings("recall", truth=Truth(statuses={(None,) * 4: "missing"}))):
+        write_report(findings, tmp_path, meta=META)
+        check_chinese((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+PUBLISHED = [
+    pytest.param(path.parent, id=path.parent.name, marks=pytest.mark.slow if path.parent.name in ("init", "limits") else ())
+    for path in sorted((ROOT / "docs" / "scaling_ablation").glob("*/summary.md"))
+]
+
+
+@pytest.mark.parametrize("folder", PUBLISHED)
+def test_the_record_of_a_published_grid_gives_its_report_and_that_in_chinese(folder, tmp_path):
+    grid = compose_grid(["experiment=scaling_ablation", f"ablation={folder.name}"])
+    with lzma.open(folder / "cells.jsonl.xz", "rt", encoding="utf-8") as lines:
+        findings = judge(grid, Runs.of([cell.place for cell in cells(grid)], map(json.loads, lines)))
+    write_report(findings, tmp_path, meta=read_meta(folder / "launches.json"))
+    assert (tmp_path / "summary.md").read_text(encoding="utf-8") == (folder / "summary.md").read_text(encoding="utf-8")
+    check_chinese((tmp_path / "report.html").read_text(encoding="utf-8"), grid.note)

@@ -23,7 +23,7 @@ from minitx.config import ConfigError, ParameterRule, TransformerConfig
 from minitx.data.tokenizers import train_tokenizer
 from minitx.interop import save_hf
 from minitx.nn import DecoderLM
-from minitx.training.run import build_trainer
+from minitx.training.trainer import build_trainer
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
 
@@ -44,7 +44,7 @@ def test_a_line_that_a_crash_cut_short_costs_its_run_alone(tmp_path, monkeypatch
             tried.append(rate)
             return {"rate": rate, "stable": rate < 3}
 
-    monkeypatch.setattr(thresholds, "Runs", Pretended)
+    monkeypatch.setattr(thresholds, "RateRuns", Pretended)
     config = SimpleNamespace(trainer=SimpleNamespace(threads=1), optimizer={"lr": 1.0})
     monkeypatch.setattr(thresholds, "machine", lambda trainer: contextlib.nullcontext())
     (tmp_path / "runs.jsonl").write_text('{"rate": 1.0, "stable": true}\n{"rate": 2.0, "stable": tr')
@@ -216,7 +216,7 @@ def test_a_run_leaves_no_moments_of_its_optimizer_behind(tmp_path, first, monkey
 
 
 def test_a_threshold_that_was_stopped_goes_on_with_the_runs_it_has(tmp_path, first, monkeypatch):
-    config, run, made = compose_config([*further(first), "optimizer.lr=0.01"]), thresholds.Runs.run, []
+    config, run, made = compose_config([*further(first), "optimizer.lr=0.01"]), thresholds.RateRuns.run, []
     whole = measure_threshold(config, tmp_path / "whole", RULE)
 
     def stops(self, rate):
@@ -225,10 +225,10 @@ def test_a_threshold_that_was_stopped_goes_on_with_the_runs_it_has(tmp_path, fir
         made.append(rate)
         return run(self, rate)
 
-    monkeypatch.setattr(thresholds.Runs, "run", stops)
+    monkeypatch.setattr(thresholds.RateRuns, "run", stops)
     with pytest.raises(KeyboardInterrupt):
         measure_threshold(config, tmp_path / "stopped", RULE)
-    monkeypatch.setattr(thresholds.Runs, "run", lambda self, rate: made.append(rate) or run(self, rate))
+    monkeypatch.setattr(thresholds.RateRuns, "run", lambda self, rate: made.append(rate) or run(self, rate))
     assert measure_threshold(config, tmp_path / "stopped", RULE) == whole
     assert sorted(made) == [run["rate"] for run in whole["runs"]]
 

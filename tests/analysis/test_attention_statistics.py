@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minitx.analysis import attention_statistics, statistics
-from minitx.analysis.counting import allocations, flop_counter
 from minitx.nn import AttentionCall, Causal, Dense, Padding, SlidingWindow, attention_weights
+from minitx.nn.counting import allocations, flop_counter
 
 B, H, HKV, L, S, D = 2, 6, 3, 7, 11, 5
 

@@ -21,8 +21,8 @@ from minitx.analysis import (
     take_snapshot,
     to_bertviz,
 )
-from minitx.analysis.canvas import legend, panels, png, svg
 from minitx.analysis.figures import PROBED, SEQUENTIAL
+from minitx.canvas import legend, panels, png, svg
 from tests.analysis.models import model_of, translation_of
 
 SCRIPTS = ["中文", "日本", "한국", "हिन्दी", "ไทย", "שלום", "سلام", "Ελλ", "🙂", "\ud800", "$x$", "%"]

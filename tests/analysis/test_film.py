@@ -14,10 +14,10 @@ from pages import random_snapshot, with_answers
 from PIL import Image, ImageSequence
 
 from minitx.analysis.answers import Answer
-from minitx.analysis.canvas import PALETTE, drawable
 from minitx.analysis.film import BAD, GOOD, _measures, _Pane, write_film
 from minitx.analysis.snapshot import Tally
 from minitx.analysis.viewer import Trace
+from minitx.canvas import PALETTE, drawable
 
 pytestmark = pytest.mark.filterwarnings("ignore:matplotlib has no font")  # of the machine
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.analysis.capture import attention_cores
 from minitx.analysis.gradients import gradient_statistics
 from minitx.config import TransformerConfig
 from minitx.nn import DecoderLM, EncoderDecoder
+from minitx.nn.attention import attention_cores
 
 SIZES = {"vocab_size": 11, "embed_dim": 12, "num_heads": 3, "init": "lecun"}
 

@@ -1,12 +1,9 @@
 """Hand-made heads have known scores; each label is reached, and each control refuses what it is there for."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
-from minitx.analysis import Sentence, Snapshot, head_scores, read_conllu, syntax_scores, take_snapshot
+from minitx.analysis import Snapshot, head_scores, take_snapshot
 from minitx.analysis.heads import PATTERNS
 from minitx.analysis.snapshot import AttentionMap
 from minitx.config import TransformerConfig
@@ -80,7 +77,7 @@ def test_uniform_attention_scores_zero_under_any_mask(kind):
     (head,) = head_scores(snapshot_of(torch.zeros(N, 1, L, 17 if kind == "cross" else L), IDS, kind, hidden)).heads
     for name, score in head.scores.items():
         assert score.excess.mean == pytest.approx(0.0, abs=1e-9), name
-    assert set(head.scores) == ({"global"} if kind == "cross" else set(PATTERNS) - {"syntactic"})
+    assert set(head.scores) == ({"global"} if kind == "cross" else set(PATTERNS))
     assert head.label == "broad"
 
 
@@ -103,73 +100,6 @@ def test_a_fixed_distance_is_no_induction_where_tokens_always_repeat_at_it():
     score = head.scores["induction"]
     assert score.value > 0.9 and score.position == 1.0
     assert head.label != "induction"
-
-
-# syntax
-
-
-def sentences(count, random):
-    """Each of seven words belongs to one other; distances and words are random."""
-    out = []
-    for _ in range(count):
-        words = tuple(chr(97 + i) for i in random.permutation(20)[:7])
-        out.append(Sentence(words, tuple((i, int((i + 1 + random.integers(6)) % 7), "of") for i in range(7))))
-    return out
-
-
-def encode(text):
-    return [ord(character) for character in text]
-
-
-def attend_with(rule):
-    """``attend`` of one head: ``rule(ids)`` is where each position looks."""
-
-    def attend(ids):
-        weights = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
-        weights[0, 0, torch.arange(ids.shape[1]), torch.tensor(rule(ids[0].tolist()))] = 1.0
-        return snapshot_of(weights, ids, "self")
-
-    return attend
-
-
-def syntax_of(rule, given):
-    ((place, score),) = syntax_scores(attend_with(rule), given, encode).items()
-    snapshots = [attend_with(rule)(one.encode(encode)[0]) for one in given]
-    (head,) = head_scores(snapshots, syntax={place: score}).heads
-    return score, head.label
-
-
-def test_a_head_that_knows_the_structure_is_syntactic():
-    given = sentences(40, np.random.default_rng(0))
-    known = {one.encode(encode)[0].numpy().tobytes(): [j for _, j, _ in one.arcs] for one in given}
-    score, label = syntax_of(lambda ids: known.get(np.array(ids).tobytes(), [0] * 7), given)  # shuffled words it does not know
-    assert (score.value, score.at, label) == (1.0, "of →", "syntactic")
-    assert score.position < 0.4 and score.shuffled < 0.4 and score.uniform == pytest.approx(1 / 6)
-
-
-def test_a_head_that_follows_position_is_not_syntactic_where_structure_does_too():
-    arcs = tuple((i, i - 2, "of") for i in range(2, 7))
-    given = [Sentence(one.words, arcs) for one in sentences(40, np.random.default_rng(1))]
-    score, label = syntax_of(lambda ids: [max(0, i - 2) for i in range(7)], given)
-    assert (score.value, score.position, score.gain.mean) == (1.0, 1.0, 0.0)
-    assert label != "syntactic"
-
-
-def test_a_treebank_is_read_as_its_words_stand_in_the_text():
-    first, second, third, *_ = read_conllu(Path(__file__).parent / "data" / "few.conllu")
-    assert (first.words, first.spaced) == (("The", "old", "cat", "slept", "."), (False, True, True, True, False))
-    assert first.arcs == ((0, 2, "det"), (1, 2, "amod"), (2, 3, "nsubj"), (4, 3, "punct"))
-    assert second.words[1] == "don't" and (1, 2, "aux") in second.arcs and (1, 2, "advmod") in second.arcs
-    assert third.words == ("Ann", "drinks", "tea", "and", "Tom", "milk")  # without the empty node
-
-
-def test_what_is_no_treebank_is_refused_by_name(tmp_path):
-    path = tmp_path / "wrong.conllu"
-    for text in (None, b"", b"1 cat\n", b"[[the cat] sat]", b"1\ta\t_\t_\t_\t_\t7\tdet\t_\t_\n\n", b"1\tcaf\xe9\n"):
-        if text is not None:
-            path.write_bytes(text)
-        with pytest.raises(ValueError, match=r"wrong\.conllu"):
-            read_conllu(path)
 
 
 def test_a_row_of_padding_alone_changes_no_score_of_the_others():

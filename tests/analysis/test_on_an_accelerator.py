@@ -9,7 +9,6 @@ from torch import Tensor
 
 import minitx.analysis
 from minitx.analysis import (
-    Sentence,
     attention_statistics,
     capture,
     effects_figure,
@@ -23,7 +22,6 @@ from minitx.analysis import (
     logit_lens,
     patch_heads,
     save_figure,
-    syntax_scores,
     take_snapshot,
     to_bertviz,
     zhai_entropy_bound,
@@ -46,7 +44,6 @@ OF_FILES = {
     "HeadEffects",
     "Snapshot",
     "induction_steps",
-    "read_conllu",
     "read_snapshots",
     "saturation_over_steps",
 }
@@ -86,10 +83,6 @@ def everything(device, folder):
     }
     corrupted = {**inputs, "input_ids": ids.flip(0)}
     results["patch_heads"] = effects = patch_heads(model, inputs, corrupted, lambda logits: logits[:, -1, 4])
-    sentences = [Sentence(("a", "b", "cd", "e"), ((2, 0, "of"), (3, 1, "of")))] * 10
-    read = lambda text: [ord(letter) % 29 for letter in text]  # noqa: E731
-    results["syntax_scores"] = syntax_scores(lambda one: take_snapshot(model, {"input_ids": one.to(device)}), sentences, read)
-    results["Sentence"] = len(sentences)
     for what in ("statistics", "weights", "scores", "values", "heads", "feedforward", "residual"):
         for network, arguments in {model: inputs, translation: both}.items():
             heads = [2, 0] if what not in ("feedforward", "residual") else None

@@ -13,8 +13,8 @@ from broken_functions import BROKEN, RIGHT, WIDTH, RightHidesPadding, right_care
 from torch import nn
 
 from minitx.check import Severity, Status, check_attention, mutant
-from minitx.check.calls import STAGES
-from minitx.check.experiments import EXPERIMENTS, draw
+from minitx.check.calls import EXERCISE_STAGES
+from minitx.check.experiments import EXPERIMENTS, drawn
 from minitx.check.mutants import MUTANTS, STEP_NAMES, attention_in_steps
 from minitx.check.reference import naive_attention
 from minitx.config import TransformerConfig
@@ -38,7 +38,7 @@ def by_id(report):
 
 @pytest.mark.parametrize("experiment", [e for e in EXPERIMENTS if e.dtype is None], ids=lambda experiment: experiment.id)
 def test_the_steps_are_the_definition(experiment):
-    inputs = draw(experiment)
+    inputs = drawn(experiment)
     got = attention_in_steps(*inputs.heads, inputs.allowed, is_causal=inputs.is_causal)
     want = naive_attention(*inputs.heads, inputs.allowed, is_causal=inputs.is_causal)
     rounding = 4 * torch.finfo(torch.float64).eps * max(10.0, abs(experiment.low or 0.0))  # of the scores
@@ -380,7 +380,7 @@ REACHED = {  # points of each stage
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EXERCISE_STAGES)
 @pytest.mark.parametrize("function", REACHED, ids=lambda function: function.__name__)
 def test_a_stage_gives_a_point_for_each_check_that_passed_and_none_for_one_that_was_not_tried(function, stage):
     report = check_attention(function, stage=stage)

@@ -40,7 +40,6 @@ COMPOSED = {
     "+model._scale=2": "model._scale is not a key",
     "+model._args_=[2]": "model._args_=[2]",
     "+optimizer._args_=2": "optimizer._args_=2 must be a list",
-    "callbacks.probe={_target_:minitx.config.ProbeConfig}": "callbacks.probe has a _target_",
     "trainer.max_steps={_target_:x}": "trainer.max_steps has a _target_",
     "trainer.extra=[1]": "trainer.extra",
     # values

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from minitx.data.conversations import TEMPLATE, ChatFormat
+from minitx.interop.conversations import TEMPLATE, ChatFormat
 from minitx.training.checkpoints import load_model
 from tests.cli.conftest import SHORT, TEXT
 

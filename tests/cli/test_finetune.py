@@ -8,15 +8,15 @@ import tokenizers
 import torch
 import transformers
 
-from minitx.config import ConfigError, InitFrom, TransformerConfig
+from minitx.config import ConfigError, InitFrom, TransformerConfig, to_dict
 from minitx.data.tokenizers import train_tokenizer
 from minitx.generation.decoding import eos_ids
-from minitx.interop import load_hf, release_hf, save_hf, save_pretrained
+from minitx.interop import load_hf, release_hf, save_hf
 from minitx.nn import DecoderLM
-from minitx.training.checkpoints import load_model, load_start, read_checkpoint, start_from, write_checkpoint
+from minitx.training.checkpoints import Start, load_model, read_checkpoint, start_from, write_checkpoint
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.net import Net
-from tests.cli.conftest import SHORT, assert_named, copy_example
+from tests.cli.conftest import SHORT, copy_example
 
 TEXT = "In the beginning was the Word, and the Word was with God, and the Word was God. " * 40
 GPT2 = {"embed_dim": 12, "num_heads": 3, "num_layers": 1, "max_len": 64, "activation": "gelu_tanh"}
@@ -139,21 +139,6 @@ def test_keys_on_the_command_line_win_over_those_in_the_folder(cli, assert_refus
     assert (config.eos_id, config.embed_dim, config.activation) == ((3, 5), 12, "gelu_tanh")
 
 
-def test_a_folder_of_ours_is_one_to_start_from_too(cli, assert_refused, theirs, place):
-    tokenizer = train_tokenizer("char", [TEXT])
-    ours = DecoderLM(TransformerConfig(vocab_size=tokenizer.vocab_size, **GPT2, scale="inv"))
-    save_pretrained(ours, place / "ours", tokenizer=tokenizer)
-    assert cli(*finetune("ours", STILL, "model.scale=inv")).code == 0
-    model, again, _ = load_model(LAST)
-    torch.testing.assert_close(model.head.weight, ours.head.weight)
-    assert again.encode("Word").tolist() == tokenizer.encode("Word").tolist()
-    for change in ("+init_from.overrides.n_head=2", "init_from.ignore=[a]"):
-        assert_named(cli(*finetune("ours", STILL, change)), "are only for a Hugging Face folder")
-    for text in ("{nope", "[]"):
-        (place / "ours" / "config.json").write_text(text, encoding="utf-8")
-        assert_named(cli(*finetune("ours", STILL)), "config.json")
-
-
 def test_a_checkpoint_starts_a_new_run_with_a_fresh_optimizer_at_step_0(cli, last, theirs, place):
     path = last("text").partition("=")[2]
     (place / "text.txt").write_text("In the beginning God created the heaven. " * 60, encoding="utf-8")
@@ -197,8 +182,8 @@ def test_what_cannot_be_started_from_is_one_sentence_and_leaves_no_folder(assert
     assert not (place / "run").exists()
 
 
-def test_a_scale_without_a_multiplier_cannot_be_folded_and_is_named(tmp_path):
-    save_pretrained(DecoderLM(TransformerConfig(vocab_size=7, **GPT2, scale="log_length")), tmp_path)
-    init_from = InitFrom(path=str(tmp_path), fold_scale=True)
+def test_a_scale_without_a_multiplier_cannot_be_folded_and_is_named():
+    stored, fresh = (DecoderLM(TransformerConfig(vocab_size=7, **GPT2, scale=scale)) for scale in ("log_length", "inv_sqrt"))
+    start = Start(dict(stored.state_dict()), to_dict(stored.config), None)
     with pytest.raises(ConfigError, match="scale=log_length has no fixed multiplier"):
-        start_from(init_from, load_start(init_from), DecoderLM(TransformerConfig(vocab_size=7, **GPT2)))
+        start_from(InitFrom(path="last.ckpt", fold_scale=True), start, fresh)

@@ -11,9 +11,9 @@ import torch
 from minitx.cli.compose import compose_config, compose_program
 from minitx.cli.generate import GenerateConfig, _options
 from minitx.cli.launch import run_training
-from minitx.data.conversations import TEMPLATE, ChatFormat
 from minitx.data.tokenizers import Tokenizer
 from minitx.generation import Sampler, beam_search, generate
+from minitx.interop.conversations import TEMPLATE, ChatFormat
 from minitx.training.checkpoints import load_model, write_checkpoint
 from minitx.training.metrics_csv import read_records
 from tests.cli.conftest import SHORT, assert_named, put

@@ -10,7 +10,8 @@ from minitx.config import ConfigError, RunConfig, TrainerConfig, to_dict
 from minitx.config.part import parameter_names
 from minitx.config.schema import defaults
 from minitx.config.training import REPLACED
-from minitx.training.run import check_arguments, train
+from minitx.training.run import train
+from minitx.training.trainer import check_arguments
 
 ARGUMENTS = sorted(parameter_names(L.Trainer))
 

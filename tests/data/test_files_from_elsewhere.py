@@ -14,7 +14,7 @@ import pytest
 from minitx.config import ConfigError
 from minitx.data.file_formats import load_table
 from minitx.data.tokenizers import load_tokenizer
-from minitx.interop import from_pretrained, load_hf
+from minitx.interop import load_hf
 
 MARKER = "MARKER"
 OUTSIDE = (f"../../../{MARKER}.txt", f"../{MARKER}.txt", f"/tmp/minitx-{os.getpid()}-{MARKER}.txt", f"a/../../{MARKER}.txt")
@@ -91,7 +91,7 @@ def test_a_pickle_in_a_folder_of_weights_is_refused_whatever_it_is_called(room, 
     (room / "config.json").write_text(json.dumps(config))
     (room / "data.py").write_text(f"open('{MARKER}', 'w')")
     (room / name).write_bytes(pickle.dumps(Evil()))
-    for read in (load_hf, from_pretrained, load_tokenizer):
+    for read in (load_hf, load_tokenizer):
         with pytest.raises((ValueError, OSError)):
             read(room)
 

@@ -21,7 +21,6 @@ from minitx.data.tokenizers import (
     Tokenizer,
     find_tokenizer,
     fingerprint,
-    from_dict,
     load_tokenizer,
     require_marks,
     token_texts,
@@ -84,7 +83,7 @@ def test_what_is_not_known_is_refused():
         with pytest.raises(ValueError, match=rf"ids must lie in \[0, {tokenizer.vocab_size}\)"):
             tokenizer.decode([1, bad])
     with pytest.raises(ValueError, match="kind=words"):
-        from_dict({"kind": "words"})
+        Tokenizer.from_dict({"kind": "words"})
     with pytest.raises(ConfigError, match=r"data\.tokenizer .* mask"):
         require_marks(BPE, "mask")
 
@@ -126,7 +125,7 @@ def test_marks_have_ids_of_their_own_and_decode_to_their_names_or_to_nothing(tok
 def test_what_we_save_loads_in_tokenizers_and_in_ours(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer.json")
     theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(tmp_path)
-    restored = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    restored = Tokenizer.from_dict(json.loads(json.dumps(tokenizer.to_dict())))
     assert fingerprint(restored) == fingerprint(ours) == fingerprint(tokenizer) == fingerprint(find_tokenizer(str(tmp_path)))
     assert (restored.mark_ids, restored.end_id) == (tokenizer.mark_ids, tokenizer.end_id)
     assert theirs.get_vocab_size() == tokenizer.vocab_size
@@ -149,7 +148,7 @@ def wordpiece():
 
 
 def check_wordpiece(found):
-    for ours in (found, from_dict(json.loads(json.dumps(found.to_dict())))):
+    for ours in (found, Tokenizer.from_dict(json.loads(json.dumps(found.to_dict())))):
         assert ours.encode("the raven the raven").tolist() == [5, 6, 9, 5, 6, 9]  # nothing around it, nothing cut or filled
         assert ours.decode([5, 6, 9]) == "the raven"
         assert ours.decode([2, 5, 3], skip_marks=True) == "the"
@@ -244,7 +243,12 @@ def test_no_special_token_is_read_in_a_text_and_marks_keep_their_names(made):
     tokenizer = MADE[made]()
     forbidden = specials(tokenizer)
     assert len(forbidden) >= len(MARKS)
-    again = [tokenizer, from_dict(tokenizer.to_dict()), pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)]
+    again = [
+        tokenizer,
+        Tokenizer.from_dict(tokenizer.to_dict()),
+        pickle.loads(pickle.dumps(tokenizer)),
+        copy.deepcopy(tokenizer),
+    ]
     for one in again:
         read = {}
         for text in TEXTS:

@@ -20,6 +20,7 @@ import yaml
 
 from minitx import data
 from minitx.ablation.design import AblationConfig
+from minitx.analysis.wandb_files import WandbFiles
 from minitx.cli.check import CheckConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.export import ExportConfig
@@ -27,9 +28,10 @@ from minitx.cli.generate import GenerateConfig
 from minitx.cli.view import ViewConfig
 from minitx.config import ParameterRule, Part, RunConfig, TransformerConfig, to_dict
 from minitx.config.part import FROM_THE_RUN, find_target
-from minitx.config.training import LOADING
+from minitx.config.schema import config_class_of
+from minitx.config.training import CALLBACKS, LOADING
 from minitx.data.file_formats import load_tables
-from minitx.data.task import tokenizer_of
+from minitx.data.task import find_or_train_tokenizer
 from minitx.data.tokenizers import Tokenizer
 from minitx.interop.finetune import Lora, pretrained_hf
 from minitx.training import optimizers
@@ -87,7 +89,7 @@ def keys(cls: type) -> list[Key]:
     ]
 
 
-SHARED = {"load_tables": load_tables, "tokenizer_of": tokenizer_of, "kjv": data.kjv}
+SHARED = {"load_tables": load_tables, "find_or_train_tokenizer": find_or_train_tokenizer, "kjv": data.kjv}
 SHARED |= {name: getattr(optimizers, name) for name in ("adamw", "constant", "linear")}
 """What explains arguments of several targets."""
 OF_ALL_DATA = [
@@ -264,6 +266,9 @@ def page() -> str:
         "`true` true or false, `gelu` a word, and `null` without more says that a word may be given. Parentheses hold any other type."
     )
     parts += [section(place, cls) for place, cls in sections()]
+    of_callbacks = {name: config_class_of(find_target(node["_target_"], name)) for name, node in CALLBACKS.items()}
+    parts += [section(f"callbacks.{name}", cls) for name, cls in of_callbacks.items() if cls is not None]
+    parts.append(f"### `callbacks.wandb`\n\n{listed(arguments(WandbFiles, without=['folder']))}")
     parts.append(section("model", TransformerConfig))
     of_data = ("task", "num_labels", "pad_id", "tokenizer")
     parts.append(f"### `model=hf`\n\n{listed(arguments(pretrained_hf, without=of_data))}")

@@ -29,7 +29,9 @@ def example():
         spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(ROOT / "examples"))  # an example may import another
+            spec.loader.exec_module(module)
         return module
 
     return load

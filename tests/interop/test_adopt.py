@@ -864,13 +864,11 @@ def packed(model):
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        ("Llama", tied_to_the_output, "shares"),
-        ("Llama", partial(shared_by_two_layers, part="q_proj"), "layers.1.self_attn: no projection or norm"),
-        ("Llama", partial(in_one_memory, part="q_proj"), "o_proj.weight shares"),
-        ("Qwen3", one_norm_for_queries_and_keys, "layers.1.self_attn: no projection or norm"),
-        ("Llama", partial(not_proportional, part="q_proj"), "layers.1.self_attn: no projection or norm"),
+        ("Llama", tied_to_the_output, r"o_proj\.weight is also the weight of queries"),
+        ("Llama", partial(in_one_memory, part="q_proj"), r"o_proj\.weight is also .* shares memory"),
+        ("Llama", partial(not_proportional, part="q_proj"), "not proportional .* differs by"),
         ("Olmo", clipped, "clip_qkv=8.0"),
-        ("Llama", packed, "layers.1.self_attn: no projection or norm"),
+        ("Llama", packed, r"layers\.1\.self_attn\.q_proj, Linear, is no projection or norm with plain weights"),
     ],
 )
 def test_weights_that_make_more_than_the_queries_are_refused_and_left_as_they_were(name, change, reason):
@@ -883,22 +881,38 @@ def test_weights_that_make_more_than_the_queries_are_refused_and_left_as_they_we
     assert all(module.core.scale is None for module in adopted_cores(model).values())
 
 
-def test_queries_that_make_a_bias_of_the_scores_too_are_refused():
+def test_a_layer_whose_projections_have_no_known_name_is_refused_and_left_as_it_was():
     config = transformers.Wav2Vec2BertConfig(**ONE_LAYER, position_embeddings_type="relative_key", conv_depthwise_kernel_size=3)
     model, inputs = adopt_hf(transformers.Wav2Vec2BertModel(config).eval()), {"input_features": torch.randn(2, 9, 160)}
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match="only its queries"):
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn has no weights for its query under a known name \(q_norm, "):
         fold_scale(model, inputs=inputs)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("name", "change"),
     [
-        (not_proportional, r"layers\.1\.self_attn makes only its keys"),
-        (shared_by_two_layers, r"layers\.1\.self_attn makes only its keys"),
-        (in_one_memory, r"o_proj\.weight shares its memory"),
+        ("Llama", partial(shared_by_two_layers, part="q_proj")),
+        ("Llama", partial(shared_by_two_layers, part="k_proj")),
+        ("Qwen3", one_norm_for_queries_and_keys),
     ],
+)
+def test_weights_that_two_layers_or_queries_and_keys_share_are_multiplied_and_given_back_once(name, change):
+    model = build(name).double()
+    change(model)
+    state = {key: value.clone() for key, value in adopt_hf(model).state_dict().items()}
+    wanted = answer(model)
+    torch.testing.assert_close(answer(fold_scale(model)), wanted)
+    assert {round(fold.ratio, 9) for module in adopted_cores(model).values() for fold in module.core.folds} == {
+        round(8**-0.25, 9)
+    }
+    torch.testing.assert_close(dict(release_hf(model).state_dict()), state)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(not_proportional, "not proportional .* differs by"), (in_one_memory, r"o_proj\.weight is also .* shares memory")],
 )
 def test_queries_take_the_whole_factor_where_weights_make_more_than_keys_and_a_warning_says_so(change, reason):
     model = build("Llama").double()
@@ -916,7 +930,7 @@ def test_queries_take_the_whole_factor_where_weights_make_more_than_keys_and_a_w
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft says so of itself
 def test_a_fold_of_lora_of_a_speech_model_without_inputs_and_beside_our_attention_is_refused():
     wrapped = peft.get_peft_model(build("Llama"), peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="no projection or norm"):
+    with pytest.raises(ValueError, match=r"self_attn\.q_proj, Linear, is no projection or norm with plain weights"):
         fold_scale(adopt_hf(wrapped))
     set_scale(wrapped, "unscaled")
     assert all(module.core.scale == ("unscaled", 1.0) for module in adopted_cores(wrapped).values())

@@ -2,7 +2,9 @@
 
 import json
 import re
+from functools import partial
 
+import peft
 import pytest
 import tokenizers
 import torch
@@ -12,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from minitx.config import TransformerConfig
 from minitx.data.tokenizers import Tokenizer, train_tokenizer
-from minitx.interop import load_hf, pretrained_hf, save_hf, save_pretrained
-from minitx.nn import DotProductAttention
+from minitx.interop import load_hf, pretrained_hf, save_hf
+from minitx.nn.efficient import LinearAttention
 from minitx.nn.models import build_model
 
 OWN_BERT = {"architecture": "encoder", "norm_position": "post", "embed_norm": True, "activation": "gelu", "norm_eps": 1e-12}
@@ -293,8 +295,6 @@ def test_what_cannot_be_read_is_named(tmp_path):
     for text, message in (("[]", r"config\.json .*list"), ("{", "JSON")):
         (tmp_path / "config.json").write_text(text)
         refused(ValueError, message)
-    save_pretrained(own(), tmp_path)
-    refused(ValueError, r"model_type=None .*from_pretrained")
 
 
 # models of our own
@@ -430,10 +430,36 @@ def test_berts_layer_before_a_sequence_head_is_the_pooler():
     torch.testing.assert_close(numbers[0], numbers[1], rtol=0, atol=0)
 
 
-def test_a_core_of_its_own_stands_in_a_refusal_beside_the_fields(tmp_path):
-    config = TransformerConfig(**{**SIZES_OF_OWN, "sinks": True, "activation": "gelu_tanh"})
-    with pytest.raises(ValueError, match="GPT2LMHeadModel, sinks=True would be False, the model's own attention core, core="):
-        save_hf(build_model(config, core=DotProductAttention), tmp_path)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model.blocks[0].attention, "softcap", 5.0), "blocks.0.attention.softcap is 5.0, not None"),
+        (lambda model: setattr(model.blocks[0].attention, "core", LinearAttention()), "attention.core is .*LinearAttention"),
+        (
+            lambda model: model.head.register_forward_hook(lambda *call: call[-1] * 2),
+            "head has a hook, and hooks are not saved",
+        ),
+    ],
+)
+def test_a_model_that_was_changed_after_it_was_built_is_refused_by_the_part(change, message, tmp_path):
+    model = own(activation="gelu_tanh")
+    save_hf(model, tmp_path / "as built")
+    change(model)
+    with pytest.raises(ValueError, match=f"^save_hf: the model differs from its config: .*{message}"):
+        save_hf(model, tmp_path / "changed")
+    assert not (tmp_path / "changed").exists()
+
+
+def test_a_model_of_another_library_is_refused_in_one_sentence(tmp_path):
+    build = partial(own, activation="gelu_tanh")
+    adapted, tied = (peft.get_peft_model(build(), peft.LoraConfig(target_modules=[name])) for name in ("q_proj", "head"))
+    known = {"got Linear": torch.nn.Linear(2, 2), r"got PeftModel; merge_and_unload\(\)": adapted}
+    known["got PeftModel; embeddings.token.weight and head.weight are one weight, and merging would change it"] = tied
+    for hint, model in known.items():
+        with pytest.raises(TypeError, match=f"^save_hf saves models of minitx.nn, {hint}") as error:
+            save_hf(model, tmp_path)
+        assert "\n" not in str(error.value)
+    save_hf(peft.get_peft_model(build(), peft.LoraConfig(target_modules=["q_proj"])).merge_and_unload(), tmp_path)
 
 
 def test_fields_without_an_effect_stand_in_no_ones_way(tmp_path):

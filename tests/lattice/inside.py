@@ -21,7 +21,7 @@ def train_by(words: list[str], folder: Path) -> dict[str, Any]:
     from minitx.cli.compose import compose_config
     from minitx.cli.launch import run_training
 
-    with mock.patch("minitx.training.run.cpu_precision", str):
+    with mock.patch("minitx.training.trainer.cpu_precision", str):
         return run_training(compose_config(words), folder, "train.py")
 
 

@@ -10,10 +10,10 @@ from sizes import assert_same_with_gradients
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import minitx.nn as mx
-from minitx.analysis.counting import allocations, count_flops
 from minitx.nn import scaled_dot_product_attention as attention
 from minitx.nn.backends import chunked
 from minitx.nn.bias import Bias
+from minitx.nn.counting import allocations, count_flops
 from minitx.nn.functional import make_call
 
 

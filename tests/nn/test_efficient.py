@@ -8,8 +8,8 @@ from sizes import assert_same, assert_same_with_gradients, small_model, tokens
 from torch.nn.utils import prune
 
 import minitx.nn as mx
-from minitx.analysis.counting import fit_exponent
 from minitx.check.reference import DTYPES
+from minitx.nn.counting import fit_exponent
 from minitx.nn.efficient import (
     AdditiveAttention,
     EfficientAttention,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from minitx.analysis.counting import allocations, count_flops, fit_exponent
 from minitx.nn import BlockSparse, Causal, SlidingWindow, scaled_dot_product_attention
+from minitx.nn.counting import allocations, count_flops, fit_exponent
 from minitx.nn.efficient import LinearAttention, LinformerAttention, PerformerAttention
 from minitx.nn.functional import make_call
 

@@ -529,7 +529,7 @@ def tables(found: dict[str, Any]) -> dict[str, list[str]]:
 
 def draw(path: str) -> None:
     """Draw solved models that are trained on, the largest stable rates against d_k, and the steps from scratch."""
-    from minitx.analysis.canvas import INK, PALETTE, label, legend, log_ticks, panels, save_figure
+    from minitx.canvas import INK, PALETTE, label, legend, log_ticks, panels, save_figure
 
     found, before = rates(read("limits/cells.jsonl.xz")), read("record.jsonl.xz")
     figure, axes = panels(2, 2, width=4.1, height=2.5)

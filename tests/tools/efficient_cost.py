@@ -1,6 +1,6 @@
 """What the efficient cores cost and how far they are from exact attention: the tables of docs/dev/attention_records.md.
 
-Costs are counted, operations and bytes, by ``minitx.analysis.counting`` on the cases of the tests that assert them: no seconds.
+Costs are counted, operations and bytes, by ``minitx.nn.counting`` on the cases of the tests that assert them: no seconds.
 """
 
 from __future__ import annotations

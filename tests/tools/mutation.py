@@ -65,16 +65,18 @@ TESTS = {
     "minitx/analysis/statistics.py": ["tests/analysis/test_attention_statistics.py"],
     "minitx/check/properties.py": ["tests/check/test_properties.py"],
     "minitx/generation/decoding.py": ["tests/test_generation.py"],
-    "minitx/interop/folding.py": [
-        f"{ADOPT}{name}" for name in (
+    "minitx/nn/folding.py": [
+        "tests/nn/test_fold_scale.py",
+        *(f"{ADOPT}{name}" for name in (
             "a_number_among_the_weights_of_an_attention_is_no_obstacle_to_a_fold",
             "folding_the_scale_keeps_the_function_and_release_gives_the_weights_back",
             "frozen_weights_of_a_model_in_training_mode_are_folded_in_their_own_precision",
             "weights_that_make_more_than_the_queries_are_refused_and_left_as_they_were",
-            "queries_that_make_a_bias_of_the_scores_too_are_refused",
+            "weights_that_two_layers_or_queries_and_keys_share_are_multiplied_and_given_back_once",
+            "a_layer_whose_projections_have_no_known_name_is_refused_and_left_as_it_was",
             "queries_take_the_whole_factor_where_weights_make_more_than_keys_and_a_warning_says_so",
             "a_fold_of_lora_of_a_speech_model_without_inputs_and_beside_our_attention_is_refused",
-        )
+        )),
     ],
 }  # fmt: skip
 FILES = [*TESTS]

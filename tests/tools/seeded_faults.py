@@ -204,7 +204,7 @@ WRITTEN = (
     Fault(
         "fold_lora",
         "fold_scale × LoRA, quantised or parametrised projections: folded instead of refused",
-        "minitx/nn/scale.py:_why_not_fold",
+        "minitx/nn/folding.py:_why_not_fold",
         "{', '.join(faults)}\": bool(faults),",
         "{', '.join(faults)}\": False,",
     ),
@@ -502,7 +502,8 @@ SUITE = {
     "nn/functional": ("nn/test_functional", "nn/test_backends", "nn/test_chunked"),
     "nn/masks": ("nn/test_masks", "nn/test_functional", "nn/test_backends", "nn/test_cache", "nn/test_scale"),
     "nn/positions": ("nn/test_positions", "nn/test_models", "nn/test_every_model", "nn/test_cache"),
-    "nn/scale": ("nn/test_scale", "nn/test_fold_scale", "interop/test_lora"),
+    "nn/scale": ("nn/test_scale",),
+    "nn/folding": ("nn/test_fold_scale", "interop/test_lora"),
     "training": ("training/test_steps", "training/test_resume", "training/test_parts", "training/test_outcome"),
     "training/module": ("training/test_module", "training/test_steps", "training/test_resume", "training/test_resume_optimizers",
                         "training/test_parts", "training/test_devices"),

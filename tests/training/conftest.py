@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from minitx.config import CallbacksConfig, Part, ProbeConfig, RunConfig, TrainerConfig, node
+from minitx.config import Part, RunConfig, TrainerConfig, node
+from minitx.config.training import CALLBACKS
 from minitx.nn import build_model
 
 POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver many a quaint and curious volume\n"
@@ -15,7 +16,7 @@ POEM = "Once upon a midnight dreary, while I pondered, weak and weary,\nOver man
 
 @pytest.fixture
 def make_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
-    """A tiny config; keywords ``group__key=value`` set a key of a group, others a key of the run."""
+    """A tiny config; keywords ``group__key=value`` set a key of a group or of a callback, others a key of the run."""
     monkeypatch.setattr("minitx.data.corpus.data_dir", lambda: tmp_path / "data")
     text = tmp_path / "text.txt"
     text.write_text(POEM * 9, encoding="utf-8")
@@ -26,18 +27,16 @@ def make_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     )
 
     def make(**changes: Any) -> RunConfig:
-        config = RunConfig(
-            model=model, data=data, trainer=trainer, callbacks=CallbacksConfig(progress=False, probe=ProbeConfig(batch_size=3))
-        )
+        config = RunConfig(model=model, data=data, trainer=trainer, callbacks={})
         groups: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             group, _, key = name.rpartition("__")
             groups.setdefault(group, {})[key] = value
         own = groups.pop("", {})
-        probe = groups.pop("probe", None)
-        if probe is not None:
-            groups.setdefault("callbacks", {})["probe"] = ProbeConfig(**{"batch_size": 3, **probe})
-        changed: dict[str, Any] = {}
+        entries = own.pop("callbacks", {})
+        for name in {*CALLBACKS} & {*groups}:
+            entries |= {name: {**CALLBACKS[name], **({"batch_size": 3} if name == "probe" else {}), **groups.pop(name)}}
+        changed: dict[str, Any] = {"callbacks": entries}
         for group, keys in groups.items():
             old = getattr(config, group)
             changed[group] = old.with_(**keys) if isinstance(old, Part) else dataclasses.replace(old, **keys)

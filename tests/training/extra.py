@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import minitx.training.run as run_module
-from minitx.config import CallbacksConfig, RunConfig, TrainerConfig
+from minitx.config import RunConfig, TrainerConfig
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.metrics_csv import read_metrics
 
@@ -71,7 +71,7 @@ def fit(
     folder: Path, data: Any, *, model: nn.Module, objective: Any = None, batch_size: int = 2, **options: Any
 ) -> dict[str, Any]:
     """A run of objects on the CPU; options are keys of the run or of its trainer."""
-    parts = {"callbacks": CallbacksConfig(progress=False)}
+    parts = {"callbacks": {}}
     parts |= {name: value for name, value in options.items() if name in OF_THE_RUN}
     trainer = {name: value for name, value in options.items() if name not in OF_THE_RUN}
     config = RunConfig(trainer=TrainerConfig(**{"accelerator": "cpu", "log_every": 1, "rehearse": False, **trainer}), **parts)

@@ -23,7 +23,7 @@ from minitx.ablation.thresholds import Runs
 from minitx.cli import evaluate, export, generate, view
 from minitx.cli.compose import compose_config
 from minitx.cli.train import run_on_devices
-from minitx.config import ConfigError, EvaluationConfig, SamplesConfig, TrainerConfig
+from minitx.config import ConfigError, EvaluationConfig, TrainerConfig
 from minitx.data.task import Task, kept_generators, seed_device
 from minitx.nn.precision import widest_float
 from minitx.nn.transfer import to_device, to_host
@@ -31,7 +31,7 @@ from minitx.training.checkpoints import place
 from minitx.training.devices import check_count, device_name, machine, memory_mb, peak_tflops
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics, read_records
 from minitx.training.module import TrainingModule
-from minitx.training.run import place_of, quiet_lightning
+from minitx.training.trainer import place_of, quiet_lightning
 from tests import pretend
 from tests.test_configs import CONFIGS, OF_OWN_FILES, small_llama
 
@@ -239,14 +239,14 @@ def run_on_both(folder, config, given=None, is_small=False):
 
 
 def test_a_run_has_the_numbers_of_the_cpu_and_is_evaluated_on_its_device(make_config, tmp_path):
-    samples = SamplesConfig(every=3, max_new_tokens=3)
     changes = {
         **MATH,
         "model__dropout": 0.2,
         "probe__every": 3,
         "probe__weights_every": 3,
         "probe__weights_rows": 3,
-        "callbacks__samples": samples,
+        "samples__every": 3,
+        "samples__max_new_tokens": 3,
     }
     config = make_config(**changes, trainer__val_every=3, trainer__ckpt_every=3)
     config = dataclasses.replace(config, evaluation=EvaluationConfig(at_end=True, num_rows=5))
@@ -260,7 +260,7 @@ def test_a_run_has_the_numbers_of_the_cpu_and_is_evaluated_on_its_device(make_co
 @pytest.mark.slow
 def test_averaged_weights_are_evaluated_on_the_device_and_the_best_are_tested_there(make_config, tmp_path):
     rows = [{"input_ids": torch.tensor([i % 7, i % 3]), "labels": torch.tensor([i % 5, i % 2])} for i in range(8)]
-    config = make_config(trainer__ckpt_every=2, trainer__val_every=2, callbacks__parts=EMA)
+    config = make_config(trainer__ckpt_every=2, trainer__val_every=2, callbacks=EMA)
     config = dataclasses.replace(config, evaluation=EvaluationConfig(at_end=True, test="best"))
     weighted = nn.CrossEntropyLoss(weight=torch.arange(1.0, 8.0), reduction="sum")  # has a tensor on the device
     given = {"model": Layered(7), "data": Task(name="mine", train=rows, val=rows, test=rows), "objective": weighted}
@@ -371,7 +371,7 @@ def resumed_elsewhere(config, folder):
 
 
 def test_a_run_is_resumed_on_the_other_device_with_the_same_numbers(make_config, tmp_path):
-    config = make_config(**MATH, model__dropout=0.4, trainer__ckpt_every=3, callbacks__parts=EMA)
+    config = make_config(**MATH, model__dropout=0.4, trainer__ckpt_every=3, callbacks=EMA)
     for (rows, weights), (rows_there, weights_there) in on_both(resumed_elsewhere, tmp_path, config):
         assert rows_there == rows and len(rows) == 6
         assert weights_there == weights and weights
@@ -507,12 +507,12 @@ def test_nothing_is_written_of_a_step_whose_update_was_skipped(make_config, tmp_
     """On the CPU the run ends at the first bad step; on the device the host learns of it later."""
     writers = {
         "probes": {"probe__every": 1, "probe__weights_every": 1, "probe__weights_rows": 3},
-        "samples": {"callbacks__samples": SamplesConfig(every=2, max_new_tokens=2)},
+        "samples": {"samples__every": 2, "samples__max_new_tokens": 2},
         "validation": {"trainer__val_every": 2},
         "checkpoints": {"trainer__ckpt_every": 1},
         "rows alone": {},
     }
-    plain = {**MATH, "trainer__max_steps": 8, "trainer__log_every": 10, "trainer__ckpt_every": 3, "callbacks__parts": EMA}
+    plain = {**MATH, "trainer__max_steps": 8, "trainer__log_every": 10, "trainer__ckpt_every": 3, "callbacks": EMA}
     configs = [make_config(on_nonfinite="record", **{**plain, **changes}) for changes in writers.values()]
     on_cpu, on_device = run_ranks(1, _poisoned_on_both, tmp_path, configs)[0]
     for name, expected, found in zip(writers, on_cpu, on_device, strict=True):

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from minitx.config import (
-    CallbacksConfig,
     ConfigError,
     EvaluationConfig,
     InitFrom,
@@ -509,7 +508,7 @@ def test_a_test_split_is_evaluated_at_the_end_with_the_weights_that_were_asked_f
     task, batch = Task(name="mine", train=rows[:4], val=rows[4:5], test=rows[5:]), default_collate(rows[5:])
     for which in ("last", "best"):
         test = EvaluationConfig(test=which, at_end=True)
-        options = {"evaluation": test, "callbacks": CallbacksConfig(progress=False, parts=parts), "monitor_mode": "max"}
+        options = {"evaluation": test, "callbacks": parts, "monitor_mode": "max"}
         result = fit(tmp_path / which, task, model=copy.deepcopy(model), val_every=2, max_steps=9, **options)
         loaded = load_model(tmp_path / which / "checkpoints" / f"{which}.ckpt", model=copy.deepcopy(model).double())[0]
         wanted = squared(loaded(batch["input"]), batch).item() / 4

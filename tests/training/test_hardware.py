@@ -20,7 +20,7 @@ from minitx.training.devices import (
     peak_of,
     peak_tflops,
 )
-from minitx.training.run import place_of
+from minitx.training.trainer import place_of
 
 
 @pytest.fixture

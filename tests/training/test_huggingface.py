@@ -207,7 +207,9 @@ def test_the_largest_stable_rate_of_an_adopted_model_is_found(model, data, words
 
 
 def test_an_adopted_model_that_starts_as_another_function_is_refused(words, folders, tmp_path):
-    check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, path: {folders / 'llama'}}}"
+    start = f"path: {folders / 'llama'}"
+    model = f"{{_target_: ${{model._target_}}, {start}, _partial_: true}}"
+    check = f"+callbacks.same_start={{_target_: minitx.ablation.measures.SameStart, {start}, model: {model}}}"
     with pytest.raises(ConfigError, match="the outputs differ from the outputs of"):
         train(compose_config(words("llama", "model.adopt=true", "model.scale=unscaled", check)), tmp_path / "run")
 

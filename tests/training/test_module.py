@@ -19,7 +19,8 @@ from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import Latch, NonFiniteError, TrainingModule, hash_seed
 from minitx.training.objectives import CrossEntropy
 from minitx.training.optimizers import constant
-from minitx.training.run import quiet_lightning, train
+from minitx.training.run import train
+from minitx.training.trainer import quiet_lightning
 
 
 class Table(nn.Module):
@@ -119,7 +120,7 @@ def test_clipping_is_by_the_norm_of_the_whole_accumulated_gradient(clip):
 
 
 def test_clipping_goes_together_with_bf16_and_a_fused_optimizer(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr("minitx.training.run.cpu_precision", lambda precision: precision)  # as on a CPU with AMX
+    monkeypatch.setattr("minitx.training.trainer.cpu_precision", lambda precision: precision)  # as on a CPU with AMX
     train(make_config(trainer__precision="bf16-mixed", trainer__clip=0.01, trainer__max_steps=3), tmp_path)
     rows = read_metrics(tmp_path / "metrics.csv")
     assert all(row["grad_norm"] > 0.01 and math.isfinite(row["train_loss"]) for row in rows)

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitx.analysis.counting import allocations, count_flops
 from minitx.config import ConfigError, ParameterRule, Part, TransformerConfig, node
 from minitx.data.task import num_targets
+from minitx.nn.counting import allocations, count_flops
 from minitx.nn.models import build_model
 from minitx.training import optimizers
 from minitx.training.net import Net

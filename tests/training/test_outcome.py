@@ -20,6 +20,7 @@ from minitx.training.loggers import describe_device, summarise
 from minitx.training.metrics_csv import MetricsFile, add_records, read_metrics
 from minitx.training.net import in_own_dtype
 from minitx.training.run import train
+from minitx.training.trainer import check_callbacks
 
 FLOORS = {"unigram": 3.0, "bigram": 2.5}
 
@@ -136,7 +137,7 @@ def test_a_run_whose_threads_would_wait_for_other_programs_says_so(monkeypatch, 
 
 def test_where_a_target_is_a_row_speed_is_in_rows(make_config, tmp_path, caplog):
     caplog.set_level(logging.INFO, "minitx")
-    train(of_digits(make_config(callbacks__progress=True, trainer__max_steps=2)), tmp_path / "run")
+    train(of_digits(make_config(callbacks={"progress": True}, trainer__max_steps=2)), tmp_path / "run")
     assert re.search(r"step 2/2 .* rows/s", caplog.text) and "tokens/s" not in caplog.text
     assert "sum / rows of a step" in caplog.text
 
@@ -146,16 +147,16 @@ def test_reports_that_were_asked_for_are_shown_or_stand_in_the_folder(make_confi
     caplog.set_level(logging.INFO)
     summary = {"summary": {"_target_": "lightning.pytorch.callbacks.ModelSummary", "max_depth": 1}}
     profiler = {"_target_": "lightning.pytorch.profilers.SimpleProfiler"}
-    config = make_config(trainer__max_steps=1, trainer__profiler=profiler, callbacks__parts=summary)
+    config = make_config(trainer__max_steps=1, trainer__profiler=profiler, callbacks=summary)
     train(config, tmp_path / "run")
     assert "optimizer_step" in (tmp_path / "run" / "fit-profile.txt").read_text(encoding="utf-8")
     assert re.search(r"network +\| DecoderLM", caplog.text)
 
 
 OTHERS = [
-    ("callbacks__parts", "lightning.pytorch.callbacks.StochasticWeightAveraging", {"swa_lrs": 0.1}, "callbacks: Sto.* epoch"),
-    ("callbacks__parts", "lightning.pytorch.callbacks.GradientAccumulationScheduler", {"scheduling": {0: 3}}, "callbacks: Gr.* epoch"),
-    ("callbacks__parts", "torch.nn.ReLU", {}, r"callbacks\.own\._target_=torch\.nn\.ReLU must return a Callback of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
+    ("callbacks", "lightning.pytorch.callbacks.StochasticWeightAveraging", {"swa_lrs": 0.1}, "callbacks: Sto.* epoch"),
+    ("callbacks", "lightning.pytorch.callbacks.GradientAccumulationScheduler", {"scheduling": {0: 3}}, "callbacks: Gr.* epoch"),
+    ("callbacks", "torch.nn.ReLU", {}, r"callbacks\.own\._target_=torch\.nn\.ReLU must return a Callback of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
     ("logger", "torch.nn.ReLU", {}, r"logger\.own\._target_=torch\.nn\.ReLU must return a Logger of the package lightning, got torch\.nn\.modules\.activation\.ReLU"),
 ]  # fmt: skip
 
@@ -169,7 +170,7 @@ def test_what_is_no_callback_or_logger_or_counts_epochs_is_refused_before_the_ru
 
 def test_weights_averaged_by_epoch_are_refused_with_epochs_too():  # last.ckpt had no average
     with pytest.raises(ConfigError, match="its result would not be saved"):
-        run_module.check_callbacks([L.callbacks.StochasticWeightAveraging(0.1)])
+        check_callbacks([L.callbacks.StochasticWeightAveraging(0.1)])
 
 
 def test_of_two_runs_that_start_in_one_folder_at_once_the_second_to_be_built_is_refused(make_config, tmp_path, monkeypatch):
@@ -189,7 +190,7 @@ def test_of_two_runs_that_start_in_one_folder_at_once_the_second_to_be_built_is_
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_pixels_in_float32_train_a_network_of_another_dtype(make_config, tmp_path, monkeypatch, precision):
-    monkeypatch.setattr(run_module, "cpu_precision", str)  # whatever the processor has
+    monkeypatch.setattr("minitx.training.trainer.cpu_precision", str)  # whatever the processor has
     config = make_config(trainer__precision=precision, trainer__max_steps=2, probe__every=2)
     train(of_digits(config, evaluation=EvaluationConfig(at_end=True, num_rows=7)), tmp_path / "run")
     assert all((tmp_path / "run" / name).stat().st_size for name in ("evaluation.json", "probes.jsonl"))
@@ -240,7 +241,7 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
 @pytest.mark.parametrize("progress", [True, False])
 def test_progress_is_plain_lines_without_a_terminal_and_nothing_is_advertised(make_config, tmp_path, capfd, caplog, progress):
     caplog.set_level("INFO")
-    train(make_config(callbacks__progress=progress, trainer__val_every=3), tmp_path)
+    train(make_config(callbacks={"progress": progress}, trainer__val_every=3), tmp_path)
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("minitx")]
     assert any(re.fullmatch(r"step 6/6 .*\d\.\d{4}.*tokens/s.*left", line) for line in lines) == progress, lines
     assert {line[:8] for line in lines if "validation loss" in line} == ({"step 3/6", "step 6/6"} if progress else set())

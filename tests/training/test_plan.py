@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minitx.training.memory_plan as plan_module
-import minitx.training.run as run_module
+import minitx.training.trainer as trainer_module
 from minitx.cli.compose import compose_config
 from minitx.config import ConfigError, node
 from minitx.data.datamodule import open_data
@@ -92,16 +92,16 @@ CASES = {
     "no momentum": {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1}},
     "reads a number": {"optimizer": {"_target_": "torch.optim.Adafactor"}},
     "frozen": {"optimizer": node(optimizers.adamw, rules=FROZEN)},
-    "half": {"trainer__precision": "bf16-true", "callbacks__parts": EMA},
+    "half": {"trainer__precision": "bf16-true", "callbacks": EMA},
     "mixed": {"trainer__precision": "bf16-mixed", "optimizer": {"_target_": "torch.optim.NAdam"}},
-    "double": {"trainer__precision": "64-true", "optimizer": ADAM, "callbacks__parts": EMA},
+    "double": {"trainer__precision": "64-true", "optimizer": ADAM, "callbacks": EMA},
     "shared weights": {"model__tie_embeddings": True, "model__num_layers": 2, "optimizer": node(optimizers.muon)},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_process_holds_what_its_plan_says(make_config, tmp_path, monkeypatch, case):
-    for name in ("run", "memory_plan"):  # as on a CPU with instructions for bfloat16
+    for name in ("trainer", "memory_plan"):  # as on a CPU with instructions for bfloat16
         monkeypatch.setattr(f"minitx.training.{name}.cpu_precision", str)
     config = make_config(**{"trainer__max_steps": 2, **CASES[case]})
     plan = show_plan(config)
@@ -158,7 +158,7 @@ TINY = ["model.embed_dim=16", "model.num_heads=2", "model.num_layers=2", "model.
 REFUSED = {
     "optimizer=muon": "optimizer=muon needs whole matrices",
     "callbacks=[default,ema]": "callbacks.ema needs whole weights",
-    "callbacks.probe.every=5": "callbacks.probe.every needs whole weights",
+    "callbacks.probe.every=5": "callbacks.probe needs whole weights",
     "trainer.shard=[Layer]": "trainer.shard=Layer is not the class of any module",
     "data.batch_size=13": "data.batch_size=13 must be divisible",
     "optimizer._target_=torch.optim.Adafactor": "torch.optim.Adafactor cannot make a step with trainer.strategy=sharded",
@@ -210,7 +210,7 @@ TWO = {
 
 
 def watched(words, folder):
-    run_module.cpu_precision = plan_module.cpu_precision = str
+    trainer_module.cpu_precision = plan_module.cpu_precision = str
     watch = Watch()
     train_with(compose_config(words), folder, watch)
     return watch.held, watch.collectives[1]  # a step that writes no row of metrics.csv

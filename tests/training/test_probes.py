@@ -5,8 +5,9 @@ import torch
 from extra import fit
 
 from minitx.analysis import capture, read_snapshots
+from minitx.analysis.probe import Probe
 from minitx.analysis.statistics import token_cosine
-from minitx.config import CallbacksConfig, ConfigError, ProbeConfig, node
+from minitx.config import ConfigError, node
 from minitx.data.datamodule import open_data
 from minitx.data.task import Task
 from minitx.interop import adopt_hf
@@ -92,7 +93,7 @@ def test_an_adopted_model_is_probed_as_it_is_captured_without_its_padding(name, 
         inputs |= {"decoder_input_ids": inputs["input_ids"][:, :6] * real[:, 1:], "decoder_attention_mask": real[:, 1:].long()}
     with torch.no_grad(), capture(model) as seen, capture(model, what="residual") as streams:
         model(**inputs)
-    callbacks = CallbacksConfig(progress=False, probe=ProbeConfig(every=2, batch_size=3, weights_every=2, weights_rows=2))
+    callbacks = {"probe": node(Probe, every=2, batch_size=3, weights_every=2, weights_rows=2)}
     masks = {"key_masks": {"input_ids": "key_mask", "decoder_input_ids": "decoder_key_mask"}} if name == "T5" else {}
     task = Task(name="mine", train=rows, val=rows, model_fields={"vocab_size": 99}, **masks)
     fit(tmp_path, task, model=model, batch_size=3, max_steps=2, val_every=0, callbacks=callbacks)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from minitx.config import ConfigError
+from minitx.config import ConfigError, RunConfig
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.metrics_csv import OF_THE_MACHINE, read_metrics
 from minitx.training.module import TrainingModule
-from minitx.training.rehearse import ShapesOnly, TwoRows, compare, shortened
+from minitx.training.rehearse import ShapesOnly, TwoRows, compare, known_callbacks
 from minitx.training.run import train
 from tests.training.wrong_runs import RIGHT, SGD, VECTORS, WRONG, Own
 
@@ -44,9 +44,9 @@ def test_a_right_run_is_not_refused_and_has_the_digits_of_a_run_without_rehearsa
 
 
 def test_a_text_model_has_the_digits_of_a_run_without_rehearsal(make_config, tmp_path):  # with all else: tests/lattice/runs.py
-    config = make_config(trainer__ckpt_every=6, trainer__clip=0.5, model__dropout=0.1)
-    samples = dataclasses.replace(config.callbacks.samples, every=3, max_new_tokens=9)
-    config = dataclasses.replace(config, callbacks=dataclasses.replace(config.callbacks, samples=samples))
+    config = make_config(
+        trainer__ckpt_every=6, trainer__clip=0.5, model__dropout=0.1, samples__every=3, samples__max_new_tokens=9
+    )
     weights = []
     for rehearse in (True, False):
         torch.manual_seed(5)
@@ -114,16 +114,16 @@ def test_the_rehearsal_writes_and_logs_nothing(tmp_path, caplog, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"with", "out"}
 
 
-def test_callbacks_of_the_user_take_no_part(tmp_path):
+def test_callbacks_of_the_user_take_no_part_and_those_of_minitx_are_short():
     parts = {
         "own": {"_target_": "tests.training.wrong_runs.LogsAMetric"},
         "lr": {"_target_": "lightning.pytorch.callbacks.LearningRateMonitor"},
+        "samples": {"_target_": "minitx.training.samples.Samples", "every": 250, "max_new_tokens": 99},
+        "progress": True,
     }
-    from minitx.config import CallbacksConfig, RunConfig
-
-    config = RunConfig(callbacks=CallbacksConfig(parts=parts), optimizer=SGD)
-    assert [*shortened(config).callbacks.parts] == ["lr"]
-    assert shortened(config).logger == {}
+    known = known_callbacks(RunConfig(callbacks=parts).callbacks)
+    assert [*known] == ["lr", "samples"]
+    assert (known["samples"].get("every"), known["samples"].get("max_new_tokens")) == (1, 4)
 
 
 def test_a_large_checkpoint_of_the_rehearsal_has_shapes_alone(tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ OTHERS = [
     ({"optimizer__lr": 0.25}, r"optimizer\.lr 0\.001 != 0\.25"),
     ({"optimizer": node(sgd)}, r"optimizer\._target_ \S+adamw != \S+sgd"),
     ({"trainer__max_steps": 5}, r"is at step 6, beyond trainer\.max_steps=5"),
-    ({"callbacks__parts": {"early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping"}}}, r"callbacks\.early"),
+    ({"callbacks": {"early": {"_target_": "lightning.pytorch.callbacks.EarlyStopping"}}}, r"callbacks\.early"),
     *(
         ({f"model__{name}": value}, rf"contains another model.*model\.{name} \S+ != {value}")
         for name, value in {"scale": "unscaled", "num_heads": 1, "softcap": 5.0}.items()

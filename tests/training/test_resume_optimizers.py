@@ -67,7 +67,7 @@ def left_by(folder):
 def test_a_resumed_run_is_the_run_that_was_never_stopped_with_any_optimizer(
     make_config, tmp_path, monkeypatch, name, precision
 ):
-    monkeypatch.setattr("minitx.training.run.cpu_precision", str)  # as on a CPU with instructions for bfloat16
+    monkeypatch.setattr("minitx.training.trainer.cpu_precision", str)  # as on a CPU with instructions for bfloat16
     options = {"optimizer": NODES[name], "schedule": node(optimizers.constant), "trainer__precision": precision}
     config = make_config(**options, trainer__max_steps=4, trainer__ckpt_every=100, trainer__val_batches=1)
     train(config, tmp_path / "whole")

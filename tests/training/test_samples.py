@@ -8,21 +8,23 @@ from extra import AddLoggers, losses_of, train_with
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from minitx.config import ConfigError, SamplesConfig, StopAtConfig, TransformerConfig, node
+from minitx.config import ConfigError, StopAtConfig, TransformerConfig, node
 from minitx.nn import build_model
-from minitx.training.callbacks import Samples
 from minitx.training.metrics_csv import read_records
 from minitx.training.net import Net
 from minitx.training.run import train
+from minitx.training.samples import Samples, SamplesOptions
 
 
 class Letters:
     """A tokenizer of lower-case letters."""
 
+    characters = None
+
     def encode(self, text):
         if not text.isalpha():
             raise ValueError(f"{text!r} is not made of letters")
-        return [ord(letter) % 26 for letter in text]
+        return torch.tensor([ord(letter) % 26 for letter in text])
 
     def decode(self, ids):
         return "".join(chr(97 + id % 26) for id in ids)
@@ -30,7 +32,8 @@ class Letters:
 
 def samples(folder, seed=0, **changes):
     plain = {"every": 2, "prompts": ("once", "upon"), "max_new_tokens": 5, "temperature": 0.0}
-    return Samples(folder, Letters(), SamplesConfig(**{**plain, **changes}), seed)
+    rows = SimpleNamespace(task=SimpleNamespace(tokenizer=Letters(), encode_prompt=None))
+    return Samples(SamplesOptions(**{**plain, **changes}), folder=folder, rows=rows, seed=seed)
 
 
 @pytest.mark.parametrize("stop", [None, StopAtConfig(metric="train_loss", value=1e9, window=1, extra_steps=4)])
@@ -77,9 +80,9 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_step(tmp_path):
     trainer = SimpleNamespace(strategy=None, is_global_zero=True, global_step=0)
     ours = build_model(TransformerConfig(vocab_size=5, embed_dim=4, num_heads=2, num_layers=1))
     for network, prompts, key in (
-        (torch.nn.Linear(1, 1), ["a"], ".every"),
-        (ours, [""], ".prompts"),
-        (ours, ["1 2"], ".prompts"),
+        (torch.nn.Linear(1, 1), ["a"], "callbacks.samples.every"),
+        (ours, [""], "prompts"),
+        (ours, ["1 2"], "callbacks.samples.prompts"),
     ):
-        with pytest.raises(ConfigError, match=f"^callbacks.samples{key}[= ]"):
+        with pytest.raises(ConfigError, match=f"^{key}[= ]"):
             samples(tmp_path, prompts=prompts).on_train_start(trainer, SimpleNamespace(net=Net.of(network)))

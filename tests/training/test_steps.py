@@ -12,15 +12,15 @@ import torch
 from extra import last, train_with
 from omegaconf import OmegaConf
 
-from minitx.analysis.counting import train_flops
+from minitx.analysis.wandb_files import WandbFiles
 from minitx.config import ConfigError, Part, TransformerConfig, node
 from minitx.config.part import find_target
 from minitx.config.training import StopAtConfig
+from minitx.nn.counting import train_flops
 from minitx.training import callbacks
 from minitx.training.callbacks import StepLog, StopAt, batch_flops
 from minitx.training.checkpoints import read_checkpoint
 from minitx.training.devices import sum_over_rows
-from minitx.training.loggers import WandbExtras
 from minitx.training.metrics_csv import read_metrics
 from minitx.training.module import Latch, TrainingModule
 from minitx.training.optimizers import constant
@@ -191,7 +191,7 @@ def test_a_metric_or_a_checkpoint_that_does_not_exist_is_refused_from_python_too
     with pytest.raises(ConfigError, match=r"^metric=val_loss is not allowed: one of train_accuracy, train_loss"):
         StopAt("val_loss", 0.5)
     with pytest.raises(ConfigError, match=r"^checkpoint=newest is not allowed: one of last, best"):
-        WandbExtras({}, tmp_path, checkpoint="newest")
+        WandbFiles(folder=tmp_path, checkpoint="newest")
 
 
 def test_an_objective_without_right_answers_has_no_accuracy_to_stop_at():

@@ -12,7 +12,7 @@ from ranks import run_ranks
 import minitx.data.corpus
 from minitx.analysis import capture, knock_out_heads, patch_heads, take_snapshot
 from minitx.cli.compose import compose_config
-from minitx.config import SamplesConfig, TransformerConfig
+from minitx.config import TransformerConfig
 from minitx.generation import Sampler, beam_search, generate
 from minitx.nn import (
     BlockSparse,
@@ -155,8 +155,8 @@ def test_a_step_waits_for_nothing_a_row_and_a_validation_for_little(make_config,
         allowed("a validation", collections.Counter({wait: n for wait, n in counted.items() if wait[1] != "pickle"}))
 
 
-OF_A_PROBE = ("training/probes.py", "analysis/gradients.py")
-OF_A_FILE = ("analysis/snapshot.py", "analysis/answers.py", "training/questions.py", "data/task.py")
+OF_A_PROBE = ("analysis/probe.py", "analysis/gradients.py")
+OF_A_FILE = ("analysis/snapshot.py", "analysis/answers.py", "analysis/questions.py", "data/task.py")
 
 
 def without_probes(counted, step):
@@ -178,8 +178,8 @@ def without_probes(counted, step):
 def test_callbacks_of_others_wait_as_the_page_says(make_config, tmp_path):
     rule = {"metric": "train_loss", "value": 0.0}
     configs = {
-        "`callbacks=ema`, a step": make_config(**PLAIN, callbacks__parts=EMA),
-        "`callbacks=lr_monitor`, a step": make_config(**PLAIN, callbacks__parts=MONITOR),
+        "`callbacks=ema`, a step": make_config(**PLAIN, callbacks=EMA),
+        "`callbacks=lr_monitor`, a step": make_config(**PLAIN, callbacks=MONITOR),
         "`trainer.stop_at`, a step": make_config(**PLAIN, trainer__stop_at=minitx.config.training.StopAtConfig(**rule)),
     }
     for what, parts in run_ranks(1, runs_on_device, configs, tmp_path)[0].items():
@@ -202,7 +202,7 @@ def test_a_model_of_transformers_waits_once_a_step(tmp_path):
 
 @pytest.mark.slow
 def test_samples_cost_a_wait_a_token(make_config, tmp_path):
-    config = make_config(**PLAIN, callbacks__samples=SamplesConfig(every=2, max_new_tokens=TOKENS))
+    config = make_config(**PLAIN, samples__every=2, samples__max_new_tokens=TOKENS)
     parts = run_ranks(1, runs_on_device, {"samples": config}, tmp_path)[0]["samples"]
     allowed(
         "a token, greedy, sampled or by beam search", parts["step", 2], 3 * TOKENS + 2

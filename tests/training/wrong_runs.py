@@ -16,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitx.cli.compose import compose_config
-from minitx.config import CallbacksConfig, EvaluationConfig, RunConfig, StopAtConfig, TrainerConfig
+from minitx.config import EvaluationConfig, RunConfig, StopAtConfig, TrainerConfig
 from minitx.data.task import Task
 from minitx.training.run import train
 
 TRAINER: dict[str, Any] = {"accelerator": "cpu", "max_steps": 4, "val_every": 2, "ckpt_every": 2, "log_every": 1}
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.05}
 CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
-CALLBACKS = CallbacksConfig(progress=False)
 
 DRAW = torch.Generator().manual_seed(0)
 VECTORS = [{"input": torch.randn(3, generator=DRAW), "labels": torch.randn(2, generator=DRAW)} for _ in range(8)]
@@ -173,7 +172,7 @@ class Own:
 
     def __call__(self, folder: Path) -> Any:
         trainer = TrainerConfig(**{**TRAINER, **self.trainer})
-        config = RunConfig(trainer=trainer, **{"optimizer": SGD, "schedule": CONSTANT, "callbacks": CALLBACKS, **self.more})
+        config = RunConfig(trainer=trainer, **{"optimizer": SGD, "schedule": CONSTANT, "callbacks": {}, **self.more})
         task = Task(name="mine", kind=self.kind, train=self.rows, val=self.rows, **{"model_fields": {}, **self.task})
         torch.manual_seed(0)
         options: dict[str, Any] = {"model": self.network(), "data": task, "objective": self.objective}
@@ -211,8 +210,8 @@ class Typed:
         return train(compose_config([*(word for word in SMALL if word.partition("=")[0] not in names), *typed]), folder)
 
 
-def part(target: str, **arguments: Any) -> CallbacksConfig:
-    return dataclasses.replace(CALLBACKS, parts={"mine": {"_target_": target, **arguments}})
+def part(target: str, **arguments: Any) -> dict[str, Any]:
+    return {"mine": {"_target_": target, **arguments}}
 
 
 class LogsAMetric(L.Callback):
@@ -305,7 +304,7 @@ RIGHT: dict[str, Own] = {
     "a warm-up that is longer than the rehearsal": Own(VECTORS, more={"schedule": {"_target_": "minitx.training.optimizers.cosine", "warmup_steps": 3}}),
     "a monitor that a callback of the user logs": Own(
         VECTORS,
-        more={"callbacks": dataclasses.replace(CALLBACKS, parts={"own": {"_target_": f"{__name__}.LogsAMetric"}, "stop": {"_target_": STOPPING, "monitor": "own"}})},
+        more={"callbacks": {"own": {"_target_": f"{__name__}.LogsAMetric"}, "stop": {"_target_": STOPPING, "monitor": "own"}}},
     ),
     "a schedule with a monitor that a callback of the user logs": Own(
         VECTORS, trainer={"monitor": "own"}, more={"schedule": PLATEAU, "callbacks": part(f"{__name__}.LogsAMetric")}

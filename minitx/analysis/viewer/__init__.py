@@ -164,7 +164,7 @@ def view(
         placed = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
         asked = _next_tokens(viewed, batch, name_of) if knock_out or tokenizer is not None else None
         snapshot = take_snapshot(viewed, placed, tokens=texts, asked=asked)
-        if asked is None or not _is_causal(snapshot, asked.axis):
+        if asked is None or not _sees_no_later(snapshot, asked.axis):
             asked, snapshot = None, replace(snapshot, answers=None)
         if knock_out:
             snapshot = with_knock_outs(snapshot, viewed, placed, asked)
@@ -192,7 +192,7 @@ def playground(*, pages: str | None = None, height: int = 1000) -> View:
     (True, True)
     """
     link = "" if pages is None else f'\n    <a class="pages" href="{html.escape(pages)}" data-text="pages"></a>'
-    return View(_assembled("play", PLAY_SCRIPTS, {"training": _read("training.json").strip(), "pages": link}), height)
+    return View(_joined_page("play", PLAY_SCRIPTS, {"training": _asset("training.json").strip(), "pages": link}), height)
 
 
 def _namer(tokenizer: Any) -> Callable[[int], str]:
@@ -225,7 +225,7 @@ def _next_tokens(model: nn.Module, batch: Mapping[str, Any], name_of: Callable[[
     return replace(asked, rows=rows)
 
 
-def _is_causal(snapshot: Snapshot, axis: str) -> bool:
+def _sees_no_later(snapshot: Snapshot, axis: str) -> bool:
     """Whether no position of ``axis`` sees a later one."""
     layers = [layer for layer in snapshot.maps if layer.queries == layer.keys == axis]
     return all(layer.kind == "causal" or (layer.visible.shape[-1] > 1 and not layer.visible.triu(1).any()) for layer in layers)
@@ -336,17 +336,17 @@ def _check_alike(name: str, first: Snapshot, other: Snapshot) -> None:
 
 def _snapshot(snapshot: Snapshot, masks: dict[bytes, int], words: dict[str, int]) -> dict[str, Any]:
     """Return one step as plain data. ``masks`` numbers the different masks (as bits), and ``words`` the texts of answers."""
-    layers = [_layer(layer, masks) for layer in snapshot.maps]
+    layers = [_page_layer(layer, masks) for layer in snapshot.maps]
     data: dict[str, Any] = {"step": snapshot.step, "title": snapshot.title, "layers": layers}
     if snapshot.answers is not None:
-        data["answers"] = _answers(snapshot, snapshot.answers, words)
+        data["answers"] = _page_answers(snapshot, snapshot.answers, words)
     if (tally := snapshot.tally) is not None:
         on_key = [list(tally.on_key.get(layer.name, ())) for layer in snapshot.maps]
         data["tally"] = {**asdict(tally), "on_key": on_key}
     return data
 
 
-def _answers(snapshot: Snapshot, answers: Answers, words: dict[str, int]) -> dict[str, Any]:
+def _page_answers(snapshot: Snapshot, answers: Answers, words: dict[str, int]) -> dict[str, Any]:
     """Questions with answers, and for each layer and head the answers without the head: [is it right, loss, [[word, p], ...]]."""
 
     def number(word: str) -> int:
@@ -375,7 +375,7 @@ def _answers(snapshot: Snapshot, answers: Answers, words: dict[str, int]) -> dic
     return data
 
 
-def _layer(layer: AttentionMap, masks: dict[bytes, int]) -> dict[str, Any]:
+def _page_layer(layer: AttentionMap, masks: dict[bytes, int]) -> dict[str, Any]:
     weights, visible = layer.weights[0].double().numpy(), layer.visible[0].numpy()  # (H, L, S)
     seen = weights[visible]
     finite = np.isfinite(seen)
@@ -401,19 +401,19 @@ def _page(title: str, data: dict[str, Any]) -> str:
         # the user's text: in ASCII, and without a "<" that could end the surrounding element
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    return _assembled("page", SCRIPTS, texts)
+    return _joined_page("page", SCRIPTS, texts)
 
 
-def _assembled(name: str, scripts: Sequence[str], texts: Mapping[str, str]) -> str:
+def _joined_page(name: str, scripts: Sequence[str], texts: Mapping[str, str]) -> str:
     """Join the files of this folder to a page. The hashes in its policy allow this style and this script only."""
-    style, script = ("\n".join(map(_read, names)) for names in (("base.css", f"{name}.css"), scripts))
+    style, script = ("\n".join(map(_asset, names)) for names in (("base.css", f"{name}.css"), scripts))
     parts = {"style": style, "script": script, "style-hash": _hash(style), "script-hash": _hash(script), **texts}
-    return re.sub(r"\{\{([a-z-]+)\}\}", lambda place: parts[place[1]], _read(f"{name}.html"))  # in one pass: parts may hold {{
+    return re.sub(r"\{\{([a-z-]+)\}\}", lambda place: parts[place[1]], _asset(f"{name}.html"))  # in one pass: parts may hold {{
 
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _read(name: str) -> str:
+def _asset(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")

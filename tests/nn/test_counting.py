@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minitx.analysis.counting import count_flops, fit_exponent, train_flops
 from minitx.config import TransformerConfig
+from minitx.nn.counting import count_flops, fit_exponent, train_flops
 from minitx.nn.models import build_model
 
 SMALL = {"vocab_size": 41, "embed_dim": 24, "num_heads": 3, "num_layers": 2, "max_len": 32, "backend": "math"}

@@ -2,19 +2,20 @@
 
 import json
 
+import jinja2
 import numpy as np
 import pandas
 import pytest
 import tokenizers
-from tokenizers import models, normalizers
+from tokenizers import models, normalizers, pre_tokenizers
 
 from minitx.config import ConfigError
-from minitx.data import chat, classify, pairs
-from minitx.data.conversations import TEMPLATE, ChatFormat
+from minitx.data import classify, pairs
 from minitx.data.task import as_split
-from minitx.data.tokenizers import Tokenizer, fingerprint, from_dict, load_tokenizer, train_tokenizer
-from tests.data.chat_templates import GENERATION, PLAIN, SPECIAL
+from minitx.data.tokenizers import Tokenizer, fingerprint, load_tokenizer, train_tokenizer
+from minitx.interop.conversations import TEMPLATE, ChatFormat, chat
 from tests.data.conftest import SPACE, batch_of, beginning_with_a_space, total_left_out
+from tests.interop.chat_templates import GENERATION, PLAIN, SPECIAL
 
 pytestmark = pytest.mark.usefixtures("offline_datasets")
 LETTERS = "".join(map(chr, range(32, 127))) + "\né"
@@ -41,9 +42,12 @@ CALLED = [{"role": "assistant", "content": "ok", "calls": [{"name": "né<'>", "a
 TO_JSON = "{% for m in messages %}{{ m.content }}{{ m.calls | tojson }}{{ eos_token }}{% endfor %}"
 """As transformers writes it, and not as jinja2 does for HTML: ``\\u00e9``, ``\\u003c``, ``\\u0027`` and sorted keys."""
 SAID = "user: 1+1?<eos>\nassistant: 2<eos>\n"
+CALLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}[{{ call.name }}]{% endfor %}{{ eos_token }}\n{% endfor %}"
+A_CALL = [*CHAT[1:2], {"role": "assistant", "tool_calls": [{"name": "né"}]}, {"role": "tool", "content": "3"}, *CHAT[2:3]]
 WRITTEN = [
     (TEMPLATE, CHAT, f"system: be brief<eos>\n{SAID}user: thanks<eos>\nassistant: né<eos>\nassistant: ", "2<eos>né<eos>"),
     (CHATML, CHAT[1:3], "<bos><|im_start|>user\n1+1?<eos>\n<|im_start|>assistant\n2<eos>\n<|im_start|>assistant\n", "2<eos>"),
+    (CALLS, A_CALL, "<user>1+1?<eos>\n<assistant>[né]<eos>\n<tool>3<eos>\n<assistant>2<eos>\n", "[né]<eos>2<eos>"),
     (TO_JSON, CALLED, """ok[{"name": "né<'>", "a": 1}]<eos>""", """ok[{"name": "né<'>", "a": 1}]<eos>"""),
 ]
 
@@ -105,7 +109,7 @@ def test_a_template_writes_what_transformers_writes_and_its_marks_decide_what_co
     else:
         ends = np.flatnonzero(counted & ~np.append(counted, False)[1:])
         assert len(ends) == sum(turn.startswith("assistant") for turn in chat)
-        assert {*ids[ends]} <= {*format.special.values()}
+        assert {*theirs.convert_ids_to_tokens(ids[ends])} <= {*SPECIAL, "<|endoftext|>"}
 
 
 @pytest.mark.parametrize(
@@ -141,13 +145,20 @@ def test_with_marks_a_run_counts_what_they_enclose_and_ends_a_text_with_what_end
 
 
 @pytest.mark.parametrize(
-    "form", ["{{ m.content }}", "{{ m.content | trim }}", "{{ m.content | trim if m.role == 'user' else m.content }}"]
+    "form",
+    [
+        "{{ m.content }}",
+        "{{ m.content | upper }}",
+        "{{ m.content | trim }}",
+        "{{ m.content | trim if m.role == 'user' else m.content }}",
+    ],
 )
-def test_white_space_around_a_content_is_what_the_template_makes_of_it(tokenizer, form):
+def test_a_content_is_what_the_template_makes_of_it(tokenizer, form):
     """As ``apply_chat_template`` of transformers writes it, which renders the contents themselves."""
     said = turns("user:  \n1+1? ", "assistant: \n2\n", "user: ", "assistant: ok ")
     format = ChatFormat("{% for m in messages %}[{{ m.role }}]" + form + "{{ eos_token }}{% endfor %}", tokenizer)
-    assert tokenizer.decode(format.encode(said)[0]) == format.template.render(messages=said, eos_token="<eos>")
+    rendered = jinja2.Template(format.template).render(messages=said, eos_token="<eos>")
+    assert tokenizer.decode(format.encode(said)[0]) == rendered
 
 
 def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tmp_path):
@@ -159,6 +170,37 @@ def test_special_tokens_of_the_tokenizer_that_a_template_writes_are_one_token(tm
     start, end = (theirs.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert (ids == start).sum() == (ids == end).sum() == 3, "what a message says is text"
     assert ids[counted].tolist()[-1] == end and theirs.decode(ids[counted][:-1].tolist()) == "2"
+
+
+CALL = """{%- for m in messages %}{{- '<|im_start|> ' + m.role }}{%- if m.content %}{{- ' ' + m.content }}{%- endif %}
+{%- for call in m.tool_calls or [] %}{{- ' <tool_call> ' + call.name + ' </tool_call>' }}{%- endfor %}{{- ' <|im_end|> ' }}{%- endfor %}"""
+
+
+@pytest.mark.parametrize("content", ["yes", "", None])
+@pytest.mark.parametrize("added", [[], ["<tool_call>", "</tool_call>"]])
+def test_a_call_counts_up_to_its_end_mark_whether_its_tags_are_added_tokens_or_words(content, added):
+    """With added tokens as in Qwen's vocabularies."""
+    words = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "</s>",
+        "<unk>",
+        "user",
+        "assistant",
+        "hi",
+        "yes",
+        "add",
+        "<tool_call>",
+        "</tool_call>",
+    ]
+    theirs = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    theirs.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    theirs.add_special_tokens(words[:3])
+    theirs.add_tokens(added)
+    answer = {"role": "assistant", "content": content, "tool_calls": [{"name": "add"}]}
+    ids, counted = ChatFormat(CALL, Tokenizer(theirs.to_str())).encode([*turns("user: hi"), answer, *turns("user: hi"), answer])
+    wanted = [*(["yes"] if content else []), "<tool_call>", "add", "</tool_call>", "<|im_end|>"]
+    assert [theirs.id_to_token(id) for id in ids[counted]] == 2 * wanted
 
 
 @pytest.mark.parametrize("content", ["[inst]", "[INST]", "＜/s＞"])
@@ -195,11 +237,11 @@ def test_the_marks_of_a_template_are_those_that_the_tokenizers_folder_names(tmp_
 
 
 BROKEN = ["{% for m in messages %}", "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}\n{% endfor %}"]
-CHANGED = ["{% for m in messages %}{{ m.content | upper }}{{ eos_token }}{% endfor %}", "{{ messages[0].content | length }}"]
+BROKEN += ["{{ messages[0].content | length }}"]
 UNSAFE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"]
 
 
-@pytest.mark.parametrize("template", [*BROKEN, *CHANGED, *UNSAFE])
+@pytest.mark.parametrize("template", [*BROKEN, *UNSAFE])
 def test_a_template_that_cannot_be_used_is_refused(tokenizer, template):
     with pytest.raises(ConfigError, match=r"^data\.template "):
         ChatFormat(template, tokenizer).encode([*CHAT, CHAT[2]])
@@ -250,7 +292,7 @@ def test_the_template_is_that_of_the_tokenizers_folder_unless_one_is_given(path,
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
     assert first().startswith("[d]user: ")
     (tmp_path / "chat_template.jinja").write_text("[bc]" + TEMPLATE)
-    stored = from_dict(load_tokenizer(tmp_path).to_dict())  # as in a checkpoint
+    stored = Tokenizer.from_dict(load_tokenizer(tmp_path).to_dict())  # as in a checkpoint
     assert tokenizer.decode(chat(path=path, tokenizer=stored).train[0]["input_ids"]).startswith("[bc]user: ")
     assert fingerprint(stored) == fingerprint(tokenizer), "the ids are the same"
 
@@ -284,11 +326,11 @@ def test_a_message_of_a_parquet_file_has_only_its_own_keys(tmp_path):
 
 
 ROWS = [({"chat": []}, "messages_column"), ({"messages": "hello"}, "messages_column"), ({"messages": CHAT[:1]}, "path")]
-CALLS = [{"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}]
+NO_CALLS = [{"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}]
 
 
 @pytest.mark.parametrize(
-    ("row", "key", "said"), [*((*row, "") for row in ROWS), ({"messages": CALLS}, "messages_column", "replace null")]
+    ("row", "key", "said"), [*((*row, "") for row in ROWS), ({"messages": NO_CALLS}, "messages_column", "does not write")]
 )
 def test_rows_that_are_no_conversations_are_refused(write_text, row, key, said):
     path = write_text("\n".join([json.dumps(row)] * 5), "a.jsonl")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from minitx.analysis.answers import Asked
-from minitx.analysis.capture import Look, attention_cores, warn_of_calls, watch
+from minitx.analysis.capture import Look, warn_of_calls, watch
 from minitx.analysis.gradients import gradient_statistics, projection_weights
+from minitx.analysis.questions import questions_of
 from minitx.analysis.snapshot import SOURCE, TARGET, take_snapshot, write_snapshot
 from minitx.analysis.statistics import (
     logit_step_of,
@@ -26,9 +26,11 @@ from minitx.analysis.statistics import (
     token_cosine_of,
     token_cosine_sums,
 )
-from minitx.config import IGNORED, ProbeConfig
-from minitx.config.schema import require
+from minitx.config import IGNORED
+from minitx.config.schema import Config, Count, Natural, require, takes_fields_of
+from minitx.data.datamodule import DataModule
 from minitx.data.task import Batch
+from minitx.nn.attention import attention_cores
 from minitx.nn.bias import tensors_of
 from minitx.nn.blocks import is_block
 from minitx.nn.modes import evaluating
@@ -43,6 +45,35 @@ _LOGGED = ("entropy", "row_std", "max_logit", "saturation_99", "grad_query_rms",
 _PARTS = 4  # of the probe batch, for the signal-to-noise ratio
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions(Config):
+    """The keys of ``callbacks.probe``.
+
+    Attributes:
+        every: steps between probes, in addition to steps 0, 1, 2, 4, 8, …; 0: no probes.
+        batch_size: number of validation rows.
+        weights_every: steps between files of attention weights in attention/, a multiple of every; 0: none.
+        weights_rows: number of rows whose weights are saved.
+    """
+
+    every: Natural = 50
+    batch_size: Count = 8
+    weights_every: Natural = 0
+    weights_rows: Count = 4
+
+    def check(self) -> None:
+        every, weights_every, rows = self.every, self.weights_every, self.weights_rows
+        require(
+            not weights_every or bool(every and weights_every % every == 0),
+            f"weights_every={weights_every} must be a multiple of every={every}: probes save the weights",
+        )
+        require(
+            not weights_every or rows <= self.batch_size,
+            f"weights_rows={rows} must not exceed batch_size={self.batch_size}, the number of rows in a probe",
+        )
+
+
+@takes_fields_of(ProbeOptions)
 class Probe(StepCallback):
     """Write one JSON line per probed step to ``probes.jsonl``, with statistics of every attention layer.
 
@@ -65,22 +96,16 @@ class Probe(StepCallback):
     ``grad_q``, ``grad_k`` and ``grad_v`` are only computed if W_Q, W_K and W_V are three matrices.
 
     Args:
+        options: the keys of ``callbacks.probe``.
         folder: the run's folder.
-        batch: the validation batch.
-        texts: a function that returns the texts of the tokens on each axis of the batch (see ``Snapshot``). Default: numbers.
-        asked: a function that returns the questions to show for a batch (``questions_of``), or None.
+        rows: the data. The first validation rows are probed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        batch: Batch,
-        options: ProbeConfig,
-        texts: Callable[[Batch], dict[str, list[list[str]]]] = lambda inputs: {},
-        asked: Callable[[Batch], Asked | None] = lambda batch: None,
-    ) -> None:
-        self.folder, self.path, self.batch, self.options = folder, folder / "probes.jsonl", batch, options
-        self.texts, self.asked = texts, asked
+    needs_whole_weights = True
+
+    def __init__(self, options: ProbeOptions, *, folder: Path, rows: DataModule) -> None:
+        self.folder, self.path, self.options, self.rows = folder, folder / "probes.jsonl", options, rows
+        self.batch = rows.probe_batch(options.batch_size)
         self._first_favourites: dict[str, Tensor] | None = None
         self._gradients: dict[str, dict[str, Any]] = {}
         self._before: dict[str, Look] = {}
@@ -197,10 +222,9 @@ class Probe(StepCallback):
             {name: tensor[: self.options.weights_rows] for name, tensor in batch.items() if tensor.dim()}
             for batch in (self.batch, self._on(module.device))
         )
-        descriptions: dict[str, Any] = {"tokens": self.texts(module.net.inputs(rows)), "asked": self.asked(rows)}
-        snapshot = take_snapshot(
-            module.network, module.net.inputs(rows_there), step=step, title=module.net.title, **descriptions
-        )
+        tokens, asked = self.rows.texts(module.net.inputs(rows)), questions_of(self.rows.task, rows)
+        inputs = module.net.inputs(rows_there)
+        snapshot = take_snapshot(module.network, inputs, step=step, title=module.net.title, tokens=tokens, asked=asked)
         with naming(self.folder / "attention"):
             write_snapshot(snapshot, self.folder / "attention")
 

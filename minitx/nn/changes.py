@@ -1,0 +1,113 @@
+"""Whether a model still is what its config built: its parts, shapes, settings and score scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minitx.config.part import Part
+from minitx.config.transformer import TransformerConfig
+from minitx.nn.folding import OtherScale
+from minitx.nn.models import TransformerModel, build_model
+
+# names of parts and settings that do not change what a trained model computes (cores are compared by their parts)
+TRAINING_ONLY = ("training", "dropout", "p", "inplace", "backend", "strict")
+SHOWN = 5
+"""The largest number of differences in a message."""
+
+
+def changes_of(model: nn.Module) -> list[str]:
+    """Return the parts and settings of ``model`` that differ from what its config builds, outermost parts only.
+
+    One of our models is compared with what ``model.config`` builds. Another model is compared with its attribute
+    ``stored_structure``, the ``structure_of`` the model when it was built; without this attribute, [] is returned. Hooks are ignored.
+
+    >>> from minitx.config import TransformerConfig
+    >>> from minitx.nn import DecoderLM
+    >>> model = DecoderLM(TransformerConfig(vocab_size=11, embed_dim=12, num_heads=3, num_layers=2))
+    >>> changes_of(model)
+    []
+    >>> model.blocks[1].attention.softcap = 2.0
+    >>> changes_of(model)
+    ['blocks.1.attention.softcap is 2.0, not None']
+    """
+    if not isinstance(model, TransformerModel):
+        if isinstance(getattr(model, "config", None), TransformerConfig):
+            return [f"{type(model).__name__} is not a model of minitx.nn"]
+        expected = getattr(model, "stored_structure", None)
+        return _outermost(_faults(structure_of(model), expected)) if isinstance(expected, Mapping) else []
+    attention = model.config.attention
+    part = attention if isinstance(attention, Part) else None  # whose cores are not built here
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        built = build_model(model.config, nn.Identity if part else None)
+    parts = structure_of(model)
+    faults = _faults({**_settings(model), **parts}, {**_settings(built), **structure_of(built)}, parts)
+    faults = {name: text for name, text in faults.items() if name.rpartition(".")[2] not in TRAINING_ONLY}
+    if part:
+        faults = {name: text for name, text in faults.items() if ".core" not in name}
+        for name, module in model.named_modules() if isinstance(part.target, type) else ():
+            if name.endswith("attention.core") and type(module) is not part.target:
+                faults[name] = f"{name} is {type(module).__name__}, not {part.name}"
+    return _outermost(faults)
+
+
+def hooked_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules of ``model`` with a forward hook."""
+    # torch has no public list of a module's hooks
+    hooked = [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    return [name or "the model" for name in hooked]
+
+
+def joined(differences: Sequence[str]) -> str:
+    """Return differences as text for a message. Only the first ones are shown."""
+    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    return f"{'; '.join(differences[:SHOWN])}{more}"
+
+
+def structure_of(model: nn.Module) -> dict[str, Any]:
+    """Return, by name, the class of each module and the shape of each parameter and buffer.
+
+    A further name of a module or tensor has its first name. A core under attention that is not ours (``OtherScale``) is no part; its
+    score scale is, if it was changed.
+    """
+    first: dict[Any, str] = {}
+
+    def described(entry: nn.Module | Tensor, name: str, description: Any) -> Any:
+        kind = "module" if isinstance(entry, nn.Module) else "tensor"
+        return description if first.setdefault(entry, name) == name else f"the {kind} {first[entry]}"
+
+    structure: dict[str, Any] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, OtherScale):
+            structure[name or "the model"] = described(module, name, f"{type(module).__module__}.{type(module).__name__}")
+        elif module.scale is not None:
+            structure[f"{name.rpartition('.')[0]}.scale"] = module.scale
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {**structure, **{name: described(tensor, name, tuple(tensor.shape)) for name, tensor in named}}
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """The numbers, strings, tuples and dataclasses among the attributes of each module."""
+    return {
+        f"{name}.{key}".removeprefix("."): str(value) if is_dataclass(value) else value
+        for name, module in model.named_modules(remove_duplicate=False)
+        for key, value in vars(module).items()
+        if not key.startswith("_") and (value is None or isinstance(value, str | float | int | tuple) or is_dataclass(value))
+    }
+
+
+def _faults(actual: Mapping[str, Any], expected: Mapping[str, Any], parts: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return sentences by name. Only an additional entry of ``parts`` counts (default: of ``actual``)."""
+    pairs = {
+        name: (actual.get(name, "missing"), expected.get(name, "a part of the config"))
+        for name in {**expected, **(parts or actual)}
+    }
+    return {name: f"{name} is {ours}, not {theirs}" for name, (ours, theirs) in sorted(pairs.items()) if ours != theirs}
+
+
+def _outermost(faults: Mapping[str, str]) -> list[str]:
+    return [text for name, text in faults.items() if not any(name.startswith(f"{other}.") for other in faults)]

@@ -1,0 +1,417 @@
+"""``set_scale`` and ``fold_scale``: another score scale for a model, without or with weights that keep its function.
+
+The weights that make queries and keys are found by the names in ``PROJECTIONS``. In attention that is not ours, a fold is tried: the
+model is called before and after it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minitx.config.schema import Finite, read, stated
+from minitx.config.transformer import TransformerConfig
+from minitx.nn.attention import not_plain
+from minitx.nn.modes import evaluating
+from minitx.nn.scale import ScoreScale, scale_multiplier
+
+
+class Projections(NamedTuple):
+    """The names of the modules that make the queries and keys of an attention layer.
+
+    Attributes:
+        query, key: the names.
+        rows: for a module that makes both: ``joined``, all queries, then all keys, then all values; or ``by head``, the query, key
+            and value of each head.
+    """
+
+    query: str
+    key: str
+    rows: str = ""
+
+
+PROJECTIONS = (
+    Projections("q_norm", "k_norm"),  # Qwen3, Gemma 3, OLMo 2: a norm comes after the projection
+    Projections("q_layernorm", "k_layernorm"),  # Persimmon
+    Projections("query_layernorm", "key_layernorm"),  # HunYuan
+    Projections("q_proj", "k_proj"),  # ours, Llama and its relatives, BART, OPT, Whisper, ViT
+    Projections("query", "key"),  # BERT
+    Projections("q_lin", "k_lin"),  # DistilBERT
+    Projections("q", "k"),  # T5
+    Projections("Wq", "Wk"),  # CTRL
+    Projections("q_b_proj", ""),  # DeepSeek, whose keys and values have common weights
+    Projections("c_attn", "c_attn", "joined"),  # GPT-2, GPTBigCode
+    Projections("qkv_proj", "qkv_proj", "joined"),  # Phi-3
+    Projections("Wqkv", "Wqkv", "joined"),  # ModernBERT
+    Projections("query_key_value", "query_key_value", "by head"),  # GPT-NeoX, Persimmon
+)
+"""The first row whose module has parameters counts, for queries and for keys."""
+
+REFUSED = "cannot fold the scale: "
+
+
+class Use(NamedTuple):
+    """What one call of an attention core shows.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: the sizes of queries and keys.
+        multiplier: the multiplier of q·k.
+        own_multiplier: the multiplier of the model itself, before any change of its scale.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    multiplier: float
+    own_multiplier: float
+
+
+class OtherScale:
+    """The base class of cores under attention that is not ours (``minitx.interop.adopt_hf``). Its scale can be changed.
+
+    Attributes:
+        scale: None for the scale of the model, or the arguments of ``set_scale``.
+        folds: the weights that ``fold_scale`` has multiplied.
+    """
+
+    scale: tuple[str | float, float] | None
+    folds: list[Fold]
+
+    def set_scale(self, to: str | float, factor: float) -> None:
+        """Replace the model's own scale by ``factor`` times a fixed scale. ``own`` restores it."""
+        if to != "own":
+            scale_multiplier(to, 1)  # raises if the scale is not a fixed number
+        self.scale = None if to == "own" else (to, factor)
+
+    def trial(
+        self, model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
+    ) -> tuple[dict[str, Use], Callable[[], str]]:
+        """Call ``model``. Return the first use of each layer's core, and a function that calls it again and describes the difference."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Weights that make queries or keys, and their factor.
+
+    Attributes:
+        name: the name of the module in the model.
+        module: a projection or norm.
+        parameters: the names of its parameters.
+        ratio: the factor.
+        shift: 1 for a norm that multiplies by 1 + weight, else 0.
+        groups, start, length: for a module that makes more than these queries or keys: its outputs consist of ``groups`` equal
+            parts, and in each part the ``length`` outputs from ``start`` are multiplied. ``length`` 0: all outputs.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+    ratio: float = 1.0
+    shift: float = 0.0
+    groups: int = 1
+    start: int = 0
+    length: int = 0
+
+    @torch.no_grad()
+    def apply(self, *, undo: bool = False) -> None:
+        """Multiply the queries or keys by ``ratio``, or divide them by it."""
+        ratio = 1 / self.ratio if undo else self.ratio
+        for name in self.parameters:
+            outputs = self.module.get_parameter(name)
+            if self.length:
+                axis = 0 if isinstance(self.module, nn.Linear) else -1  # in transformers' Conv1D, outputs are the last axis
+                parts = outputs.movedim(axis, -1).unflatten(-1, (self.groups, -1))  # a view
+                outputs = parts.narrow(-1, self.start, self.length)
+            outputs.mul_(ratio)
+            if self.shift:  # (w + 1) * ratio - 1
+                outputs.add_(self.shift * (ratio - 1))
+
+    def places(self) -> dict[str, tuple[Any, ...]]:
+        """The memory of each parameter, and the part of it that is multiplied."""
+        part = self.groups, self.start, self.length
+        return {name: (memory_of(self.module.get_parameter(name)), *part) for name in self.parameters}
+
+
+@torch.no_grad()
+def fold_scale(
+    model: nn.Module, to: str | float = "unscaled", *, factor: float = 1.0, inputs: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Change the score scale of a model and compensate in its weights, so that the model computes the same function.
+
+    Let c be the old multiplier and c' the new one. W_Q and its bias are multiplied by sign(c/c') √|c/c'|, and W_K and its bias by
+    √|c/c'|. Then c' q'·k' = c q·k. The model's config is updated.
+
+    In a model that ``minitx.interop.adopt_hf`` adopted, queries and keys are multiplied in the same way, in the projections or norms
+    whose names are in ``minitx.nn.folding.PROJECTIONS``, and the model is called before and after. If no weights of a layer make its
+    keys alone, the queries take the whole factor c/c', with a warning. ``release_hf`` undoes the fold. ``save_pretrained`` of
+    transformers does not store the scale: call ``release_hf`` first.
+
+    Args:
+        model: any module that contains ``MultiHeadAttention`` or adopted attention. It is changed in place and returned. Pass the
+            whole model: from a part, neither the model's config nor other uses of a projection can be seen.
+        to: the new scale: ``inv_sqrt``, ``unscaled``, ``inv``, ``head_dim^p`` or a number.
+        factor: the new ``scale_factor``.
+        inputs: the arguments of the calls of an adopted model. Default: some token ids or random images.
+
+    Raises:
+        ValueError: the model has no attention; the old or the new scale is 0 or has no fixed multiplier (``learned``,
+            ``log_length``); a layer has QK-norm (it would undo the change); a core computes no dot products; W_Q or W_K is not a
+            plain ``nn.Linear`` (a subclass, quantised, parametrised, with LoRA or hooks); or another layer uses the same weight
+            and needs another factor (``v_proj``, an embedding). In adopted models: the layer has no projection or norm of a known
+            name with plain weights (LoRA, quantised weights), the outputs would differ, or the queries are clipped. The model is
+            then unchanged.
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> attention, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
+    >>> before = attention(x)
+    >>> bool(torch.allclose(fold_scale(attention)(x), before, atol=1e-6)), attention.scale
+    (True, ScoreScale('unscaled', head_dim=4))
+    """
+    ours, new = _new_scales(model, to, factor)
+    others = _other_layers(model)
+    if ours and others:
+        raise ValueError(
+            f"{type(model).__name__} contains adopted attention and attention of minitx: fold each part separately"
+        )
+    if not ours and not others:
+        raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
+    for name, layer in ours.items():
+        if (reason := _why_not_fold(layer, new[name])) is not None:
+            raise ValueError(f"cannot fold the scale of {name or type(layer).__name__}: {reason}")
+    if others:
+        uses, difference = _uses(model, others, inputs)
+        ratios = {name: _ratio_of(name, layer, uses[name], to, factor) for name, layer in others.items()}
+    else:
+        uses, difference = {}, None
+        ratios = {name: layer.scale.multiplier / new[name].multiplier for name, layer in ours.items()}
+    layers, reason = ours or others, ""
+    queries = {name: _found(name, layer, "query", uses.get(name)) for name, layer in layers.items()}
+    try:
+        keys = {name: _found(name, layer, "key", uses.get(name)) for name, layer in layers.items() if ratios[name] != 1}
+        shares = {name: math.sqrt(abs(ratio)) for name, ratio in ratios.items()}
+        both = [replace(fold, ratio=math.copysign(shares[name], ratios[name])) for name, fold in queries.items()]
+        both += [replace(fold, ratio=shares[name]) for name, fold in keys.items()]
+        _apply(model, both, layers, to, factor, difference)
+    except ValueError as error:
+        if ours:
+            raise
+        reason = str(error).removeprefix(REFUSED)
+    if reason:
+        _apply(model, [replace(fold, ratio=ratios[name]) for name, fold in queries.items()], layers, to, factor, difference)
+        warnings.warn(
+            f"{reason}: the queries take the whole factor, so an update of their weights moves the scores further than an update of "
+            "the keys' weights",
+            stacklevel=3,
+        )
+    _replace_scales(model, ours, new, to, factor)
+    return model
+
+
+def set_scale(model: nn.Module, to: str | float, *, factor: float = 1.0) -> nn.Module:
+    """Change the score scale of a model, and with it the function that the model computes. The weights do not change.
+
+    The config of a model of minitx is updated. In a model that ``minitx.interop.adopt_hf`` adopted, the scale replaces the model's
+    own scale; ``release_hf`` restores it.
+
+    Args:
+        model: any module that contains ``MultiHeadAttention`` or adopted attention. It is changed in place and returned.
+        to: the new scale, as in ``ScoreScale``. Adopted attention takes ``inv_sqrt``, ``unscaled``, ``inv``, ``head_dim^p`` and
+            numbers.
+        factor: multiplies the scale.
+
+    Raises:
+        ValueError: the model has no attention, the scale is unknown, the factor is not finite, or adopted attention is
+            given ``learned`` or ``log_length``. The model is then unchanged.
+
+    >>> from minitx.nn import MultiHeadAttention
+    >>> set_scale(MultiHeadAttention(12, 3), "unscaled").scale
+    ScoreScale('unscaled', head_dim=4)
+    """
+    layers, new = _new_scales(model, to, factor)
+    others = _other_layers(model)
+    if not layers and not others:
+        raise ValueError(f"{type(model).__name__} contains no attention layer with a scale")
+    for layer in others.values():
+        layer.core.set_scale(to, factor)
+    if to == "learned":
+        new = {name: scale.to(layers[name].q_proj.weight) for name, scale in new.items()}
+    _replace_scales(model, layers, new, to, factor)
+    return model
+
+
+def _other_layers(model: nn.Module) -> dict[str, Any]:
+    """The attention layers, by name, with a core that is an ``OtherScale``."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: layer for name, layer in named if isinstance(getattr(layer, "core", None), OtherScale)}
+
+
+def _new_scales(model: nn.Module, to: str | float, factor: float) -> tuple[dict[str, Any], dict[str, ScoreScale]]:
+    """The attention layers of a model by name, and a new scale for each."""
+    read(Finite, factor, "factor")  # adopted attention has no ``ScoreScale``
+    layers: dict[str, Any] = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(getattr(layer, "scale", None), ScoreScale)
+    }
+    return layers, {
+        name: ScoreScale(to, head_dim=layer.head_dim, num_heads=layer.num_heads, max_len=layer.scale.max_len, factor=factor)
+        for name, layer in layers.items()
+    }
+
+
+def _replace_scales(
+    model: nn.Module, layers: dict[str, Any], new: dict[str, ScoreScale], to: str | float, factor: float
+) -> None:
+    for name, layer in layers.items():
+        layer.scale = new[name]
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, TransformerConfig):
+            module.config = replace(config, scale=to, scale_factor=factor)  # type: ignore[assignment]
+
+
+def _why_not_fold(layer: nn.Module, new: ScoreScale) -> str | None:
+    """The reason why the scale of one of our attention layers cannot be folded into ``new``, or None."""
+    projections: Any = (layer.q_proj, layer.k_proj)
+    old: Any = layer.scale
+    faults = [fault for projection in projections if (fault := not_plain(projection, nn.Linear, ("weight", "bias")))]
+    reasons = {
+        f"scale={old.scale} has no fixed multiplier": old.multiplier is None,
+        f"to={new.scale} has no fixed multiplier": new.multiplier is None,
+        "the old or the new scale is 0": 0.0 in (old.multiplier, new.multiplier),
+        "qk_norm would undo a change of W_Q and W_K": layer.qk_norm is not None,
+        f"{type(layer.core).__name__} computes no dot products": not getattr(layer.core, "has_dot_products", False),
+        f"q_proj and k_proj must be plain Linear layers: {', '.join(faults)}": bool(faults),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _uses(
+    model: nn.Module, layers: Mapping[str, Any], inputs: Mapping[str, Any] | None
+) -> tuple[dict[str, Use], Callable[[], str]]:
+    """Call a model whose attention is not ours. See ``OtherScale.trial``."""
+    if any(parameter.is_meta for layer in layers.values() for parameter in layer.parameters()):
+        raise ValueError(f"{REFUSED}weights of the attention are offloaded (on the meta device); load all of them first")
+    uses, difference = next(iter(layers.values())).core.trial(model, layers, inputs)
+    if missing := [name for name in layers if name not in uses]:
+        raise ValueError(
+            f"{REFUSED}{missing[0]} did not run when the model was called. Pass the whole model, or the arguments of "
+            "another call as inputs="
+        )
+    return uses, difference
+
+
+def _ratio_of(name: str, layer: Any, use: Use, to: str | float, factor: float) -> float:
+    """The old multiplier of q·k divided by the new multiplier."""
+    new = use.own_multiplier if to == "own" else scale_multiplier(to, use.head_dim) * factor
+    if 0.0 in (use.multiplier, new):
+        raise ValueError(f"cannot fold the scale of {name}: the old or the new scale is 0")
+    clips = [clip for owner in (layer, layer.config) if (clip := stated(owner, "clip_qkv")) is not None]
+    if clips:  # the queries of this call may be below the limit
+        raise ValueError(f"cannot fold the scale of {name}: its queries are clipped to clip_qkv={clips[0]}")
+    return use.multiplier / new
+
+
+def _found(name: str, layer: nn.Module, role: str, use: Use | None) -> Fold:
+    """The weights that make the queries or keys of an attention layer, by the names in ``PROJECTIONS``.
+
+    Raises:
+        ValueError: the layer has no such weights of a known name, or not in a plain projection or norm.
+    """
+    for row in PROJECTIONS:
+        part = row.query if role == "query" else row.key
+        module: Any = getattr(layer, part, None)
+        parameters = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
+        if parameters:
+            break
+    else:
+        known = ", ".join(filter(None, (row.query if role == "query" else row.key for row in PROJECTIONS)))
+        raise ValueError(f"{REFUSED}{name} has no weights for its {role} under a known name ({known})")
+    # writing to a quantised weight may have no effect; nested parameters belong to an adapter or a parametrisation
+    if not {*parameters} <= {"weight", "bias"} or any(type(parameter) is not nn.Parameter for parameter in parameters.values()):
+        raise ValueError(f"{REFUSED}{name}.{part}, {type(module).__name__}, is no projection or norm with plain weights")
+    fold = Fold(f"{name}.{part}".removeprefix("."), module, tuple(parameters))
+    if use is None:
+        return fold
+    is_norm = all(parameter.dim() == 1 for parameter in parameters.values())
+    H, Hkv, D = use.num_heads, use.num_kv_heads, use.head_dim
+    if row.rows == "by head":
+        return replace(fold, groups=H, start=D * (role == "key"), length=D)
+    if row.rows == "joined":
+        return replace(fold, start=H * D * (role == "key"), length=(Hkv if role == "key" else H) * D)
+    return replace(fold, shift=_shift_of(fold)) if is_norm else fold
+
+
+def _shift_of(norm: Fold) -> float:
+    """1 for a norm that multiplies by 1 + weight, or 0. It is found by doubling the output."""
+    parameters = dict(norm.module.named_parameters())
+    weight = parameters["weight"]
+    row = torch.arange(weight.numel(), device=weight.device).sin().to(weight.dtype)[None]
+    doubled = {name: 2 * parameter + 1 for name, parameter in parameters.items()}
+    with evaluating(norm.module):
+        expected = 2 * norm.module(row)
+        return float(torch.allclose(torch.func.functional_call(norm.module, doubled, (row,)), expected, rtol=0.02))
+
+
+def _apply(
+    model: nn.Module,
+    folds: Iterable[Fold],
+    layers: Mapping[str, Any],
+    to: str | float,
+    factor: float,
+    difference: Callable[[], str] | None,
+) -> None:
+    """Multiply weights, each once, although layers may share them. If the outputs of the model change, undo it.
+
+    Raises:
+        ValueError: a weight needs another factor elsewhere, or the outputs change.
+    """
+    done: dict[tuple[Any, ...], float] = {}
+    once = list[Fold]()
+    for fold in folds:
+        places = fold.places()
+        if any(done.get(place, fold.ratio) != fold.ratio for place in places.values()):
+            raise ValueError(f"{REFUSED}{fold.name} shares a projection that needs another factor elsewhere")
+        once.append(replace(fold, parameters=tuple(name for name, place in places.items() if place not in done)))
+        done |= dict.fromkeys(places.values(), fold.ratio)
+    names, memory = {fold.name for fold in once}, {place[0] for place in done}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own, is_folded = memory_of(parameter), name.rpartition(".")[0] in names
+        if any(overlap(own, other) and not (is_folded and own == other) for other in memory):
+            raise ValueError(f"{REFUSED}{name} is also the weight of queries or keys, or shares memory with it")
+    weights = [fold.module.get_parameter(name) for fold in once for name in fold.parameters] if difference else []
+    before = [weight.clone() for weight in weights]
+    for fold in once:
+        fold.apply()
+    if difference is None:
+        return
+    scales = {layer.core: layer.core.scale for layer in layers.values()}
+    for core in scales:
+        core.set_scale(to, factor)
+    if reason := difference():
+        for weight, old in zip(weights, before, strict=True):
+            weight.copy_(old)
+        for core, scale in scales.items():
+            core.scale = scale
+        raise ValueError(f"{REFUSED}the queries and keys are not proportional to the weights of their projections: {reason}")
+    for name, layer in layers.items():
+        layer.core.folds += [fold for fold in once if fold.name.rpartition(".")[0] == name and fold.parameters]
+
+
+def memory_of(parameter: Tensor) -> tuple[int, int]:
+    """The memory range of a tensor. A tensor without memory (meta, DTensor) gets a unique range."""
+    steps = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+    start = parameter.data_ptr()
+    return (start, start + (steps + 1) * parameter.element_size()) if start else (-id(parameter), 1 - id(parameter))
+
+
+def overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Whether two ranges of ``memory_of`` have a byte in common."""
+    return first[0] < second[1] and second[0] < first[1]

@@ -1,0 +1,210 @@
+"""Lightning's Trainer for the options of a run, with the arguments that it may not have, and without its notices."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+
+from minitx.config import ConfigError, TrainerConfig
+from minitx.config.part import parameter_names
+from minitx.config.schema import defaults, first_line, require
+from minitx.config.training import REPLACED
+from minitx.training.devices import cpu_precision, device_of
+from minitx.training.metrics_csv import COLUMNS, MetricsFile
+from minitx.training.module import AtomicCheckpointIO, Sharded
+
+
+def build_trainer(
+    options: TrainerConfig,
+    folder: Path,
+    loggers: Sequence[Any],
+    callbacks: Sequence[L.Callback],
+    done: int,
+    checkpoints: CheckpointIO | None = None,
+) -> L.Trainer:
+    """Build Lightning's Trainer. It logs to ``metrics.csv`` from row ``done`` on, and to ``loggers``.
+
+    ``TrainingModule`` does its own clipping and logging, and the loaders of ``DataModule`` give each process its own batches.
+
+    Raises:
+        ConfigError: Lightning does not accept the devices, the strategy, ``trainer.extra``, a plugin or the profiler.
+    """
+    check_extra(options.extra)
+    check_callbacks(callbacks)
+    place = place_of(options)
+    place["plugins"] += [checkpoints or AtomicCheckpointIO()] + [
+        part.at(f"trainer.plugins[{i}]").build() for i, part in enumerate(options.plugins)
+    ]
+    profiler = options.profiler and options.profiler.at("trainer.profiler").build(dirpath=folder, filename="profile")
+    arguments = {
+        **place,
+        "max_steps": options.max_steps,
+        "accumulate_grad_batches": options.accumulate,
+        **validation_of(options),
+        "limit_val_batches": options.val_batches,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "deterministic": options.deterministic or None,  # False would override torch.use_deterministic_algorithms
+        "use_distributed_sampler": False,
+        "logger": [MetricsFile(folder / "metrics.csv", done, COLUMNS), *loggers],
+        "callbacks": list(callbacks),
+        "enable_progress_bar": any(isinstance(callback, L.callbacks.ProgressBar) for callback in callbacks),
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+        "profiler": profiler,
+    }
+    try:
+        trainer = L.Trainer(**{**arguments, **options.extra})
+    except Exception as error:
+        options_text = f"trainer.strategy={options.strategy} with trainer.accelerator={options.accelerator}"
+        raise ConfigError(
+            f"{options_text} and trainer.devices={options.devices} cannot be used: {first_line(error)}"
+        ) from error
+    # Before every micro-batch, Lightning waits for the device and broadcasts whether SIGTERM was received. LastCheckpoint shares
+    # signals at fewer steps. There is no public switch for this; pyproject.toml bounds the version of lightning.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return trainer
+
+
+def key_of_argument(name: str) -> str | None:
+    """Return the key for an argument of Lightning's Trainer, or None if the Trainer has no such argument.
+
+    >>> key_of_argument("gradient_clip_val"), key_of_argument("devices"), key_of_argument("benchmark"), key_of_argument("foo")
+    ('trainer.clip', 'trainer.devices', 'trainer.extra.benchmark', None)
+    """
+    if name not in parameter_names(L.Trainer):
+        return None
+    return REPLACED.get(name, f"trainer.{name}" if name in defaults(TrainerConfig) else f"trainer.extra.{name}")
+
+
+def check_arguments(extra: Mapping[str, Any]) -> None:
+    """Refuse entries of ``trainer.extra`` that are not arguments of Lightning's Trainer, or that have a key of their own.
+
+    Raises:
+        ConfigError: ``extra`` has such an entry. The message names the key, or a similar argument.
+    """
+    for name in sorted(extra):
+        key = key_of_argument(name)
+        near = [key_of_argument(like) for like in difflib.get_close_matches(name, sorted(parameter_names(L.Trainer)), n=1)]
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        require(key is not None, f"trainer.extra.{name} is not an argument of Lightning's Trainer{meant}")
+        require(key == f"trainer.extra.{name}", f"trainer.extra.{name} is not allowed: use {key}")
+
+
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Refuse arguments that have no effect on our training step or data.
+
+    Raises:
+        ConfigError: ``extra`` has such an argument.
+    """
+    of_epochs = {"limit_train_batches", "check_val_every_n_epoch", "min_epochs", "reload_dataloaders_every_n_epochs"}
+    idle = {
+        "has no effect: the training step clips by norm": {"gradient_clip_algorithm"},
+        "has no effect on the data of a Task": {"use_distributed_sampler", *of_epochs},
+    }
+    for why, names in idle.items():
+        for name in sorted(names & set(extra)):
+            raise ConfigError(f"trainer.extra.{name} {why}")
+
+
+def validation_of(options: TrainerConfig) -> dict[str, Any]:
+    """Return the arguments of Lightning's Trainer for ``trainer.val_every``."""
+    assert options.max_steps is not None  # see ``in_steps``
+    steps = min(options.val_every or options.max_steps, options.max_steps)
+    return {"val_check_interval": steps * options.accumulate, "check_val_every_n_epoch": None}
+
+
+def check_callbacks(callbacks: Sequence[L.Callback]) -> None:
+    """Refuse callbacks of Lightning whose result would be lost, or that change the batches of a step by epoch.
+
+    Raises:
+        ConfigError: ``StochasticWeightAveraging`` or ``GradientAccumulationScheduler``.
+    """
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging):
+            raise ConfigError(
+                "callbacks: StochasticWeightAveraging averages at the end of the last epoch, after the last validation and checkpoint, "
+                "so its result would not be saved: use 'callbacks=[default,ema]' to average by step"
+            )
+        if isinstance(callback, GradientAccumulationScheduler):
+            raise ConfigError(
+                "callbacks: GradientAccumulationScheduler changes the micro-batches of a step by epoch, but the data of a Task has only "
+                "one epoch: set trainer.accumulate"
+            )
+
+
+def epoch_hooks(callbacks: Sequence[L.Callback]) -> list[str]:
+    """Return a line for each hook of a user's callback that Lightning calls once an epoch, because a run is a single epoch."""
+    return [
+        f"callbacks: {type(callback).__name__}.{hook} is called once, because Lightning counts the whole run as one epoch: for a call "
+        "after each validation, use on_validation_end"
+        for callback in callbacks
+        for hook in ("on_train_epoch_start", "on_train_epoch_end")
+        if getattr(type(callback), hook).__module__.partition(".")[0] not in ("lightning", "pytorch_lightning", "minitx")
+    ]
+
+
+def place_of(options: TrainerConfig) -> dict[str, Any]:
+    """Return the arguments of Lightning's Trainer for devices, strategy, precision and checkpoints."""
+    device = device_of(options.accelerator)
+    precision: str | None = cpu_precision(options.precision) if device.type == "cpu" else options.precision
+    plugins: list[Any] = []
+    if options.strategy == "sharded" and precision == "64-true":  # Lightning refuses this by name, but not as a plugin
+        plugins, precision = [*plugins, DoublePrecision()], None
+    elif precision == "bf16-mixed":  # for unknown devices Lightning would use CUDA's autocast
+        plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
+    strategy: Strategy = SingleDeviceStrategy(device)  # for unknown devices Lightning would use the CPU
+    if options.strategy == "sharded":
+        strategy = Sharded(options.world_size)
+    elif options.strategy == "ddp" or options.world_size > 1:
+        strategy = DDPStrategy(gradient_as_bucket_view=True)
+    where = {"accelerator": options.accelerator, "devices": options.devices, "num_nodes": options.num_nodes}
+    return {**where, "strategy": strategy, "plugins": plugins, "precision": precision}
+
+
+_NOTICES = (
+    "overridden .on_before_batch_transfer.",  # the module checks masks there, before they are copied to the device
+    "does not have many workers",  # one process loads faster than our models train
+    "Checkpoint directory .* exists and is not empty",  # the folder of the run that is resumed
+    "dataloader is not resumable",  # it is: batches are addressed by step
+    "in eval mode at the start of training",  # build_network logs these modules
+    "isinstance.*LeafSpec.*is deprecated",  # in Lightning's own code, for every batch
+    "sync_dist=True",  # metrics are already reduced over ranks
+    "FSDP2-wrapped module.*view tensor",  # no block changes its output in place
+    "WeightAveraging callback with a model that overrides",  # configure_model only shards
+    "WeightAveraging callback, but loading a checkpoint outside",  # evaluation uses the averaged weights
+)
+"""Warnings of Lightning and torch that do not help a user, each with the reason."""
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """A context that hides Lightning's notices (devices, tips, advice about workers), but not the table of ``ModelSummary``."""
+    quiet = {
+        "lightning.pytorch": logging.WARNING,
+        "lightning.pytorch.callbacks.model_summary": logging.INFO,  # users add this callback to see its table
+        "lightning.fabric": logging.WARNING,
+        "torch.distributed.tensor": logging.ERROR,
+    }
+    levels = {name: logging.getLogger(name).level for name in quiet}
+    try:
+        for name, level in quiet.items():
+            logging.getLogger(name).setLevel(level)
+        with warnings.catch_warnings():
+            for message in _NOTICES:
+                warnings.filterwarnings("ignore", message=f".*{message}.*")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
