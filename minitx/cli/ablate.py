@@ -49,7 +49,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
     if grid.report_only:
         if not (folder / "cells.jsonl").exists():
             raise ConfigError(f"output_dir={folder} has no cells.jsonl: first run the grid without ablation.report_only=true")
-        report(grid, chosen, stored_records(chosen, folder / "cells.jsonl"), folder)
+        write_findings(grid, chosen, stored_records(chosen, folder / "cells.jsonl"), folder)
         return
     module_of(grid)
     check_measures(grid)
@@ -64,7 +64,7 @@ def run_ablation(grid: AblationConfig, folder: Path, overrides: Sequence[str], c
             records = run_cells(pool, grid, chosen, folder, run_cell, after_line=launch.keep)
         finally:
             pool.close()
-    report(grid, chosen, records, folder)
+    write_findings(grid, chosen, records, folder)
     log.info("%s in all", duration(launch.seconds()))
     failed = [record for record in records if record["status"] == "failed"]
     if failed:
@@ -151,7 +151,7 @@ def stored_records(chosen: Sequence[Cell], path: Path) -> list[Record]:
     return records
 
 
-def report(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Record], folder: Path) -> None:
+def write_findings(grid: AblationConfig, chosen: Sequence[Cell], records: Sequence[Record], folder: Path) -> None:
     """Write the report, and print its sentences and the path of its page."""
     findings = judge(grid, Runs.of([cell.place for cell in chosen], records))
     sentences = write_report(findings, folder, meta=read_meta(folder / "launches.json"))

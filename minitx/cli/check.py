@@ -11,40 +11,54 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from minitx.cli.command_line import checkpoint_of, key, refusing, run_program, write
+from minitx.cli.command_line import checkpoint_of, refusing, run_program, write
+from minitx.cli.compose import FilePath
 from minitx.config import ConfigError
 from minitx.config.schema import Config, Natural, first_line, require
 
 if TYPE_CHECKING:
     from minitx.check.results import Report
 
-USAGE = """python scripts/check.py FILE.py:NAME [key=value ...]
+HELP = """python scripts/check.py FILE.py:NAME [key=value ...]
 python scripts/check.py model=FOLDER [key=value ...]
 
 NAME is a function of queries, keys and values, a layer with projections, a model, or a class or function that returns one.
 Python runs the file with your permissions. FOLDER is a Hugging Face folder, a checkpoint or the folder of a run; their code
 is not run. The exit code is 1 if something is wrong, and 2 if there is nothing to check."""
 
-STAGES = "1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal, 5 half precision and large scores"
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig(Config):
-    """The keys of ``check.py``."""
+    """The keys of ``check.py``.
 
-    target: str = key("", "FILE.py:NAME; target= may be omitted", is_path=True)
-    model: str = key("", "a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME", is_path=True)
-    only: str | None = key(None, "properties of a model to check, such as causality,padding")
-    causal: bool | None = key(None, "whether later tokens must not change earlier outputs; null: inferred from the model")
-    trust: bool = key(False, "build any class that a checkpoint names. This can run arbitrary code")
-    stage: Natural | None = key(None, f"grade one stage of the exercise: {STAGES}")
-    strict: bool = key(False, "check a kernel with the signature of scaled_dot_product_attention in all cases and dtypes")
-    mask: str | None = key(None, "the meaning of True in the mask: keep or hide; null: inferred")
-    seed: Natural = key(0, "seed of the random inputs")
-    device: str = key("cpu", "cpu, cuda, cuda:1 or mps")
-    json: str = key("", "also write the report to this file, for graders", is_path=True)
+    Attributes:
+        target: FILE.py:NAME; target= may be omitted.
+        model: a Hugging Face folder, a checkpoint or the folder of a run, instead of FILE.py:NAME.
+        only: properties of a model to check, such as causality,padding.
+        causal: whether later tokens must not change earlier outputs; null: inferred from the model.
+        trust: build any class that a checkpoint names. This can run arbitrary code.
+        stage: grade one stage of the exercise: 1 plain, 2 masks, 3 queries that see nothing, 4 wide values and causal, 5 half
+            precision and large scores.
+        strict: check a kernel with the signature of scaled_dot_product_attention in all cases and dtypes.
+        mask: the meaning of True in the mask: keep or hide; null: inferred.
+        seed: seed of the random inputs.
+        device: cpu, cuda, cuda:1 or mps.
+        json: also write the report to this file, for graders.
+    """
+
+    target: FilePath = ""
+    model: FilePath = ""
+    only: str | None = None
+    causal: bool | None = None
+    trust: bool = False
+    stage: Literal[1, 2, 3, 4, 5] | None = None
+    strict: bool = False
+    mask: Literal["keep", "hide"] | None = None
+    seed: Natural = 0
+    device: str = "cpu"
+    json: FilePath = ""
 
     def check(self) -> None:
         require(bool(self.target or self.model), "FILE.py:NAME is missing, such as mine.py:attention, or model=FOLDER")
@@ -57,8 +71,6 @@ class CheckConfig(Config):
             not self.model or not (self.strict or self.stage or self.mask),
             "stage, strict and mask are for functions, not for models: remove them",
         )
-        require(self.stage in (None, 1, 2, 3, 4, 5), f"stage={self.stage} must be {STAGES}")
-        require(self.mask in (None, "keep", "hide"), f"mask={self.mask} must be keep or hide")
         require(not self.strict or self.stage is None, "strict=true and stage cannot be combined: remove one of them")
         folder = Path(self.json).absolute().parent
         require(not self.json or folder.is_dir(), f"json={self.json} is in a folder that does not exist")
@@ -73,11 +85,11 @@ def main() -> int:
     """The program behind ``scripts/check.py`` and ``minitx-check``; returns the exit code."""
     reports: list[Report] = []
     arguments = [word if "=" in word or word.startswith("-") else f"target={word}" for word in sys.argv[1:]]
-    code = run_program(CheckConfig, USAGE, lambda config: reports.append(_check(config)), arguments=arguments)
+    code = run_program(CheckConfig, HELP, lambda config: reports.append(_run_check(config)), arguments=arguments)
     return code or max((report.exit_code for report in reports), default=0)
 
 
-def _check(config: CheckConfig) -> Report:
+def _run_check(config: CheckConfig) -> Report:
     path, _, name = config.target.rpartition(":")
     subject = _loaded(config) if config.model else _object(_module(path), path, name)
     report = _model_report(subject, config) if config.model else _report(subject, config)
@@ -93,7 +105,7 @@ def _report(subject: Any, config: CheckConfig) -> Report:
     from minitx.check.calls import check_attention
 
     made = _made(subject, config.target)
-    if _is_model(made) and not (config.strict or config.stage is not None or config.mask is not None):
+    if _is_whole_model(made) and not (config.strict or config.stage is not None or config.mask is not None):
         return _model_report(made, config)
     with refusing(f"{config.target}: ", (ValueError, TypeError)):
         require(config.only is None and config.causal is None, f"only and causal are for models{_why_none(subject)}")
@@ -101,7 +113,7 @@ def _report(subject: Any, config: CheckConfig) -> Report:
             subject if inspect.isclass(subject) else made,
             strict=config.strict,
             stage=config.stage,
-            mask=config.mask,  # type: ignore[arg-type]
+            mask=config.mask,
             seed=config.seed,
             device=config.device,
         )
@@ -137,7 +149,7 @@ def _made(subject: Any, target: str) -> Any:
     return made if callable(made) else subject
 
 
-def _is_model(subject: Any) -> bool:
+def _is_whole_model(subject: Any) -> bool:
     """Return whether the subject is a model, and not a layer or a function of attention."""
     from torch import nn
 

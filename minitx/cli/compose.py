@@ -1,38 +1,42 @@
 """Compose configs with Hydra, and read them as dataclasses.
 
-``words`` are the words after ``train.py`` on the command line: overrides, and ``--config-dir=FOLDER`` for the user's configs.
+``words`` are the words after the program on the command line: overrides, and ``--config-dir=FOLDER`` for the user's configs.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import json
 import logging
+import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.hydra_errors import explained, is_of_hydra, names_of
+from minitx.cli.hydra_errors import CommandLine, explained, is_of_hydra, names_of
 from minitx.config import CONFIG_DIR, ConfigError, InitFrom, RunConfig, TrainerConfig, from_dict, is_node
-from minitx.config.part import find_target, plain_defaults, required, unknown_keys
-from minitx.config.schema import config_class_of, defaults, require
+from minitx.config.part import find_target, plain_defaults, required
+from minitx.config.schema import UNIONS, config_class_of, defaults, hints_of, require
 from minitx.config.shipped import shipped_configs
 from minitx.config.training import LOADING, MODEL, NODES
 
 log = logging.getLogger(__name__)
+Options = TypeVar("Options")
 
 GROUPS = (*NODES, "trainer")
 """Groups that must have an option in every run."""
@@ -45,13 +49,18 @@ NOT_FOR_CELLS = ("experiment=", "ablation=", "ablation.", "output_dir=", "hydra.
 def register_defaults() -> None:
     """Register the defaults of the config classes with Hydra, for ``defaults: [/schema@_here_: NAME]`` in YAML files."""
     store = ConfigStore.instance()
-    run = {name: {} if name in GROUPS else value for name, value in defaults(RunConfig).items()}
     for name, values in {"trainer": defaults(TrainerConfig), "ablation": defaults(AblationConfig)}.items():
         store.store(group="schema", name=name, node=OmegaConf.create(values, flags={"struct": False}))
-    node = OmegaConf.create(run)
-    for group in filter(OmegaConf.is_dict, node.values()):  # accept any key, because keys are checked when the config is read
-        OmegaConf.set_struct(group, False)
-    store.store(group="schema", name="run", node=node)
+    run = {name: {} if name in GROUPS else value for name, value in defaults(RunConfig).items()}
+    store.store(group="schema", name="run", node=_with_open_groups(run))
+
+
+def _with_open_groups(values: Mapping[str, Any]) -> DictConfig:
+    """Return a config whose groups accept any key, because keys are checked when the config is read."""
+    config = OmegaConf.create(dict(values))
+    for name in [name for name, value in values.items() if isinstance(value, Mapping)]:
+        OmegaConf.set_struct(config[name], False)
+    return config
 
 
 def by_key(words: Iterable[str]) -> dict[str, str]:
@@ -71,6 +80,7 @@ def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
         words: the words that ``composed`` was composed from. With ``init_from``, typed fields of the model replace the fields
             in the file.
     """
+    typed = by_key(words)
     with explaining(words):
         try:
             values = plain(composed)
@@ -86,19 +96,21 @@ def build_config(composed: DictConfig, words: Sequence[str] = ()) -> RunConfig:
             bool(values.get(name)),
             f"{name} is missing: choose an option, {name}=OPTION, or begin your config with 'defaults: [train]'",
         )
-    for name in ("debug", "ablation"):
-        values.pop(name, None)
-    typed = by_key(words)
     if (values.get("init_from") or {}).get("path") and values["model"].get("_target_") == MODEL:
         values["model"] = _as_stored(values, typed)
-    if isinstance(values["trainer"], Mapping):
-        check_trainer(values["trainer"])
-    values |= {name: _as_chosen(values[name], name, typed) for name in NODES if name in typed and is_node(values[name])}
-    config = _with_fitting_warmup(from_dict(RunConfig, values), typed)
-    if config.experiment == "finetune" and config.init_from.path is None and config.model.name == MODEL:
-        raise ConfigError("experiment=finetune needs a trained model: set init_from.path=FOLDER, or model=hf model.path=FOLDER")
-    _check_loading(config, typed)
-    return config
+    try:
+        config = from_dict(RunConfig, {name: value for name, value in values.items() if name not in ("debug", "ablation")})
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_advice_on_a_file(str(error), typed)}") from error
+    return _with_fitting_warmup(config, typed)
+
+
+def _advice_on_a_file(message: str, typed: Mapping[str, str]) -> str:
+    """Return the end of a message about an unknown key: how to remove the key if a config file sets it for another target."""
+    unknown = re.match(r"((\w+)\.\w+) is not a key", message)
+    if unknown is None or unknown[1] in typed or unknown[2] not in NODES:
+        return ""
+    return f"; a config file sets it: add ~{unknown[1]}, or '- override /{unknown[2]}: null' to the defaults of your file"
 
 
 def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
@@ -108,59 +120,6 @@ def _as_stored(values: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str,
     shape = stored_shape(from_dict(InitFrom, values["init_from"], "init_from."), values.get("trust") is True)
     chosen = {name.partition(".")[2] for name in typed if name.startswith("model.")}
     return {**shape, **{name: values["model"].get(name) for name in chosen}, "_target_": MODEL}
-
-
-def check_trainer(node: Mapping[str, Any]) -> None:
-    """Check unknown keys of ``trainer`` that are arguments of Lightning's Trainer.
-
-    Raises:
-        ConfigError: the argument has another key. The message names it.
-    """
-    known = list(defaults(TrainerConfig))
-    extra = node.get("extra")
-    # not for typos of our keys, because importing lightning takes seconds
-    names = [name for name in node if name not in known and not difflib.get_close_matches(str(name), known, n=1, cutoff=0.85)]
-    if not names and not extra:
-        return
-    from minitx.training.trainer import check_arguments, key_of_argument
-
-    for name in names:
-        key = key_of_argument(name)
-        require(key is None, f"trainer.{name} is not a key: use {key}")
-    if isinstance(extra, Mapping):
-        check_arguments(extra)
-
-
-def _as_chosen(node: Mapping[str, Any], group: str, typed: Mapping[str, str]) -> dict[str, Any]:
-    """Return the node of a group whose option was typed (``group=OPTION``), without keys that an experiment set for another option.
-
-    Only keys of our other options are dropped. Other unknown keys are kept, and refused when the config is read.
-
-    Raises:
-        ConfigError: an experiment changes the target of the typed option.
-    """
-    word = typed[group]
-    targets = _targets(group)
-    target = targets.get(word.partition("=")[2], node["_target_"])
-    require(
-        node["_target_"] == target,
-        f"{word} was typed, but the config later sets {group}._target_={node['_target_']}: remove {word}, or these keys of {group}",
-    )
-    if group == "data":
-        return dict(node)
-    known = {key for target in set(targets.values()) for key in defaults(find_target(target, group))}
-    dropped = [key for key in unknown_keys(node, group) if key in known and f"{group}.{key}" not in typed]
-    if dropped:
-        log.info("%s: the experiment's %s are for another option and are ignored", group, ", ".join(dropped))
-    return {key: value for key, value in node.items() if key not in dropped}
-
-
-@cache
-def _targets(group: str) -> dict[str, str]:
-    """Return the targets of our options of a group. An option without ``_target_`` has the target of the option in its ``defaults``."""
-    paths = shipped_configs().joinpath(group).glob("*.yaml")
-    options: dict[str, Any] = {path.stem: OmegaConf.create(path.read_text(encoding="utf-8")) for path in paths}
-    return {name: option.get("_target_") or options[option.defaults[0]]["_target_"] for name, option in options.items()}
 
 
 def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConfig:
@@ -174,17 +133,6 @@ def _with_fitting_warmup(config: RunConfig, typed: Mapping[str, str]) -> RunConf
         "schedule.warmup_steps=%s of the experiment exceeds trainer.max_steps=%d: shortened to %d", warmup, steps, steps // 10
     )
     return dataclasses.replace(config, schedule=config.schedule.with_(warmup_steps=steps // 10))
-
-
-def _check_loading(config: RunConfig, typed: Mapping[str, str]) -> None:
-    """Raise a ConfigError if a key of ``LOADING`` was typed that the LightningDataModule of the run ignores."""
-    target = config.data.target
-    names = [name for name in LOADING if f"data.{name}" in typed and name not in config.data.names]
-    if names and isinstance(target, type) and hasattr(target, "train_dataloader"):
-        raise ConfigError(
-            f"{typed[f'data.{names[0]}']} has no effect: {target.__name__} is a LightningDataModule without this argument, whose "
-            "loaders determine it"
-        )
 
 
 def build_grid(config: DictConfig, words: Sequence[str]) -> AblationConfig | None:
@@ -234,14 +182,14 @@ def composed(words: Sequence[str]) -> DictConfig:
 
 
 @contextmanager
-def explaining(words: Sequence[str], *, sweeps: bool = False) -> Iterator[None]:
-    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For the arguments, see ``explained``."""
+def explaining(words: Sequence[str], **options: Any) -> Iterator[None]:
+    """A context that turns errors of Hydra and OmegaConf into a ConfigError. For ``options``, see ``CommandLine``."""
     try:
         yield
     except Exception as error:
         if isinstance(error, ConfigError) or not is_of_hydra(error):
             raise
-        raise ConfigError(explained(error, words, _keys_of, sweeps=sweeps)) from error
+        raise ConfigError(explained(error, CommandLine(words, **{"keys_of": _keys_of, **options}))) from error
 
 
 def _keys_of(words: Sequence[str]) -> list[str]:
@@ -255,11 +203,17 @@ def _compose(words: Sequence[str]) -> DictConfig:
     folders = find_own_modules(words)
     quoted = ("'file://" + str(folder).replace("'", r"\'") + "'" for folder in folders)
     search = [f"hydra.searchpath=[{','.join(quoted)}]"] if folders else []
-    running = GlobalHydra.instance().hydra  # a singleton
+    with _outside_of_jobs(), hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"):
+        return hydra.compose("train", overrides=[*overrides, *search])
+
+
+@contextmanager
+def _outside_of_jobs() -> Iterator[None]:
+    """A context in which Hydra, a singleton, composes even if it is running a job."""
+    running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(shipped_configs()), version_base="1.3"):
-            return hydra.compose("train", overrides=[*overrides, *search])
+        yield
     finally:
         GlobalHydra.instance().hydra = running
 
@@ -332,12 +286,66 @@ def find_own_modules(words: Iterable[str] = ()) -> list[Path]:
     for place in [Path.cwd(), *(place for folder in folders for place in (folder, folder.parent))]:
         sys.path += [str(place)] if str(place) not in sys.path else []
     for folder in folders:
-        _check_names(folder)
+        for path in sorted(folder.glob("*/**/*.yaml")):
+            shipped = shipped_configs() / path.relative_to(folder)
+            if shipped.is_file() and shipped.read_bytes() != path.read_bytes():
+                raise ConfigError(f"{path} has the name of minitx's config {shipped}: rename it")
     return folders
 
 
-def _check_names(folder: Path) -> None:
-    for path in sorted(folder.glob("*/**/*.yaml")):
-        shipped = shipped_configs() / path.relative_to(folder)
-        if shipped.is_file() and shipped.read_bytes() != path.read_bytes():
-            raise ConfigError(f"{path} has the name of minitx's config {shipped}: rename it")
+# --- the command line
+
+FilePath = Annotated[str, "a path: a leading ~ is expanded"]
+"""The type of a key of a program whose value is a path."""
+
+
+def compose_program(cls: type[Options], words: Iterable[str]) -> Options:
+    """Return the config of a program other than ``train.py``: a ``cls``, whose fields are the keys.
+
+    The value of a text key is taken literally (``prompt=Hello, world!``), unless it is ``null`` or in quotes.
+
+    Raises:
+        ConfigError: an override is not ``key=value``, a key is unknown (the message suggests a similar one), or a value has the
+            wrong type.
+    """
+    hints: dict[str, Any] = hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
+    kinds = {name: {hint, *(get_args(hint) if get_origin(hint) in UNIONS else ())} for name, hint in hints.items()}
+    texts, others = dict[str, Any](), list[str]()
+    for word in words:
+        name, is_pair, value = word.partition("=")
+        is_quoted = value[:1] in ("'", '"') and _is_parsed(word)
+        if is_pair and kinds.get(name, set()) & {str, FilePath} and value != "null" and not is_quoted:
+            texts[name] = value
+        else:
+            others.append(readable(word))
+    known = defaults(cls)
+    ConfigStore.instance().store(cls.__name__, _with_open_groups(known))
+    with (
+        explaining(others, keys_of=lambda _: [*known], of_run=False),
+        _outside_of_jobs(),
+        hydra.initialize(None, version_base="1.3"),
+    ):
+        composed: Any = OmegaConf.to_container(hydra.compose(cls.__name__, overrides=others), resolve=True)
+    values = {name: value for name, value in composed.items() if value != "???"} | texts
+    for name, value in values.items():
+        if FilePath in kinds[name] and isinstance(value, str):
+            values[name] = os.path.expanduser(value)
+    return from_dict(cls, values)
+
+
+def readable(word: str) -> str:
+    """Return an override, with its value in quotes if Hydra's grammar cannot read it (``data.path=小说.txt``).
+
+    A value with a comma, a bracket or a quote is not quoted.
+    """
+    name, is_pair, value = word.partition("=")
+    if not is_pair or set(value) & set("'\"\\,()[]{}") or _is_parsed(word):
+        return word
+    quoted = f"{name}={QuotedString(value, Quote.double).with_quotes()}"
+    return quoted if _is_parsed(quoted) else word
+
+
+def _is_parsed(word: str) -> bool:
+    with suppress(HydraException):
+        return OverridesParser.create().parse_override(word) is not None
+    return False

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from minitx.cli.command_line import StoredConfig, check_output, key, run_program, write, writing
+from minitx.cli.command_line import StoredConfig, check_output, run_program, write, writing
+from minitx.cli.compose import FilePath
 from minitx.config import EvaluationConfig
 from minitx.config.schema import Count, Natural, require
-
-USAGE = "python scripts/evaluate.py ckpt_path=FILE [key=value ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(StoredConfig):
-    """The keys of ``evaluate.py``. Data, tokenizer and model come from the checkpoint."""
+    """The keys of ``evaluate.py``. Data, tokenizer and model come from the checkpoint.
 
-    split: Literal["val", "test"] = key("val", "the split to evaluate: val or test")
-    num_rows: Count | None = key(None, "number of rows; null: all")
-    num_beams: Count = key(1, "number of beams for generated answers; 1: greedy")
-    num_shown: Natural = key(3, "number of answers to show")
-    batch_size: Count | None = key(None, "number of rows in a batch; null: as in training")
-    output: str | None = key(None, "also write the numbers to this JSON file", is_path=True)
-    model: Mapping[str, Any] = key(
-        dict, "a model that replaces the stored one: {_target_: ...}; like the next two keys, it is trusted"
-    )
-    data: Mapping[str, Any] = key(dict, "keys of the data that replace the stored ones: data.path=FILE")
-    objective: Mapping[str, Any] = key(dict, "an objective that replaces the stored one: {_target_: ...}")
+    Attributes:
+        split: the split to evaluate: val or test.
+        num_rows: number of rows; null: all.
+        num_beams: number of beams for generated answers; 1: greedy.
+        num_shown: number of answers to show.
+        batch_size: number of rows in a batch; null: as in training.
+        output: also write the numbers to this JSON file.
+        model: a model that replaces the stored one: {_target_: ...}; like the next two keys, it is trusted.
+        data: keys of the data that replace the stored ones: data.path=FILE.
+        objective: an objective that replaces the stored one: {_target_: ...}.
+    """
+
+    split: Literal["val", "test"] = "val"
+    num_rows: Count | None = None
+    num_beams: Count = 1
+    num_shown: Natural = 3
+    batch_size: Count | None = None
+    output: FilePath | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    objective: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         if self.output is not None:
@@ -38,7 +47,7 @@ class EvaluateConfig(StoredConfig):
 
 def main() -> int:
     """The program behind ``scripts/evaluate.py`` and ``minitx-evaluate``; returns the exit code."""
-    return run_program(EvaluateConfig, USAGE, _evaluate)
+    return run_program(EvaluateConfig, "python scripts/evaluate.py ckpt_path=FILE [key=value ...]", _evaluate)
 
 
 def _evaluate(config: EvaluateConfig) -> None:
@@ -56,8 +65,10 @@ def _evaluate(config: EvaluateConfig) -> None:
             "data.tokenizer has no effect: the checkpoint contains the tokenizer",
         )
         task = stored.task()
-        answers = config.num_beams == 1 or task.kind == "seq2seq"
-        require(answers, f"num_beams={config.num_beams} has no effect: only encoder-decoders generate answers")
+        require(
+            config.num_beams == 1 or task.kind == "seq2seq",
+            f"num_beams={config.num_beams} has no effect: only encoder-decoders generate answers",
+        )
         rows = (
             config.batch_size
             or stored.state["config"]["trainer"]["val_batch_size"]

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minitx.cli.command_line import StoredConfig, key, refusing, run_program, write, writing
+from minitx.cli.command_line import StoredConfig, refusing, run_program, write, writing
+from minitx.cli.compose import FilePath
 from minitx.config.schema import require
-
-USAGE = "python scripts/export.py ckpt_path=FILE output=FOLDER [key=value ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(StoredConfig):
-    """The keys of ``export.py``. Model, tokenizer and chat template come from the checkpoint."""
+    """The keys of ``export.py``. Model, tokenizer and chat template come from the checkpoint.
 
-    output: str = key(MISSING, "a new or empty folder for config.json, the weights, the tokenizer and README.md", is_path=True)
-    model_type: str | None = key(None, "the family to write, such as mistral; null: the first that can express the model")
-    chat_template: str | None = key(
-        None, "a file with a chat template (jinja2); null: the template of the run, with data=chat", is_path=True
-    )
+    Attributes:
+        output: a new or empty folder for config.json, the weights, the tokenizer and README.md.
+        model_type: the family to write, such as mistral; null: the first that can express the model.
+        chat_template: a file with a chat template (jinja2); null: the template of the run, with data=chat.
+    """
+
+    output: FilePath
+    model_type: str | None = None
+    chat_template: FilePath | None = None
 
     def check(self) -> None:
         require(bool(self.output), "output= must name a folder")
@@ -33,7 +36,8 @@ class ExportConfig(StoredConfig):
 
 def main() -> int:
     """The program behind ``scripts/export.py`` and ``minitx-export``; returns the exit code."""
-    return run_program(ExportConfig, USAGE, _export)
+    usage = "python scripts/export.py ckpt_path=FILE output=FOLDER [key=value ...]"
+    return run_program(ExportConfig, usage, _export)
 
 
 def _export(config: ExportConfig) -> None:
@@ -48,7 +52,11 @@ def _export(config: ExportConfig) -> None:
         tokenizer is not None or config.chat_template is None,
         f"chat_template={config.chat_template} needs a tokenizer, but ckpt_path={config.ckpt_path} has none",
     )
-    template = getattr(tokenizer, "chat_template", None) if config.chat_template is None else _read(config.chat_template)
+    if config.chat_template is None:
+        template = getattr(tokenizer, "chat_template", None)
+    else:
+        require(Path(config.chat_template).is_file(), f"chat_template={config.chat_template} does not exist")
+        template = Path(config.chat_template).read_text(encoding="utf-8")
     facts = _facts(config.checkpoint, stored.state["config"])
     labels = _labels(stored.state.get("labels", ()), getattr(stored.network, "config", None))
     options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "facts": facts, "labels": labels}
@@ -95,12 +103,6 @@ def _labels(names: Sequence[str], config: Any) -> Sequence[str]:
     return names if names and len(names) == getattr(config, "num_labels", None) else ()
 
 
-def _read(file: str) -> str:
-    """Return the chat template in a file."""
-    require(Path(file).is_file(), f"chat_template={file} does not exist")
-    return Path(file).read_text(encoding="utf-8")
-
-
 def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return facts about the training of a checkpoint, for the table in ``README.md``."""
     from minitx import __version__
@@ -115,17 +117,17 @@ def _facts(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     source = f" ({Path(data['path']).name})" if data.get("path") else ""
     optimizer = config["optimizer"]
     return {
-        "data": f"{_name(data)}{source}",
+        "data": f"{_short_name(data)}{source}",
         "tokenizer": Path(str(data["tokenizer"])).name if data.get("tokenizer") else None,
         "trained for": f"{step:,} steps",
         "tokens": f"{measured['tokens']:,}" if "tokens" in measured else None,
         "validation loss": f"{measured['val_loss']:.4f} nats per token" if "val_loss" in measured else None,
-        "optimizer": f"{_name(optimizer)}, learning rate {optimizer.get('lr')}",
+        "optimizer": f"{_short_name(optimizer)}, learning rate {optimizer.get('lr')}",
         "seed": config["seed"],
         "minitx": __version__,
     }
 
 
-def _name(node: Mapping[str, Any]) -> str:
+def _short_name(node: Mapping[str, Any]) -> str:
     """Return a short name of a node: the last part of its ``name`` or its target."""
     return str(node.get("name") or node.get("_target_", "")).rpartition(".")[2]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.command_line import StoredConfig, key, refusing, run_program, write
+from minitx.cli.command_line import StoredConfig, refusing, run_program, write
 from minitx.config import ConfigError
 from minitx.config.schema import Count, require
 
@@ -19,54 +19,63 @@ if TYPE_CHECKING:
     from minitx.data.tokenizers import TextStream, Tokenizer
 
 
-USAGE = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]"
-
-
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(StoredConfig):
-    """The keys of ``generate.py``. Decoding is described in ``minitx.generation``: ``generate``, ``Sampler``, ``beam_search``."""
+    """The keys of ``generate.py``. Decoding is described in ``minitx.generation``: ``generate``, ``Sampler``, ``beam_search``.
 
-    prompt: str | None = key(
-        None, "text to continue, or to answer with an encoder-decoder; null: each line of stdin is a prompt"
-    )
-    max_new_tokens: int | None = key(
-        None, "longest answer, in tokens; null: 256, or the number of positions of an encoder-decoder"
-    )
-    context: int | None = key(
-        None,
-        "longest context, in tokens; when it is full, the older half is dropped; null: the model's max_len; "
-        "for a model of your own, data.context_len",
-    )
-    temperature: float = key(0.0, "0: take the most probable token; above 0: sample (1: with the model's probabilities)")
-    top_k: int | None = key(None, "sample only from the k most probable tokens")
-    top_p: float | None = key(
-        None, "sample only from the most probable tokens whose probabilities sum to this number, in (0, 1]"
-    )
-    min_p: float | None = key(None, "sample only from tokens with at least this share of the largest probability, in [0, 1]")
-    repetition_penalty: float = key(1.0, "above 1: make tokens that are already in the text less probable")
-    num_beams: int = key(1, "number of beams; above 1: beam search, with temperature=0")
-    length_penalty: float = key(0.6, "for beam search: 0 favours short answers; larger values favour longer ones")
-    seed: int = key(0, "seed of the random draws; the same seed gives the same text")
-    stop: str | None = key(None, "text of one token that ends an answer; null: the model's end token, if it has one")
-    num_samples: Count = key(1, "number of answers to each prompt, separated by ---; needs temperature above 0")
-    template: bool = key(True, "treat prompts as user messages in the chat template of the checkpoint, if it has one")
+    Attributes:
+        prompt: text to continue, or to answer with an encoder-decoder; null: each line of stdin is a prompt.
+        max_new_tokens: longest answer, in tokens; null: 256, or the number of positions of an encoder-decoder.
+        context: longest context, in tokens; when it is full, the older half is dropped; null: the model's max_len; for a model
+            of your own, data.context_len.
+        temperature: 0: take the most probable token; above 0: sample (1: with the model's probabilities).
+        top_k: sample only from the k most probable tokens.
+        top_p: sample only from the most probable tokens whose probabilities sum to this number, in (0, 1].
+        min_p: sample only from tokens with at least this share of the largest probability, in [0, 1].
+        repetition_penalty: above 1: make tokens that are already in the text less probable.
+        num_beams: number of beams; above 1: beam search, with temperature=0.
+        length_penalty: for beam search: 0 favours short answers; larger values favour longer ones.
+        seed: seed of the random draws; the same seed gives the same text.
+        stop: text of one token that ends an answer; null: the model's end token, if it has one.
+        num_samples: number of answers to each prompt, separated by ---; needs temperature above 0.
+        template: treat prompts as user messages in the chat template of the checkpoint, if it has one.
+    """
+
+    prompt: str | None = None
+    max_new_tokens: int | None = None
+    context: int | None = None
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    num_beams: int = 1
+    length_penalty: float = 0.6
+    seed: int = 0
+    stop: str | None = None
+    num_samples: Count = 1
+    template: bool = True
 
     def check(self) -> None:
         require(0 <= self.seed < 2**63, f"seed={self.seed} must lie in [0, 2^63)")
-        beams = self.num_beams == 1 or self.temperature == 0.0
         require(
-            beams,
+            self.num_beams == 1 or self.temperature == 0.0,
             f"num_beams={self.num_beams} needs temperature=0, got temperature={self.temperature}: beam search does not sample",
         )
-        ranks = self.num_beams != 1 or self.length_penalty == GenerateConfig.length_penalty
-        require(ranks, f"length_penalty={self.length_penalty} has no effect without beam search: set num_beams above 1")
-        draws = self.num_samples == 1 or self.temperature != 0.0
-        require(draws, f"num_samples={self.num_samples} needs temperature above 0: without sampling, all answers are equal")
+        require(
+            self.num_beams != 1 or self.length_penalty == GenerateConfig.length_penalty,
+            f"length_penalty={self.length_penalty} has no effect without beam search: set num_beams above 1",
+        )
+        require(
+            self.num_samples == 1 or self.temperature != 0.0,
+            f"num_samples={self.num_samples} needs temperature above 0: without sampling, all answers are equal",
+        )
 
 
 def main() -> int:
     """The program behind ``scripts/generate.py`` and ``minitx-generate``; returns the exit code."""
-    return run_program(GenerateConfig, USAGE, _generate)
+    usage = "python scripts/generate.py ckpt_path=FILE [prompt=TEXT] [key=value ...]"
+    return run_program(GenerateConfig, usage, _generate)
 
 
 def _generate(config: GenerateConfig) -> None:

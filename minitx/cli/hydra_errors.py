@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,6 @@ from minitx.config import CONFIG_DIR, RunConfig
 from minitx.config.schema import defaults, nearest
 from minitx.config.shipped import shipped_configs
 
-_OURS = {*defaults(RunConfig), "ablation", "debug"}
-"""The groups and keys that every config has."""
-
 GLOBAL = "# @package _global_"
 """The first line of a file in ``experiment/`` and ``debug/``."""
 
@@ -40,19 +38,10 @@ def is_of_hydra(error: BaseException) -> bool:
     return isinstance(error, HydraException | OmegaConfBaseException) or raised_in.startswith(("hydra.", "omegaconf."))
 
 
-def explained(
-    error: BaseException, words: Sequence[str], keys_of: Callable[[Sequence[str]], list[str]], *, sweeps: bool = False
-) -> str:
-    """Return one line for an error of Hydra or OmegaConf.
-
-    Args:
-        words: overrides, and ``--config-dir=FOLDER``.
-        keys_of: a function from valid words to all keys of their config, as ``group.key``.
-        sweeps: whether ``a=1,2`` is a sweep (``-m``).
-    """
+def explained(error: BaseException, line: CommandLine) -> str:
+    """Return one line for an error of Hydra or OmegaConf, with advice from the command line that it is about."""
     if isinstance(error, OverrideParseException):
         return unreadable(error.override)
-    line = _CommandLine(words, keys_of, sweeps)
     advice = line.advice() or line.advice_on_option(getattr(error, "missing_cfg_file", None) or "")
     return f"{message_of(error).rstrip('.')}{advice}" if advice else message_of(error)
 
@@ -85,21 +74,47 @@ def message_of(error: BaseException) -> str:
     return " ".join((f"{key}: {first}" if key and key not in first else first).split())
 
 
-class _CommandLine:
-    """The words of a command line, and existing groups, options and keys. For the arguments, see ``explained``."""
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line, and the groups, options and keys that exist.
 
-    def __init__(self, words: Sequence[str], keys_of: Callable[[Sequence[str]], list[str]], sweeps: bool) -> None:
-        self.keys_of, self.sweeps, self.overrides = keys_of, sweeps, list[Override]()
-        self.folders = [word for word in words if word.startswith(CONFIG_DIR)]
-        for word in words:
-            if word not in self.folders:
-                with suppress(HydraException):
-                    self.overrides.append(OverridesParser.create().parse_override(word))
+    Attributes:
+        words: overrides, and ``--config-dir=FOLDER``.
+        keys_of: a function from valid words to all keys of their config, as ``group.key``.
+        sweeps: whether ``a=1,2`` is a sweep (``-m``).
+        of_run: whether it is a command line of ``train.py``, which alone has files of options.
+    """
+
+    words: Sequence[str]
+    keys_of: Callable[[Sequence[str]], Sequence[str]]
+    sweeps: bool = False
+    of_run: bool = True
+
+    @cached_property
+    def folders(self) -> list[str]:
+        """The words that name folders of configs."""
+        return [word for word in self.words if word.startswith(CONFIG_DIR)]
+
+    @cached_property
+    def overrides(self) -> list[Override]:
+        """The overrides that Hydra can parse."""
+        parsed: list[Override] = []
+        for word in self.words:
+            with suppress(HydraException):
+                parsed += OverridesParser.create().parse_overrides([word] if word not in self.folders else [])
+        return parsed
+
+    @cached_property
+    def first_names(self) -> set[str]:
+        """The groups and keys that every config of the program has."""
+        return {*defaults(RunConfig), "ablation", "debug"} if self.of_run else {*self.keys}
 
     @cached_property
     def groups(self) -> dict[str, dict[str, Path]]:
         """The files of options, by group."""
         files: dict[str, dict[str, Path]] = {}
+        if not self.of_run:
+            return files
         for root in (shipped_configs(), *(Path(word.removeprefix(CONFIG_DIR)) for word in self.folders)):
             for path in sorted(root.glob("*/**/*.yaml")):
                 files.setdefault(path.parent.relative_to(root).as_posix(), {})[path.stem] = path
@@ -108,8 +123,8 @@ class _CommandLine:
         return files
 
     @cached_property
-    def keys(self) -> list[str]:
-        """All keys of the config with the typed options. This imports torch."""
+    def keys(self) -> Sequence[str]:
+        """All keys of the config with the typed options. For a run, this imports torch."""
         chosen = [override.input_line or "" for override in self.overrides if self._is_choice(override)]
         with suppress(Exception):
             return self.keys_of([*self.folders, *chosen])
@@ -136,12 +151,13 @@ class _CommandLine:
     def _of_word(self, override: Override) -> str:
         name, value, is_group = override.key_or_group, override.value(), override.key_or_group in self.groups
         if override.is_sweep_override() and not self.sweeps:
-            return f"; add -m to run every value, or write '{name}=[...]' for a list"
-        if override.is_add() and (name in _OURS or name in self.keys):
+            run_all = "add -m to run every value, or " if self.of_run else ""
+            return f"; {run_all}write '{name}=[...]' for a list"
+        if override.is_add() and (name in self.first_names or name in self.keys):
             return f"; {name} already exists: remove the +"
         if is_group and not override.is_delete():
             return self._of_option(name, value) or self._of_group(override)
-        if not is_group and not name.startswith("hydra") and name.partition(".")[0] not in {*_OURS, *self.groups}:
+        if not is_group and not name.startswith("hydra") and name.partition(".")[0] not in {*self.first_names, *self.groups}:
             return self._of_key(name)
         for reference in re.findall(r"\$\{([\w.]+)\}", str(value)):
             if reference == name:
@@ -169,12 +185,12 @@ class _CommandLine:
             return ""
         if override.package:
             return f" (did you mean {override.key_or_group}?)"
-        is_new = not override.is_hydra_override() and override.key_or_group not in _OURS
+        is_new = not override.is_hydra_override() and override.key_or_group not in self.first_names
         return f" (did you mean +{override.key_or_group}?)" if is_new else ""
 
     def _of_key(self, name: str) -> str:
         for near in (
-            difflib.get_close_matches(name, _OURS, n=1, cutoff=0.8) if "." not in name else ()
+            difflib.get_close_matches(name, self.first_names, n=1, cutoff=0.8) if "." not in name else ()
         ):  # without importing torch
             return f" (did you mean {near}?)"
         in_groups = [key for key in self.keys if key.rpartition(".")[2] == name]  # such as lr without its group

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minitx.analysis.answers import Asked, next_tokens
-from minitx.analysis.capture import Layers, chosen_modules
+from minitx.analysis.capture import Layers, attention_cores, chosen_modules
 from minitx.analysis.intervene import with_knock_outs
 from minitx.analysis.questions import questions_of, token_namer
 from minitx.analysis.snapshot import Snapshot, take_snapshot
@@ -29,13 +29,13 @@ from minitx.interop import adopt_hf
 from minitx.interop.conversations import ChatFormat
 from minitx.interop.finetune import load_folder, quiet
 from minitx.training.checkpoints import Stored, load_stored
-from minitx.training.net import Net
+from minitx.training.net import Net, OfTransformers
 
 SOURCE, TARGET, TYPES = "input_ids", "decoder_input_ids", "token_type_ids"
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RowInputs:
     """The inputs of a model for a row (B = 1) on the CPU, a text for each token, and the questions for the row."""
 
     tensors: dict[str, Tensor]
@@ -63,13 +63,14 @@ def with_attention(stored: Stored) -> nn.Module:
         ConfigError: the network has no attention that can be shown.
     """
     with refusing(f"ckpt_path={stored.path} cannot be shown: "):
-        stored.net.show_attention()
+        if isinstance(stored.net, OfTransformers) and not attention_cores(stored.network):
+            adopt_hf(stored.network)
         chosen_modules(stored.network, "weights", None)
     return stored.network
 
 
 def attention_of(
-    model: nn.Module, inputs: Inputs, *, layers: Layers = None, step: int | None = None, knock_out: bool = False
+    model: nn.Module, inputs: RowInputs, *, layers: Layers = None, step: int | None = None, knock_out: bool = False
 ) -> Snapshot:
     """Return the attention on a row, and the model's answers. The row may have keys that the model does not use.
 
@@ -113,7 +114,7 @@ def chat_format(stored: Stored) -> ChatFormat | None:
     return ChatFormat(stored.tokenizer.chat_template, stored.tokenizer, "the chat template of the checkpoint")
 
 
-def row_inputs(task: Task, row: int) -> Inputs:
+def row_inputs(task: Task, row: int) -> RowInputs:
     """Return the inputs of row ``row`` of the validation split.
 
     Raises:
@@ -123,12 +124,12 @@ def row_inputs(task: Task, row: int) -> Inputs:
     require(row < source.num_rows, f"row={row} must lie in [0, {source.num_rows}), the range of validation rows")
     batch = source.rows(range(row, row + 1))
     tensors = without_targets(batch)
-    return Inputs(tensors, position_texts(task, tensors), questions_of(task, batch))
+    return RowInputs(tensors, position_texts(task, tensors), questions_of(task, batch))
 
 
 def text_inputs(
     model: nn.Module, tokenizer: Tokenizer | None, text: str, name: str, target: str | None, **options: Any
-) -> Inputs:
+) -> RowInputs:
     """Return the inputs for ``text``, the value of the key ``name``, encoded as in training.
 
     Args:
@@ -155,7 +156,7 @@ def text_inputs(
     axis = TARGET if TARGET in rows else SOURCE
     writes = config.architecture in ("decoder", "encoder_decoder")
     asked = next_tokens(axis, [rows[axis]], token_namer(tokenizer), tokenizer.vocab_size) if writes else None
-    return Inputs(tensors, {axis: [token_texts(tokenizer, row)] for axis, row in rows.items()}, asked)
+    return RowInputs(tensors, {axis: [token_texts(tokenizer, row)] for axis, row in rows.items()}, asked)
 
 
 def _own_answer(model: nn.Module, ids: list[int], num_beams: int = 1, **options: Any) -> list[int]:
@@ -167,7 +168,7 @@ def _own_answer(model: nn.Module, ids: list[int], num_beams: int = 1, **options:
     return tokens
 
 
-def _id_inputs(config: TransformerConfig, text: str) -> Inputs:
+def _id_inputs(config: TransformerConfig, text: str) -> RowInputs:
     """Return the inputs for a text of ids, each written as ``ID`` or ``ID:TYPE``."""
     words = text.split()
     wrong = next((word for word in words if not re.fullmatch(r"\d+(:\d+)?", word, re.ASCII)), None)
@@ -181,7 +182,7 @@ def _id_inputs(config: TransformerConfig, text: str) -> Inputs:
         require(largest < size, f"text has {largest} among its {name}: {name} must lie in [0, {size})")
     _check_ids(ids, "text", config.max_len)
     tensors = {SOURCE: torch.tensor([ids])} | ({TYPES: torch.tensor([types])} if config.type_vocab_size else {})
-    return Inputs(tensors, {SOURCE: [key_value_texts(ids, types)]})
+    return RowInputs(tensors, {SOURCE: [key_value_texts(ids, types)]})
 
 
 def _check_ids(ids: Sequence[int], name: str, limit: int) -> None:
@@ -207,7 +208,7 @@ def check_utf8(text: str, name: str) -> None:
         raise ConfigError(f"{name} is not UTF-8 text: character {error.start + 1} cannot be read") from None
 
 
-def paired(first: Inputs, second: Inputs) -> list[Inputs]:
+def paired(first: RowInputs, second: RowInputs) -> list[RowInputs]:
     """Return the inputs of two texts for one page. Where their tokens differ, both are labelled ``a|b``.
 
     Raises:
@@ -277,7 +278,7 @@ def _hf_folder(path: str, key_and_path: str) -> Path:
     return folder
 
 
-def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | None, **options: Any) -> Inputs:
+def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | None, **options: Any) -> RowInputs:
     """Return the inputs for ``text``, the value of the key ``name``, with the special tokens of the tokenizer.
 
     Args:
@@ -308,7 +309,7 @@ def hf_inputs(model: Any, tokenizer: Any, text: str, name: str, target: str | No
     if model.can_generate():
         axis, known, size = TARGET if TARGET in rows else SOURCE, len(tokenizer), model.config.get_text_config().vocab_size
         asked = next_tokens(axis, [rows[axis]], cache(lambda i: texts([i])[0] if i < known else f"id {i}"), size)
-    return Inputs(tensors, {axis: [texts(row)] for axis, row in rows.items()}, asked)
+    return RowInputs(tensors, {axis: [texts(row)] for axis, row in rows.items()}, asked)
 
 
 def hf_ids(model: Any, tokenizer: Any, text: str, name: str, *, is_target: bool = False) -> Any:

@@ -10,19 +10,18 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, redirect_stderr, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minitx.ablation.design import AblationConfig
-from minitx.cli.command_line import check_flags
-from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, register_defaults, unlisted
+from minitx.cli.command_line import Flags
+from minitx.cli.compose import build_config, build_grid, explaining, find_own_modules, readable, register_defaults, unlisted
 from minitx.cli.exit_codes import exit_code, sentence
 from minitx.cli.launch import FOLDER, job_name, launch, needs_launch, run_training, started_from_outside
 from minitx.config import CONFIG_DIR, ConfigError, RunConfig
@@ -32,7 +31,6 @@ from minitx.config.shipped import shipped_configs
 from minitx.training import kept_environment, rank
 
 _GRIDS = set[Path]()  # folders of grids in this call
-_FAILED = set[str]()  # reasons and overrides of the failed jobs that this call has logged
 log = logging.getLogger("minitx")
 
 
@@ -42,18 +40,16 @@ def main() -> int:
 
     def program() -> None:
         _GRIDS.clear()
-        _FAILED.clear()
-        sys.argv[1:], words, is_shown = check_flags(sys.argv[1:])
+        read = Flags(of_hydra=True).read(sys.argv[1:])
+        flags = [word for word in sys.argv[1:] if word not in read.overrides]
+        overrides = [readable(word) for word in read.overrides]
+        words = [f"{CONFIG_DIR}{read.config_dir}", *overrides] if read.config_dir else overrides
         find_own_modules(words)
-        if is_shown:
-            sys.argv[1:1] = unlisted(words)
-        sweeps = bool({"-m", "--multirun"} & {*sys.argv})
-        try:
-            with redirect_stderr(_WithoutRepeats(sys.stderr)) if sweeps else nullcontext(), explaining(words, sweeps=sweeps):
-                hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(run_job)()
-        finally:
-            is_empty = SweepFolder.remove()
-        require(not is_empty, "the sweep has no job: a range or glob in it is empty")
+        if read.config_name is None and (read.help or read.cfg == "job"):
+            overrides += unlisted(words)
+        sys.argv[1:] = [*overrides, *flags]  # Hydra expects flags at the end
+        with explaining(words, sweeps=read.multirun):
+            hydra.main(version_base="1.3", config_path=str(shipped_configs()), config_name="train")(run_job)()
 
     with kept_environment("HYDRA_FULL_ERROR"):
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
@@ -100,34 +96,13 @@ def run_job(composed: DictConfig) -> float | None:
         if HydraConfig.get().mode == RunMode.RUN or isinstance(getattr(error, "number", None), int) or FOLDER in os.environ:
             raise KeyboardInterrupt from error  # otherwise Hydra adds a line, and runs the next job of a sweep
         log.warning("job %s failed: %s", HydraConfig.get().job.num, sentence(error)[0])  # Hydra only reports the first
-        _FAILED.update((str(error), str(OmegaConf.to_container(HydraConfig.get().overrides.task))))
         raise
-
-
-class _WithoutRepeats:
-    """The stream ``stderr`` of a sweep, without Hydra's lines about failures that were already logged."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return len(text) if text.rstrip().endswith(tuple(_FAILED)) else int(self._stream.write(text) or 0)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _is_new(record: logging.LogRecord) -> bool:
-    """Return False for the record of a sweeper that repeats a logged failure."""
-    is_of_plugin = record.name.startswith(("hydra.", "hydra_plugins."))
-    return not (is_of_plugin and any(text in record.getMessage() for text in _FAILED if text))
 
 
 def speak_on_the_first_rank() -> None:
     """Log to stdout on rank 0 only. Each process also writes its own log in the folder of the run."""
     handler = logging.StreamHandler(sys.stdout)
     handler.handleError = lambda record: None  # type: ignore[method-assign]  # with a closed pipe, the default prints a traceback per line
-    handler.addFilter(_is_new)
     handler.setLevel(logging.CRITICAL if rank() else logging.NOTSET)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
 
@@ -143,29 +118,6 @@ def remove_hydra_folder() -> None:
     if (folder := hydra_folder()) is not None:
         with suppress(OSError):
             folder.rmdir()
-
-
-class SweepFolder(Callback):
-    """Keep the config of a sweep, because it contains the folder, until ``remove`` is called. Hydra itself keeps only the config of a run."""
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        HydraConfig.instance().set_config(config)
-
-    @staticmethod
-    def remove() -> bool:
-        """Remove the folder that Hydra created for the sweep if it is empty, and return whether it was empty."""
-        is_empty = False
-        if HydraConfig.initialized():
-            folder = Path(HydraConfig.get().sweep.dir)
-            HydraConfig.instance().cfg = None
-            is_empty = folder.is_dir() and {path.name for path in folder.glob("*")} <= {"multirun.yaml"}
-            if is_empty:
-                (folder / "multirun.yaml").unlink(missing_ok=True)  # Optuna's sweeper does not write it
-                inner = os.path.relpath(folder)
-                with suppress(OSError):  # the current folder cannot be removed
-                    if not inner.startswith(os.pardir):  # empty folders elsewhere belong to the user
-                        os.removedirs(inner)  # and empty parent folders
-        return is_empty
 
 
 def command_words() -> list[str]:
@@ -246,11 +198,8 @@ def output_folder(config: RunConfig, composed: DictConfig, grid: AblationConfig 
         return Path(os.environ[FOLDER])
     job = HydraConfig.get()
     sweeps = job.mode == RunMode.MULTIRUN
-    is_shared = sweeps and config.output_dir and not OmegaConf.is_interpolation(composed, "output_dir")
-    require(
-        not is_shared,
-        f"output_dir={config.output_dir} is the same folder for all jobs of -m: set hydra.sweep.dir instead",
-    )
+    if sweeps and config.output_dir and not OmegaConf.is_interpolation(composed, "output_dir"):
+        raise ConfigError(f"output_dir={config.output_dir} is the same folder for all jobs of -m: set hydra.sweep.dir instead")
     if grid is not None:
         return Path(config.output_dir or Path("runs", config.experiment, grid.name)).absolute()
     folder = config.output_dir or hydra_folder()

@@ -11,20 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minitx.cli.command_line import StoredConfig, check_output, checkpoint_of, key, refusing, run_program, write, writing
+from minitx.cli.command_line import StoredConfig, check_output, checkpoint_of, refusing, run_program, write, writing
+from minitx.cli.compose import FilePath
 from minitx.config import ConfigError
 from minitx.config.schema import Config, Count, Natural, require
 
 if TYPE_CHECKING:
     from minitx.analysis.snapshot import Snapshot
     from minitx.analysis.viewer import RowRule, Trace
-    from minitx.cli.inputs import Inputs
+    from minitx.cli.inputs import RowInputs
     from minitx.training.checkpoints import Stored
 
-USAGE = """python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value ...]
-python scripts/view_attention.py model=FOLDER text=TEXT [key=value ...]
-python scripts/view_attention.py --play [output=FILE]   a page to play with, without a model"""
 PLAY_USAGE = "python scripts/view_attention.py --play [output=FILE]"
+VIEW_USAGE = f"""python scripts/view_attention.py ckpt_path=FILE text=TEXT [key=value ...]
+python scripts/view_attention.py model=FOLDER text=TEXT [key=value ...]
+{PLAY_USAGE}   a page to play with, without a model"""
 FILM = (".gif", ".png", ".webp")
 """The file endings of animated pictures."""
 
@@ -34,38 +35,39 @@ LARGEST_PAGE = 256 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class ViewConfig(StoredConfig):
-    """The keys of ``view_attention.py``. Model and tokenizer come from the checkpoint or the Hugging Face folder."""
+    """The keys of ``view_attention.py``. Model and tokenizer come from the checkpoint or the Hugging Face folder.
 
-    ckpt_path: str = key(
-        "",
-        "checkpoint of a run, several separated by commas (each is a step of the slider), or the folder of a run: "
-        "its recorded attention, or, with text or knock_out, its last checkpoint",
-        is_path=True,
-    )
-    model: str = key(
-        "",
-        "instead of ckpt_path: a Hugging Face folder with its tokenizer, or the name of a model in the local cache of the hub",
-        is_path=True,
-    )
-    text: str | None = key(None, "text for the model; without a tokenizer, ids (ID or ID:TYPE) separated by spaces")
-    target: str | None = key(None, "target text of an encoder-decoder; null: its own answer")
-    row: Natural | None = key(None, "instead of text: number of a validation row or of a recorded sentence, from 0")
-    compare: str | None = key(
-        None, "a second model, as in ckpt_path or model, to compare side by side and as a difference", is_path=True
-    )
-    compare_text: str | None = key(None, "a second text with as many tokens as text, to compare in the same way")
-    layers: str | None = key(None, "layers to show: numbers from 0 or parts of names (cross), separated by commas; null: all")
-    num_beams: Count = key(1, "number of beams for an encoder-decoder's own answer; 1: greedy")
-    max_new_tokens: Count = key(64, "longest own answer of an encoder-decoder, in tokens")
-    knock_out: bool = key(
-        False, "compute the model's answer without each head, for the page's button; one forward pass per head"
-    )
-    head: Natural = key(0, "the head that a film shows")
-    output: str = key(
-        "attention.html",
-        "the file to write; one that ends in .gif, .png or .webp is a film of one head of one layer over its steps",
-        is_path=True,
-    )
+    Attributes:
+        ckpt_path: checkpoint of a run, several separated by commas (each is a step of the slider), or the folder of a run: its
+            recorded attention, or, with text or knock_out, its last checkpoint.
+        model: instead of ckpt_path: a Hugging Face folder with its tokenizer, or the name of a model in the local cache of the
+            hub.
+        text: text for the model; without a tokenizer, ids (ID or ID:TYPE) separated by spaces.
+        target: target text of an encoder-decoder; null: its own answer.
+        row: instead of text: number of a validation row or of a recorded sentence, from 0.
+        compare: a second model, as in ckpt_path or model, to compare side by side and as a difference.
+        compare_text: a second text with as many tokens as text, to compare in the same way.
+        layers: layers to show: numbers from 0 or parts of names (cross), separated by commas; null: all.
+        num_beams: number of beams for an encoder-decoder's own answer; 1: greedy.
+        max_new_tokens: longest own answer of an encoder-decoder, in tokens.
+        knock_out: compute the model's answer without each head, for the page's button; one forward pass per head.
+        head: the head that a film shows.
+        output: the file to write; one that ends in .gif, .png or .webp is a film of one head of one layer over its steps.
+    """
+
+    ckpt_path: FilePath = ""
+    model: FilePath = ""
+    text: str | None = None
+    target: str | None = None
+    row: Natural | None = None
+    compare: FilePath | None = None
+    compare_text: str | None = None
+    layers: str | None = None
+    num_beams: Count = 1
+    max_new_tokens: Count = 64
+    knock_out: bool = False
+    head: Natural = 0
+    output: FilePath = "attention.html"
 
     @property
     def is_film(self) -> bool:
@@ -107,10 +109,15 @@ RULES: dict[RowRule, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlayConfig(Config):
-    """The keys of ``view_attention.py --play``."""
+    """The keys of ``view_attention.py --play``.
 
-    output: str = key("play.html", "the file to write", is_path=True)
-    pages: str | None = key(None, "address of pages about minitx, for a link at the top; null: no link")
+    Attributes:
+        output: the file to write.
+        pages: address of pages about minitx, for a link at the top; null: no link.
+    """
+
+    output: FilePath = "play.html"
+    pages: str | None = None
 
     def check(self) -> None:
         check_output(self.output, ".html", ".htm")
@@ -120,7 +127,7 @@ def main() -> int:
     """The program behind ``scripts/view_attention.py`` and ``minitx-view``; returns the exit code."""
     if PLAY in sys.argv[1:]:
         return run_program(PlayConfig, PLAY_USAGE, _play, arguments=[word for word in sys.argv[1:] if word != PLAY])
-    return run_program(ViewConfig, USAGE, _view)
+    return run_program(ViewConfig, VIEW_USAGE, _view)
 
 
 def _play(config: PlayConfig) -> None:
@@ -146,15 +153,15 @@ def _view(config: ViewConfig) -> None:
     require(len(existing) < 2, f"compare={config.compare} must be a {kind}, as ckpt_path is")
     rule: RowRule | None = None
     if first:
-        title, traces, rule = _recorded(config, paths)
+        title, traces, rule = _recorded_traces(config, paths)
     else:
-        title, traces = _taken(config, paths)
+        title, traces = _model_traces(config, paths)
     if config.is_film:
         _write_film(config, traces, rule)
         return
     with refusing():
         page = viewer_page(traces, title=title, rule=rule)
-    _write_page(page, config.output, f"{_summary(traces, 'model' if config.compare_text is None else 'text')}\n")
+    _write_page(page, config.output, f"{_counts(traces, 'model' if config.compare_text is None else 'text')}\n")
 
 
 def _write_film(config: ViewConfig, traces: list[Trace], rule: RowRule | None) -> None:
@@ -167,7 +174,7 @@ def _write_film(config: ViewConfig, traces: list[Trace], rule: RowRule | None) -
     write(f"{steps} steps\n{config.output}  {Path(config.output).stat().st_size / 1e6:.2f} MB\n")
 
 
-def _summary(traces: list[Trace], side: str) -> str:
+def _counts(traces: list[Trace], side: str) -> str:
     maps = traces[0].snapshots[0].maps
     tokens = " and ".join(str(len(rows[0])) for rows in traces[0].snapshots[0].tokens.values())
     steps = max(len(trace.snapshots) for trace in traces)
@@ -178,7 +185,7 @@ def _summary(traces: list[Trace], side: str) -> str:
 # --- the records of a run
 
 
-def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace], RowRule]:
+def _recorded_traces(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace], RowRule]:
     from minitx.analysis.snapshot import read_snapshots, typical_row
     from minitx.analysis.viewer import Trace
 
@@ -205,11 +212,11 @@ def _recorded(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trac
 # --- attention of models on texts or on a row
 
 
-def _taken(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
+def _model_traces(config: ViewConfig, paths: dict[str, str]) -> tuple[str, list[Trace]]:
     from minitx.analysis.viewer import Trace
     from minitx.cli.inputs import SOURCE, attention_of, check_reads_alike, hf_ids
 
-    files = {name: [path] if config.model else _files(path) for name, path in paths.items()}
+    files = {name: [path] if config.model else _checkpoint_files(path) for name, path in paths.items()}
     steps = {} if config.model else _steps(files)
     name, first = next(
         (name, listed[-1]) for name, listed in files.items()
@@ -264,21 +271,21 @@ def _open(config: ViewConfig, name: str, file: str) -> tuple[Any, Any, Stored | 
     return place(with_attention(stored), config.device), stored.tokenizer, stored
 
 
-def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | None) -> tuple[list[Inputs], str]:
+def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | None) -> tuple[list[RowInputs], str]:
     """Return the inputs (a text, two texts, or a row) and the title of the page."""
     from minitx.cli.inputs import hf_inputs, paired, row_inputs, text_inputs
 
     kind = type(model).__name__ if stored is None else stored.net.shape.architecture
     is_pair = model.config.is_encoder_decoder if stored is None else kind == "encoder_decoder"
     require(is_pair or config.target is None, f"target is for encoder-decoders, but the model is a {kind}")
-    needed = is_pair and config.compare_text is not None and config.target is None
-    require(not needed, "compare_text needs target=TEXT: the model reads both texts with the same target")
+    if is_pair and config.compare_text is not None and config.target is None:
+        raise ConfigError("compare_text needs target=TEXT: the model reads both texts with the same target")
     if config.text is not None:
         read = hf_inputs if stored is None else text_inputs
         answering = {"num_beams": config.num_beams, "max_new_tokens": config.max_new_tokens}
         texts = {name: text for name in ("text", "compare_text") if (text := getattr(config, name)) is not None}
         inputs = [read(model, tokenizer, text, name, config.target, **answering) for name, text in texts.items()]
-        return paired(*inputs) if len(inputs) == 2 else inputs, f"Attention on {_quoted(config.text)}"
+        return paired(*inputs) if len(inputs) == 2 else inputs, f"Attention on {_in_quotes(config.text)}"
     if config.row is None and tokenizer is not None:
         raise ConfigError("text is missing: set text=TEXT, or row=N for a row of the validation data")
     assert stored is not None
@@ -288,10 +295,10 @@ def _inputs(config: ViewConfig, model: Any, tokenizer: Any, stored: Stored | Non
 
 def _titles(config: ViewConfig, name: str) -> list[str]:
     """Return the titles of the traces of a model: one for each text."""
-    return [name] if config.compare_text is None else [_quoted(text) for text in (config.text or "", config.compare_text)]
+    return [name] if config.compare_text is None else [_in_quotes(text) for text in (config.text or "", config.compare_text)]
 
 
-def _quoted(text: str) -> str:
+def _in_quotes(text: str) -> str:
     return f"“{text if len(text) <= 60 else text[:59] + '…'}”"
 
 
@@ -311,7 +318,7 @@ def _check_size(snapshot: Snapshot, count: int) -> None:
     )
 
 
-def _files(path: str) -> list[str]:
+def _checkpoint_files(path: str) -> list[str]:
     return [checkpoint_of(path)] if os.path.exists(path) else [checkpoint_of(part) for part in path.split(",") if part]
 
 
@@ -319,7 +326,7 @@ def _names(paths: list[str]) -> list[str]:
     """Return names for the paths: the folders of their runs, or the whole paths if these names are not unique."""
     names = []
     for path in paths:
-        last = Path(_files(path)[-1])
+        last = Path(_checkpoint_files(path)[-1])
         name = last.parents[1].name if last.parent.name == "checkpoints" else last.name.removesuffix(".ckpt")
         names.append(name or path)
     return paths if len(set(names)) < len(names) else names

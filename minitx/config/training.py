@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from minitx.config.part import FROM_THE_RUN, Part, Takes
 from minitx.config.scale_words import evaluate_factor
@@ -45,6 +45,22 @@ NODES = {
 
 LOADING = {"batch_size": (Count, 32), "num_workers": (Natural, 0)}
 """Keys of ``data`` that every data set has, with hint and default. The trainer reads them."""
+
+
+REPLACED = {
+    "accumulate_grad_batches": "trainer.accumulate",
+    "callbacks": "callbacks",
+    "default_root_dir": "output_dir",
+    "enable_checkpointing": "trainer.ckpt_every",
+    "enable_progress_bar": "callbacks.progress",
+    "gradient_clip_val": "trainer.clip",
+    "limit_val_batches": "trainer.val_batches",
+    "log_every_n_steps": "trainer.log_every",
+    "logger": "logger",
+    "overfit_batches": "trainer.overfit",
+    "val_check_interval": "trainer.val_every",
+}
+"""Arguments of Lightning's Trainer whose key has another name."""
 
 
 def _of_group(name: str, **takes: Any) -> Takes:
@@ -221,6 +237,8 @@ class TrainerConfig(Config):
     profiler: Annotated[Part, _OF_TRAINER] | None = None
     extra: Mapping[str, object] = field(default_factory=dict)
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {name: f"use {key}" for name, key in REPLACED.items()}
+
     def check(self) -> None:
         needs(self, "shard", "strategy", "sharded")
         if self.max_epochs is None:
@@ -347,5 +365,9 @@ class RunConfig(Config):
             object.__setattr__(self, name, path and os.path.expanduser(path))
         resumed = self.trainer.plan and self.ckpt_path is not None
         require(not resumed, "trainer.plan=true describes a new run, but ckpt_path resumes one: remove one of them")
+        if self.experiment == "finetune" and self.init_from.path is None and self.model.name == MODEL:
+            raise ConfigError(
+                "experiment=finetune needs a trained model: set init_from.path=FOLDER, or model=hf model.path=FOLDER"
+            )
         best = self.evaluation.test == "best" and not self.trainer.ckpt_every
         require(not best, "evaluation.test=best needs best.ckpt, but trainer.ckpt_every=0 writes none")

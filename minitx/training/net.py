@@ -24,7 +24,6 @@ from minitx.config.training import MODEL
 from minitx.data.lightning_data import FIRST_INPUT, lightning_base, overrides
 from minitx.data.task import Batch, Task, seed_device, without_targets
 from minitx.nn.arguments import Arguments
-from minitx.nn.attention import attention_cores
 from minitx.nn.blocks import is_block
 from minitx.nn.changes import changes_of, hooked_modules
 from minitx.nn.modes import evaluating
@@ -274,9 +273,6 @@ class Net:
         """
         return data.get("context_len")
 
-    def show_attention(self) -> None:
-        """Replace the attention core of a model of transformers by ours, in place, so that attention can be recorded."""
-
     def train(self) -> list[str]:
         """Put the network into training mode, and return the names of the modules that stay in evaluation mode (``_kept_in_eval``).
 
@@ -401,12 +397,6 @@ class OfTransformers(Net):
         self._check_size("the number of labels", stated(config, "num_labels", int), fields.get("num_labels"))
         if stated(config, "output_router_logits", bool) is not None:
             log.info("model: %s is a mixture of experts; its router loss is not part of the objective", self.kind)
-
-    def show_attention(self) -> None:
-        from minitx.interop import adopt_hf
-
-        if not attention_cores(self.network):
-            adopt_hf(self.network)
 
 
 class _Writer(nn.Module):

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from minitx.config import ConfigError, TrainerConfig
 from minitx.config.part import parameter_names
 from minitx.config.schema import defaults, first_line, require
+from minitx.config.training import REPLACED
 from minitx.training.devices import cpu_precision, device_of
 from minitx.training.metrics_csv import COLUMNS, MetricsFile
 from minitx.training.module import AtomicCheckpointIO, Sharded
@@ -74,22 +75,6 @@ def build_trainer(
     # signals at fewer steps. There is no public switch for this; pyproject.toml bounds the version of lightning.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
-
-
-REPLACED = {
-    "accumulate_grad_batches": "trainer.accumulate",
-    "callbacks": "callbacks",
-    "default_root_dir": "output_dir",
-    "enable_checkpointing": "trainer.ckpt_every",
-    "enable_progress_bar": "callbacks.progress",
-    "gradient_clip_val": "trainer.clip",
-    "limit_val_batches": "trainer.val_batches",
-    "log_every_n_steps": "trainer.log_every",
-    "logger": "logger",
-    "overfit_batches": "trainer.overfit",
-    "val_check_interval": "trainer.val_every",
-}
-"""Arguments of Lightning's Trainer whose key has another name."""
 
 
 def key_of_argument(name: str) -> str | None:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from minitx.cli.compose import compose_grid
-from tests.cli.conftest import PROGRAMS, TINY, assert_named, put
+from tests.cli.conftest import PROGRAMS, RESULT, TINY, assert_named, put
 from tests.cli.processes import ROOT
 
 STEP = ("debug=one_step", *(word for word in TINY if "val_size" not in word))
@@ -28,10 +28,11 @@ COMPOSED = {
     "experiment=char_ml": "did you mean char_lm?",
     "model._target_=own.Net": "No module named 'own'; go to the folder that contains own.py or own/",
     "model._target_=Net": "No module named 'Net'; write MODULE.NAME",
-    "model=gpt2 model._target_=torch.nn.Linear": "model=gpt2 was typed",
+    "model=gpt2 model._target_=torch.nn.Linear": "'- override /model: null'",
     "model.d_k=8": "Set model.num_heads, or model.head_dim",
     "trainer.gradient_clip_val=1": "trainer.clip",
-    "trainer.fast_dev_run=true": "trainer.extra.fast_dev_run",
+    "trainer.fast_dev_run=true": "trainer.fast_dev_run is not a key; allowed here",
+    "experiment=char_lm schedule=constant": "a config file sets it: add ~schedule.final_lr",
     "model.dropout=nan": "model.dropout=nan",
     "optimizer.lr=0": "optimizer.lr=0.0 must be positive",
     "optimizer.rules=[{match:'('}]": "optimizer.rules[0].match=(",
@@ -39,11 +40,8 @@ COMPOSED = {
     "+model._scale=2": "model._scale is not a key",
     "+model._args_=[2]": "model._args_=[2]",
     "+optimizer._args_=2": "optimizer._args_=2 must be a list",
-    "callbacks.probe={_target_:minitx.config.ProbeConfig}": "callbacks.probe has a _target_",
     "trainer.max_steps={_target_:x}": "trainer.max_steps has a _target_",
     "trainer.extra=[1]": "trainer.extra",
-    "+trainer.extra.foo=1": "trainer.extra.foo",
-    "trainer.extra.logger=1": "trainer.extra.logger is not allowed: use logger",
     # values
     "model.scale=null": "unscaled",
     "model.window=[]": "model.window=[]",
@@ -54,22 +52,13 @@ COMPOSED = {
     "experiment=scaling_ablation trainer.plan=true": "trainer.plan=true is for single runs",
     "trainer.plan=true trainer.devices=0": "trainer.devices=0",
     "trainer.plan=true ckpt_path=a.ckpt": "trainer.plan=true describes a new run",
-    # what nothing reads
-    "evaluation.num_rows=5 evaluation.test=last": "no effect without evaluation.at_end=true",
-    "callbacks.probe.batch_size=4": "no effect without callbacks.probe.every",
-    "callbacks.samples.temperature=0": "no effect without callbacks.samples.every",
-    "callbacks.wandb.viewer=true": "no effect without 'logger=[csv,wandb]'",
-    "data.bpe_vocab_size=300": "no effect without data.tokenizer=bpe",
-    "data=hf data.path=a.txt data.val_rows=3": "no effect without data.streaming=true",
-    "data=hf data.path=a.txt data.streaming=true data.bucket=false": "no effect without data.streaming=false",
-    "data=hf data.path=a.txt data.val_path=b.txt data.val_fraction=0.2": "no effect without data.val_path=null",
     # Hydra's grammar
     "max_steps": "max_steps",
     "--experiment=kv_lookup": "keys have no dashes: use experiment=kv_lookup",
     "--config-dir=nowhere": "nowhere",
-    "ckpt_path=runs/lr=1/last.ckpt": "ckpt_path=runs/lr=1/last.ckpt",
+    "data.tokenizer=a(b": "into two pairs of quotes",
     "seed=${seed}": "seed",
-    "data.path=~/a": "^~#",
+    "data.path=~/a": "data.path is not a key",
     "output_dir=\udcff": r"'output_dir=\udcff' is not UTF-8 text",
     "--cfg nonsense": "choose from 'job'",
     "init_from.path='~no.such.user/a'": "init_from.path=~no.such.user/a does not exist",
@@ -99,8 +88,10 @@ BUILT = {
     "trainer.plan=true trainer.strategy=sharded optimizer=muon": "optimizer=muon needs whole matrices",
     "trainer.plan=true hydra.run.dir=new model.backend=nonsense": "nonsense",
     "trainer.accelerator=cuda": "trainer.accelerator=cuda is not allowed: one of auto, cpu, gpu, mps",
+    "+trainer.extra.foo=1": "trainer.extra.foo",
+    "trainer.extra.logger=1": "trainer.extra.logger is not allowed: use logger",
+    "ckpt_path=runs/lr=1/last.ckpt": "ckpt_path=runs/lr=1/last.ckpt does not exist",
     "output_dir=short.txt/below": "output_dir=",
-    "data=hf data.path=short.txt data.subset=x": "data.subset=x has no effect",
     "output_dir=new/run model.backend=nonsense": "nonsense",
     "imports=[leaves]": "error: no such machine",
     "hydra.run.dir=short.txt/below": "short.txt/below",
@@ -115,11 +106,12 @@ OTHERS = {
     "evaluate {text} data.tokenizer=bpe": "data.tokenizer has no effect",
     "evaluate {text} num_beams=2": "num_beams=2 has no effect",
     "evaluate {text} data.path=小说.txt": "data.path=小说.txt",
-    "evaluate {text} batch_size=4,5": "batch_size=4,5 has several values",
+    "evaluate {text} batch_size=4,5": "write 'batch_size=[...]' for a list",
     "evaluate {text} data.path=a(b": "into two pairs of quotes",
     "evaluate {text} =3": "=3 has no key",
     "evaluate {text} --split=test": "keys have no dashes: use split=test",
-    "evaluate {text} split=val split=test": "split is set twice",
+    "evaluate {text} split=val split=test": "split=test",  # the last one counts, as in train.py
+    "evaluate {text} evaluate.split=test": "Could not override",
     "generate {text} prompt=God length_penalty=2": "length_penalty=2.0 has no effect",
     "generate {text} prompt=God top_k=[": "top_k=[",
     "generate {text} prompt=God top_k=5": "top_k=5",
@@ -169,11 +161,13 @@ def test_an_option_of_the_users_with_the_name_of_one_of_ours_is_refused_with_bot
     assert "nonsense" in cli("--config-dir=conf", "model=nonsense").err  # a copy hides nothing
 
 
-def test_an_option_that_was_typed_is_not_replaced_by_an_experiment_without_a_word(cli, place, no_run):
-    put(place / "conf" / "experiment" / "mine.yaml", "# @package _global_\noptimizer: {_target_: torch.optim.SGD}\n")
-    said = cli("--config-dir=conf", "experiment=mine", "optimizer=adamw")
-    assert_named(said, "optimizer=adamw")
-    assert "optimizer._target_=torch.optim.SGD" in said.err
+def test_keys_that_a_file_inherits_for_another_target_are_refused_with_the_line_that_removes_them(cli, place, monkeypatch):
+    text = "# @package _global_\ndefaults: [override /model: {}]\nmodel: {{_target_: torch.nn.Linear, in_features: 3, out_features: 2}}\n"
+    put(place / "conf" / "experiment" / "mine.yaml", text.format("gpt2"))
+    assert_named(cli("--config-dir=conf", "experiment=mine"), "'- override /model: null'")
+    put(place / "conf" / "experiment" / "mine.yaml", text.format("null"))
+    monkeypatch.setattr("minitx.cli.train.run_training", lambda *_: RESULT)
+    assert cli("--config-dir=conf", "experiment=mine").code == 0
 
 
 @pytest.mark.parametrize("typed", BUILT)

@@ -9,8 +9,7 @@ import torch
 
 from minitx.check import check_attention, check_model
 from minitx.cli import check
-from minitx.cli.command_line import parse
-from minitx.cli.compose import compose_config
+from minitx.cli.compose import compose_config, compose_program
 from minitx.cli.launch import run_training
 from minitx.training.checkpoints import write_checkpoint
 from tests.cli.conftest import TINY
@@ -120,8 +119,8 @@ def test_help_says_that_the_file_runs(program):
     (["model=."], "model=. is neither a Hugging Face folder (config.json) nor a run"),
     (["mine.py:right", "model=."], "cannot be combined"),
     (["mine.py:right", "stag=3"], "did you mean stage?"),
-    (["mine.py:right", "stage=6"], "stage=6 must be"),
-    (["mine.py:right", "mask=show"], "mask=show must be keep or hide"),
+    (["mine.py:right", "stage=6"], "stage=6 is not allowed"),
+    (["mine.py:right", "mask=show"], "mask=show is not allowed: one of keep, hide"),
     (["mine.py:right", "stage=1", "strict=true"], "cannot be combined"),
     (["mine.py:right", "json=nowhere/out.json"], "in a folder that does not exist"),
 ])  # fmt: skip
@@ -197,7 +196,7 @@ WORDS = (["m.py:Net"], ["my model.py:Net", "causal=false"], ["model=runs/own", "
 def test_the_command_that_repeats_a_finding_has_every_word_that_changes_the_check(words, monkeypatch):
     given = {}
     monkeypatch.setattr("minitx.check.language_models.check_model", lambda model, **options: given.update(options))
-    check._model_report(None, parse(check.CheckConfig, [word if "=" in word else f"target={word}" for word in words]))
+    check._model_report(None, compose_program(check.CheckConfig, [word if "=" in word else f"target={word}" for word in words]))
     assert shlex.split(given["repeat"]) == ["minitx-check", *words]
 
 

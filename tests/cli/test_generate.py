@@ -8,8 +8,7 @@ import threading
 import pytest
 import torch
 
-from minitx.cli.command_line import parse
-from minitx.cli.compose import compose_config
+from minitx.cli.compose import compose_config, compose_program
 from minitx.cli.generate import GenerateConfig, _options
 from minitx.cli.launch import run_training
 from minitx.data.tokenizers import Tokenizer
@@ -95,7 +94,7 @@ def test_a_checkpoint_that_was_changed_is_refused_and_what_was_not_typed_exits_w
 
 def test_text_arguments_stand_as_they_are_and_others_are_read():
     typed = ["ckpt_path=1", "prompt=a: [b, =c #d", "top_p=.9", "stop=null", "max_new_tokens=null", "min_p=1e-3"]
-    config = parse(GenerateConfig, typed)
+    config = compose_program(GenerateConfig, typed)
     assert (config.ckpt_path, config.prompt, config.top_p, config.min_p) == ("1", "a: [b, =c #d", 0.9, 0.001)
     assert (config.stop, config.max_new_tokens) == (None, None)
 

@@ -266,7 +266,6 @@ def test_a_project_in_the_shape_of_the_template_moves_over_with_one_yaml_file(cl
     assert "tags:\n- digits\n" in (place / "run" / "config.yaml").read_text()
     assert cli(*words, "trainer.max_epochs=3", "ckpt_path=last").code == 0
     assert json.loads((place / "run" / "result.json").read_text())["steps"] == 61
-    assert_named(cli(*arguments("digits", "+data.num_workers=0")), "+data.num_workers=0 has no effect: DigitsDataModule")
     assert cli(*words[:-1], "debug=one_step", "evaluation.test=best", "data.batch_size=5", "output_dir=one").code == 0
     found = cli(*words[:-1], "trainer.max_epochs=1", "trainer.monitor=nothing", "evaluation.test=best", "output_dir=none")
     assert_named(found, "trainer.monitor=nothing is not logged, but the schedule needs it; logged are: train_loss")

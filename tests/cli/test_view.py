@@ -16,7 +16,7 @@ from torch import nn
 from minitx.analysis import take_snapshot
 from minitx.analysis.snapshot import read_snapshots, typical_row
 from minitx.analysis.viewer import playground
-from minitx.cli.inputs import Inputs, attention_of
+from minitx.cli.inputs import RowInputs, attention_of
 from minitx.config import TransformerConfig, to_dict
 from minitx.config.training import MODEL
 from minitx.data.tokenizers import token_texts, train_tokenizer
@@ -216,7 +216,7 @@ def test_a_model_of_ones_own_may_take_fewer_keys_than_the_data_have():
         def forward(self, input_ids):
             return self.attention(self.embed(input_ids))
 
-    row = Inputs({"input_ids": torch.tensor([[1, 2, 3, 5, 6]]), "key_mask": torch.ones(1, 5, dtype=torch.bool)}, {})
+    row = RowInputs({"input_ids": torch.tensor([[1, 2, 3, 5, 6]]), "key_mask": torch.ones(1, 5, dtype=torch.bool)}, {})
     assert attention_of(Net(), row, step=0).step == 0
 
 
@@ -312,7 +312,7 @@ def test_a_page_to_play_with_needs_no_model(output, assert_refused, place):
     assert (place / "play.html").read_text(encoding="utf-8") == playground().page
     output("view", "output=mine.html", "pages=docs/index.html", "--play")
     assert (place / "mine.html").read_text(encoding="utf-8") == playground(pages="docs/index.html").page
-    assert_refused("ckpt_path is not a key", "--play", "ckpt_path=a", program="view")
+    assert_refused("Could not override 'ckpt_path'", "--play", "ckpt_path=a", program="view")
     assert_refused("output=no/play.html", "--play", "output=no/play.html", program="view")
 
 

@@ -20,6 +20,7 @@ import yaml
 
 from minitx import data
 from minitx.ablation.design import AblationConfig
+from minitx.analysis.wandb_files import WandbFiles
 from minitx.cli.check import CheckConfig
 from minitx.cli.evaluate import EvaluateConfig
 from minitx.cli.export import ExportConfig
@@ -27,7 +28,8 @@ from minitx.cli.generate import GenerateConfig
 from minitx.cli.view import ViewConfig
 from minitx.config import ParameterRule, Part, RunConfig, TransformerConfig, to_dict
 from minitx.config.part import FROM_THE_RUN, find_target
-from minitx.config.training import LOADING
+from minitx.config.schema import config_class_of
+from minitx.config.training import CALLBACKS, LOADING
 from minitx.data.file_formats import load_tables
 from minitx.data.task import find_or_train_tokenizer
 from minitx.data.tokenizers import Tokenizer
@@ -81,7 +83,7 @@ def keys(cls: type) -> list[Key]:
             "NAME" if field.metadata.get("rest") else field.name,
             kind_of(hints[field.name]),
             default_of(field.default if field.default_factory is dataclasses.MISSING else field.default_factory()),
-            field.metadata.get("meaning") or said.get(field.name, ""),
+            said.get(field.name, ""),
         )
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]
     ]
@@ -97,11 +99,14 @@ OF_ALL_DATA = [
 
 
 def targets(*groups: str) -> dict[str, Any]:
-    """What the options of these groups name as ``_target_``, by the word that chooses the option."""
+    """What the options of these groups name as ``_target_``, by the first word that chooses it: other options only set its keys."""
     paths = [path for group in groups for path in sorted((ROOT / "configs" / group).glob("*.yaml"))]
+    named = {path: yaml.safe_load(path.read_text())["_target_"] for path in paths}
+    first = {name: path for path, name in reversed(named.items())}
     return {
-        f"{path.parent.name}={path.stem}": find_target(yaml.safe_load(path.read_text())["_target_"], path.parent.name)
-        for path in paths
+        f"{path.parent.name}={path.stem}": find_target(name, path.parent.name)
+        for path, name in named.items()
+        if first[name] == path
     }
 
 
@@ -261,6 +266,9 @@ def page() -> str:
         "`true` true or false, `gelu` a word, and `null` without more says that a word may be given. Parentheses hold any other type."
     )
     parts += [section(place, cls) for place, cls in sections()]
+    of_callbacks = {name: config_class_of(find_target(node["_target_"], name)) for name, node in CALLBACKS.items()}
+    parts += [section(f"callbacks.{name}", cls) for name, cls in of_callbacks.items() if cls is not None]
+    parts.append(f"### `callbacks.wandb`\n\n{listed(arguments(WandbFiles, without=['folder']))}")
     parts.append(section("model", TransformerConfig))
     of_data = ("task", "num_labels", "pad_id", "tokenizer")
     parts.append(f"### `model=hf`\n\n{listed(arguments(pretrained_hf, without=of_data))}")
